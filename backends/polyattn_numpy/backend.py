@@ -1,0 +1,59 @@
+"""NumPy's primitives: in place wherever the memory is the kernel's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from polyattn.plugin import Array, Backend, Problem
+
+__all__ = ["NumpyBackend"]
+
+
+class NumpyBackend(Backend):
+    """NumPy arrays on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(xp)
+
+    def devices(self) -> list[str]:
+        """Return the one device there is."""
+        return ["cpu"]
+
+    def place(self, array: Array, device: str | None) -> np.ndarray[Any, Any]:
+        """Return `array` as a NumPy array, on the same memory where it is the host's."""
+        return array if isinstance(array, np.ndarray) else np.from_dlpack(array)
+
+    def is_eager(self, array: Array) -> bool:
+        """NumPy always is."""
+        return True
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return the matrix product of two stacks of matrices."""
+        return np.matmul(a, b)
+
+    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
+        """Return the undivided softmax, with one array as large as the scores."""
+        maximum = scores.max(axis=-1, keepdims=True)
+        weights = np.subtract(scores, np.where(maximum == -np.inf, 0, maximum))
+        np.exp(weights, out=weights)
+        return weights, maximum, weights.sum(axis=-1, keepdims=True)
+
+    def stack_rows(
+        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
+    ) -> tuple[Array, Array | None]:
+        """Write each block of rows where it belongs, so that none is held twice."""
+        output = np.empty((*problem.scores[:-1], problem.value_size), like.dtype)
+        logsumexp, first = None, 0
+        for part, part_logsumexp in blocks:
+            stop = first + part.shape[-2]
+            output[..., first:stop, :] = part
+            if part_logsumexp is not None:
+                if logsumexp is None:
+                    logsumexp = np.empty(problem.scores[:-1], part_logsumexp.dtype)
+                logsumexp[..., first:stop] = part_logsumexp
+            first = stop
+        return output, logsumexp

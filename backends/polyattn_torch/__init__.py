@@ -1,0 +1,14 @@
+"""PyTorch on CPU, CUDA and MPS. Importing this must not import torch."""
+
+from polyattn.plugin import BackendSpec
+
+__all__ = ["SPEC"]
+
+SPEC = BackendSpec(
+    name="torch",
+    namespaces=("torch",),
+    implementation="polyattn_torch.backend:TorchBackend",
+    requires=("torch",),
+    install='pip install "polyattn[torch]"',
+    devices=("cpu", "cuda", "mps", "xpu", "meta"),
+)

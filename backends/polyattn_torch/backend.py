@@ -1,0 +1,98 @@
+"""PyTorch's devices and primitives.
+
+Autocast must not reach a kernel: it would turn float32 products into 16-bit ones in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.torch as xp
+import numpy as np
+import torch
+
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_torch.flex import Flex
+from polyattn_torch.sdpa import Sdpa
+
+__all__ = ["TorchBackend"]
+
+
+class TorchBackend(Backend):
+    """PyTorch tensors on any of its devices."""
+
+    kernels = (Sdpa(), Flex())
+
+    def __init__(self) -> None:
+        super().__init__(xp)
+
+    def devices(self) -> list[str]:
+        """Return the devices at hand, the CPU first."""
+        found = ["cpu"]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is not None:
+            count = torch.accelerator.device_count()
+            found += [f"{accelerator.type}:{number}" for number in range(count)]
+        return found
+
+    def place(self, array: Array, device: str | None) -> torch.Tensor:
+        """Return `array` as a tensor on `device`, on the same memory where it is there already."""
+        tensor = array if isinstance(array, torch.Tensor) else _import(array)
+        return tensor if device is None else tensor.to(device)
+
+    def fetch(self, array: Array) -> Any:
+        """Return a tensor as a NumPy array, on the same memory where it is the host's."""
+        host = array.detach().resolve_conj().cpu()
+        if host.dtype == torch.bfloat16:
+            import ml_dtypes
+
+            return host.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+        return host.numpy()
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work on the device is done."""
+        if device is not None and not device.startswith(("cpu", "meta")):
+            torch.accelerator.synchronize(device)
+
+    def matmul(self, a: Array, b: Array) -> torch.Tensor:
+        """Return the matrix product of two stacks of matrices."""
+        return torch.matmul(a, b)
+
+    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
+        """Return the undivided softmax, with one tensor as large as the scores."""
+        maximum = scores.amax(dim=-1, keepdim=True)
+        weights = (scores - maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
+        return weights, maximum, weights.sum(dim=-1, keepdim=True)
+
+    def is_eager(self, array: Array) -> bool:
+        """Whether this is a tensor on the CPU that nothing traces or transforms."""
+        return (
+            array.device.type == "cpu"
+            and type(array) in (torch.Tensor, torch.nn.Parameter)
+            and not torch.compiler.is_compiling()
+            and torch._C._functorch.peek_interpreter_stack() is None
+        )
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel with autocast off."""
+        kind = operands.query.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return kernel(problem, operands, self)
+        return kernel(problem, operands, self)
+
+
+def _import(array: Array) -> torch.Tensor:
+    if not isinstance(array, np.ndarray):
+        return torch.utils.dlpack.from_dlpack(array)
+    # torch.from_dlpack aborts the process on a negative stride (pytorch#188023), and takes neither
+    # read-only memory nor a foreign byte order; torch.from_numpy warns about read-only memory.
+    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
+    if array.dtype.name == "bfloat16":
+        return _import(array.view(np.uint16)).view(torch.bfloat16)
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array)

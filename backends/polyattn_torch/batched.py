@@ -1,0 +1,28 @@
+"""Tensors with one batch axis, which is all that torch's fused kernels take."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from polyattn.plugin import Problem
+
+__all__ = ["one_batch_axis", "whole_score_axes"]
+
+
+def one_batch_axis(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
+    """Return query, key or value with its batch axes broadcast and made one."""
+    items = math.prod(problem.batch)
+    if tensor.ndim == 4 and tensor.shape[0] == items:
+        return tensor
+    last = tensor.shape[-3:]
+    return tensor.expand(*problem.batch, *last).reshape(items, *last)
+
+
+def whole_score_axes(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a mask or bias with all of the axes (batch, H, L, S), each whole or 1."""
+    if tensor.ndim > 4:
+        last = tensor.shape[-3:]
+        return tensor.expand(*problem.batch, *last).reshape(-1, *last)
+    return tensor.reshape(*(1,) * (4 - tensor.ndim), *tensor.shape)

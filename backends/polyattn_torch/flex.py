@@ -1,0 +1,124 @@
+"""torch's FlexAttention, compiled for each problem.
+
+Compiling takes seconds and a C++ compiler on the CPU, so there it waits to be asked for by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from polyattn.masks import in_band
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_torch.batched import one_batch_axis, whole_score_axes
+
+__all__ = ["Flex"]
+
+
+class Flex(Kernel):
+    """`torch.nn.attention.flex_attention`, compiled."""
+
+    name = "flex"
+    features = frozenset(
+        {
+            "batch_broadcast",
+            "bias",
+            "causal",
+            "grouped_heads",
+            "mask",
+            "mask_mod",
+            "query_offset",
+            "query_offset_array",
+            "scale",
+            "score_mod",
+            "softcap",
+            "value_size",
+            "window",
+        }
+    )
+    poison_safe = False
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Compiling is not for a call that did not ask for it."""
+        return "it compiles for seconds at the first call of each shape"
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why FlexAttention cannot take the problem."""
+        reasons = []
+        if 0 in problem.scores or 0 in (problem.head_size, problem.value_size):
+            reasons.append("it takes no empty arrays")
+        if problem.device_kind == "cpu" and problem.dtype == "float64":
+            reasons.append("it has no float64 on the CPU")
+        if problem.device_kind == "cpu" and problem.requires_grad:
+            reasons.append("it has no gradient on the CPU (pytorch#169646)")
+        if problem.converted and not problem.features.isdisjoint(("mask_mod", "score_mod")):
+            reasons.append("it compiles mask and score functions, which are of another library")
+        return reasons
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output."""
+        query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
+        output = _compiled(problem)(
+            query, key, value, _score_mod(problem, operands), problem.scale,
+            problem.heads != problem.key_heads,
+        )  # fmt: skip
+        return output.reshape(*problem.batch, *output.shape[-3:]), None
+
+
+def _call(query: Any, key: Any, value: Any, score_mod: Any, scale: float, enable_gqa: bool) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention(
+        query, key, value, score_mod=score_mod, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(problem: Problem) -> Callable[..., Any]:
+    # Dynamo stops compiling a code object after a few variants of it and runs it eagerly instead,
+    # with L × S scores; a code object for each problem keeps every one of them compiled.
+    function = types.FunctionType(_call.__code__.replace(), _call.__globals__)
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | None:
+    """Return steps 2 to 5 of the formula as one score function, or None if there are none."""
+    bias = None if x.bias is None else _whole(problem, x.bias)
+    mask = None if x.mask is None or callable(x.mask) else _whole(problem, x.mask)
+    rule = x.mask if callable(x.mask) else None
+    offset = problem.query_offset
+    if offset is None:
+        given: Any = x.query_offset
+        offsets = given.expand(*problem.batch, 1, 1, 1).reshape(-1)
+    if problem.features.isdisjoint(
+        ("softcap", "score_mod", "bias", "mask", "mask_mod", "causal", "window")
+    ):
+        return None
+
+    def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        if problem.softcap is not None:
+            score = problem.softcap * torch.tanh(score / problem.softcap)
+        if x.score_mod is not None:
+            score = x.score_mod(score, b, h, i, j)
+        if bias is not None:
+            score = score + bias[b, h, i, j]
+        if rule is not None:
+            score = torch.where(rule(b, h, i, j), score, -torch.inf)
+        if mask is not None:
+            score = torch.where(mask[b, h, i, j], score, -torch.inf)
+        seen = in_band(problem, i, j, offsets[b] if offset is None else offset)
+        return score if seen is None else torch.where(seen, score, -torch.inf)
+
+    return score_mod
+
+
+def _whole(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
+    items = math.prod(problem.batch)
+    return whole_score_axes(problem, tensor).expand(items, *problem.scores[-3:])

@@ -1,0 +1,30 @@
+"""Attention for every array library: one function, one written meaning, backends by name."""
+
+from polyattn.attention import attention, attention_partial, explain
+from polyattn.errors import (
+    BackendError,
+    BackendUnavailableError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from polyattn.explain import Explanation
+from polyattn.listing import list_backends
+from polyattn.partial import Partial, merge
+from polyattn.selection import use_backend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "BackendUnavailableError",
+    "Explanation",
+    "Partial",
+    "UnknownBackendError",
+    "UnsupportedError",
+    "attention",
+    "attention_partial",
+    "explain",
+    "list_backends",
+    "merge",
+    "use_backend",
+]

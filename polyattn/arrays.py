@@ -1,0 +1,168 @@
+"""What the core knows of an array: its library, dtype and device.
+
+The only module that imports array-api-compat. Nothing here reads an array's values, and no array
+library is imported on behalf of an array that does not come from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import array_api_compat
+
+__all__ = [
+    "Array",
+    "ArrayFacts",
+    "Library",
+    "cast",
+    "constant_when_traced",
+    "facts_of",
+    "index_range",
+    "is_compiling",
+    "library_of",
+    "quiet",
+]
+
+Array = Any
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant_when_traced(function: _F) -> _F:
+    """Let torch.compile run `function` while it traces, and keep its result as a constant.
+
+    It may take and return only what never changes for one program: names, classes, dtypes.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is tracing the caller."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_compiling())
+
+
+class Library(NamedTuple):
+    """An array library: its short name, its standard namespace, whether its arrays are traced."""
+
+    name: str
+    xp: Any
+    traced: bool
+
+
+class ArrayFacts(NamedTuple):
+    """What can be said of an array without reading it."""
+
+    library: str
+    dtype: str
+    device: str
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+    traced: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+# A class decides its library, so each is asked once. Filled, never emptied: a lost race only
+# repeats the work.
+_libraries: dict[type, Library] = {}
+_dtype_names: dict[Any, str] = {}
+
+_REFUSED = {
+    "matrix": "is a numpy.matrix, whose * and shapes are not an array's; pass numpy.asarray({0})",
+    "MaskedArray": "is a masked array, whose mask would be lost; pass {0}.data, and say with mask="
+    " which keys take part",
+}
+
+
+def library_of(array: Array, name: str = "array") -> Library:
+    """Return the library of `array`; `name` is what an error calls it."""
+    cls = type(array)
+    known = _libraries.get(cls)
+    if known is None:
+        _learn_torch(cls)
+        known = _libraries.get(cls)
+    if known is None:
+        known = _libraries[cls] = _learn(array, name)
+    return known
+
+
+@constant_when_traced
+def _learn_torch(cls: type) -> None:
+    # By class alone, so that the first call of all may be one that torch.compile traces.
+    if any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
+        xp = importlib.import_module("array_api_compat.torch")
+        _libraries[cls] = Library("torch", xp, traced=cls.__name__ == "FakeTensor")
+
+
+def _learn(array: Array, name: str) -> Library:
+    classes = type(array).__mro__
+    for c in classes:
+        if c.__module__.split(".")[0] == "numpy" and c.__name__ in _REFUSED:
+            raise TypeError(f"{name} {_REFUSED[c.__name__].format(name)}")
+    try:
+        xp = array_api_compat.array_namespace(array)
+    except TypeError:
+        kind = type(array).__name__
+        raise TypeError(
+            f"{name} is a {kind}, not an array of a library that follows the array API standard; "
+            f"convert it first, for example numpy.asarray({name})"
+        ) from None
+    library = xp.__name__.removeprefix("array_api_compat.").split(".")[0]
+    traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
+    return Library(library, xp, traced)
+
+
+@constant_when_traced
+def _dtype_name(dtype: Any) -> str:
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+        _dtype_names[dtype] = name
+    return name
+
+
+def facts_of(array: Array, name: str = "array") -> ArrayFacts:
+    """Return the facts of `array`; `name` is what an error calls it."""
+    library = library_of(array, name)
+    # JAX places its arrays itself (shardings, uncommitted arrays, tracers without a device).
+    device = "" if library.name == "jax" else str(getattr(array, "device", ""))
+    return ArrayFacts(
+        library.name,
+        _dtype_name(array.dtype),
+        device,
+        tuple(array.shape),
+        bool(getattr(array, "requires_grad", False)),
+        library.traced,
+    )
+
+
+def cast(xp: Any, array: Array, dtype: Any) -> Array:
+    """Return `array` in `dtype`, itself where it has it: the standard's astype always copies."""
+    return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def index_range(xp: Any, start: int, stop: int, like: Array) -> Array:
+    """Return the integers from `start` to `stop` (exclusive), on the device of `like`."""
+    device = getattr(like, "device", None)
+    if device is None or array_api_compat.is_jax_namespace(xp):
+        return xp.arange(start, stop)
+    return xp.arange(start, stop, device=device)
+
+
+def quiet(library: str) -> AbstractContextManager[Any]:
+    """Keep NumPy, under whatever library, from reporting what the formula means to happen.
+
+    exp underflows to 0 by design, and a masked key may hold anything.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or library in ("torch", "jax", "cupy"):
+        return contextlib.nullcontext()
+    errstate: AbstractContextManager[Any] = numpy.errstate(all="ignore")
+    return errstate

@@ -1,0 +1,309 @@
+"""The front door: describe the call, choose, run, hand back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from polyattn.arrays import Array, ArrayFacts, facts_of, library_of
+from polyattn.call import Call, Operands, describe
+from polyattn.explain import Explanation
+from polyattn.partial import Partial
+from polyattn.selection import decide, plan
+
+__all__ = ["attention", "attention_partial", "explain"]
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | Callable[..., Array] | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: int | Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: Callable[..., Array] | None = None,
+    sinks: Array | None = None,
+    dropout: tuple[float, int] | None = None,
+    layout: str = "...HLD",
+    backend: str | Sequence[str] | None = None,
+    kernel: str | None = None,
+) -> Array:
+    """Compute scaled dot-product attention, softmax(scale · query·keyᵀ) · value.
+
+    In the shapes below ``...`` are batch axes, any number, that broadcast against each other; H
+    are query heads and G key/value heads, H a multiple of G; L and S the lengths of query and key;
+    D the size of a query or key vector and E that of a value vector. Arrays of rank 2 are one head.
+
+    Parameters
+    ----------
+    query : Array
+        Queries, shape (..., H, L, D), float16, bfloat16, float32 or float64, of NumPy, PyTorch,
+        JAX, CuPy or any library that follows the array API standard.
+    key : Array
+        Keys, shape (..., G, S, D), the dtype of the query. Query head h reads head h // (H // G).
+    value : Array
+        Values, shape (..., G, S, E), the dtype of the query.
+    mask : Array of bool, or callable, optional
+        Which keys take part, True for those that do: an array that broadcasts to (..., H, L, S),
+        of that rank or of at most 2; or a function ``mask(b, h, i, j)`` of index arrays. A key that
+        does not take part is absent, whatever it or its value holds.
+    bias : Array of float, optional
+        Added to the scores; broadcasts to (..., H, L, S). Where it is −inf the key is absent.
+    is_causal : bool
+        Whether row i sees only the keys j <= i + `query_offset`.
+    window : tuple of (int or None, int or None), optional
+        How many keys before and after its own position a row sees, the own not counted; None for
+        no bound. The own position of row i is i + `query_offset`.
+    query_offset : int or Array of int, optional
+        The position of the first query among the keys; an array gives one for each batch item. By
+        default S − L: the queries are the newest tokens.
+    scale : float, optional
+        Multiplies the scores; 1/√D by default.
+    softcap : float, optional
+        Bounds the scaled scores by s = softcap · tanh(s / softcap), before `score_mod` and `bias`.
+    score_mod : callable, optional
+        A function ``score_mod(score, b, h, i, j)`` that returns the score to use, given index
+        arrays that broadcast with it: batch item (flat), query head, row and key.
+    sinks : Array of float, optional
+        One more logit for each query head in the softmax's denominator, shape (H,), with no value.
+    dropout : tuple of (float, int), optional
+        Rate and seed.
+    layout : {"...HLD", "...LHD"}
+        The order of heads and length in query, key, value and output.
+    backend : str or sequence of str, optional
+        A backend, ``name`` or ``name:device``, or several in order: the first that is here and can
+        do what is asked runs, and nothing else. Arrays are brought there and the result back. By
+        default `use_backend`, then ``POLYATTN_BACKEND``, then the arrays' own library decides.
+    kernel : str, optional
+        The kernel to insist on.
+
+    Returns
+    -------
+    Array
+        The attention, shape (..., H, L, E) in the layout of the query, of the query's library,
+        device and dtype. A row that sees no key is 0.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of the wrong kind, library or dtype.
+    ValueError
+        If shapes do not fit together or an option is out of range.
+    UnknownBackendError
+        If no plugin has a name asked for.
+    BackendUnavailableError
+        If none of the backends asked for is installed.
+    UnsupportedError
+        If none of those that are can do what is asked.
+
+    See Also
+    --------
+    attention_partial : The same, with the logsumexp that joins attention over parts of the keys.
+    explain : What would run, and why.
+
+    References
+    ----------
+    .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention
+    >>> rng = np.random.default_rng(0)
+    >>> query = rng.standard_normal((2, 8, 5, 64), dtype=np.float32)  # (batch, H, L, D)
+    >>> key = rng.standard_normal((2, 2, 7, 64), dtype=np.float32)  # 2 heads serve 8
+    >>> value = rng.standard_normal((2, 2, 7, 32), dtype=np.float32)
+    >>> attention(query, key, value, is_causal=True).shape
+    (2, 8, 5, 32)
+    """
+    call = describe(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
+        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout=dropout, layout=layout,
+    )  # fmt: skip
+    operands = Operands(query, key, value, mask, bias, query_offset, score_mod, sinks)
+    output, _ = _run(call, operands, backend, kernel)
+    return output
+
+
+def attention_partial(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | Callable[..., Array] | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: int | Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: Callable[..., Array] | None = None,
+    sinks: Array | None = None,
+    dropout: tuple[float, int] | None = None,
+    layout: str = "...HLD",
+    backend: str | Sequence[str] | None = None,
+    kernel: str | None = None,
+) -> Partial:
+    """Compute attention over some of the keys, to be joined with attention over others.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`, key and value being those of some keys only.
+    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, dropout
+        As for `attention`; indices and positions count from the first of these keys, so
+        `query_offset` says where the queries stand among them. Give sinks with one part only.
+    layout, backend, kernel
+        As for `attention`.
+
+    Returns
+    -------
+    Partial
+        The output, as of `attention`, and the logsumexp, shape (..., H, L) in the layout of the
+        output, in float32, or float64 for float64 inputs; −inf for a row that sees no key.
+
+    See Also
+    --------
+    merge : Join partials.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_partial
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, logsumexp = attention_partial(x, x, x)
+    >>> output.shape, logsumexp.shape
+    ((8, 5, 64), (8, 5))
+    """
+    call = describe(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
+        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout=dropout, layout=layout, logsumexp=True,
+    )  # fmt: skip
+    operands = Operands(query, key, value, mask, bias, query_offset, score_mod, sinks)
+    return Partial(*_run(call, operands, backend, kernel))
+
+
+def explain(
+    query: Array | tuple[int, ...],
+    key: Array | tuple[int, ...],
+    value: Array | tuple[int, ...],
+    *,
+    mask: Array | tuple[int, ...] | Callable[..., Array] | None = None,
+    bias: Array | tuple[int, ...] | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: int | Array | tuple[int, ...] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: Callable[..., Array] | None = None,
+    sinks: Array | tuple[int, ...] | None = None,
+    dropout: tuple[float, int] | None = None,
+    layout: str = "...HLD",
+    backend: str | Sequence[str] | None = None,
+    kernel: str | None = None,
+    logsumexp: bool = False,
+    library: str = "numpy",
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> Explanation:
+    """Say what `attention` would do with a call: which kernel runs, and why no other.
+
+    Nothing is computed, converted or moved.
+
+    Parameters
+    ----------
+    query, key, value : Array or tuple of int
+        As for `attention`, or only their shapes.
+    mask, bias, query_offset, sinks : Array or tuple of int, optional
+        As for `attention`, or only their shapes.
+    is_causal, window, scale, softcap, score_mod, dropout
+        As for `attention`.
+    layout, backend, kernel
+        As for `attention`.
+    logsumexp : bool
+        Whether to explain `attention_partial` instead.
+    library, device, dtype : str
+        What the shapes are taken to be shapes of; arrays speak for themselves.
+
+    Returns
+    -------
+    Explanation
+        The decision; it prints as a table.
+
+    Examples
+    --------
+    >>> import polyattn
+    >>> shape = (2, 8, 128, 64)
+    >>> print(polyattn.explain(shape, shape, shape, is_causal=True, backend="numpy"))
+    attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
+    needs:     causal
+    selected by backend='numpy'
+      numpy  tiled  on request  one tile holds all the scores: dense does the same
+      numpy  dense  CHOSEN
+    """
+
+    def facts(given: Any, name: str) -> ArrayFacts:
+        if not isinstance(given, (tuple, list)):
+            return facts_of(given, name)
+        kind = {"mask": "bool", "query_offset": "int64"}.get(name, dtype)
+        return ArrayFacts(library, kind, device, tuple(given))
+
+    call = describe(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
+        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout=dropout, layout=layout, logsumexp=logsumexp, facts=facts,
+    )  # fmt: skip
+    only_shapes = isinstance(query, (tuple, list))
+    return decide(call, None if only_shapes else query, backend, kernel)
+
+
+# ---- between the caller's axes and the kernels' ------------------------------------------------
+
+
+def _run(
+    call: Call, operands: Operands, backend: str | Sequence[str] | None, kernel: str | None
+) -> tuple[Array, Array | None]:
+    chosen = plan(call, operands.query, backend, kernel)
+    flat = all(len(facts.shape) == 2 for facts in (call.query, call.key, call.value))
+    swapped = call.layout == "...LHD" and not flat
+    output, logsumexp = chosen.run(_heads_first(operands, call, swapped=swapped))
+    if flat:
+        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
+    if swapped:
+        output = _swap(output, -2, -3)
+        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
+    return output, logsumexp
+
+
+def _heads_first(operands: Operands, call: Call, *, swapped: bool) -> Operands:
+    query, key, value = operands[:3]
+    if len(call.query.shape) == 2:
+        query = query[None, ...]
+    elif swapped:
+        query = _swap(query, -2, -3)
+    if len(call.key.shape) == 2:
+        key = key[None, ...]
+    elif swapped:
+        key = _swap(key, -2, -3)
+    if len(call.value.shape) == 2:
+        value = value[None, ...]
+    elif swapped:
+        value = _swap(value, -2, -3)
+    offset = operands.query_offset
+    if isinstance(call.query_offset, ArrayFacts):
+        xp = library_of(offset).xp
+        offset = xp.reshape(offset, (*call.query_offset.shape, 1, 1, 1))
+    return operands._replace(query=query, key=key, value=value, query_offset=offset)
+
+
+def _swap(array: Array, one: int, other: int) -> Array:
+    axes = list(range(len(array.shape)))
+    axes[one], axes[other] = axes[other], axes[one]
+    return library_of(array).xp.permute_dims(array, tuple(axes))

@@ -1,0 +1,179 @@
+"""The command line: ``polyattn backends | explain | demo``.
+
+Results go to standard output and are plain text, the same on a terminal and in a file; errors go to
+standard error. Exit codes: 0 done, 1 it cannot be done here, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import polyattn
+from polyattn.errors import BackendError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["demo"]:
+        return _demo(arguments[1:])
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    try:
+        code: int = options.run(options)
+    except BackendError as error:
+        print(f"polyattn: {error}", file=sys.stderr)
+        return 1
+    except (TypeError, ValueError) as error:
+        print(f"polyattn {options.command}: {error}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="polyattn",
+        description="Attention for every array library: what is here, what would run, and a demo.",
+        epilog="The backend of every call can be set by POLYATTN_BACKEND, such as torch:cuda,numpy.",
+    )
+    parser.add_argument("--version", action="version", version=f"polyattn {polyattn.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_backends(commands)
+    _add_explain(commands)
+    commands.add_parser("demo", help="two sentences through a real encoder, and a picture of it")
+    return parser
+
+
+def _add_backends(commands: Any) -> None:
+    backends = commands.add_parser(
+        "backends",
+        help="what is installed, on which devices, and the command that installs what is missing",
+        description="List every backend: its library, devices and kernels, or what it lacks and"
+        " the command that installs it. Loads the libraries that are installed.",
+    )
+    backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    backends.set_defaults(run=_backends)
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="which kernel would run for given shapes, and why no other",
+        description="Say which kernel attention would run for arrays of these shapes, and why each"
+        " other one would not. Nothing is computed.",
+        epilog="example: polyattn explain --shape 2,8,1024,64 --key-shape 2,2,1024,64 --causal"
+        " --library torch",
+    )
+    add = explain.add_argument
+    add("--shape", type=_shape, required=True, help="of the query: ...,H,L,D")
+    add("--key-shape", type=_shape, metavar="SHAPE", help="...,G,S,D (default: the query's)")
+    add("--value-shape", type=_shape, metavar="SHAPE", help="...,G,S,E (default: the key's)")
+    add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
+    add("--library", default="numpy", help="whose arrays they are (default: %(default)s)")
+    add("--device", default="cpu", help="where they are (default: %(default)s)")
+    add("--causal", action="store_true", help="is_causal=True")
+    add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0; - for no bound")
+    add("--query-offset", type=int, metavar="N", help="position of the first query")
+    add("--scale", type=float, metavar="X", help="in place of 1/sqrt(D)")
+    add("--softcap", type=float, metavar="X", help="bound of the scores")
+    add("--mask-shape", type=_shape, metavar="SHAPE", help="a bool mask of this shape")
+    add("--bias-shape", type=_shape, metavar="SHAPE", help="a bias of this shape")
+    add("--sinks", action="store_true", help="one sink per query head")
+    add("--layout", default="...HLD", help='"...HLD" or "...LHD" (default: %(default)s)')
+    add("--logsumexp", action="store_true", help="as attention_partial needs it")
+    add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
+    add("--kernel", metavar="NAME", help="insist on a kernel")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    explain.set_defaults(run=_explain)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(length) for length in text.split(","))
+    except ValueError:
+        shape = (-1,)
+    if min(shape) < 0:
+        raise argparse.ArgumentTypeError(f"a shape is written 2,8,128,64; got {text!r}")
+    return shape
+
+
+def _window(text: str) -> tuple[int | None, ...]:
+    try:
+        return tuple(None if end in ("-", "") else int(end) for end in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a window is written 255,0; got {text!r}") from None
+
+
+def _backends(options: argparse.Namespace) -> int:
+    table = polyattn.list_backends()
+    print(json.dumps(table.as_dicts(), indent=2) if options.json else table)
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    key = options.key_shape or options.shape
+    heads = options.shape[-3 if options.layout == "...HLD" else -2] if len(options.shape) > 2 else 1
+    explanation = polyattn.explain(
+        options.shape,
+        key,
+        options.value_shape or key,
+        mask=options.mask_shape,
+        bias=options.bias_shape,
+        is_causal=options.causal,
+        window=options.window,
+        query_offset=options.query_offset,
+        scale=options.scale,
+        softcap=options.softcap,
+        sinks=(heads,) if options.sinks else None,
+        layout=options.layout,
+        backend=options.backend,
+        kernel=options.kernel,
+        logsumexp=options.logsumexp,
+        library=options.library,
+        device=options.device,
+        dtype=options.dtype,
+    )
+    print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
+    return 0 if explanation.chosen else 1
+
+
+def _demo(arguments: list[str]) -> int:
+    """Run the demo of the source tree that this package is installed from."""
+    file = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
+    spec = importlib.util.spec_from_file_location("polyattn_demo", file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        print(
+            "polyattn demo: the demo comes with the source, not with the installed package; in a"
+            " clone of the repository, run: make demo",
+            file=sys.stderr,
+        )
+        return 1
+    demo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    code: int = demo.main(arguments)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The indices of a tile, and what of mask, bias and band falls on it.
+
+Index arrays broadcast to (..., H, l, s) and live where the query lives. They are made when they are
+first asked for: most calls need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from polyattn.arrays import Array, index_range
+from polyattn.masks import in_band
+from polyattn.problem import Operands, Problem
+
+__all__ = ["Indices"]
+
+
+class Indices:
+    """The (b, h, i, j) of one tile of scores."""
+
+    def __init__(self, problem: Problem, xp: Any, like: Array, rows: range, columns: range) -> None:
+        self._problem, self._xp, self._like = problem, xp, like
+        self._rows, self._columns = rows, columns
+
+    def _range(self, start: int, stop: int, *shape: int) -> Array:
+        return self._xp.reshape(index_range(self._xp, start, stop, self._like), shape)
+
+    @property
+    def batch(self) -> Array:
+        """The flat index over all batch axes, shape (..., 1, 1, 1)."""
+        items = 1
+        for length in self._problem.batch:
+            items *= length
+        return self._range(0, items, *self._problem.batch, 1, 1, 1)
+
+    @property
+    def head(self) -> Array:
+        """The query head, shape (H, 1, 1)."""
+        return self._range(0, self._problem.heads, self._problem.heads, 1, 1)
+
+    @property
+    def row(self) -> Array:
+        """The query row, shape (l, 1)."""
+        return self._range(self._rows.start, self._rows.stop, len(self._rows), 1)
+
+    @property
+    def column(self) -> Array:
+        """The key, shape (s,)."""
+        return self._range(self._columns.start, self._columns.stop, len(self._columns))
+
+    def cut(self, array: Array) -> Array:
+        """Return the part of an array that broadcasts to (..., H, L, S) which falls on the tile."""
+        rows, columns = self._rows, self._columns
+        if len(array.shape) >= 1 and array.shape[-1] != 1:
+            array = array[..., columns.start : columns.stop]
+        if len(array.shape) >= 2 and array.shape[-2] != 1:
+            array = array[..., rows.start : rows.stop, :]
+        return array
+
+    def visible(self, x: Operands, *, banded: bool) -> Iterator[Array]:
+        """Yield bool arrays, all of which must hold where a key takes part."""
+        if callable(x.mask):
+            yield self._from_rule(x.mask)
+        elif x.mask is not None:
+            yield self.cut(x.mask)
+        if banded and not self._problem.features.isdisjoint(("causal", "window")):
+            offset = x.query_offset
+            if self._problem.query_offset is not None:
+                offset = self._problem.query_offset
+            seen = in_band(self._problem, self.row, self.column, offset)
+            if seen is not None:
+                yield seen
+
+    def _from_rule(self, rule: Any) -> Array:
+        seen = rule(self.batch, self.head, self.row, self.column)
+        if isinstance(seen, bool):
+            seen = self._xp.full_like(self.column, seen, dtype=self._xp.bool)
+        if seen.dtype != self._xp.bool:
+            raise TypeError(
+                f"the mask function must return a bool array, True where a key takes part; it"
+                f" returned dtype {seen.dtype}"
+            )
+        return seen

@@ -1,0 +1,86 @@
+"""The same result in memory for one tile of scores, whatever L and S are.
+
+A fold of `join` over blocks of keys, a block of rows at a time. Tiles that causal and window leave
+empty are never visited; full ones are not masked by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from polyattn.arrays import Array
+from polyattn.kernels.dense import attend, scaled
+from polyattn.kernels.running import Running, finish, join, start
+from polyattn.masks import column_range, is_full
+from polyattn.plugin import Backend, Kernel
+from polyattn.problem import FEATURES, Operands, Problem
+
+__all__ = ["Tiled"]
+
+# Scores held at once over all heads: 4 MiB of float32 with a few copies of it, where calls into the
+# array library cost little beside their work.
+TILE = 2**20
+# No less than this for each head, however many heads there are.
+SMALLEST = 2**12
+
+
+class Tiled(Kernel):
+    """The formula a tile of scores at a time, with memory for one tile beside the output."""
+
+    name = "tiled"
+    features = frozenset(FEATURES) - {"dropout"}
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """One tile is what dense does, with less around it."""
+        if math.prod(problem.scores) <= TILE:
+            return "one tile holds all the scores: dense does the same"
+        return None
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        xp = backend.xp
+        if 0 in problem.scores:
+            everything = range(problem.query_length)
+            empty = start(problem, operands, xp, everything)
+            return finish(problem, empty, operands.query.dtype, xp)
+        row_block, column_block = block_sizes(problem)
+        blocks = (
+            finish(
+                problem,
+                _attend_rows(problem, operands, backend, rows, column_block),
+                operands.query.dtype,
+                xp,
+            )
+            for rows in _split(range(problem.query_length), row_block)
+        )
+        return backend.stack_rows(problem, operands.query, blocks)
+
+
+def block_sizes(problem: Problem) -> tuple[int, int]:
+    """Return how many rows and how many keys make a tile: about square, wide where rows are few."""
+    heads = math.prod(problem.batch) * problem.heads
+    area = max(TILE // heads, SMALLEST)
+    rows = min(problem.query_length, math.isqrt(area))
+    return rows, area // rows
+
+
+def _split(whole: range, size: int) -> Iterator[range]:
+    for first in range(whole.start, whole.stop, size):
+        yield range(first, min(first + size, whole.stop))
+
+
+def _attend_rows(
+    problem: Problem, x: Operands, backend: Backend, rows: range, column_block: int
+) -> Running:
+    xp: Any = backend.xp
+    query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
+    running = start(problem, x, xp, rows)
+    for columns in _split(column_range(problem, rows), column_block):
+        banded = not is_full(problem, rows, columns)
+        tile = attend(problem, x, backend, query, rows, columns, banded=banded)
+        running = join(xp, running, tile)
+    return running

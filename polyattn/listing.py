@@ -1,0 +1,107 @@
+"""Which backends there are: what is installed, on which devices, and how to get what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from polyattn import registry
+from polyattn.explain import table
+
+__all__ = ["BackendInfo", "BackendTable", "list_backends"]
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One backend as it stands on this machine.
+
+    Attributes
+    ----------
+    name : str
+        What ``backend=`` calls it.
+    available : bool
+        Whether it can be used here.
+    versions : dict of str to str
+        The versions of the modules that it needs, of those that are installed.
+    devices : tuple of str
+        The devices at hand, the default first.
+    kernels : tuple of str
+        Its kernels, best first.
+    reason : str or None
+        Why it cannot be used, and what would mend that.
+    """
+
+    name: str
+    available: bool
+    versions: dict[str, str]
+    devices: tuple[str, ...]
+    kernels: tuple[str, ...]
+    reason: str | None
+
+
+class BackendTable(tuple[BackendInfo, ...]):
+    """All backends, one `BackendInfo` each; it prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        rows = [("backend", "library", "devices", "kernels")]
+        rows += [
+            (
+                info.name,
+                ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
+                ", ".join(info.devices) or "the arrays' own",
+                ", ".join(info.kernels),
+            )
+            if info.available
+            else (info.name, "-", "-", info.reason or "")
+            for info in self
+        ]
+        return "\n".join(table(rows))
+
+    def as_dicts(self) -> list[dict[str, object]]:
+        """Return the rows in plain types, for JSON."""
+        return [asdict(info) for info in self]
+
+
+def list_backends() -> BackendTable:
+    """Return all backends that are registered, whether they can be used here or not.
+
+    It loads those that are installed, which imports their array libraries.
+
+    Returns
+    -------
+    BackendTable
+        One `BackendInfo` each; it prints as a table.
+
+    Examples
+    --------
+    >>> import polyattn
+    >>> [info.name for info in polyattn.list_backends() if info.name in ("array-api", "numpy")]
+    ['numpy', 'array-api']
+    """
+    return BackendTable(_rows())
+
+
+def _rows() -> Iterator[BackendInfo]:
+    for name in registry.names():
+        reason = registry.load(name)
+        if reason is not None:
+            yield BackendInfo(name, False, {}, (), (), reason)
+            continue
+        kernels = tuple(kernel.name for kernel in registry.kernels_of(registry.loaded(name)))
+        versions = _versions(registry.spec_of(name).requires)
+        yield BackendInfo(name, True, versions, registry.devices_of(name), kernels, None)
+    closing = tuple(kernel.name for kernel in registry.kernels_of(None))
+    yield BackendInfo(registry.ARRAY_API, True, _versions(("array-api-compat",)), (), closing, None)
+
+
+def _versions(modules: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for module in modules:
+        try:
+            found[module] = version(module)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,182 @@
+"""Arrays to the backend that was named, and the result back to where the query lives.
+
+Nothing moves unless a backend is named. What would be lost on the way is refused beforehand: a
+graph of gradients, an array that is still being traced. Within one library nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from polyattn import registry
+from polyattn.arrays import Array, is_compiling, library_of
+from polyattn.call import Call, Operands
+from polyattn.plugin import Backend, BackendSpec, Kernel
+from polyattn.problem import Problem
+
+__all__ = ["Plan", "Site", "open_site"]
+
+
+class Site(NamedTuple):
+    """Where a call could be computed: a backend, and what of the arrays must be brought there."""
+
+    backend: Backend | None  # None for the array-API kernels where only shapes are known
+    kernels: tuple[Kernel, ...]
+    problem: Problem  # as it stands there
+    moved: frozenset[str]  # which operands come from elsewhere
+
+
+class Plan(NamedTuple):
+    """A kernel on a site: all that is decided of a call."""
+
+    kernel: Kernel
+    site: Site
+    home: str  # the device of the query
+
+    def run(self, operands: Operands) -> tuple[Array, Array | None]:
+        """Run the kernel on the operands, and hand the result back where the query lives."""
+        backend, problem, moved = self.site.backend, self.site.problem, self.site.moved
+        if backend is None:
+            raise RuntimeError("a plan made from shapes alone cannot run")
+        if not moved:
+            return backend.run(self.kernel, problem, operands)
+        query = operands.query
+        output, logsumexp = backend.run(self.kernel, problem, self._bring(operands, backend))
+        if "query" not in moved:
+            return output, logsumexp
+        back = _mover(backend, _backend_of(query), self.home)
+        return back(output), None if logsumexp is None else back(logsumexp)
+
+    def _bring(self, operands: Operands, backend: Backend) -> Operands:
+        device = self.site.problem.device
+        brought: dict[str, Any] = {}
+        for name in self.site.moved:
+            array = getattr(operands, name)
+            brought[name] = _mover(_backend_of(array), backend, device)(array)
+        if "query" in self.site.moved:
+            there = _mover(_backend_of(operands.query), backend, device)
+            back = _mover(backend, _backend_of(operands.query), self.home)
+            for name in ("mask", "score_mod"):
+                rule = getattr(operands, name)
+                if callable(rule):
+                    brought[name] = _abroad(rule, there, back)
+        return operands._replace(**brought)
+
+
+def _abroad(rule: Callable[..., Any], there: _Move, back: _Move) -> Callable[..., Any]:
+    """Let a function see arrays of the caller's own library although it is called elsewhere."""
+
+    def rule_abroad(*indices: Array) -> Any:
+        result = rule(*map(back, indices))
+        return result if isinstance(result, bool) else there(result)
+
+    return rule_abroad
+
+
+_Move = Callable[[Array], Array]
+
+
+def _mover(source: Backend, target: Backend, device: str) -> _Move:
+    """Return the function that takes an array of `source` to `device` of `target`."""
+    by_way_of_numpy = source is not target and "numpy" in (_root(source), _root(target))
+
+    def move(array: Array) -> Array:
+        return target.place(source.fetch(array) if by_way_of_numpy else array, device or None)
+
+    return move
+
+
+def _root(backend: Backend) -> str:
+    return str(backend.xp.__name__.removeprefix("array_api_compat.").partition(".")[0])
+
+
+def _backend_of(array: Array) -> Backend:
+    """Return the backend that knows how to take arrays of this library in and out."""
+    for name in registry.serving(library_of(array).name):
+        if registry.load(name) is None:
+            return registry.loaded(name)
+    return registry.array_api_backend(array)
+
+
+# ---- before anything moves ---------------------------------------------------------------------
+
+
+def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> Site | str:
+    """Return where a backend would compute a call, or why it cannot.
+
+    Parameters
+    ----------
+    call, problem
+        The facts of the call.
+    query : Array or None
+        The query, or None where only its shape is known.
+    name : str
+        The backend, as ``name`` or ``name:device``.
+    """
+    stem, _, device = name.partition(":")
+    if stem == registry.ARRAY_API:
+        return _own_site(call, problem, query, device)
+    failure = registry.load(stem)
+    if failure is not None:
+        return failure
+    backend, spec = registry.loaded(stem), registry.spec_of(stem)
+    if device:
+        found = registry.device_of(stem, device)
+        if found is None:
+            at_hand = ", ".join(registry.devices_of(stem)) or "none"
+            return f"there is no device {device!r} here; there is {at_hand}"
+    elif call.query.library in spec.namespaces:
+        found = call.query.device
+    else:
+        found = registry.devices_of(stem)[0]
+    moved = _to_move(call, spec, found)
+    refusal = _refusal(call, problem, spec, found, moved)
+    if refusal is not None:
+        return refusal
+    there = problem._replace(library=spec.namespaces[0], device=found, converted=bool(moved))
+    return Site(backend, registry.kernels_of(backend), there, moved)
+
+
+def _own_site(call: Call, problem: Problem, query: Array | None, device: str) -> Site | str:
+    places = sorted({(facts.library, facts.device) for _, facts in call.arrays()})
+    if device or len(places) > 1:
+        given = " and ".join(f"{library} {where}".strip() for library, where in places)
+        return f"it computes where the arrays are and moves none; they are on {given}"
+    backend = None if query is None else registry.array_api_backend(query)
+    return Site(backend, registry.kernels_of(backend), problem, frozenset())
+
+
+def _to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
+    return frozenset(
+        [
+            name
+            for name, facts in call.arrays()
+            if facts.library not in spec.namespaces or (device and facts.device != device)
+        ]
+    )
+
+
+def _refusal(
+    call: Call, problem: Problem, spec: BackendSpec, device: str, moved: frozenset[str]
+) -> str | None:
+    if problem.dtype not in spec.dtypes:
+        return f"it does not take {problem.dtype}"
+    if device and device.partition(":")[0] not in spec.devices:
+        return f"it does not run on {device}"
+    if moved and is_compiling():
+        return "inside torch.compile no array can be converted or moved"
+    for name, facts in call.arrays():
+        if facts.library in spec.namespaces:
+            continue
+        if facts.traced:
+            return (
+                f"{name} is traced or lazy, without values to convert: call outside jit, or name no"
+                " backend to stay in its library"
+            )
+        if facts.requires_grad:
+            return (
+                f"{name} requires grad, and its graph would end at the conversion from"
+                f" {facts.library}: pass {name}.detach(), or name a backend of {facts.library}"
+            )
+    return None

@@ -1,0 +1,237 @@
+"""What a plugin implements. The only module that a plugin's author imports.
+
+A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``. Its
+`implementation` is a `Backend`, loaded when first needed, that may bring `Kernel` objects, better
+primitives for the array-API kernels, and device placement.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import polyattn.arrays as arrays
+from polyattn.arrays import Array
+from polyattn.problem import DTYPES, FEATURES, Operands, Problem
+
+__all__ = [
+    "API_VERSION",
+    "FEATURES",
+    "Array",
+    "Backend",
+    "BackendSpec",
+    "Kernel",
+    "Operands",
+    "Problem",
+]
+
+API_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """What is known of a backend before its array library is imported.
+
+    Parameters
+    ----------
+    name : str
+        What users call it.
+    namespaces : tuple of str
+        The array libraries whose arrays it takes as they are, by the root of their namespace.
+    implementation : str
+        Where its `Backend` class is, as ``"module:Class"``.
+    requires : tuple of str
+        Modules without which it cannot run.
+    install : str
+        The command that installs them.
+    devices : tuple of str
+        Kinds of device it can run on.
+    dtypes : tuple of str
+        The dtypes it takes.
+    api_version : int
+        The version of this contract that it was written for.
+    """
+
+    name: str
+    namespaces: tuple[str, ...]
+    implementation: str
+    requires: tuple[str, ...]
+    install: str
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[str, ...] = DTYPES
+    api_version: int = API_VERSION
+
+    def load(self) -> Backend:
+        """Import the implementation and return it."""
+        module, _, name = self.implementation.partition(":")
+        backend: Backend = getattr(importlib.import_module(module), name)()
+        return backend
+
+
+class Kernel:
+    """One way of computing attention.
+
+    A kernel is given only problems whose features it declares and against which it has no reason.
+
+    Attributes
+    ----------
+    name : str
+        What users call it.
+    features : frozenset of str
+        Which of `FEATURES` it computes by the semantics, exactly.
+    poison_safe : bool
+        Whether NaN or ±inf in a masked key or value leaves the row unchanged.
+    batch_invariant : bool
+        Whether a batch item's result has the same bits alone and among others.
+    deterministic : bool
+        Whether the same call twice gives the same bits.
+    """
+
+    name: ClassVar[str]
+    features: ClassVar[frozenset[str]] = frozenset()
+    poison_safe: ClassVar[bool] = True
+    batch_invariant: ClassVar[bool] = False
+    deterministic: ClassVar[bool] = True
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why the kernel cannot take this problem; empty if it can."""
+        return []
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Return why the kernel waits to be asked for by name, or None if it does not."""
+        return None
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Compute the output (..., H, L, E), and the logsumexp (..., H, L) if asked for.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+        operands : Operands
+            Its arrays, heads before length, query, key and value of rank 3 at least.
+        backend : Backend
+            The backend that runs it, for its primitives.
+        """
+        raise NotImplementedError
+
+
+class Backend:
+    """A library on its hardware: where arrays live, how primitives run, which kernels there are.
+
+    The methods here serve any library of the standard as it is. A plugin overrides those that it
+    can do better, and `place`, `fetch` and `devices` if it can take arrays from elsewhere.
+
+    Parameters
+    ----------
+    xp : module
+        The standard's namespace of the library.
+
+    Attributes
+    ----------
+    kernels : tuple of Kernel
+        The backend's own kernels, best first. The array-API kernels follow them.
+    """
+
+    kernels: tuple[Kernel, ...] = ()
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+
+    # ---- where arrays live ----
+
+    def devices(self) -> list[str]:
+        """Return the devices at hand, the default first."""
+        return []
+
+    def place(self, array: Array, device: str | None) -> Array:
+        """Return an array of this library on `device`, without a copy where it can be.
+
+        Parameters
+        ----------
+        array : Array
+            An array of this library, a NumPy array, or one that exports DLPack.
+        device : str or None
+            One of `devices`, or None for the device that suits the array.
+        """
+        return self.xp.from_dlpack(array)
+
+    def fetch(self, array: Array) -> Array:
+        """Return an array of this library as a NumPy array, or one that NumPy can import."""
+        return array
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work on the device is done."""
+
+    # ---- primitives of the array-API kernels ----
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return the matrix product of two stacks of matrices of one dtype."""
+        return self.xp.matmul(a, b)
+
+    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
+        """Return the softmax over the last axis, before its division.
+
+        Parameters
+        ----------
+        scores : Array
+            Scores, −inf where a key is absent. They are needed again, so not written to.
+
+        Returns
+        -------
+        weights : Array
+            ``exp(scores − maximum)``, 0 throughout a row that is −inf throughout.
+        maximum : Array
+            The maximum of each row, its last axis kept.
+        total : Array
+            The sum of each row's weights, its last axis kept.
+        """
+        xp = self.xp
+        maximum = xp.max(scores, axis=-1, keepdims=True)
+        shift = xp.where(maximum == -float("inf"), xp.zeros_like(maximum), maximum)
+        weights = xp.exp(scores - shift)
+        return weights, maximum, xp.sum(weights, axis=-1, keepdims=True)
+
+    def stack_rows(
+        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
+    ) -> tuple[Array, Array | None]:
+        """Put blocks of rows together.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+        like : Array
+            An array of the output's library, dtype and device.
+        blocks : iterable of (Array, Array or None)
+            Output and logsumexp of some rows each, in order.
+
+        Returns
+        -------
+        output : Array
+            The whole output, (..., H, L, E).
+        logsumexp : Array or None
+            The whole logsumexp, (..., H, L).
+        """
+        outputs, logsumexps = zip(*blocks, strict=True)
+        if len(outputs) == 1:
+            return outputs[0], logsumexps[0]
+        logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
+        return self.xp.concat(outputs, axis=-2), logsumexp
+
+    def is_eager(self, array: Array) -> bool:
+        """Whether reading a value of `array` is possible and costs no wait for a device."""
+        return False
+
+    # ---- running a kernel ----
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel, shielded from the library's own global state."""
+        with arrays.quiet(problem.library):
+            return kernel(problem, operands, self)

@@ -1,0 +1,316 @@
+"""Problem: a call in the letters of the semantics, once all that must hold of it is checked.
+
+A check sees shapes, dtypes, libraries and options, never an array's values, so that all of them
+work on traced and lazy arrays and cost no device a wait. Each refusal quotes what the caller gave
+and says how to mend it, and comes before any conversion or device work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from polyattn.arrays import ArrayFacts
+from polyattn.call import Call, Operands, Shape, Window
+
+__all__ = ["DTYPES", "FEATURES", "Operands", "Problem", "examine"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+#: What a call can ask of a kernel. A kernel declares which of these it computes, and is never
+#: given a problem that needs another.
+FEATURES: dict[str, str] = {
+    "batch_broadcast": "batch axes of query, key and value that differ",
+    "bias": "bias=, added to the scores",
+    "causal": "is_causal=True",
+    "dropout": "dropout=",
+    "grouped_heads": "fewer key/value heads than query heads",
+    "logsumexp": "the logsumexp of each row beside the output",
+    "mask": "mask= as an array",
+    "mask_mod": "mask= as a function",
+    "query_offset": "query_offset= as a number other than S − L",
+    "query_offset_array": "query_offset= as an array",
+    "scale": "scale= other than 1/√D",
+    "score_mod": "score_mod=",
+    "sinks": "sinks=",
+    "softcap": "softcap=",
+    "value_size": "value vectors of another size than query and key vectors",
+    "window": "window=",
+}
+
+
+class Problem(NamedTuple):
+    """The facts of a checked call, in the letters of the semantics: all that a kernel may ask."""
+
+    library: str
+    device: str
+    dtype: str
+    batch: Shape
+    heads: int  # H
+    key_heads: int  # G
+    query_length: int  # L
+    key_length: int  # S
+    head_size: int  # D
+    value_size: int  # E
+    is_causal: bool
+    window: Window
+    query_offset: int | None  # None: an array gives it
+    scale: float
+    softcap: float | None
+    mask: Shape | None  # None also where the mask is a function
+    bias: Shape | None
+    bias_dtype: str | None
+    features: frozenset[str]
+    requires_grad: bool
+    converted: bool = False  # the arrays come from another library than the kernel's
+
+    @property
+    def device_kind(self) -> str:
+        """The device without its number: ``cpu``, ``cuda``, ``mps``."""
+        return self.device.partition(":")[0]
+
+    @property
+    def scores(self) -> Shape:
+        """The shape (..., H, L, S) of the scores, which mask and bias broadcast to."""
+        return (*self.batch, self.heads, self.query_length, self.key_length)
+
+    @property
+    def masks(self) -> bool:
+        """Whether any key may be absent for any row."""
+        return not self.features.isdisjoint(
+            ("causal", "window", "mask", "mask_mod", "bias", "score_mod")
+        )
+
+
+def examine(call: Call, *, conversion: bool = False) -> Problem:
+    """Check a call as a whole and return its Problem.
+
+    Parameters
+    ----------
+    call : Call
+        The facts of the call.
+    conversion : bool
+        Whether a backend is named, so that arrays of several libraries and devices may meet.
+
+    Returns
+    -------
+    Problem
+        The same facts in the letters of the semantics.
+    """
+    _check_dtypes(call)
+    if not conversion:
+        _check_one_place(call)
+    _check_known_lengths(call)
+    batch, heads, key_heads, *lengths_and_sizes = _common_shape(call)
+    query_length, key_length, head_size, value_size = lengths_and_sizes
+    scores = (*batch, heads, query_length, key_length)
+    _check_operand_shapes(call, scores)
+    default_scale = 1 / math.sqrt(head_size) if head_size else 1.0
+    offset = call.query_offset
+    if offset is None:
+        offset = key_length - query_length
+    arrays = call.arrays()
+    problem = Problem(
+        library=call.query.library,
+        device=call.query.device,
+        dtype=call.query.dtype,
+        batch=batch,
+        heads=heads,
+        key_heads=key_heads,
+        query_length=query_length,
+        key_length=key_length,
+        head_size=head_size,
+        value_size=value_size,
+        is_causal=call.is_causal,
+        window=call.window or (None, None),
+        query_offset=None if isinstance(offset, ArrayFacts) else offset,
+        scale=default_scale if call.scale is None else call.scale,
+        softcap=call.softcap,
+        mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
+        bias=None if call.bias is None else call.bias.shape,
+        bias_dtype=None if call.bias is None else call.bias.dtype,
+        features=frozenset(),
+        requires_grad=any(facts.requires_grad for _, facts in arrays),
+    )
+    features = _features(call, problem, default_scale)
+    return problem._replace(features=features)
+
+
+def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
+    positions_matter = call.is_causal or problem.window != (None, None)
+    needed = {
+        "batch_broadcast": not call.query.shape[:-3]
+        == call.key.shape[:-3]
+        == call.value.shape[:-3],
+        "bias": call.bias is not None,
+        "causal": call.is_causal,
+        "dropout": call.dropout > 0,
+        "grouped_heads": problem.heads != problem.key_heads,
+        "logsumexp": call.logsumexp,
+        "mask": isinstance(call.mask, ArrayFacts),
+        "mask_mod": call.mask == "function",
+        "query_offset": positions_matter
+        and problem.query_offset is not None
+        and problem.query_offset != problem.key_length - problem.query_length,
+        "query_offset_array": positions_matter and problem.query_offset is None,
+        "scale": problem.scale != default_scale,
+        "score_mod": call.score_mod,
+        "sinks": call.sinks is not None,
+        "softcap": call.softcap is not None,
+        "value_size": problem.value_size != problem.head_size,
+        "window": problem.window != (None, None),
+    }
+    return frozenset([name for name, holds in needed.items() if holds])
+
+
+def _check_dtypes(call: Call) -> None:
+    three = (("query", call.query), ("key", call.key), ("value", call.value))
+    for name, facts in three:
+        if facts.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} has dtype {facts.dtype}; attention takes {', '.join(DTYPES)}:"
+                " cast it first"
+            )
+    if not call.query.dtype == call.key.dtype == call.value.dtype:
+        given = ", ".join(f"{name} {facts.dtype}" for name, facts in three)
+        raise TypeError(f"query, key and value must have one dtype; got {given}: cast them to one")
+    if isinstance(call.mask, ArrayFacts) and call.mask.dtype != "bool":
+        dtype = call.mask.dtype
+        if "float" in dtype:
+            hint = "a float array that is added to the scores goes in bias="
+        else:
+            hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
+        raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")
+    for name, extra in (("bias", call.bias), ("sinks", call.sinks)):
+        if extra is not None and extra.dtype not in DTYPES:
+            hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
+            raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
+    offset = call.query_offset
+    if isinstance(offset, ArrayFacts) and "int" not in offset.dtype:
+        raise TypeError(f"query_offset must hold integers; got dtype {offset.dtype}")
+
+
+def _check_one_place(call: Call) -> None:
+    for name, facts in call.arrays():
+        if facts.library != call.query.library:
+            raise TypeError(
+                f"query is an array of {call.query.library} and {name} one of {facts.library};"
+                " convert one of them, or name the backend that is to take them all, for example"
+                f' backend="{call.query.library}"'
+            )
+    for name, facts in call.arrays():
+        if facts.device != call.query.device:
+            raise ValueError(
+                f"query is on {call.query.device} and {name} on {facts.device}; move one of them,"
+                f' or name the backend with its device, for example backend="{facts.library}:'
+                f'{call.query.device}"'
+            )
+
+
+def _check_known_lengths(call: Call) -> None:
+    for name, facts in call.arrays():
+        for length in facts.shape:
+            if length is None or length != length:  # dask: NaN stands for an unknown length
+                raise ValueError(
+                    f"{name} has the shape {facts.shape}, whose lengths are not all known;"
+                    " compute them first (dask: compute_chunk_sizes())"
+                )
+
+
+def _common_shape(call: Call) -> tuple[Any, ...]:
+    given = f"query {call.query.shape}, key {call.key.shape}, value {call.value.shape}"
+    letters = (
+        "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
+        if call.layout == "...HLD"
+        else "(..., L, H, D), (..., S, G, D), (..., S, G, E)"
+    )
+    for name, facts in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if len(facts.shape) < 2:
+            raise ValueError(
+                f"{name} needs at least the axes length and size; got {given}, for {letters}"
+            )
+    q_batch, heads, query_length, head_size = _axes(call.query.shape, call.layout)
+    k_batch, key_heads, key_length, key_size = _axes(call.key.shape, call.layout)
+    v_batch, value_heads, value_length, value_size = _axes(call.value.shape, call.layout)
+    if head_size != key_size:
+        raise ValueError(
+            f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
+            f" {given}, for {letters}"
+        )
+    if key_length != value_length:
+        raise ValueError(
+            f"key and value must have one length S; got {key_length} and {value_length}:"
+            f" {given}, for {letters}"
+        )
+    if key_heads != value_heads:
+        raise ValueError(
+            f"key and value must have one number of heads G; got {key_heads} and {value_heads}:"
+            f" {given}, for {letters}"
+        )
+    if (key_heads == 0 and heads != 0) or (key_heads and heads % key_heads):
+        other = "" if call.layout == "...LHD" else '; if length comes before heads, layout="...LHD"'
+        raise ValueError(
+            f"the number of query heads must be a multiple of that of key heads; got {heads} and"
+            f" {key_heads}: {given}, for {letters}{other}"
+        )
+    batch = _broadcast(q_batch, k_batch, v_batch)
+    if batch is None:
+        raise ValueError(
+            f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:"
+            f" {given}, for {letters}"
+        )
+    return batch, heads, key_heads, query_length, key_length, head_size, value_size
+
+
+def _axes(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
+    if len(shape) == 2:
+        return (), 1, shape[0], shape[1]
+    heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
+    return shape[:-3], heads, length, shape[-1]
+
+
+def _broadcast(*shapes: Shape) -> Shape | None:
+    rank = max(len(shape) for shape in shapes)
+    common = [1] * rank
+    for shape in shapes:
+        for axis, length in enumerate(shape, start=rank - len(shape)):
+            if common[axis] == 1:
+                common[axis] = length
+            elif length not in (1, common[axis]):
+                return None
+    return tuple(common)
+
+
+def _check_operand_shapes(call: Call, scores: Shape) -> None:
+    rank = max(2, *(len(facts.shape) for facts in (call.query, call.key, call.value)))
+    if isinstance(call.mask, ArrayFacts):
+        mask = call.mask.shape
+        if 2 < len(mask) < rank:
+            raise ValueError(
+                f"mask {mask} has {len(mask)} axes for scores {scores} of {rank}, so its first"
+                " could be batch or heads: write mask[:, None] for a mask per batch item, mask[None] for"
+                " one per head"
+            )
+        _check_broadcasts("mask", mask, scores[-rank:])
+    if call.bias is not None:
+        _check_broadcasts("bias", call.bias.shape, scores[-rank:])
+    if call.sinks is not None and call.sinks.shape != (scores[-3],):
+        raise ValueError(
+            f"sinks must hold one number per query head, shape ({scores[-3]},); got"
+            f" {call.sinks.shape}"
+        )
+    if isinstance(call.query_offset, ArrayFacts):
+        offset, batch = call.query_offset.shape, scores[:-3]
+        if len(offset) > len(batch) or _broadcast(offset, batch) != batch:
+            raise ValueError(
+                "query_offset as an array gives one offset per batch item: its shape must broadcast"
+                f" to {batch}; got {offset}"
+            )
+
+
+def _check_broadcasts(name: str, shape: Shape, scores: Shape) -> None:
+    if len(shape) > len(scores) or _broadcast(shape, scores) != scores:
+        letters = ("L", "S") if len(scores) == 2 else ("...", "H", "L", "S")
+        raise ValueError(
+            f"{name} {shape} does not broadcast to the scores ({', '.join(letters)}) = {scores}"
+        )

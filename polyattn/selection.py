@@ -1,0 +1,281 @@
+"""From a call to the kernel that runs it.
+
+An argument wins over the innermost context, which wins over the environment variable, read at call
+time; they mean the same: names in order, of which the first that is here and able runs, and nothing
+outside them. Where nobody named a backend, the arrays' own library decides and nothing is moved.
+Static facts decide, so a decision is remembered by them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from polyattn import registry
+from polyattn.arrays import Array, is_compiling
+from polyattn.call import Call
+from polyattn.errors import (
+    BackendError,
+    BackendUnavailableError,
+    UnknownBackendError,
+    UnsupportedError,
+)
+from polyattn.explain import Candidate, Explanation
+from polyattn.placement import Plan, open_site
+from polyattn.plugin import Kernel
+from polyattn.problem import Problem, examine
+
+__all__ = ["VARIABLE", "decide", "plan", "use_backend"]
+
+VARIABLE = "POLYATTN_BACKEND"
+AUTO = "auto"
+
+Names = tuple[str, ...]
+
+
+class Request(NamedTuple):
+    """The backends asked for, in order, and by which channel; no names where nobody asked."""
+
+    names: Names
+    channel: str = "arrays"
+
+    @property
+    def may_move(self) -> bool:
+        """Whether some backend is named, rather than left to the arrays."""
+        return any(name != AUTO for name in self.names)
+
+    def __str__(self) -> str:
+        names = ",".join(self.names)
+        return {
+            "argument": f"backend={names!r}",
+            "context": f"use_backend({names!r})",
+            "environment": f"{VARIABLE}={names}",
+            "arrays": "the arrays' own library",
+        }[self.channel]
+
+
+# ---- who asks ----------------------------------------------------------------------------------
+
+_context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
+# torch.compile cannot trace ContextVar.get (pytorch#186449), but reads and guards an attribute of
+# a thread-local: what it sees is the innermost block that this thread has entered.
+_traced_context = threading.local()
+_traced_context.names = ()
+_blocks_open = 0
+_blocks_lock = threading.Lock()
+
+
+@contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Choose the backend of every call made inside the block, by this thread or task.
+
+    Inside a function that torch.compile traces, pass ``backend=`` instead; around a call of a
+    compiled function this works.
+
+    Parameters
+    ----------
+    *names : str
+        Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
+
+    Yields
+    ------
+    None
+        Nothing; the choice ends with the block.
+
+    Raises
+    ------
+    UnknownBackendError
+        If no plugin has one of the names.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import polyattn
+    >>> x = np.ones((2, 5, 8), dtype=np.float32)
+    >>> with polyattn.use_backend("numpy"):
+    ...     polyattn.attention(x, x, x).shape
+    (2, 5, 8)
+    """
+    global _blocks_open
+    parsed = parse(names)
+    if not parsed:
+        raise ValueError("use_backend needs the name of a backend, or several in order")
+    _refuse_unknown(parsed)
+    outer = getattr(_traced_context, "names", ())
+    token = _context.set(parsed)
+    _traced_context.names = parsed
+    with _blocks_lock:
+        _blocks_open += 1
+    try:
+        yield
+    finally:
+        with _blocks_lock:
+            _blocks_open -= 1
+        _traced_context.names = outer
+        _context.reset(token)
+
+
+def request(backend: str | Sequence[str] | None) -> Request:
+    """Return which backends are asked for, by argument, context or environment."""
+    if backend is not None:
+        return Request(parse(backend), "argument")
+    if _blocks_open:
+        names = getattr(_traced_context, "names", ()) if is_compiling() else _context.get()
+        if names:
+            return Request(names, "context")
+    variable = os.environ.get(VARIABLE)
+    if variable:
+        return Request(parse(variable), "environment")
+    return Request(())
+
+
+def parse(backend: str | Sequence[str]) -> Names:
+    """Split a choice into its names."""
+    given = [backend] if isinstance(backend, str) else list(backend)
+    for item in given:
+        if not isinstance(item, str):
+            raise TypeError(
+                f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
+            )
+    names = tuple(name.strip() for item in given for name in item.split(","))
+    if "" in names:
+        raise ValueError(f"a backend's name is missing in {backend!r}")
+    return names
+
+
+def _refuse_unknown(names: Names) -> None:
+    known = (*registry.names(), registry.ARRAY_API, AUTO)
+    for name in names:
+        stem = name.partition(":")[0]
+        if stem not in known:
+            near = difflib.get_close_matches(stem, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            raise UnknownBackendError(
+                f"no plugin provides the backend {stem!r}{meant} The names here are"
+                f" {', '.join(known)}; `polyattn backends` shows what each needs"
+            )
+
+
+# ---- what runs ---------------------------------------------------------------------------------
+
+_plans: dict[tuple[Call, Request, str | None], Plan] = {}
+_MOST_PLANS = 4096
+
+
+def plan(call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | None) -> Plan:
+    """Return how to run the call, or raise with every candidate and its reasons.
+
+    Parameters
+    ----------
+    call : Call
+        The facts of the call.
+    query : Array
+        The query itself, for its library.
+    backend : str, sequence of str, or None
+        The argument of the call.
+    kernel : str or None
+        The kernel insisted on.
+    """
+    asked = request(backend)
+    if is_compiling():
+        return _plan(call, query, asked, kernel)
+    key = (call, asked, kernel)
+    found = _plans.get(key)
+    if found is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        found = _plans[key] = _plan(call, query, asked, kernel)
+    return found
+
+
+def _plan(call: Call, query: Array, asked: Request, kernel: str | None) -> Plan:
+    problem = examine(call, conversion=asked.may_move)
+    chosen, candidates = _weigh(call, problem, query, asked, kernel)
+    if chosen is None:
+        raise _error(Explanation(call, problem, str(asked), tuple(candidates)), kernel)
+    return chosen
+
+
+def decide(
+    call: Call, query: Array | None, backend: str | Sequence[str] | None, kernel: str | None
+) -> Explanation:
+    """Return the whole decision; `query` is None where only shapes were given."""
+    asked = request(backend)
+    problem = examine(call, conversion=asked.may_move)
+    _, candidates = _weigh(call, problem, query, asked, kernel, whole=True)
+    return Explanation(call, problem, str(asked), tuple(candidates))
+
+
+def _error(explanation: Explanation, kernel: str | None) -> BackendError:
+    kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
+    what = f"kernel={kernel!r} cannot" if kernel else "no backend that was asked for can"
+    return kind(f"{what} take this call\n{explanation}", explanation)
+
+
+def _weigh(
+    call: Call,
+    problem: Problem,
+    query: Array | None,
+    asked: Request,
+    insisted: str | None,
+    *,
+    whole: bool = False,
+) -> tuple[Plan | None, list[Candidate]]:
+    """Ask the candidates in order; stop at the first that can, or with `whole` ask them all."""
+    _refuse_unknown(asked.names)
+    chosen: Plan | None = None
+    candidates: list[Candidate] = []
+    for name, closing in _expanded(asked.names or (AUTO,), problem.library):
+        if closing and chosen is not None:
+            continue
+        site = open_site(call, problem, query, name)
+        if isinstance(site, str):
+            candidates.append(Candidate(name, None, "refused", (site,)))
+            continue
+        for kernel in site.kernels:
+            if insisted is not None and kernel.name != insisted:
+                continue
+            candidate = _judge(name, kernel, site.problem, insisted, chosen is not None)
+            candidates.append(candidate)
+            if candidate.status == "chosen":
+                chosen = Plan(kernel, site, call.query.device)
+                if not whole:
+                    return chosen, candidates
+        if insisted is not None and all(kernel.name != insisted for kernel in site.kernels):
+            its_own = ", ".join(kernel.name for kernel in site.kernels)
+            reason = f"it has no kernel of that name; it has {its_own}"
+            candidates.append(Candidate(name, insisted, "refused", (reason,)))
+    return chosen, candidates
+
+
+def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
+    """Return the backends in order; with True, one that is asked only where no other can."""
+    expanded: list[tuple[str, bool]] = []
+    for name in names:
+        if name == AUTO:
+            expanded += [(own, False) for own in registry.serving(library)]
+            expanded.append((registry.ARRAY_API, True))
+        else:
+            expanded.append((name, False))
+    return expanded
+
+
+def _judge(
+    backend: str, kernel: Kernel, problem: Problem, insisted: str | None, taken: bool
+) -> Candidate:
+    missing = sorted(problem.features - kernel.features)
+    if missing:
+        reasons = [f"it does not compute {', '.join(missing)}"]
+    else:
+        reasons = kernel.reasons_against(problem)
+    if reasons:
+        return Candidate(backend, kernel.name, "refused", tuple(reasons))
+    waits = kernel.only_on_request(problem) if insisted is None else None
+    if waits is not None:
+        return Candidate(backend, kernel.name, "on request", (waits,))
+    return Candidate(backend, kernel.name, "next" if taken else "chosen")

@@ -1,0 +1,480 @@
+"""The cases: calls of attention, each made from its name and fields alone.
+
+Two runs, on any machine, make the same arrays: the seed is a checksum of the name. Functions
+among the options use operators only (and a cast of an index, where it meets a score), so that
+they run on the arrays of every library.
+"""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations, pairwise
+from typing import Any
+
+import array_api_strict
+import ml_dtypes
+import numpy as np
+import torch
+from array_api_compat import array_namespace
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An array among the options: `make(case, rng)`, cast to the inputs' dtype if it is real."""
+
+    make: Callable
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `attention`; the shape fields are the letters of the semantics."""
+
+    name: str
+    dtype: str = "float32"
+    batch: tuple[int, ...] = (2,)
+    key_batch: tuple[int, ...] | None = None
+    value_batch: tuple[int, ...] | None = None
+    H: int = 2
+    G: int | None = None
+    L: int = 11
+    S: int = 11
+    D: int = 8
+    E: int | None = None
+    one_head: bool = False
+    layout: str = "...HLD"
+    values: str = "normal"
+    poison: float | None = None
+    poisoned: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...] = field(default=())
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def full_batch(self):
+        others = (self.key_batch, self.value_batch)
+        return np.broadcast_shapes(self.batch, *(x for x in others if x is not None))
+
+    @property
+    def score_shape(self):
+        heads = () if self.one_head else (self.H,)
+        return (*self.full_batch, *heads, self.L, self.S)
+
+    @property
+    def shapes(self):
+        G, E = self.G or self.H, self.E or self.D
+        k_batch, v_batch = (
+            self.batch if b is None else b for b in (self.key_batch, self.value_batch)
+        )
+        shapes = (
+            (*self.batch, self.H, self.L, self.D),
+            (*k_batch, G, self.S, self.D),
+            (*v_batch, G, self.S, E),
+        )
+        return tuple(s[1:] for s in shapes) if self.one_head else shapes
+
+    def arguments(self, poisoned=True):
+        """`(query, key, value), options`, in NumPy; with the poison, or clean."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        dtype = np.dtype(self.dtype)
+        query, key, value = VALUES[self.values](self, rng)
+        if poisoned and self.poison is not None:
+            key[..., self.poisoned, :] = self.poison
+            value[..., self.poisoned, :] = self.poison
+        arrays = tuple(x.astype(dtype) for x in (query, key, value))
+        if self.layout == "...LHD":
+            arrays = tuple(np.ascontiguousarray(np.swapaxes(x, -3, -2)) for x in arrays)
+        options = {}
+        for name, option in self.options:
+            if isinstance(option, Draw):
+                drawn = option.make(self, rng)
+                option = drawn.astype(dtype) if drawn.dtype.kind == "f" else drawn
+            options[name] = option
+        if self.layout != "...HLD":
+            options["layout"] = self.layout
+        return arrays, options
+
+
+# Values
+
+
+def normal(case, rng):
+    return tuple(rng.normal(size=shape) for shape in case.shapes)
+
+
+def outliers(case, rng):
+    """N(0, 1) + N(0, 100) Bernoulli(0.001), as in the FlashAttention-3 paper."""
+    return tuple(
+        rng.normal(size=n) + 10 * rng.normal(size=n) * (rng.random(n) < 0.001) for n in case.shapes
+    )
+
+
+def scaled(case, rng, query=1.0, key=1.0, value=1.0):
+    return tuple(x * by for x, by in zip(normal(case, rng), (query, key, value), strict=True))
+
+
+def subnormal(case, rng):
+    tiny = float(ml_dtypes.finfo(case.dtype).smallest_normal)
+    return scaled(case, rng, key=tiny / 4, value=tiny / 4)
+
+
+def large(case, rng):
+    return scaled(case, rng, value=1e4 if case.dtype == "float16" else 1e30)
+
+
+def cancelling(case, rng):
+    """Large values of both signs that all but cancel in the sum."""
+    query, key, value = normal(case, rng)
+    signs = 1 - 2 * (np.arange(case.S)[:, None] % 2)
+    return 0.01 * query, key, value + 1000.0 * signs
+
+
+VALUES = {
+    "normal": normal,
+    "outliers": outliers,
+    "scores of 1e4": partial(scaled, query=1e4),
+    "equal scores": partial(scaled, query=0.0),
+    "zero values": partial(scaled, value=0.0),
+    "subnormal": subnormal,
+    "large values": large,
+    "cancelling values": cancelling,
+}
+
+
+# Options
+
+
+def random_mask(case, rng, shape=None):
+    return rng.random(case.score_shape if shape is None else shape) < 0.7
+
+
+def mask_with_empty_rows(case, rng):
+    mask = random_mask(case, rng)
+    mask[..., ::3, :] = False
+    return mask
+
+
+def mask_without(*hidden):
+    """A mask `(L, S)` that hides some keys from every row."""
+
+    def make(case, rng):
+        return np.broadcast_to(~np.isin(np.arange(case.S), hidden), (case.L, case.S)).copy()
+
+    return Draw(make)
+
+
+def bias_with(hide):
+    """A bias that is -inf where `hide(i, j)` and normal elsewhere."""
+
+    def make(case, rng):
+        i, j = np.arange(case.L)[:, None], np.arange(case.S)
+        return np.where(hide(i, j), -np.inf, rng.normal(size=case.score_shape))
+
+    return Draw(make)
+
+
+def padding(case, rng):
+    """A mask `(batch, 1, 1, S)`: each batch item has a length of its own."""
+    lengths = rng.integers(1, max(case.S, 1) + 1, size=(*case.full_batch, 1, 1, 1))
+    mask = np.arange(case.S) < lengths
+    return mask[0, 0] if case.one_head else mask
+
+
+def offsets(case, rng):
+    return rng.integers(-2, case.S + 1, size=case.full_batch)
+
+
+def like(score, index):
+    """An index as numbers that may meet a score: the standard mixes no kinds of dtype."""
+    return array_namespace(score).astype(index, score.dtype)
+
+
+def bent(score, b, h, i, j):
+    """Not linear in the score, so that its place in the order of the steps shows."""
+    near = like(score, (i - j) * (i - j) < 9)
+    head = like(score, 1 + h + 2 * b)
+    return 0.25 * score * score + score / head + near
+
+
+def alibi(score, b, h, i, j):
+    return score - like(score, abs(i - j)) * 0.125 / like(score, h + 1)
+
+
+def two_in_three(b, h, i, j):
+    return (i + 2 * j + b + h) % 3 != 0
+
+
+def first_keys(b, h, i, j):
+    return j < 7
+
+
+def segments(b, h, i, j):
+    return i // 4 == j // 4
+
+
+def no_key(b, h, i, j):
+    return (i < 0) & (j < 0)
+
+
+def third_row_empty(b, h, i, j):
+    return (i % 3 != 0) & (j >= 0)
+
+
+def without_3_and_4(b, h, i, j):
+    return (j < 3) | (j > 4)
+
+
+PAIRED = {
+    "causal": {"is_causal": True},
+    "window": {"window": (3, 2)},
+    "mask array": {"mask": Draw(random_mask)},
+    "mask function": {"mask": two_in_three},
+    "bias": {"bias": Draw(lambda case, rng: rng.normal(size=case.score_shape))},
+    "softcap": {"softcap": 1.5},
+    "score_mod": {"score_mod": bent},
+    "sinks": {"sinks": Draw(lambda case, rng: rng.normal(size=case.H))},
+    "grouped heads": {"H": 4, "G": 2},
+    "offset int": {"query_offset": 2},
+    "offset array": {"query_offset": Draw(offsets)},
+    "scale": {"scale": 0.7},
+    "E != D": {"E": 5},
+    "L < S": {"L": 7, "S": 17},
+    "L > S": {"L": 17, "S": 7},
+    "broadcast batch": {"batch": (2, 1), "key_batch": (1, 3), "value_batch": (2, 3)},
+    "rank 2": {"batch": (), "H": 1, "one_head": True, "layout": "...HLD"},
+    "rank 3": {"batch": ()},
+    "rank 5": {"batch": (2, 2)},
+    "LHD": {"layout": "...LHD"},
+}
+
+ALONE = {
+    "plain": {},
+    "left window": {"window": (3, None)},
+    "right window": {"window": (None, 2)},
+    "window of one": {"window": (0, 0)},
+    "window of none bound": {"window": (None, None)},
+    "window ahead": {"window": (0, 2), "query_offset": 1},
+    "mask (L, S)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, case.S)))},
+    "mask (S,)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
+    "mask (L, 1)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, 1)))},
+    "mask per head": {
+        "mask": Draw(lambda case, rng: random_mask(case, rng, (1, case.H, 1, case.S)))
+    },
+    "padding mask": {"mask": Draw(padding)},
+    "mask function of j": {"mask": first_keys},
+    "segments": {"mask": segments},
+    "bias (L, S)": {"bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)))},
+    "bias (H, 1, S)": {"bias": Draw(lambda case, rng: rng.normal(size=(case.H, 1, case.S)))},
+    "bias (B, 1, L, 1)": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
+    },
+    "bias as mask": {"bias": bias_with(lambda i, j: (i + j) % 3 == 0)},
+    "bias of 1e4": {"bias": Draw(lambda case, rng: 1e4 * rng.normal(size=case.score_shape))},
+    "alibi": {"score_mod": alibi},
+    "low sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, -1e4))},
+    "high sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, 1e4))},
+    "sink of -inf": {"sinks": Draw(lambda case, rng: np.full(case.H, -np.inf))},
+    "offset 0, L < S": {"query_offset": 0, "is_causal": True, "L": 7, "S": 17},
+    "offset 0, L > S": {"query_offset": 0, "is_causal": True, "L": 17, "S": 7},
+    "offset below 0": {"query_offset": -3, "is_causal": True},
+    "offset past the end": {"query_offset": 30, "is_causal": True},
+    "scale 0": {"scale": 0.0},
+    "scale below 0": {"scale": -0.4},
+    "softcap 50": {"softcap": 50.0},
+    "one key/value head": {"H": 4, "G": 1},
+    "D = 1": {"D": 1},
+    "E = 1": {"E": 1},
+    "E > D": {"D": 4, "E": 9},
+    "D = 80": {"D": 80},
+    "one query, one key": {"L": 1, "S": 1},
+    "decode": {"L": 1, "S": 33, "is_causal": True, "H": 4, "G": 2},
+    "key without batch axes": {"key_batch": (), "value_batch": ()},
+    "query without batch axes": {"batch": (), "key_batch": (2,), "value_batch": (2,)},
+    "value alone in a batch": {"batch": (), "key_batch": (), "value_batch": (3,)},
+    "rank 6": {"batch": (2, 1, 2)},
+}
+
+EMPTY_ROWS = {
+    "mask hides some rows": {"mask": Draw(mask_with_empty_rows)},
+    "mask hides all": {"mask": Draw(lambda case, rng: np.zeros((case.L, case.S), bool))},
+    "function hides some rows": {"mask": third_row_empty},
+    "function hides all": {"mask": no_key},
+    "causal, L > S": {"is_causal": True, "L": 17, "S": 7},
+    "bias hides some rows": {"bias": bias_with(lambda i, j: i % 3 == 0)},
+    "bias hides all": {"bias": bias_with(lambda i, j: i >= 0)},
+    "window behind all keys": {"window": (1, 0), "query_offset": 9},
+    "window ahead of all keys": {"window": (0, 1), "query_offset": -9},
+    "causal and mask share no key": {"is_causal": True, "mask": mask_without(*range(5))},
+    "mask and bias share no key": {
+        "mask": mask_without(0, 2, 4, 6, 8, 10),
+        "bias": bias_with(lambda i, j: j % 2 == 1),
+    },
+    "S = 0": {"S": 0},
+    "S = 0, causal": {"S": 0, "is_causal": True},
+    "S = 0, mask": {"S": 0, "mask": Draw(random_mask)},
+    "S = 0, mask function": {"S": 0, "mask": two_in_three},
+    "S = 0, window": {"S": 0, "window": (1, 1)},
+    "S = 0, score_mod": {"S": 0, "score_mod": bent},
+    "S = 0, rank 2": {"S": 0, **PAIRED["rank 2"]},
+    "S = 0, LHD": {"S": 0, "layout": "...LHD"},
+}
+
+NO_ROWS = {
+    "L = 0": {"L": 0},
+    "L = 0, causal": {"L": 0, "is_causal": True},
+    "L = 0, mask function": {"L": 0, "mask": two_in_three},
+    "L = 0, LHD": {"L": 0, "layout": "...LHD"},
+    "L = 0, S = 0": {"L": 0, "S": 0},
+    "no batch item": {"batch": (0,)},
+    "no batch item, causal": {"batch": (0,), "is_causal": True},
+    "no batch item, S = 0": {"batch": (0,), "S": 0},
+    "no batch item, broadcast": {"batch": (0, 2), "key_batch": (2,), "value_batch": (1, 2)},
+}
+
+ADVERSARIAL = {
+    "outliers": {"values": "outliers", "batch": (1,), "L": 33, "S": 129, "D": 64},
+    "outliers, causal": {"values": "outliers", "L": 65, "S": 65, "D": 32, "is_causal": True},
+    "scores of 1e4": {"values": "scores of 1e4"},
+    "scores of 1e4, softcap": {"values": "scores of 1e4", "softcap": 30.0},
+    "scores of 1e4, causal": {"values": "scores of 1e4", "is_causal": True},
+    "scores of 1e4, sinks": {"values": "scores of 1e4", **PAIRED["sinks"]},
+    "equal scores": {"values": "equal scores", "S": 33},
+    "zero values": {"values": "zero values"},
+    "subnormal": {"values": "subnormal", "S": 33},
+    "large values": {"values": "large values", "S": 33},
+    "cancelling values": {"values": "cancelling values", "S": 32},
+}
+
+# The hidden keys 3 and 4 are hidden from every row; the others from some rows, whose results
+# must not change, while the rows that see them must turn NaN.
+POISONED = {
+    f"{poison} under {name}": {"poison": poison, "poisoned": (3, 4), **fields}
+    for poison in (math.nan, math.inf, -math.inf)
+    for name, fields in {
+        "mask array": {"mask": mask_without(3, 4)},
+        "mask function": {"mask": without_3_and_4},
+        "bias": {"bias": bias_with(lambda i, j: (j == 3) | (j == 4))},
+        "window": {"window": (2, None), "L": 5, "S": 17},
+        "causal": {"is_causal": True, "query_offset": -9},
+    }.items()
+} | {
+    "nan seen by later rows": {"poison": math.nan, "poisoned": (5,), "is_causal": True},
+    "nan seen through a window": {"poison": math.nan, "poisoned": (5,), "window": (2, 1)},
+    "nan seen by even rows": {
+        "poison": math.nan,
+        "poisoned": (5,),
+        "mask": lambda b, h, i, j: (j != 5) | (i % 2 == 0),
+    },
+    "nan seen far away": {
+        **{"poison": math.nan, "poisoned": (300,), "batch": (1,), "D": 4, "L": 65, "S": 513},
+        **{"is_causal": True, "query_offset": 270},
+    },
+}
+
+# A tile edge lies somewhere among these, whatever the size of a tile.
+LENGTHS = (1, 2, 7, 31, 33, 63, 64, 65, 127, 129)
+EDGES = [(n, n) for n in LENGTHS]
+EDGES += [p for n, m in pairwise(LENGTHS) for p in ((n, m), (m, n))]
+EDGES += [(1, 700), (700, 1), (7, 513), (513, 33), (65, 700), (700, 65), (129, 513)]
+
+LONG = {"batch": (1,), "H": 1, "D": 4, "L": 65, "S": 700}
+MANY = {
+    **{"is_causal": True, "window": (40, None), "mask": two_in_three, "softcap": 2.0},
+    **{"score_mod": bent, **PAIRED["bias"], **PAIRED["sinks"], **PAIRED["grouped heads"]},
+    **{"E": 5, "L": 33, "S": 129, "layout": "...LHD", **PAIRED["offset array"]},
+}
+
+
+def make_case(name, **fields):
+    """A case; what is not a field of `Case` is an option of the call."""
+    own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
+    return Case(name, options=tuple(fields.items()), **own)
+
+
+def make_cases():
+    groups = PAIRED | ALONE | EMPTY_ROWS | NO_ROWS | ADVERSARIAL | POISONED
+    for name, fields in groups.items():
+        yield make_case(name, **fields)
+        if name in EMPTY_ROWS:
+            yield make_case(f"{name}, sinks", **fields, **PAIRED["sinks"])
+    for (first, a), (second, b) in combinations(PAIRED.items(), 2):
+        if not a.keys() & b.keys():
+            yield make_case(f"{first} × {second}", **a, **b)
+    for L, S in EDGES:
+        yield make_case(f"{L} × {S}", **LONG | {"L": L, "S": S})
+        yield make_case(f"{L} × {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
+    for name, fields in (PAIRED | ALONE | EMPTY_ROWS).items():
+        if not fields.keys() & {"L", "S", "D", "batch"}:
+            yield make_case(f"long {name}", **LONG | {"H": 2, "L": 33} | fields)
+    yield make_case("513 × 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
+    yield make_case("700 × 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
+    yield make_case("many", **MANY)
+
+
+def in_every_dtype(cases):
+    """Every case in float32; those with one feature, and the hard ones, in every other dtype."""
+    for case in cases:
+        yield case
+        if " × " not in case.name and not case.name.startswith("long"):
+            for dtype in DTYPES:
+                if dtype != case.dtype:
+                    yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
+
+
+CASES = {case.name: case for case in in_every_dtype(make_cases())}
+
+
+# Libraries
+
+
+def to_torch(x):
+    x = np.array(x)
+    return (
+        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if is_bfloat16(x)
+        else (torch.from_numpy(x))
+    )
+
+
+def from_torch(x):
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+def is_bfloat16(x):
+    return x.dtype == ml_dtypes.bfloat16
+
+
+@dataclass(frozen=True)
+class Library:
+    """How a NumPy array goes to a library and comes back, bit for bit."""
+
+    name: str
+    to: Callable
+    back: Callable
+    dtypes: tuple[str, ...] = DTYPES
+
+    def __str__(self):
+        return self.name
+
+    def call(self, function, case, poisoned=True, **more):
+        """`function` of the case's arrays in this library."""
+        arrays, options = case.arguments(poisoned)
+        options = {
+            name: self.to(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+        }
+        return function(*map(self.to, arrays), **options, **more)
+
+
+NUMPY = Library("numpy", np.array, np.asarray)
+TORCH = Library("torch", to_torch, from_torch)
+# The standard has no 16-bit dtypes, and neither has its strict implementation.
+STRICT = Library("strict", array_api_strict.asarray, np.asarray, ("float32", "float64"))
+LIBRARIES = (NUMPY, TORCH, STRICT)
