@@ -49,7 +49,9 @@ def show(results: dict) -> int:
     for name, row in results["results"].items():
         entry = dict(zip(columns, row, strict=False))
         backends, *others = [[p.strip("'") for p in axis] for axis in entry["params"]]
-        values = dict(zip(product(backends, *others), entry["result"], strict=True))
+        # asv writes NaN for what was skipped.
+        times = [t if t is not None and t == t else None for t in entry["result"]]
+        values = dict(zip(product(backends, *others), times, strict=True))
         here = [b for b in backends if any(values[b, *case] for case in product(*others))]
         code |= any(backend not in here for backend in ALWAYS_HERE)
         print(f"\n{name}, milliseconds (ratio to torch:cpu)\n")

@@ -72,7 +72,8 @@ class ArrayFacts(NamedTuple):
 # A class decides its library, so each is asked once. Filled, never emptied: a lost race only
 # repeats the work.
 _libraries: dict[type, Library] = {}
-_dtype_names: dict[Any, str] = {}
+_tensors: dict[type, Library] = {}
+_dtype_names: dict[str, dict[Any, str]] = {}
 
 _REFUSED = {
     "matrix": "is a numpy.matrix, whose * and shapes are not an array's; pass numpy.asarray({0})",
@@ -86,19 +87,20 @@ def library_of(array: Array, name: str = "array") -> Library:
     cls = type(array)
     known = _libraries.get(cls)
     if known is None:
-        _learn_torch(cls)
-        known = _libraries.get(cls)
-    if known is None:
-        known = _libraries[cls] = _learn(array, name)
+        known = _tensors[cls] if _is_tensor(cls) else _learn(array, name)
+        _libraries[cls] = known
     return known
 
 
 @constant_when_traced
-def _learn_torch(cls: type) -> None:
-    # By class alone, so that the first call of all may be one that torch.compile traces.
-    if any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
-        xp = importlib.import_module("array_api_compat.torch")
-        _libraries[cls] = Library("torch", xp, traced=cls.__name__ == "FakeTensor")
+def _is_tensor(cls: type) -> bool:
+    # By class alone, and into a table of its own that nothing has read before, so that the first
+    # call of all may be one that torch.compile traces.
+    if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
+        return False
+    xp = importlib.import_module("array_api_compat.torch")
+    _tensors[cls] = Library("torch", xp, traced=cls.__name__ == "FakeTensor")
+    return True
 
 
 def _learn(array: Array, name: str) -> Library:
@@ -120,11 +122,12 @@ def _learn(array: Array, name: str) -> Library:
 
 
 @constant_when_traced
-def _dtype_name(dtype: Any) -> str:
-    name = _dtype_names.get(dtype)
+def _dtype_name(library: str, dtype: Any) -> str:
+    # By library: dtypes of two libraries may have one hash and must not be compared.
+    known = _dtype_names.setdefault(library, {})
+    name = known.get(dtype)
     if name is None:
-        name = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
-        _dtype_names[dtype] = name
+        name = known[dtype] = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
     return name
 
 
@@ -135,7 +138,7 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     device = "" if library.name == "jax" else str(getattr(array, "device", ""))
     return ArrayFacts(
         library.name,
-        _dtype_name(array.dtype),
+        _dtype_name(library.name, array.dtype),
         device,
         tuple(array.shape),
         bool(getattr(array, "requires_grad", False)),

@@ -249,16 +249,18 @@ def explain(
       numpy  dense  CHOSEN
     """
 
+    def shaped(given: Any, dtype: str = dtype) -> Any:
+        is_shape = isinstance(given, (tuple, list))
+        return ArrayFacts(library, dtype, device, tuple(given)) if is_shape else given
+
     def facts(given: Any, name: str) -> ArrayFacts:
-        if not isinstance(given, (tuple, list)):
-            return facts_of(given, name)
-        kind = {"mask": "bool", "query_offset": "int64"}.get(name, dtype)
-        return ArrayFacts(library, kind, device, tuple(given))
+        return given if isinstance(given, ArrayFacts) else facts_of(given, name)
 
     call = describe(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
-        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, layout=layout, logsumexp=logsumexp, facts=facts,
+        shaped(query), shaped(key), shaped(value), mask=shaped(mask, "bool"), bias=shaped(bias),
+        is_causal=is_causal, window=window, query_offset=shaped(query_offset, "int64"),
+        scale=scale, softcap=softcap, score_mod=score_mod, sinks=shaped(sinks), dropout=dropout,
+        layout=layout, logsumexp=logsumexp, facts=facts,
     )  # fmt: skip
     only_shapes = isinstance(query, (tuple, list))
     return decide(call, None if only_shapes else query, backend, kernel)

@@ -119,7 +119,7 @@ def _finite(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number; {_got(value)}. An array can scale query itself")
     number = float(value)
-    if not math.isfinite(number):
+    if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite; {_got(value)}")
     return number
 

@@ -23,9 +23,7 @@ class BackendError(Exception):
         Every candidate with its reasons, where it came to weighing them.
     """
 
-    def __init__(self, message: str, explanation: Explanation | None = None) -> None:
-        super().__init__(message)
-        self.explanation = explanation
+    explanation: Explanation | None = None
 
 
 class UnknownBackendError(BackendError, ValueError):

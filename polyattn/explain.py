@@ -26,7 +26,8 @@ class Candidate:
         The kernel; None if the backend was refused before its kernels were looked at.
     status : str
         ``"chosen"``; ``"next"`` for one that could run and stands behind; ``"on request"`` for one
-        that runs only if ``kernel=`` names it; or ``"refused"``.
+        that runs only if ``kernel=`` names it; ``"refused"``; or ``"unavailable"`` for a backend
+        that cannot be loaded here.
     reasons : tuple of str
         Why it was refused, or waits.
     """
@@ -66,7 +67,7 @@ class Explanation:
     @property
     def unavailable(self) -> bool:
         """Whether no backend that was asked for could so much as be loaded."""
-        return all(c.kernel is None for c in self.candidates)
+        return all(c.status == "unavailable" for c in self.candidates)
 
     def as_dict(self) -> dict[str, object]:
         """Return the decision in plain types, for JSON."""
@@ -93,29 +94,29 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Return the lines that it prints as: the call, who selected, and each candidate."""
         call, problem = self.call, self.problem
         where = f" on {problem.device}" if problem.device else ""
         needs = ", ".join(sorted(problem.features))
-        lines = [
-            f"attention: query {call.query.shape}, key {call.key.shape}, value {call.value.shape},"
-            f" {problem.dtype}, {problem.library}{where}",
-            f"needs:     {needs or 'nothing beyond the plain formula'}",
-            f"selected by {self.source}",
-        ]
-        return "\n".join([*lines, *self.rows()])
-
-    def rows(self) -> list[str]:
-        """Return a line for each candidate."""
         cells = [
             (
                 c.backend,
                 c.kernel or "",
-                c.status.upper() if c.status == "chosen" else c.status,
+                "CHOSEN" if c.status == "chosen" else c.status,
                 "; ".join(c.reasons),
             )
             for c in self.candidates
         ]
-        return table(cells)
+        return [
+            f"attention: query {call.query.shape}, key {call.key.shape}, value {call.value.shape},"
+            f" {problem.dtype}, {problem.library}{where}",
+            f"needs:     {needs or 'nothing beyond the plain formula'}",
+            f"selected by {self.source}",
+            *table(cells),
+        ]
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -15,7 +15,7 @@ from polyattn.call import Call, Operands
 from polyattn.plugin import Backend, BackendSpec, Kernel
 from polyattn.problem import Problem
 
-__all__ = ["Plan", "Site", "open_site"]
+__all__ = ["Plan", "Refusal", "Site", "open_site"]
 
 
 class Site(NamedTuple):
@@ -25,6 +25,13 @@ class Site(NamedTuple):
     kernels: tuple[Kernel, ...]
     problem: Problem  # as it stands there
     moved: frozenset[str]  # which operands come from elsewhere
+
+
+class Refusal(NamedTuple):
+    """Why there is no site: the backend cannot be loaded here, or cannot take this call."""
+
+    status: str  # "unavailable" or "refused"
+    reason: str
 
 
 class Plan(NamedTuple):
@@ -102,7 +109,7 @@ def _backend_of(array: Array) -> Backend:
 # ---- before anything moves ---------------------------------------------------------------------
 
 
-def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> Site | str:
+def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> Site | Refusal:
     """Return where a backend would compute a call, or why it cannot.
 
     Parameters
@@ -119,13 +126,13 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
         return _own_site(call, problem, query, device)
     failure = registry.load(stem)
     if failure is not None:
-        return failure
+        return Refusal("unavailable", failure)
     backend, spec = registry.loaded(stem), registry.spec_of(stem)
     if device:
         found = registry.device_of(stem, device)
         if found is None:
             at_hand = ", ".join(registry.devices_of(stem)) or "none"
-            return f"there is no device {device!r} here; there is {at_hand}"
+            return Refusal("refused", f"there is no device {device!r} here; there is {at_hand}")
     elif call.query.library in spec.namespaces:
         found = call.query.device
     else:
@@ -133,16 +140,17 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
     moved = _to_move(call, spec, found)
     refusal = _refusal(call, problem, spec, found, moved)
     if refusal is not None:
-        return refusal
+        return Refusal("refused", refusal)
     there = problem._replace(library=spec.namespaces[0], device=found, converted=bool(moved))
     return Site(backend, registry.kernels_of(backend), there, moved)
 
 
-def _own_site(call: Call, problem: Problem, query: Array | None, device: str) -> Site | str:
+def _own_site(call: Call, problem: Problem, query: Array | None, device: str) -> Site | Refusal:
     places = sorted({(facts.library, facts.device) for _, facts in call.arrays()})
     if device or len(places) > 1:
         given = " and ".join(f"{library} {where}".strip() for library, where in places)
-        return f"it computes where the arrays are and moves none; they are on {given}"
+        reason = f"it computes where the arrays are and moves none; they are on {given}"
+        return Refusal("refused", reason)
     backend = None if query is None else registry.array_api_backend(query)
     return Site(backend, registry.kernels_of(backend), problem, frozenset())
 

@@ -6,11 +6,10 @@ kept, to be told when somebody asks for it. Safe under threads, first use includ
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import threading
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple
 
 from polyattn.arrays import constant_when_traced, library_of
 from polyattn.kernels import Dense, Tiled
@@ -19,7 +18,6 @@ from polyattn.plugin import API_VERSION, Array, Backend, BackendSpec, Kernel
 __all__ = [
     "ARRAY_API",
     "GROUP",
-    "Registered",
     "array_api_backend",
     "device_of",
     "devices_of",
@@ -27,7 +25,6 @@ __all__ = [
     "load",
     "loaded",
     "names",
-    "registered",
     "serving",
     "spec_of",
 ]
@@ -39,32 +36,31 @@ ARRAY_API = "array-api"
 _CLOSING_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
 
 
-class Registered(NamedTuple):
-    """A plugin as found: its spec, or why there is none."""
+@dataclass
+class Registered:
+    """A plugin: its spec or why there is none, and its backend once it is loaded."""
 
     name: str
     distribution: str
-    spec: BackendSpec | None
-    problem: str | None
+    spec: BackendSpec | None = None
+    failure: str | None = None
+    backend: Backend | None = None
 
 
 _lock = threading.RLock()
-# Read without the lock, which torch.compile cannot trace: an entry is set once and never changes.
-_backends: dict[str, Backend] = {}
-_specs: dict[str, BackendSpec] = {}
-_failures: dict[str, str] = {}
+# Filled once under the lock, and read without it, which torch.compile could not trace.
+_plugins: dict[str, Registered] = {}
 _array_api: dict[str, Backend] = {}
 
 
-@functools.lru_cache(maxsize=1)
-def _found() -> dict[str, Registered]:
-    found: dict[str, Registered] = {}
-    # polyattn's own first, so that no other plugin can take one of its names.
-    for entry in sorted(entry_points(group=GROUP), key=lambda e: (_owner(e) != "polyattn", e.name)):
-        if entry.name in found or entry.name == ARRAY_API:
-            continue
-        found[entry.name] = _read(entry)
-    return found
+def _find() -> dict[str, Registered]:
+    if not _plugins:
+        entries = entry_points(group=GROUP)
+        # polyattn's own first, so that no other plugin can take one of its names.
+        for entry in sorted(entries, key=lambda e: (_owner(e) != "polyattn", e.name)):
+            if entry.name not in _plugins and entry.name != ARRAY_API:
+                _plugins[entry.name] = _read(entry)
+    return _plugins
 
 
 def _owner(entry: EntryPoint) -> str:
@@ -72,73 +68,59 @@ def _owner(entry: EntryPoint) -> str:
 
 
 def _read(entry: EntryPoint) -> Registered:
+    plugin = Registered(entry.name, _owner(entry))
     try:
         spec = entry.load()
     except Exception as error:
-        return Registered(
-            entry.name, _owner(entry), None, f"its plugin cannot be imported: {error!r}"
-        )
-    problem = None
+        plugin.failure = f"its plugin cannot be imported: {error!r}"
+        return plugin
     if not isinstance(spec, BackendSpec):
-        problem = f"its entry point {entry.value} is no BackendSpec"
+        plugin.failure = f"its entry point {entry.value} is no BackendSpec"
     elif spec.api_version != API_VERSION:
-        problem = (
+        plugin.failure = (
             f"it was written for version {spec.api_version} of the plugin contract and this is"
             f" version {API_VERSION}: install releases that fit together"
         )
     elif spec.name != entry.name:
-        problem = f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
-    return Registered(entry.name, _owner(entry), None if problem else spec, problem)
+        plugin.failure = f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
+    else:
+        plugin.spec = spec
+    return plugin
 
 
 @constant_when_traced
 def names() -> tuple[str, ...]:
     """Return the names of all plugins, whether they can be loaded or not."""
     with _lock:
-        return tuple(sorted(_found()))
-
-
-def registered(name: str) -> Registered:
-    """Return what was found under a name that `names` lists."""
-    with _lock:
-        return _found()[name]
+        return tuple(sorted(_find()))
 
 
 @constant_when_traced
 def serving(library: str) -> tuple[str, ...]:
     """Return the plugins that take this library's arrays: polyattn's own, or else all others."""
     with _lock:
-        found = [r for r in _found().values() if r.spec and library in r.spec.namespaces]
-    own = tuple(r.name for r in found if r.distribution == "polyattn")
-    return own or tuple(r.name for r in found)
+        serving = [p for p in _find().values() if p.spec and library in p.spec.namespaces]
+    own = tuple(p.name for p in serving if p.distribution == "polyattn")
+    return own or tuple(p.name for p in serving)
 
 
 @constant_when_traced
 def load(name: str) -> str | None:
-    """Load a plugin's implementation for `loaded` to return; return why it cannot be, or None."""
+    """Load the plugin of a name that `names` lists; return why it cannot be, or None."""
     with _lock:
-        if name in _backends:
-            return None
-        if name not in _failures:
-            failure = _load(registered(name))
-            if failure is None:
-                return None
-            _failures[name] = failure
-        return _failures[name]
+        plugin = _find()[name]
+        if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
+            try:
+                plugin.failure = _missing(plugin.spec)
+                plugin.backend = None if plugin.failure else plugin.spec.load()
+            except Exception as error:
+                plugin.failure = f"it cannot be loaded: {error!r}"
+        return plugin.failure
 
 
-def _load(found: Registered) -> str | None:
-    if found.spec is None:
-        return found.problem
-    missing = [module for module in found.spec.requires if not _is_installed(module)]
-    if missing:
-        return f"{', '.join(missing)} is not installed: {found.spec.install}"
-    try:
-        backend = found.spec.load()
-    except Exception as error:
-        return f"it cannot be loaded: {error!r}"
-    _specs[found.name], _backends[found.name] = found.spec, backend
-    return None
+def _missing(spec: BackendSpec) -> str | None:
+    missing = [module for module in spec.requires if not _is_installed(module)]
+    return f"{', '.join(missing)} is not installed: {spec.install}" if missing else None
 
 
 def _is_installed(module: str) -> bool:
@@ -149,8 +131,17 @@ def _is_installed(module: str) -> bool:
 
 
 def loaded(name: str) -> Backend:
-    """Return a backend that `load` has loaded."""
-    return _backends[name]
+    """Return the backend of a plugin that `load` has loaded."""
+    backend = _plugins[name].backend
+    assert backend is not None
+    return backend
+
+
+def spec_of(name: str) -> BackendSpec:
+    """Return the spec of a plugin that `load` has loaded."""
+    spec = _plugins[name].spec
+    assert spec is not None
+    return spec
 
 
 def array_api_backend(array: Array) -> Backend:
@@ -167,15 +158,10 @@ def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
     return _CLOSING_KERNELS if backend is None else (*backend.kernels, *_CLOSING_KERNELS)
 
 
-def spec_of(name: str) -> BackendSpec:
-    """Return the spec of a backend that `load` has loaded."""
-    return _specs[name]
-
-
 @constant_when_traced
 def devices_of(name: str) -> tuple[str, ...]:
     """Return the devices at hand of a backend that has been loaded, the default first."""
-    return tuple(_backends[name].devices())
+    return tuple(loaded(name).devices())
 
 
 @constant_when_traced

@@ -26,7 +26,7 @@ from polyattn.errors import (
     UnsupportedError,
 )
 from polyattn.explain import Candidate, Explanation
-from polyattn.placement import Plan, open_site
+from polyattn.placement import Plan, Refusal, open_site
 from polyattn.plugin import Kernel
 from polyattn.problem import Problem, examine
 
@@ -136,12 +136,11 @@ def request(backend: str | Sequence[str] | None) -> Request:
 
 def parse(backend: str | Sequence[str]) -> Names:
     """Split a choice into its names."""
-    given = [backend] if isinstance(backend, str) else list(backend)
-    for item in given:
-        if not isinstance(item, str):
-            raise TypeError(
-                f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
-            )
+    given = [backend] if isinstance(backend, str) else backend
+    if not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
+        raise TypeError(
+            f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
+        )
     names = tuple(name.strip() for item in given for name in item.split(","))
     if "" in names:
         raise ValueError(f"a backend's name is missing in {backend!r}")
@@ -214,7 +213,10 @@ def decide(
 def _error(explanation: Explanation, kernel: str | None) -> BackendError:
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
     what = f"kernel={kernel!r} cannot" if kernel else "no backend that was asked for can"
-    return kind(f"{what} take this call\n{explanation}", explanation)
+    # Line by line, since torch.compile cannot trace the text of a value inside a string.
+    error = kind("\n".join([f"{what} take this call", *explanation.lines()]))
+    error.explanation = explanation
+    return error
 
 
 def _weigh(
@@ -234,8 +236,8 @@ def _weigh(
         if closing and chosen is not None:
             continue
         site = open_site(call, problem, query, name)
-        if isinstance(site, str):
-            candidates.append(Candidate(name, None, "refused", (site,)))
+        if isinstance(site, Refusal):
+            candidates.append(Candidate(name, None, site.status, (site.reason,)))
             continue
         for kernel in site.kernels:
             if insisted is not None and kernel.name != insisted:

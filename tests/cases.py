@@ -340,10 +340,10 @@ NO_ROWS = {
 ADVERSARIAL = {
     "outliers": {"values": "outliers", "batch": (1,), "L": 33, "S": 129, "D": 64},
     "outliers, causal": {"values": "outliers", "L": 65, "S": 65, "D": 32, "is_causal": True},
-    "scores of 1e4": {"values": "scores of 1e4"},
-    "scores of 1e4, softcap": {"values": "scores of 1e4", "softcap": 30.0},
-    "scores of 1e4, causal": {"values": "scores of 1e4", "is_causal": True},
-    "scores of 1e4, sinks": {"values": "scores of 1e4", **PAIRED["sinks"]},
+    "scores of 1e4": {"values": "scores of 1e4", "L": 33, "S": 33},
+    "scores of 1e4, softcap": {"values": "scores of 1e4", "L": 33, "S": 65, "softcap": 30.0},
+    "scores of 1e4, causal": {"values": "scores of 1e4", "L": 33, "S": 33, "is_causal": True},
+    "scores of 1e4, sinks": {"values": "scores of 1e4", "L": 33, "S": 33, **PAIRED["sinks"]},
     "equal scores": {"values": "equal scores", "S": 33},
     "zero values": {"values": "zero values"},
     "subnormal": {"values": "subnormal", "S": 33},
@@ -411,8 +411,9 @@ def make_cases():
         yield make_case(f"{L} × {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
     for name, fields in (PAIRED | ALONE | EMPTY_ROWS).items():
         if not fields.keys() & {"L", "S", "D", "batch"}:
-            yield make_case(f"long {name}", **LONG | {"H": 2, "L": 33} | fields)
+            yield make_case(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
     yield make_case("513 × 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
+    yield make_case("1100 × 1100, window", **LONG | {"L": 1100, "S": 1100}, window=(20, 5))
     yield make_case("700 × 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
     yield make_case("many", **MANY)
 

@@ -9,6 +9,7 @@ The two share no arithmetic.
 # ruff: noqa: N806 -- the letters are those of the semantics
 
 import math
+from functools import partial
 from itertools import product
 from operator import mul
 from typing import NamedTuple
@@ -17,15 +18,18 @@ import numpy as np
 
 
 class Oracle(NamedTuple):
-    """The exact results, and how far a rounding error in a score or weight can move each.
+    """The exact results, and how far relative errors of 1 on the way could move each of them.
 
-    `condition` is sum_j w_ij |v_je|. `logsumexp_condition` is 1 + |lse_i| + sum_j w_ij |s_ij|: the
-    derivative of lse_i by s_ij is w_ij, the rest is the rounding of the logarithm and the sum.
+    `condition` is sum_j w_ij |v_je|: errors in the weights. `sensitivity` is
+    sum_j w_ij c_ij |v_je - o_ie|: errors in the scores, whose own condition c_ij is the sum of
+    |scale q_id k_jd| and of their size after each further step. `logsumexp_condition` is
+    1 + |lse_i| + sum_j w_ij c_ij, by the same reasoning.
     """
 
     output: np.ndarray
     logsumexp: np.ndarray
     condition: np.ndarray
+    sensitivity: np.ndarray
     logsumexp_condition: np.ndarray
 
 
@@ -66,15 +70,18 @@ def oracle(
         )
 
     def score(q_i, k_j, b, h, i, j, s_bias):
-        s = scale * total(map(mul, q_i, k_j))
+        terms = [scale * x * y for x, y in zip(q_i, k_j, strict=True)]
+        s, c = total(terms), total(map(abs, terms))
         if softcap is not None:
-            s = softcap * math.tanh(s / softcap)
+            t = math.tanh(s / softcap)
+            s, c = softcap * t, c * (1 - t * t) + abs(softcap * t)
         if score_mod is not None:
             s = float(score_mod(np.float64(s), *map(np.int64, (b, h, i, j))))
-        return s + s_bias
+            c = c + abs(s)
+        return s + s_bias, c + abs(s_bias)
 
-    output, condition = np.zeros((*batch, H, L, E)), np.zeros((*batch, H, L, E))
-    logsumexp, logsumexp_condition = np.zeros((*batch, H, L, 1)), np.zeros((*batch, H, L, 1))
+    output, condition, sensitivity = np.zeros((3, *batch, H, L, E))
+    logsumexp, logsumexp_condition = np.zeros((2, *batch, H, L, 1))
     for (b, item), h, i in product(enumerate(np.ndindex(*batch)), range(H), range(L)):
         at, g = (*item, h, i), h // (H // G)
         p = i + int(offsets[item])
@@ -82,19 +89,32 @@ def oracle(
         biases = [0.0] * S if bias is None else bias[at].tolist()
         visible = [j for j in range(S) if is_visible(b, h, i, j, p, biases[j])]
         scores = [score(q_i, keys[j], b, h, i, j, biases[j]) for j in visible]
-        weights, lse = softmax(scores, None if sinks is None else float(sinks[h]))
-        for e in range(E):
-            terms = [w * values[j][e] for w, j in zip(weights, visible, strict=True)]
-            output[at][e] = total(terms)
-            condition[at][e] = total(map(abs, terms))
-        logsumexp[at] = lse
-        logsumexp_condition[at] = 1 + abs(lse) + total(map(abs, map(mul, weights, scores)))
+        columns = [[values[j][e] for j in visible] for e in range(E)]
+        sink = None if sinks is None else float(sinks[h])
+        row = attend(scores, columns, sink)
+        output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
 
-    output, logsumexp, condition, logsumexp_condition = (
-        as_called(x, np.ndim(query), layout)
-        for x in (output, logsumexp, condition, logsumexp_condition)
+    back = partial(as_called, rank=np.ndim(query), layout=layout)
+    return Oracle(
+        back(output),
+        back(logsumexp)[..., 0],
+        back(condition),
+        back(sensitivity),
+        back(logsumexp_condition)[..., 0],
     )
-    return Oracle(output, logsumexp[..., 0], condition, logsumexp_condition[..., 0])
+
+
+def attend(scores, columns, sink):
+    """One row of every result, from its visible scores with their conditions, and its values."""
+    weights, lse = softmax([s for s, _ in scores], sink)
+    moved = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
+    output = [total(map(mul, weights, column)) for column in columns]
+    condition = [total(abs(w * v) for w, v in zip(weights, x, strict=True)) for x in columns]
+    sensitivity = [
+        total(m * abs(v - o) for m, v in zip(moved, column, strict=True))
+        for o, column in zip(output, columns, strict=True)
+    ]
+    return output, condition, sensitivity, lse, 1 + abs(lse) + total(moved)
 
 
 def softmax(scores, sink=None):
@@ -156,6 +176,7 @@ def textbook(
     score_mod=None,
     sinks=None,
     layout="...HLD",
+    coordinates_in_turn=False,
     keys_reversed=False,
     keys_in_turn=False,
     scale_first=False,
@@ -163,7 +184,7 @@ def textbook(
 ):
     """Attention as a page of NumPy, wholly in the inputs' dtype: `(output, logsumexp)`.
 
-    The last four options are the same formula in another order of evaluation. What they change
+    The last five options are the same formula in another order of evaluation. What they change
     in the result is rounding and nothing else.
     """
     dtype = np.asarray(query).dtype
@@ -179,7 +200,7 @@ def textbook(
 
     scale = rounded(1 / math.sqrt(D) if scale is None else scale)
     before, after = (scale, rounded(1)) if scale_first else (rounded(1), scale)
-    s = rounded(rounded((q * before) @ k.mT) * after)
+    s = product_of(q * before, k.mT, coordinates_in_turn) * after
     if softcap is not None:
         s = rounded(rounded(np.tanh(rounded(s / rounded(softcap)))) * rounded(softcap))
     if score_mod is not None:
@@ -211,23 +232,23 @@ def textbook(
     highest = np.where(np.isneginf(lift(highest)), rounded(0), highest)
     weights = rounded(np.exp(s - highest))
     ones = np.ones_like(v[..., :1])
-    denominator = weigh(weights, ones, keys_in_turn)
+    denominator = product_of(weights, ones, keys_in_turn)
     if sinks is not None:
         denominator = denominator + rounded(np.exp(sink - highest))
     divisor = np.where(denominator == 0, rounded(1), denominator)
     before, after = (rounded(1), divisor) if divide_last else (divisor, rounded(1))
-    output = weigh(weights / before, v, keys_in_turn) / after
+    output = product_of(weights / before, v, keys_in_turn) / after
     logsumexp = highest + rounded(np.log(denominator))
     output, logsumexp = (as_called(x, np.ndim(query), layout) for x in (output, logsumexp))
     return output, logsumexp[..., 0]
 
 
-def weigh(weights, value, in_turn):
-    """`weights @ value` in their dtype; by the library's blocks, or by one key after another."""
+def product_of(a, b, in_turn):
+    """`a @ b` in the dtype of `a`, summed in the library's order, or strictly one after another."""
     if not in_turn:
-        return (weights @ value).astype(weights.dtype)
-    shape = np.broadcast_shapes(weights.shape[:-2], value.shape[:-2])
-    result = np.zeros((*shape, weights.shape[-2], value.shape[-1]), weights.dtype)
-    for j in range(weights.shape[-1]):
-        result += weights[..., j : j + 1] * value[..., j : j + 1, :]
+        return (a @ b).astype(a.dtype)
+    shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    result = np.zeros((*shape, a.shape[-2], b.shape[-1]), a.dtype)
+    for n in range(a.shape[-1]):
+        result += a[..., n : n + 1] * b[..., n : n + 1, :]
     return result

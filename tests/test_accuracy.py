@@ -26,6 +26,15 @@ def strictest():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Thousands of calls with small arrays: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def run(monkeypatch):
     """`run(function, case, kernel, library)`, where the kernel "tiles" is "tiled" with small tiles.
@@ -37,7 +46,7 @@ def run(monkeypatch):
         if kernel == "tiles":
             kernel = "tiled"
             monkeypatch.setattr(
-                "polyattn.kernels.tiled.TILE", math.prod(case.score_shape) // 32 + 1
+                "polyattn.kernels.tiled.TILE", math.prod(case.score_shape) // 12 + 1
             )
             monkeypatch.setattr("polyattn.kernels.tiled.SMALLEST", 1)
         return library.call(function, case, kernel=kernel, **more)
@@ -49,41 +58,38 @@ KERNELS = ("dense", "tiled", "tiles")
 
 
 def runs():
-    """Each case on each kernel and library; the default kernel promises nothing under poison."""
+    """Each case on each kernel and library.
+
+    A default kernel may be a library's own, which promises nothing under poison; and some
+    processors' bfloat16 products take subnormals for zero.
+    """
     for case in CASES.values():
         for library in LIBRARIES:
             if case.dtype in library.dtypes:
                 for kernel in KERNELS:
                     yield pytest.param(case, kernel, library, id=f"{case.name}-{kernel}-{library}")
-        if case.poison is None:
+        flushed = case.values == "subnormal" and case.dtype == "bfloat16"
+        if case.poison is None and not flushed:
             for library in (NUMPY, TORCH):
                 yield pytest.param(case, None, library, id=f"{case.name}-default-{library}")
 
 
 @pytest.mark.parametrize(("case", "kernel", "library"), list(runs()))
 def test_accuracy(case, kernel, library, run):
+    """The textbook's own accuracy; and from our kernels, for 16-bit inputs, that of float32."""
     output = library.back(run(attention, case, kernel, library))
     partial = run(attention_partial, case, kernel, library)
     logsumexp = library.back(partial.logsumexp)
+    dtype = case.dtype if kernel is None else accumulation_dtype(case.dtype)
 
     assert output.dtype == case.dtype
     assert logsumexp.dtype == accumulation_dtype(case.dtype)
-    assert_accurate(output, case)
-    assert_accurate(library.back(partial.output), case, logsumexp)
-
-
-@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(
-    "case", [c for c in CASES.values() if c.dtype in ("float16", "bfloat16")], ids=str
-)
-def test_16_bit_inputs_are_computed_in_float32(case, kernel, library, run):
-    output = library.back(run(attention, case, kernel, library))
-    assert_accurate(output, case, dtype="float32")
+    assert_accurate(output, case, dtype=dtype)
+    assert_accurate(library.back(partial.output), case, logsumexp, dtype=dtype)
 
 
 def test_small_tiles_are_small(run):
-    """The kernel "tiles" crosses tile edges along both axes, in every case that has any to cross."""
+    """The kernel "tiles" crosses the edges of many tiles, along both axes."""
     seen = []
 
     def mask(b, h, i, j):
@@ -218,8 +224,8 @@ def test_what_must_be_exact_is_exact():
 
 
 def test_a_failure_says_what_and_how_much():
-    yard = output_yardstick(CASES["plain"])
+    yard = output_yardstick(CASES["plain"], "float32")
     wrong = yard.exact.copy()
-    wrong[1, 0, 2, 3] += 10 * yard.limit * yard.unit[1, 0, 2, 3]
+    wrong[1, 0, 2, 3] += 10 * yard.limit[1, 0, 2, 3] * yard.unit[1, 0, 2, 3]
     with pytest.raises(AssertionError, match=r"plain\[1, 0, 2, 3\] is .* limit .* textbook"):
         check(wrong, yard, "plain")

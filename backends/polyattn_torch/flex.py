@@ -67,7 +67,7 @@ class Flex(Kernel):
         query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
         output = _compiled(problem)(
             query, key, value, _score_mod(problem, operands), problem.scale,
-            problem.heads != problem.key_heads,
+            "grouped_heads" in problem.features,
         )  # fmt: skip
         return output.reshape(*problem.batch, *output.shape[-3:]), None
 

@@ -71,7 +71,7 @@ class Sdpa(Kernel):
             attn_mask=mask,
             is_causal=mask is None and _is_square_causal(problem),
             scale=problem.scale,
-            enable_gqa=problem.heads != problem.key_heads,
+            enable_gqa="grouped_heads" in problem.features,
         )
         if len(problem.batch) != 1:
             output = output.reshape(*problem.batch, *output.shape[-3:])

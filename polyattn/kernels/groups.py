@@ -19,12 +19,17 @@ def fold(problem: Problem, array: Array, xp: Any) -> Array:
     if problem.heads == problem.key_heads:
         return array
     *batch, heads, rows, size = array.shape
-    return xp.reshape(array, (*batch, problem.key_heads, heads // problem.key_heads * rows, size))
+    groups, members = problem.key_heads, heads // problem.key_heads
+    # In two steps, of which dask can do each where it could not do both at once.
+    array = xp.reshape(array, (*batch, groups, members, rows, size))
+    return xp.reshape(array, (*batch, groups, members * rows, size))
 
 
 def unfold(problem: Problem, array: Array, xp: Any) -> Array:
     """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
     if problem.heads == problem.key_heads:
         return array
-    *batch, groups, rows, size = array.shape
-    return xp.reshape(array, (*batch, problem.heads, rows * groups // problem.heads, size))
+    *batch, groups, folded, size = array.shape
+    members = problem.heads // groups
+    array = xp.reshape(array, (*batch, groups, members, folded // members, size))
+    return xp.reshape(array, (*batch, groups * members, folded // members, size))

@@ -66,5 +66,8 @@ def finish(problem: Problem, running: Running, dtype: Any, xp: Any) -> tuple[Arr
         return output, None
     logsumexp = or_zero(xp, running.maximum) + xp.log(total)
     logsumexp = xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)
-    shape = (*problem.batch, problem.heads, logsumexp.shape[-2], 1)
-    return output, xp.broadcast_to(logsumexp, shape)[..., 0]
+    shape = output.shape[:-1]
+    if logsumexp.shape[:-1] != shape:  # value has batch axes that query and key have not
+        # + 0: an array of the caller's own, where a broadcast view may be read-only.
+        logsumexp = xp.broadcast_to(logsumexp, (*shape, 1)) + 0.0
+    return output, logsumexp[..., 0]

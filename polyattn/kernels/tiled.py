@@ -64,7 +64,7 @@ def block_sizes(problem: Problem) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile: about square, wide where rows are few."""
     heads = math.prod(problem.batch) * problem.heads
     area = max(TILE // heads, SMALLEST)
-    rows = min(problem.query_length, math.isqrt(area))
+    rows = min(problem.query_length, int(area**0.5))
     return rows, area // rows
 
 

@@ -1,0 +1,270 @@
+"""Every refusal comes before any work, quotes what the caller gave and says how to mend it."""
+
+import re
+import warnings
+
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, attention_partial
+
+Q = np.zeros((2, 4, 5, 8), np.float32)
+K = np.zeros((2, 2, 7, 8), np.float32)
+V = np.zeros((2, 2, 7, 3), np.float32)
+
+
+def refused(error, *pieces, q=Q, k=K, v=V, **options):
+    """Check that a call is refused with a message that holds all the pieces."""
+    with pytest.raises(error) as caught:
+        attention(q, k, v, **options)
+    for piece in pieces:
+        assert piece in str(caught.value)
+    with pytest.raises(error):
+        attention_partial(q, k, v, **options)
+
+
+# ---- what is no array ----
+
+
+@pytest.mark.parametrize("what", [[[1.0]], 1.0, None, "abc"])
+def test_what_is_no_array(what):
+    kind = type(what).__name__
+    refused(TypeError, f"query is a {kind}", "numpy.asarray(query)", q=what)
+    refused(TypeError, f"value is a {kind}", "numpy.asarray(value)", v=what)
+
+
+def test_numpy_matrix():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        matrix = np.matrix([[1.0, 2.0]])
+    refused(TypeError, "key is a numpy.matrix", "numpy.asarray(key)", k=matrix)
+
+
+def test_masked_array():
+    masked = np.ma.masked_array(V, V == 0)
+    refused(TypeError, "value is a masked array", "value.data", "mask=", v=masked)
+
+
+def test_object_array():
+    refused(TypeError, "query has dtype object", "cast it first", q=Q.astype(object))
+
+
+# ---- dtypes ----
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64", "complex128"])
+def test_dtypes_that_are_not_real_floats(dtype):
+    for name, array in (("q", Q), ("k", K), ("v", V)):
+        refused(TypeError, f"has dtype {dtype}", "float32", **{name: array.astype(dtype)})
+
+
+def test_dtypes_that_differ():
+    refused(
+        TypeError, "query float32, key float64, value float32", "cast them", k=K.astype("f8")
+    )
+
+
+def test_mask_of_integers():
+    refused(TypeError, "int64", "mask != 0", mask=np.ones((5, 7), np.int64))
+
+
+def test_mask_of_floats():
+    refused(TypeError, "float32", "bias=", mask=np.ones((5, 7), np.float32))
+
+
+def test_bias_of_bools():
+    refused(TypeError, "bias", "bool", "mask=", bias=np.ones((5, 7), bool))
+
+
+def test_sinks_of_integers():
+    refused(TypeError, "sinks", "int64", sinks=np.zeros(4, np.int64))
+
+
+def test_query_offset_of_floats():
+    refused(TypeError, "query_offset", "float32", query_offset=np.zeros(2, np.float32))
+    refused(TypeError, "query_offset", "1.5", query_offset=1.5)
+
+
+# ---- libraries and devices ----
+
+
+def test_arrays_of_different_libraries():
+    refused(TypeError, "array of numpy", "key one of torch", 'backend="numpy"', k=torch.zeros(K.shape))
+    refused(TypeError, "mask one of torch", mask=torch.ones(5, 7, dtype=torch.bool))
+
+
+def test_arrays_on_different_devices():
+    strict = array_api_strict
+    near = strict.zeros((3, 2), dtype=strict.float32)
+    far = strict.zeros((3, 2), dtype=strict.float32, device=strict.Device("device1"))
+    refused(ValueError, "query is on", "key on", "device1", q=near, k=far, v=near)
+
+
+# ---- shapes ----
+
+
+def test_rank_below_two():
+    refused(ValueError, "query (5,)", "(..., H, L, D)", q=np.zeros(5, np.float32))
+
+
+def test_vector_sizes_that_differ():
+    refused(ValueError, "8 and 6", "key (2, 2, 7, 6)", k=K[..., :6])
+
+
+def test_lengths_that_differ():
+    refused(ValueError, "7 and 6", "value (2, 2, 6, 3)", v=V[:, :, :6])
+
+
+def test_key_and_value_heads_that_differ():
+    refused(ValueError, "2 and 1", "value (2, 1, 7, 3)", v=V[:, :1])
+
+
+def test_query_heads_that_are_no_multiple():
+    refused(ValueError, "3 and 2", 'layout="...LHD"', q=Q[:, :3])
+
+
+def test_batch_axes_that_do_not_broadcast():
+    refused(ValueError, "(2,), (3,), (2,)", "broadcast", k=np.zeros((3, 2, 7, 8), np.float32))
+
+
+def test_shapes_are_quoted_in_the_callers_layout():
+    refused(
+        ValueError,
+        "query (2, 5, 4, 8)",
+        "(..., L, H, D)",
+        q=Q.swapaxes(1, 2),
+        k=K.swapaxes(1, 2)[..., :6],
+        v=V.swapaxes(1, 2),
+        layout="...LHD",
+    )
+
+
+def test_mask_of_rank_three_for_rank_four():
+    refused(ValueError, "(4, 5, 7)", "mask[:, None]", "mask[None]", mask=np.ones((4, 5, 7), bool))
+    refused(ValueError, "mask[:, None]", mask=np.ones((1, 5, 7), bool))
+
+
+def test_mask_and_bias_that_do_not_broadcast():
+    refused(ValueError, "mask (5, 6)", "(2, 4, 5, 7)", mask=np.ones((5, 6), bool))
+    refused(ValueError, "bias (2, 2, 5, 7)", bias=np.zeros((2, 2, 5, 7), np.float32))
+    refused(ValueError, "mask (3, 2, 4, 5, 7)", mask=np.ones((3, 2, 4, 5, 7), bool))
+
+
+def test_a_mask_does_not_widen_the_batch():
+    refused(
+        ValueError, "mask (6, 1, 1, 7)", q=Q[:1], k=K[:1], v=V[:1], mask=np.ones((6, 1, 1, 7), bool)
+    )
+
+
+def test_sinks_of_the_wrong_shape():
+    refused(ValueError, "(4,)", "got (2,)", sinks=np.zeros(2, np.float32))
+
+
+def test_query_offset_of_the_wrong_shape():
+    refused(ValueError, "query_offset", "(2,)", "got (3,)", query_offset=np.zeros(3, int))
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scale_that_is_not_finite(scale):
+    refused(ValueError, "scale must be finite", repr(scale), scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["1", np.ones(3), True])
+def test_scale_that_is_no_number(scale):
+    refused(TypeError, "scale must be a number", scale=scale)
+
+
+@pytest.mark.parametrize("softcap", [0, -1.0])
+def test_softcap_not_above_zero(softcap):
+    refused(ValueError, "softcap must be above 0", repr(softcap), softcap=softcap)
+
+
+def test_window_ends_below_zero():
+    refused(ValueError, "at least 0", "(-1, 0)", window=(-1, 0))
+
+
+@pytest.mark.parametrize("window", [256, (1,), (1, 2, 3), (1.5, 0), "ab"])
+def test_window_that_is_no_pair(window):
+    refused(TypeError, "(left, right)", "(255, 0)", repr(window), window=window)
+
+
+@pytest.mark.parametrize("dropout", [(1.0, 0), (-0.1, 0)])
+def test_dropout_out_of_range(dropout):
+    refused(ValueError, "[0, 1)", repr(dropout), dropout=dropout)
+
+
+def test_dropout_without_a_seed():
+    refused(TypeError, "(rate, seed)", "0.1", dropout=0.1)
+    refused(TypeError, "seed must be an integer", dropout=(0.1, None))
+
+
+def test_dropout_is_refused_by_every_kernel():
+    refused(polyattn.UnsupportedError, "does not compute dropout", dropout=(0.1, 0))
+
+
+@pytest.mark.parametrize("is_causal", [1, "yes", None])
+def test_is_causal_that_is_no_bool(is_causal):
+    refused(TypeError, "is_causal must be True or False", repr(is_causal), is_causal=is_causal)
+
+
+def test_layout_that_is_none():
+    refused(ValueError, "...HLD", "'bshd'", layout="bshd")
+
+
+def test_score_mod_that_is_no_function():
+    refused(TypeError, "score_mod must be a function", score_mod=1)
+
+
+def test_a_mask_function_that_returns_numbers():
+    refused(TypeError, "must return a bool array", "int64", mask=lambda b, h, i, j: i + j)
+
+
+# ---- backends ----
+
+
+def test_unknown_backend():
+    refused(polyattn.UnknownBackendError, "'nunpy'", "did you mean 'numpy'?", backend="nunpy")
+    refused(ValueError, "array-api, auto", backend="numpy,acme")
+
+
+def test_backend_that_is_no_name():
+    refused(TypeError, "named by a string", backend=3)
+    refused(ValueError, "missing", backend="numpy,,torch")
+
+
+def test_unknown_kernel():
+    refused(polyattn.UnsupportedError, "no kernel of that name", "tiled, dense", kernel="flash")
+
+
+def test_device_that_is_not_here():
+    refused(NotImplementedError, "no device 'cuda:7'", "cpu", backend="torch:cuda:7")
+
+
+def test_a_kernel_that_cannot_lists_every_candidate():
+    with pytest.raises(polyattn.UnsupportedError) as caught:
+        attention(Q, K, V, softcap=2.0, backend="torch,numpy", kernel="sdpa")
+    text = str(caught.value)
+    assert re.search(r"torch +sdpa +refused +it does not compute softcap", text)
+    assert re.search(r"numpy +sdpa +refused +it has no kernel of that name", text)
+    assert caught.value.explanation.chosen is None
+
+
+# ---- nothing read, nothing converted ----
+
+
+def test_refusals_come_before_any_conversion(monkeypatch):
+    backend = polyattn.registry.loaded("torch") if polyattn.registry.load("torch") is None else None
+    monkeypatch.setattr(type(backend), "place", lambda *_: pytest.fail("converted before the checks"))
+    refused(ValueError, "8 and 6", k=K[..., :6], backend="torch")
+    refused(TypeError, "int64", mask=np.ones((5, 7), int), backend="torch")
+
+
+def test_an_option_that_was_right_once_is_still_checked():
+    attention(Q, K, V, window=(1, 0))
+    refused(TypeError, "(1.0, 0)", window=(1.0, 0))

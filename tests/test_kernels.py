@@ -1,0 +1,201 @@
+"""The array-API kernels: bounded memory, tiles that are skipped, nothing written or repeated."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, attention_partial
+from polyattn.kernels import tiled
+from polyattn.masks import column_range, is_full
+
+RNG = np.random.default_rng(0)
+
+
+def randn(*shape):
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Make tiles so small that a short call has many, with edges inside and out."""
+    monkeypatch.setattr(tiled, "TILE", 40)
+    monkeypatch.setattr(tiled, "SMALLEST", 40)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (3, 2)},
+    "causal from the first key": {"is_causal": True, "query_offset": 0},
+    "rows without keys": {"is_causal": True, "query_offset": -9},
+    "beyond the keys": {"window": (2, 2), "query_offset": 40},
+    "offset per item": {"is_causal": True, "query_offset": np.array([0, 20])},
+    "everything": {
+        "is_causal": True,
+        "window": (11, 0),
+        "mask": RNG.random((2, 1, 23, 31)) > 0.3,
+        "bias": RNG.standard_normal((4, 23, 1), dtype=np.float32),
+        "softcap": 2.0,
+        "scale": 0.5,
+        "sinks": RNG.standard_normal(4, dtype=np.float32),
+        "score_mod": lambda s, b, h, i, j: s - 0.1 * h * abs(i - j) + 0.2 * b,
+    },
+    "mask function": {"mask": lambda b, h, i, j: (i + 2 * j + h + b) % 4 != 0},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_change_nothing(case):
+    q, k, v = randn(2, 4, 23, 8), randn(2, 2, 31, 8), randn(2, 2, 31, 5)
+    tiles = attention_partial(q, k, v, kernel="tiled", **OPTIONS[case])
+    whole = attention_partial(q, k, v, kernel="dense", **OPTIONS[case])
+    np.testing.assert_allclose(tiles.output, whole.output, atol=2e-6)
+    np.testing.assert_allclose(tiles.logsumexp, whole.logsumexp, atol=2e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
+    visited = []
+    genuine = tiled.attend
+
+    def attend(problem, x, backend, query, rows, columns, **options):
+        visited.append((rows, columns, options["banded"]))
+        return genuine(problem, x, backend, query, rows, columns, **options)
+
+    monkeypatch.setattr(tiled, "attend", attend)
+    x = randn(64, 4)
+    attention(x, x, x, is_causal=True, window=(8, None), kernel="tiled")
+    seen = np.zeros((64, 64), bool)
+    for rows, columns, banded in visited:
+        tile = np.ix_(rows, columns)
+        seen[tile] = True
+        p, j = np.ogrid[rows.start : rows.stop, columns.start : columns.stop]
+        inside = (j <= p) & (j >= p - 8)
+        assert inside.any()
+        assert banded == (not inside.all())
+    p, j = np.ogrid[:64, :64]
+    assert seen[(j <= p) & (j >= p - 8)].all()
+    assert seen.mean() < 0.35
+
+
+@pytest.mark.parametrize("window", [(None, None), (2, 1), (0, None), (None, 0)])
+@pytest.mark.parametrize("offset", [-4, 0, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_positions_say_of_a_tile_is_what_they_say_of_its_elements(window, offset, is_causal):
+    shape = (7, 4)
+    problem = polyattn.explain(
+        shape, (9, 4), (9, 4), window=window, query_offset=offset, is_causal=is_causal
+    ).problem
+    p, j = np.ogrid[:7, :9]
+    p = p + offset
+    left, right = window
+    visible = np.ones((7, 9), bool)
+    visible &= (j <= p) if is_causal else True
+    visible &= (j >= p - left) if left is not None else True
+    visible &= (j <= p + right) if right is not None else True
+    for first in range(7):
+        for last in range(first, 7):
+            rows = range(first, last + 1)
+            columns = column_range(problem, rows)
+            outside = np.delete(visible[first : last + 1], columns, axis=1)
+            assert not outside.any()
+            for start in range(9):
+                tile = range(start, min(start + 3, 9))
+                full = visible[np.ix_(rows, tile)].all()
+                assert is_full(problem, rows, tile) == full
+
+
+def peak(function):
+    """Return the most memory that a call held beyond what there was before, and its result."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        result = function()
+        return tracemalloc.get_traced_memory()[1] - before, result
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_a_long_call_is_bounded():
+    q, k, v = (randn(1, 1, 16384, 64) for _ in range(3))
+    held, output = peak(lambda: attention(q, k, v, is_causal=True, window=(2000, None)))
+    assert held - output.nbytes < 64e6
+
+
+def test_tiled_holds_no_more_for_longer_arrays(monkeypatch):
+    monkeypatch.setattr(tiled, "TILE", 2**14)
+    held = []
+    for length in (1024, 4096):
+        x = randn(1, 1, length, 16)
+        most, partial = peak(lambda x=x: attention_partial(x, x, x, kernel="tiled"))
+        held.append(most - partial.output.nbytes - partial.logsumexp.nbytes)
+    assert held[1] < 1.2 * held[0]
+
+
+def test_keys_of_grouped_heads_are_not_repeated():
+    q, k, v = randn(1, 32, 1, 64), randn(1, 2, 4096, 64), randn(1, 2, 4096, 64)
+    held, _ = peak(lambda: attention(q, k, v, kernel="dense"))
+    assert held < k.nbytes + v.nbytes
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_score_function_may_return_an_array_of_the_callers(kernel):
+    scores = randn(6, 6)
+    before = scores.copy()
+    x = randn(6, 4)
+    attention(x, x, x, score_mod=lambda s, b, h, i, j: scores[i, j], kernel=kernel)
+    np.testing.assert_array_equal(scores, before)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_float64_table_in_a_score_function_keeps_the_accumulator(kernel):
+    x = randn(6, 4)
+    partial = attention_partial(
+        x, x, x, score_mod=lambda s, b, h, i, j: s + np.ones((6, 6))[i, j], kernel=kernel
+    )
+    assert partial.output.dtype == partial.logsumexp.dtype == np.float32
+
+
+def test_a_mask_function_may_return_a_plain_bool():
+    x = randn(6, 4)
+    np.testing.assert_array_equal(
+        attention(x, x, x, mask=lambda b, h, i, j: True), attention(x, x, x)
+    )
+    assert not attention(x, x, x, mask=lambda b, h, i, j: False).any()
+
+
+@pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+def test_results_are_the_callers_to_write_to(layout, rank):
+    shape = (1, 2, 3, 4, 6)[-rank:]
+    x = randn(*shape)
+    partial = attention_partial(x, x, x, layout=layout)
+    assert partial.output.shape == x.shape
+    assert partial.logsumexp.shape == x.shape[:-1]
+    assert partial.output.flags.writeable
+    assert partial.logsumexp.flags.writeable
+
+
+def test_a_value_of_more_batch_axes_widens_both_results():
+    q, k, v = randn(2, 5, 4), randn(2, 5, 4), randn(3, 2, 5, 4)
+    for kernel in ("dense", "tiled"):
+        partial = attention_partial(q, k, v, kernel=kernel)
+        assert partial.output.shape == (3, 2, 5, 4)
+        assert partial.logsumexp.shape == (3, 2, 5)
+        assert partial.logsumexp.flags.writeable
+
+
+def test_merge_refuses_what_does_not_fit():
+    x = randn(2, 5, 4)
+    one = attention_partial(x, x, x)
+    with pytest.raises(TypeError, match="at least one"):
+        polyattn.merge()
+    with pytest.raises(ValueError, match="one shape"):
+        polyattn.merge(one, attention_partial(x[:1], x[:1], x[:1]))
+    with pytest.raises(ValueError, match="less the last axis"):
+        polyattn.merge((one.output, one.logsumexp[..., None]))
+    with pytest.raises(TypeError, match="one library and dtype"):
+        polyattn.merge(one, attention_partial(*(3 * [x.astype("f8")])))

@@ -1,0 +1,157 @@
+"""Libraries without a plugin: the core's own kernels serve them unchanged, traced and lazy too."""
+
+import array_api_strict
+import dask
+import dask.array
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from polyattn import attention, attention_partial, explain, merge
+
+RNG = np.random.default_rng(0)
+Q = RNG.standard_normal((2, 4, 6, 8), dtype=np.float32)
+K = RNG.standard_normal((2, 2, 9, 8), dtype=np.float32)
+V = RNG.standard_normal((2, 2, 9, 5), dtype=np.float32)
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "rows without keys": {"is_causal": True, "query_offset": -3},
+    "window": {"window": (2, 1), "softcap": 2.0, "scale": 0.5},
+    "functions": {
+        "mask": lambda b, h, i, j: (i + j + h + b) % 3 != 0,
+        "score_mod": lambda s, b, h, i, j: s * s * 0.3 - s,
+    },
+    "arrays": {
+        "mask": RNG.random((2, 1, 6, 9)) > 0.3,
+        "bias": RNG.standard_normal((4, 6, 9), dtype=np.float32),
+        "sinks": RNG.standard_normal(4, dtype=np.float32),
+        "query_offset": np.array([1, 3]),
+        "is_causal": True,
+    },
+}
+
+
+def as_library(asarray, options):
+    return {k: asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+
+
+@pytest.fixture(params=["dense", "tiled"])
+def kernel(request):
+    return request.param
+
+
+@pytest.fixture
+def strictest():
+    array_api_strict.set_array_api_strict_flags(
+        boolean_indexing=False, data_dependent_shapes=False, api_version="2024.12"
+    )
+    yield
+    array_api_strict.reset_array_api_strict_flags()
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("device", ["CPU_DEVICE", "device1"])
+@pytest.mark.usefixtures("strictest")
+def test_array_api_strict(case, device, kernel):
+    def asarray(x):
+        return array_api_strict.asarray(x, device=array_api_strict.Device(device))
+
+    expected = attention_partial(Q, K, V, **OPTIONS[case])
+    options = as_library(asarray, OPTIONS[case])
+    output, logsumexp = attention_partial(*map(asarray, (Q, K, V)), kernel=kernel, **options)
+    assert output.device == logsumexp.device == array_api_strict.Device(device)
+    for mine, theirs in ((output, expected.output), (logsumexp, expected.logsumexp)):
+        on_host = np.asarray(mine.to_device(array_api_strict.Device("CPU_DEVICE")))
+        np.testing.assert_allclose(on_host, theirs, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_jax(case, transform, kernel):
+    options = as_library(jnp.asarray, OPTIONS[case])
+    arrays = map(jnp.asarray, (Q, K, V))
+    output = transform(lambda q, k, v: attention(q, k, v, kernel=kernel, **options))(*arrays)
+    np.testing.assert_allclose(output, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_jax_with_all_operands_traced(case):
+    arrays = {k: v for k, v in OPTIONS[case].items() if isinstance(v, np.ndarray)}
+    others = {k: v for k, v in OPTIONS[case].items() if k not in arrays}
+    function = jax.jit(lambda q, k, v, arrays: attention(q, k, v, **arrays, **others))
+    output = function(Q, K, V, arrays)
+    np.testing.assert_allclose(output, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
+
+
+def test_jax_gradient_and_vmap_pass_through(kernel):
+    mask = jnp.asarray(np.arange(9) < np.arange(6)[:, None])  # the first row sees nothing
+
+    def loss(q, k, v):
+        return attention(q, k, v, mask=mask, kernel=kernel).sum()
+
+    with jax.debug_nans(True):
+        gradients = jax.grad(loss, argnums=(0, 1, 2))(Q, K, V)
+    assert all(np.isfinite(g).all() for g in gradients)
+    assert not np.asarray(gradients[0])[:, :, 0].any()
+    mapped = jax.vmap(lambda q, k, v: attention(q, k, v, kernel=kernel))(Q, K, V)
+    np.testing.assert_allclose(mapped, attention(Q, K, V), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_jax_in_16_bits(dtype):
+    q, k, v = (jnp.asarray(x, dtype) for x in (Q, K, V))
+    output, logsumexp = attention_partial(q, k, v)
+    assert output.dtype == dtype
+    assert logsumexp.dtype == jnp.float32
+
+
+def test_jax_with_a_traced_position():
+    @jax.jit
+    def step(q, k, v, position):
+        return attention(q, k, v, is_causal=True, query_offset=position)
+
+    for position in (0, 4):
+        output = step(Q[:, :, :1], K, V, jnp.asarray(position))
+        expected = attention(Q[:, :, :1], K, V, is_causal=True, query_offset=position)
+        np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_dask_stays_lazy(case, kernel):
+    def lazy(x):
+        return dask.array.from_array(x, chunks=(1, *x.shape[1:]))
+
+    def refuse(*_args, **_options):
+        pytest.fail("something was computed while the graph was built")
+
+    options = as_library(dask.array.from_array, OPTIONS[case])
+    with dask.config.set(scheduler=refuse):
+        output = attention(*map(lazy, (Q, K, V)), kernel=kernel, **options)
+    assert isinstance(output, dask.array.Array)
+    computed = output.compute(scheduler="synchronous")
+    np.testing.assert_allclose(computed, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
+
+
+def test_dask_of_unknown_length_is_refused():
+    x = dask.array.from_array(np.ones((4, 6, 8), np.float32), chunks=2)
+    unknown = x[x[:, 0, 0] > 0]
+    with pytest.raises(ValueError, match="compute_chunk_sizes"):
+        attention(unknown, unknown, unknown)
+
+
+def test_the_default_of_each_library_is_its_own():
+    for asarray in (array_api_strict.asarray, jnp.asarray, dask.array.from_array):
+        chosen = explain(*map(asarray, (Q, K, V))).chosen
+        assert (chosen.backend, chosen.kernel) == ("array-api", "dense")
+
+
+def test_merge_of_jax_under_jit():
+    @jax.jit
+    def halves(q, k, v):
+        left = attention_partial(q, k[:, :, :4], v[:, :, :4])
+        return merge(left, attention_partial(q, k[:, :, 4:], v[:, :, 4:])).output
+
+    np.testing.assert_allclose(halves(Q, K, V), attention(Q, K, V), atol=2e-6)

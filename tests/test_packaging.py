@@ -1,0 +1,108 @@
+"""What is built is what is here, and runs where nothing else is."""
+
+import importlib.metadata
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import polyattn
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_plugin_folders_wheel_packages_and_entry_points_are_one_list():
+    folders = {f.name for f in (ROOT / "backends").iterdir() if f.name.startswith("polyattn_")}
+    packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    declared = PROJECT["project"]["entry-points"]["polyattn.backends"]
+    installed = {
+        entry.name: entry.value
+        for entry in importlib.metadata.entry_points(group="polyattn.backends")
+        if entry.dist.name == "polyattn"
+    }
+    assert packages[0] == "polyattn"
+    assert {Path(p).name for p in packages[1:]} == folders
+    assert {Path(p).parent.name for p in packages[1:]} == {"backends"}
+    assert {value.partition(":")[0] for value in declared.values()} == folders
+    assert {f"polyattn_{name}" for name in declared} == folders
+    assert installed == declared
+
+
+@pytest.mark.parametrize("folder", ["backends", "tests", "asv_bench", "docs", "examples"])
+def test_folders_that_are_no_packages(folder):
+    assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_every_package_is_typed():
+    for package in PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        assert (ROOT / package / "py.typed").exists()
+
+
+def test_the_version_is_one():
+    assert importlib.metadata.version("polyattn") == polyattn.__version__
+
+
+def test_every_extra_names_no_plain_cupy():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert not any(r.startswith(("cupy>", "cupy=")) or r == "cupy" for e in extras.values() for r in e)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the wheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    info = f"polyattn-{polyattn.__version__}.dist-info"
+    assert tops == {"polyattn", "polyattn_numpy", "polyattn_torch", info}
+    assert f"{info}/licenses/LICENSE" in names
+    assert {f"{top}/py.typed" for top in tops - {info}} <= set(names)
+
+
+EXAMPLE = """
+import sys
+import numpy as np
+import polyattn
+x = np.random.default_rng(0).standard_normal((2, 8, 16, 64), dtype=np.float32)
+output = polyattn.attention(x, x, x, is_causal=True)
+assert output.shape == x.shape and np.isfinite(output).all()
+np.testing.assert_array_equal(output[:, :, 0], x[:, :, 0])
+try:
+    polyattn.attention(x, x, x, backend="torch")
+except polyattn.BackendUnavailableError as error:
+    assert 'torch is not installed: pip install "polyattn[torch]"' in str(error), error
+else:
+    sys.exit("torch is here, so this environment is not clean")
+print(polyattn.list_backends())
+"""
+
+
+def test_the_wheel_runs_in_a_clean_environment(wheel, tmp_path):
+    venv.create(tmp_path / "clean", with_pip=True)
+    python = tmp_path / "clean" / "bin" / "python"
+    constraints = ["--constraint", str(ROOT / "constraints.txt")]
+    install = [python, "-m", "pip", "install", "--quiet", *constraints, str(wheel)]
+    subprocess.run(install, check=True, timeout=300)
+
+    def run(*command):
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = run(python, "-W", "error", "-c", EXAMPLE)
+    assert done.returncode == 0, done.stderr
+    assert "torch is not installed" in done.stdout
+    demo = run(python.with_name("polyattn"), "demo")
+    assert demo.returncode == 1
+    assert "make demo" in demo.stderr
