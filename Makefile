@@ -20,8 +20,7 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy polyattn backends
-	$(BIN)/numpydoc lint polyattn/attention.py polyattn/selection.py polyattn/partial.py \
-		polyattn/listing.py polyattn/explain.py polyattn/errors.py polyattn/plugin.py
+	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
 bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side
 	$(BIN)/python asv_bench/run.py

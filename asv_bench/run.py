@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def show(results: dict) -> int:
-    """Print a table for each benchmark in asv's results; return 1 if an expected column is empty."""
+    """Print a table for each benchmark; return 1 if a column that must be there is empty."""
     columns = results["result_columns"]
     print(f"\n{_processor()}; Python {platform.python_version()}; {_versions()}")
     code = 0

@@ -156,10 +156,10 @@ def attention_partial(
     ----------
     query, key, value : Array
         As for `attention`, key and value being those of some keys only.
-    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, dropout
+    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, dropout : optional
         As for `attention`; indices and positions count from the first of these keys, so
         `query_offset` says where the queries stand among them. Give sinks with one part only.
-    layout, backend, kernel
+    layout, backend, kernel : str, optional
         As for `attention`.
 
     Returns
@@ -221,11 +221,9 @@ def explain(
     ----------
     query, key, value : Array or tuple of int
         As for `attention`, or only their shapes.
-    mask, bias, query_offset, sinks : Array or tuple of int, optional
-        As for `attention`, or only their shapes.
-    is_causal, window, scale, softcap, score_mod, dropout
-        As for `attention`.
-    layout, backend, kernel
+    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, dropout : optional
+        As for `attention`; of mask, bias, query_offset and sinks the shape is enough.
+    layout, backend, kernel : str, optional
         As for `attention`.
     logsumexp : bool
         Whether to explain `attention_partial` instead.
@@ -273,9 +271,18 @@ def _run(
     call: Call, operands: Operands, backend: str | Sequence[str] | None, kernel: str | None
 ) -> tuple[Array, Array | None]:
     chosen = plan(call, operands.query, backend, kernel)
-    flat = all(len(facts.shape) == 2 for facts in (call.query, call.key, call.value))
+    ranks = (len(call.query.shape), len(call.key.shape), len(call.value.shape))
+    flat = ranks == (2, 2, 2)
     swapped = call.layout == "...LHD" and not flat
-    output, logsumexp = chosen.run(_heads_first(operands, call, swapped=swapped))
+    if isinstance(call.query_offset, ArrayFacts):
+        operands = operands._replace(query_offset=_per_item(operands.query_offset))
+    if swapped or 2 in ranks:
+        operands = operands._replace(
+            query=_heads_first(operands.query, swapped),
+            key=_heads_first(operands.key, swapped),
+            value=_heads_first(operands.value, swapped),
+        )
+    output, logsumexp = chosen.run(operands)
     if flat:
         return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
     if swapped:
@@ -284,25 +291,14 @@ def _run(
     return output, logsumexp
 
 
-def _heads_first(operands: Operands, call: Call, *, swapped: bool) -> Operands:
-    query, key, value = operands[:3]
-    if len(call.query.shape) == 2:
-        query = query[None, ...]
-    elif swapped:
-        query = _swap(query, -2, -3)
-    if len(call.key.shape) == 2:
-        key = key[None, ...]
-    elif swapped:
-        key = _swap(key, -2, -3)
-    if len(call.value.shape) == 2:
-        value = value[None, ...]
-    elif swapped:
-        value = _swap(value, -2, -3)
-    offset = operands.query_offset
-    if isinstance(call.query_offset, ArrayFacts):
-        xp = library_of(offset).xp
-        offset = xp.reshape(offset, (*call.query_offset.shape, 1, 1, 1))
-    return operands._replace(query=query, key=key, value=value, query_offset=offset)
+def _per_item(offset: Array) -> Array:
+    return library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
+
+
+def _heads_first(array: Array, swapped: bool) -> Array:
+    if len(array.shape) == 2:
+        return array[None, ...]
+    return _swap(array, -2, -3) if swapped else array
 
 
 def _swap(array: Array, one: int, other: int) -> Array:

@@ -20,7 +20,23 @@ Window = tuple[int | None, int | None]
 
 
 class Operands(NamedTuple):
-    """The arrays and functions of one call, each with its heads axis before its length axis."""
+    """The arrays and functions of one call, heads before length, query, key and value of rank 3 up.
+
+    Attributes
+    ----------
+    query, key, value : Array
+        Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E).
+    mask : Array of bool, callable or None
+        Broadcasts to (..., H, L, S), or a function of (b, h, i, j).
+    bias : Array or None
+        Broadcasts to (..., H, L, S).
+    query_offset : int, Array or None
+        An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
+    score_mod : callable or None
+        A function of (score, b, h, i, j).
+    sinks : Array or None
+        Shape (H,).
+    """
 
     query: Array
     key: Array
@@ -151,13 +167,12 @@ def _window(value: Any) -> Window:
 
 
 def _offset(value: Any, facts: Callable[[Any, str], ArrayFacts]) -> ArrayFacts | int:
-    try:
-        if not hasattr(value, "shape"):
-            return operator.index(value)
-    except TypeError:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    if not hasattr(value, "shape"):
         raise TypeError(
             f"query_offset must be an integer or an integer array of the batch; {_got(value)}"
-        ) from None
+        )
     return facts(value, "query_offset")
 
 

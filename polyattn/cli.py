@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyattn",
         description="Attention for every array library: what is here, what would run, and a demo.",
-        epilog="The backend of every call can be set by POLYATTN_BACKEND, such as torch:cuda,numpy.",
+        epilog="POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every call.",
     )
     parser.add_argument("--version", action="version", version=f"polyattn {polyattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

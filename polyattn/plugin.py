@@ -64,7 +64,13 @@ class BackendSpec:
     api_version: int = API_VERSION
 
     def load(self) -> Backend:
-        """Import the implementation and return it."""
+        """Import the implementation.
+
+        Returns
+        -------
+        Backend
+            A new instance of it.
+        """
         module, _, name = self.implementation.partition(":")
         backend: Backend = getattr(importlib.import_module(module), name)()
         return backend
@@ -96,17 +102,39 @@ class Kernel:
     deterministic: ClassVar[bool] = True
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why the kernel cannot take this problem; empty if it can."""
+        """Say why the kernel cannot take a problem whose features it declares.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+
+        Returns
+        -------
+        list of str
+            Every reason, each a clause about the kernel; empty if it can.
+        """
         return []
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Return why the kernel waits to be asked for by name, or None if it does not."""
+        """Say why the kernel runs only if ``kernel=`` names it.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+
+        Returns
+        -------
+        str or None
+            The reason, or None if it need not be named.
+        """
         return None
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Compute the output (..., H, L, E), and the logsumexp (..., H, L) if asked for.
+        """Compute attention.
 
         Parameters
         ----------
@@ -116,6 +144,14 @@ class Kernel:
             Its arrays, heads before length, query, key and value of rank 3 at least.
         backend : Backend
             The backend that runs it, for its primitives.
+
+        Returns
+        -------
+        output : Array
+            The attention, shape (..., H, L, E), in the query's dtype.
+        logsumexp : Array or None
+            If the problem has the feature ``"logsumexp"``: shape (..., H, L), in float32, or
+            float64 for float64 inputs.
         """
         raise NotImplementedError
 
@@ -145,7 +181,13 @@ class Backend:
     # ---- where arrays live ----
 
     def devices(self) -> list[str]:
-        """Return the devices at hand, the default first."""
+        """List the devices at hand.
+
+        Returns
+        -------
+        list of str
+            Their names as the library's arrays give them, the default first.
+        """
         return []
 
     def place(self, array: Array, device: str | None) -> Array:
@@ -157,20 +199,55 @@ class Backend:
             An array of this library, a NumPy array, or one that exports DLPack.
         device : str or None
             One of `devices`, or None for the device that suits the array.
+
+        Returns
+        -------
+        Array
+            An array of this library.
         """
         return self.xp.from_dlpack(array)
 
     def fetch(self, array: Array) -> Array:
-        """Return an array of this library as a NumPy array, or one that NumPy can import."""
+        """Bring an array of this library to the host.
+
+        Parameters
+        ----------
+        array : Array
+            An array of this library.
+
+        Returns
+        -------
+        Array
+            A NumPy array, or one that NumPy can import, without a copy where it can be.
+        """
         return array
 
     def synchronize(self, device: str | None = None) -> None:
-        """Wait until all work on the device is done."""
+        """Wait until all work on a device is done.
+
+        Parameters
+        ----------
+        device : str or None
+            One of `devices`, or None for the default.
+        """
 
     # ---- primitives of the array-API kernels ----
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Return the matrix product of two stacks of matrices of one dtype."""
+        """Multiply two stacks of matrices of one dtype.
+
+        Parameters
+        ----------
+        a : Array
+            Shape (..., M, K), float32 or float64.
+        b : Array
+            Shape (..., K, N), the dtype of `a`.
+
+        Returns
+        -------
+        Array
+            Shape (..., M, N), the dtype of `a`.
+        """
         return self.xp.matmul(a, b)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
@@ -224,7 +301,18 @@ class Backend:
         return self.xp.concat(outputs, axis=-2), logsumexp
 
     def is_eager(self, array: Array) -> bool:
-        """Whether reading a value of `array` is possible and costs no wait for a device."""
+        """Say whether a value of an array can be read without waiting for a device.
+
+        Parameters
+        ----------
+        array : Array
+            An array of this library.
+
+        Returns
+        -------
+        bool
+            False if it is traced, lazy or on an accelerator.
+        """
         return False
 
     # ---- running a kernel ----
@@ -232,6 +320,23 @@ class Backend:
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel, shielded from the library's own global state."""
+        """Run a kernel, shielded from the library's own global state.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            The kernel that was chosen.
+        problem : Problem
+            The facts of the call.
+        operands : Operands
+            Its arrays.
+
+        Returns
+        -------
+        output : Array
+            What the kernel returns.
+        logsumexp : Array or None
+            What the kernel returns.
+        """
         with arrays.quiet(problem.library):
             return kernel(problem, operands, self)

@@ -40,29 +40,63 @@ FEATURES: dict[str, str] = {
 
 
 class Problem(NamedTuple):
-    """The facts of a checked call, in the letters of the semantics: all that a kernel may ask."""
+    """The facts of a checked call, in the letters of the semantics: all that a kernel may ask.
+
+    Attributes
+    ----------
+    library, device, dtype : str
+        Where the kernel finds the arrays, and of what they are; an empty device is not known.
+    batch : tuple of int
+        The batch axes, broadcast.
+    heads, key_heads : int
+        H and G.
+    query_length, key_length : int
+        L and S.
+    head_size, value_size : int
+        D and E.
+    is_causal : bool
+        Whether a row sees no key after its position.
+    window : tuple of (int or None, int or None)
+        How far a row sees to either side of its position.
+    query_offset : int or None
+        The position of the first row; None if an array gives it.
+    scale : float
+        What multiplies q·k.
+    softcap : float or None
+        The bound of the scores.
+    mask, bias : tuple of int or None
+        The shape of the array, if there is one.
+    bias_dtype : str or None
+        The dtype of the bias.
+    features : frozenset of str
+        Which of `FEATURES` the call needs.
+    requires_grad : bool
+        Whether an array carries a graph of gradients.
+    converted : bool
+        Whether the arrays come from another library or device than the kernel's.
+    """
 
     library: str
     device: str
     dtype: str
     batch: Shape
-    heads: int  # H
-    key_heads: int  # G
-    query_length: int  # L
-    key_length: int  # S
-    head_size: int  # D
-    value_size: int  # E
+    heads: int
+    key_heads: int
+    query_length: int
+    key_length: int
+    head_size: int
+    value_size: int
     is_causal: bool
     window: Window
-    query_offset: int | None  # None: an array gives it
+    query_offset: int | None
     scale: float
     softcap: float | None
-    mask: Shape | None  # None also where the mask is a function
+    mask: Shape | None
     bias: Shape | None
     bias_dtype: str | None
     features: frozenset[str]
     requires_grad: bool
-    converted: bool = False  # the arrays come from another library than the kernel's
+    converted: bool = False
 
     @property
     def device_kind(self) -> str:
@@ -288,8 +322,8 @@ def _check_operand_shapes(call: Call, scores: Shape) -> None:
         if 2 < len(mask) < rank:
             raise ValueError(
                 f"mask {mask} has {len(mask)} axes for scores {scores} of {rank}, so its first"
-                " could be batch or heads: write mask[:, None] for a mask per batch item, mask[None] for"
-                " one per head"
+                " could be batch or heads: write mask[:, None] for a mask per batch item,"
+                " mask[None] for one per head"
             )
         _check_broadcasts("mask", mask, scores[-rank:])
     if call.bias is not None:

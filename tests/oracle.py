@@ -120,11 +120,11 @@ def attend(scores, columns, sink):
 def softmax(scores, sink=None):
     """The weights of one row, and the logarithm of their common denominator."""
     logits = scores if sink is None else [*scores, sink]
-    if not logits:
-        return [], -math.inf
     if any(math.isnan(s) for s in logits):
         return [math.nan] * len(scores), math.nan
-    highest = max(logits)
+    highest = max(logits, default=-math.inf)
+    if highest == -math.inf:
+        return [0.0] * len(scores), -math.inf
     denominator = total(math.exp(s - highest) for s in logits)
     weights = [math.exp(s - highest) / denominator for s in scores]
     return weights, highest + math.log(denominator)

@@ -38,8 +38,8 @@ def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch
 
 EVERYTHING = """
 --shape 2,8,128,64 --key-shape 2,2,256,64 --value-shape 2,2,256,32 --dtype bfloat16
---library torch --causal --window 31,0 --query-offset 5 --scale 0.1 --softcap 30 --mask-shape 128,256
---bias-shape 8,1,1 --sinks --logsumexp --backend torch --json
+--library torch --causal --window 31,0 --query-offset 5 --scale 0.1 --softcap 30
+--mask-shape 128,256 --bias-shape 8,1,1 --sinks --logsumexp --backend torch --json
 """
 
 
@@ -50,8 +50,19 @@ def test_explain_takes_every_option(capsys):
     assert decision["selected_by"] == "backend='torch'"
     assert decision["dtype"] == "bfloat16"
     assert decision["needs"] == sorted(
-        "bias causal grouped_heads logsumexp mask query_offset scale sinks softcap value_size"
-        " window".split()
+        [
+            "bias",
+            "causal",
+            "grouped_heads",
+            "logsumexp",
+            "mask",
+            "query_offset",
+            "scale",
+            "sinks",
+            "softcap",
+            "value_size",
+            "window",
+        ]
     )
     sdpa = decision["candidates"][0]
     assert sdpa["kernel"] == "sdpa"
@@ -106,7 +117,12 @@ def test_a_wrong_command_line_exits_with_2(arguments, message, capsys):
 def test_help_and_version(capsys):
     assert main([]) == 2
     assert "backends" in capsys.readouterr().out
-    for arguments in (["--help"], ["explain", "--help"], ["backends", "--help"], ["demo", "--help"]):
+    for arguments in (
+        ["--help"],
+        ["explain", "--help"],
+        ["backends", "--help"],
+        ["demo", "--help"],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 0

@@ -62,9 +62,7 @@ def test_dtypes_that_are_not_real_floats(dtype):
 
 
 def test_dtypes_that_differ():
-    refused(
-        TypeError, "query float32, key float64, value float32", "cast them", k=K.astype("f8")
-    )
+    refused(TypeError, "query float32, key float64, value float32", "cast them", k=K.astype("f8"))
 
 
 def test_mask_of_integers():
@@ -92,7 +90,9 @@ def test_query_offset_of_floats():
 
 
 def test_arrays_of_different_libraries():
-    refused(TypeError, "array of numpy", "key one of torch", 'backend="numpy"', k=torch.zeros(K.shape))
+    refused(
+        TypeError, "array of numpy", "key one of torch", 'backend="numpy"', k=torch.zeros(K.shape)
+    )
     refused(TypeError, "mask one of torch", mask=torch.ones(5, 7, dtype=torch.bool))
 
 
@@ -260,7 +260,9 @@ def test_a_kernel_that_cannot_lists_every_candidate():
 
 def test_refusals_come_before_any_conversion(monkeypatch):
     backend = polyattn.registry.loaded("torch") if polyattn.registry.load("torch") is None else None
-    monkeypatch.setattr(type(backend), "place", lambda *_: pytest.fail("converted before the checks"))
+    monkeypatch.setattr(
+        type(backend), "place", lambda *_: pytest.fail("converted before the checks")
+    )
     refused(ValueError, "8 and 6", k=K[..., :6], backend="torch")
     refused(TypeError, "int64", mask=np.ones((5, 7), int), backend="torch")
 

@@ -49,7 +49,9 @@ def test_the_version_is_one():
 
 def test_every_extra_names_no_plain_cupy():
     extras = PROJECT["project"]["optional-dependencies"]
-    assert not any(r.startswith(("cupy>", "cupy=")) or r == "cupy" for e in extras.values() for r in e)
+    assert not any(
+        r.startswith(("cupy>", "cupy=")) or r == "cupy" for e in extras.values() for r in e
+    )
 
 
 @pytest.fixture(scope="module")

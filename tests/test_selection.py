@@ -172,7 +172,10 @@ def _spec(name="acme", **changes):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (_spec(requires=("no_such_library",)), "no_such_library is not installed: pip install acme"),
+        (
+            _spec(requires=("no_such_library",)),
+            "no_such_library is not installed: pip install acme",
+        ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
         (_spec(api_version=2), "version 2 of the plugin contract"),
         (_spec(name="emca"), "named 'emca'"),

@@ -104,7 +104,13 @@ def test_sdpa_keeps_a_float32_bias_of_16_bit_scores_exact():
         attention(q, k, v, bias=bias, kernel="sdpa"), attention(q, k, v, bias=bias, kernel="dense")
     )
     refusal = explain(
-        Q.shape, K.shape, V.shape, bias=bias.shape, dtype="float16", library="torch", device="cuda:0"
+        Q.shape,
+        K.shape,
+        V.shape,
+        bias=bias.shape,
+        dtype="float16",
+        library="torch",
+        device="cuda:0",
     )
     assert "sdpa" in [c.kernel for c in refusal.candidates]
 
@@ -258,7 +264,8 @@ def test_nothing_leaves_torch_inside_a_compiled_call():
 FIRST_CALL = """
 import torch, polyattn
 q = torch.ones(1, 2, 4, 8)
-f = torch.compile(lambda q: polyattn.attention(q, q, q, softcap=2.0), fullgraph=True, backend="eager")
+f = lambda q: polyattn.attention(q, q, q, softcap=2.0)
+f = torch.compile(f, fullgraph=True, backend="eager")
 assert torch.equal(f(q), q)
 """
 

@@ -13,11 +13,10 @@ __all__ = ["one_batch_axis", "whole_score_axes"]
 
 def one_batch_axis(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
     """Return query, key or value with its batch axes broadcast and made one."""
-    items = math.prod(problem.batch)
-    if tensor.ndim == 4 and tensor.shape[0] == items:
+    batch, shape = problem.batch, tensor.shape
+    if len(shape) == 4 and len(batch) == 1 and shape[0] == batch[0]:
         return tensor
-    last = tensor.shape[-3:]
-    return tensor.expand(*problem.batch, *last).reshape(items, *last)
+    return tensor.expand(*batch, *shape[-3:]).reshape(math.prod(batch), *shape[-3:])
 
 
 def whole_score_axes(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:

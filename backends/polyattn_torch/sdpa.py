@@ -62,12 +62,11 @@ class Sdpa(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output."""
-        query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
-        mask = _mask(problem, operands, backend)
+        mask = _mask(problem, operands, backend) if problem.masks else None
         output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
+            one_batch_axis(problem, operands.query),
+            one_batch_axis(problem, operands.key),
+            one_batch_axis(problem, operands.value),
             attn_mask=mask,
             is_causal=mask is None and _is_square_causal(problem),
             scale=problem.scale,

@@ -1,0 +1,45 @@
+"""Public docstrings are numpydoc: every parameter and result is described, and in order."""
+
+import inspect
+import pydoc
+
+import pytest
+from numpydoc.validate import validate
+
+import polyattn
+import polyattn.plugin
+
+MODULES = (polyattn, polyattn.plugin)
+# No extended summary, example or cross-reference is asked of what explains itself.
+NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
+
+
+def public():
+    """Yield the import path of every public function and class, and of their public methods."""
+    for module in MODULES:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if not (inspect.isfunction(value) or inspect.isclass(value)) or name == "Array":
+                continue
+            yield f"{module.__name__}.{name}"
+            if inspect.isclass(value):
+                methods = [n for n, m in vars(value).items() if inspect.isfunction(m)]
+                yield from (f"{module.__name__}.{name}.{n}" for n in methods if n[0] != "_")
+
+
+@pytest.mark.parametrize("path", sorted(set(public())))
+def test_docstring(path):
+    found = validate(path)
+    one_line = "\n" not in found["docstring"].strip()
+    # A method that takes nothing may say in its one line what it returns.
+    allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
+    if "Attributes\n" in found["docstring"]:
+        allowed |= {"PR01"}  # a value, whose attributes are its parameters
+        fields = inspect.signature(pydoc.locate(path)).parameters
+        assert [f for f in fields if f not in found["docstring"]] == []
+    assert [(code, text) for code, text in found["errors"] if code not in allowed] == []
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_partial", "explain", "merge"])
+def test_the_main_functions_show_an_example(name):
+    assert ">>> " in getattr(polyattn, name).__doc__
