@@ -156,9 +156,11 @@ def attention_partial(
     ----------
     query, key, value : Array
         As for `attention`, key and value being those of some keys only.
-    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, dropout : optional
+    mask, bias, is_causal, window, query_offset, scale, softcap : optional
         As for `attention`; indices and positions count from the first of these keys, so
-        `query_offset` says where the queries stand among them. Give sinks with one part only.
+        `query_offset` says where the queries stand among them.
+    score_mod, sinks, dropout : optional
+        As for `attention`. Give sinks with one part only.
     layout, backend, kernel : str, optional
         As for `attention`.
 
@@ -221,8 +223,10 @@ def explain(
     ----------
     query, key, value : Array or tuple of int
         As for `attention`, or only their shapes.
-    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, dropout : optional
-        As for `attention`; of mask, bias, query_offset and sinks the shape is enough.
+    mask, bias, is_causal, window, query_offset, scale, softcap : optional
+        As for `attention`; of mask, bias and query_offset the shape is enough.
+    score_mod, sinks, dropout : optional
+        As for `attention`; of sinks the shape is enough.
     layout, backend, kernel : str, optional
         As for `attention`.
     logsumexp : bool
