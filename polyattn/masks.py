@@ -61,7 +61,20 @@ def column_range(problem: Problem, rows: range) -> range:
 
 
 def is_full(problem: Problem, rows: range, columns: range) -> bool:
-    """Whether every row of `rows` has every key of `columns` in its band."""
+    """Say whether causal and window hide nothing of a tile.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows, columns : range
+        The query rows and the keys of the tile.
+
+    Returns
+    -------
+    bool
+        False also where an array gives the query offset, so that it cannot be known.
+    """
     left, right = band(problem)
     if (left is None and right is None) or not rows or not columns:
         return True

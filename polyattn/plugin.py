@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import polyattn.arrays as arrays
 from polyattn.arrays import Array
+from polyattn.indices import Indices
+from polyattn.masks import in_band, is_full
 from polyattn.problem import DTYPES, FEATURES, Operands, Problem
 
 __all__ = [
@@ -22,9 +24,12 @@ __all__ = [
     "Array",
     "Backend",
     "BackendSpec",
+    "Indices",
     "Kernel",
     "Operands",
     "Problem",
+    "in_band",
+    "is_full",
 ]
 
 API_VERSION = 1

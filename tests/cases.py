@@ -414,7 +414,7 @@ def make_cases():
         if not fields.keys() & {"L", "S", "D", "batch"}:
             yield make_case(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
     yield make_case("513 × 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
-    yield make_case("1100 × 1100, window", **LONG | {"L": 1100, "S": 1100}, window=(20, 5))
+    yield make_case("1030 × 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
     yield make_case("700 × 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
     yield make_case("many", **MANY)
 

@@ -4,8 +4,9 @@ No tolerance is chosen by hand. The unit of error is eps(dtype) times the condit
 element, sum_j w_ij |v_j|: what a relative error of eps in each weight can do; it stops shrinking
 where the dtype's own spacing does. The limit of an element is twice the largest error of the
 textbook formula anywhere in the case, plus a floor, and the floor is measured: half a unit, because
-any result must be stored; what it does to this element that any score must be, too; and the most
-by which another order of evaluation changes what the textbook formula gives.
+any result must be stored, and in float64 the oracle's must be, too; what it does to this element
+that any score must be rounded; and the most by which another order of evaluation changes what the
+textbook formula gives.
 """
 
 from functools import cache
@@ -84,7 +85,8 @@ def yardstick(exact, condition, moved_by_scores, results, dtype):
     unit = np.where(condition == 0, 0, unit)
     plain, *others = (lift(np.asarray(x).astype(dtype)) for x in results)
     orders = max(np.max(in_units(x, plain, unit), initial=0) for x in others)
-    floor = 0.5 + 0.5 * in_units(moved_by_scores, 0, unit) + orders
+    stored = 0.5 if dtype != "float64" else 1.0
+    floor = stored + 0.5 * in_units(moved_by_scores, 0, unit) + orders
     return Yardstick(exact, unit, np.max(in_units(plain, exact, unit), initial=0), floor)
 
 

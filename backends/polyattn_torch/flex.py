@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from polyattn.masks import in_band
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, in_band
 from polyattn_torch.batched import one_batch_axis, whole_score_axes
 
 __all__ = ["Flex"]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from polyattn.kernels.indices import Indices
-from polyattn.masks import is_full
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, is_full
 from polyattn_torch.batched import one_batch_axis, whole_score_axes
 
 __all__ = ["Sdpa"]

@@ -10,9 +10,9 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array, cast
+from polyattn.indices import Indices
 from polyattn.kernels.absent import masked, weighted_sum
 from polyattn.kernels.groups import fold, unfold
-from polyattn.kernels.indices import Indices
 from polyattn.kernels.running import Running, finish, join, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.problem import FEATURES, Operands, Problem

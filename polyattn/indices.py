@@ -17,7 +17,19 @@ __all__ = ["Indices"]
 
 
 class Indices:
-    """The (b, h, i, j) of one tile of scores."""
+    """The (b, h, i, j) of one tile of scores, and what is visible in it.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    xp : module
+        The standard's namespace of the library.
+    like : Array
+        An array on the device where the indices are wanted.
+    rows, columns : range
+        The query rows and the keys of the tile.
+    """
 
     def __init__(self, problem: Problem, xp: Any, like: Array, rows: range, columns: range) -> None:
         self._problem, self._xp, self._like = problem, xp, like
@@ -50,7 +62,18 @@ class Indices:
         return self._range(self._columns.start, self._columns.stop, len(self._columns))
 
     def cut(self, array: Array) -> Array:
-        """Return the part of an array that broadcasts to (..., H, L, S) which falls on the tile."""
+        """Cut out of an array what falls on the tile.
+
+        Parameters
+        ----------
+        array : Array
+            A mask or bias, which broadcasts to (..., H, L, S).
+
+        Returns
+        -------
+        Array
+            A view of it, which broadcasts to (..., H, l, s).
+        """
         rows, columns = self._rows, self._columns
         if len(array.shape) >= 1 and array.shape[-1] != 1:
             array = array[..., columns.start : columns.stop]
@@ -59,7 +82,20 @@ class Indices:
         return array
 
     def visible(self, x: Operands, *, banded: bool) -> Iterator[Array]:
-        """Yield bool arrays, all of which must hold where a key takes part."""
+        """Say by arrays which keys take part.
+
+        Parameters
+        ----------
+        x : Operands
+            The arrays of the call.
+        banded : bool
+            Whether causal and window may hide a key of this tile.
+
+        Yields
+        ------
+        Array of bool
+            Broadcasts to (..., H, l, s); a key takes part where all of them hold.
+        """
         if callable(x.mask):
             yield self._from_rule(x.mask)
         elif x.mask is not None:
