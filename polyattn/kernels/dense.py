@@ -1,7 +1,7 @@
 """Attention by its formula, one step a line: what every other kernel must equal.
 
 The letters are those of the semantics: query (..., H, L, D), key (..., G, S, D), value
-(..., G, S, E), scores (..., H, L, S). Numbers before the comments are the steps of its formula.
+(..., G, S, E), scores (..., H, L, S). Comments give the steps of its formula.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Dense(Kernel):
             running = start(problem, x, backend.xp, rows)
         else:
             query = scaled(problem, x.query, backend.xp)
-            running = attend(problem, x, backend, query, rows, columns)  #       1-5, 7
+            running = attend(problem, x, backend, query, rows, columns)  # 1 to 5, 7, 9
             if x.sinks is not None:
-                running = join(backend.xp, start(problem, x, backend.xp, rows), running)  #  6
-        return finish(problem, running, x.query.dtype, backend.xp)  #            9
+                running = join(backend.xp, start(problem, x, backend.xp, rows), running)  # 6
+        return finish(problem, running, x.query.dtype, backend.xp)  # 7, the division
 
 
 def scaled(problem: Problem, query: Array, xp: Any) -> Array:
@@ -80,16 +80,17 @@ def attend(
     value = cast(xp, x.value[..., columns.start : columns.stop, :], query.dtype)
     at = Indices(problem, xp, x.query, rows, columns)
 
-    s = unfold(problem, backend.matmul(query, xp.matrix_transpose(key)), xp)  #  1 scale · q·k
+    s = unfold(problem, backend.matmul(query, xp.matrix_transpose(key)), xp)  # 1: scale · q·k
     if problem.softcap is not None:
-        s = problem.softcap * xp.tanh(s / problem.softcap)  #                    2
+        s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
     if x.score_mod is not None:
-        s = cast(xp, x.score_mod(s, at.batch, at.head, at.row, at.column), s.dtype)  #  3
+        s = cast(xp, x.score_mod(s, at.batch, at.head, at.row, at.column), s.dtype)  # 3
     if x.bias is not None:
         bias = cast(xp, at.cut(x.bias), s.dtype)
-        s = masked(xp, s + bias, bias != -math.inf)  #                           4
+        s = masked(xp, s + bias, bias != -math.inf)  # 4
     for seen in at.visible(x, banded=banded):
-        s = masked(xp, s, seen)  #                                               5
+        s = masked(xp, s, seen)  # 5
 
-    weights, maximum, total = backend.softmax(s)  #                              7
-    return Running(weighted_sum(problem, backend, weights, s, value), maximum, total)
+    weights, maximum, total = backend.softmax(s)  # 7
+    output = weighted_sum(problem, backend, weights, s, value)  # 9
+    return Running(output, maximum, total)
