@@ -19,6 +19,7 @@ __all__ = [
     "Array",
     "ArrayFacts",
     "Library",
+    "broadcast_shapes",
     "cast",
     "constant_when_traced",
     "facts_of",
@@ -144,6 +145,19 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
         bool(getattr(array, "requires_grad", False)),
         library.traced,
     )
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape that these broadcast to, or None if they do not."""
+    rank = max(len(shape) for shape in shapes)
+    common = [1] * rank
+    for shape in shapes:
+        for axis, length in enumerate(shape, start=rank - len(shape)):
+            if common[axis] == 1:
+                common[axis] = length
+            elif length not in (1, common[axis]):
+                return None
+    return tuple(common)
 
 
 def cast(xp: Any, array: Array, dtype: Any) -> Array:

@@ -6,10 +6,10 @@ first asked for: most calls need none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from polyattn.arrays import Array, index_range
+from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
 from polyattn.masks import in_band
 from polyattn.problem import Operands, Problem
 
@@ -108,13 +108,58 @@ class Indices:
             if seen is not None:
                 yield seen
 
-    def _from_rule(self, rule: Any) -> Array:
+    def modified(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Call a score function.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (score, b, h, i, j).
+        scores : Array
+            The scores of the tile, which broadcast to (..., H, l, s).
+
+        Returns
+        -------
+        Array
+            What it returns, in the scores' dtype, with axes for H, l and s.
+        """
+        result = rule(scores, self.batch, self.head, self.row, self.column)
+        facts = self._check("score_mod", result)
+        if facts.dtype == "bool" or "complex" in facts.dtype:
+            raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
+        if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
+            whole = broadcast_shapes(facts.shape, scores.shape)
+            result = self._xp.broadcast_to(result, whole)
+        return cast(self._xp, result, scores.dtype)
+
+    def _from_rule(self, rule: Callable[..., Array]) -> Array:
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):
-            seen = self._xp.full_like(self.column, seen, dtype=self._xp.bool)
-        if seen.dtype != self._xp.bool:
+            return self._xp.full_like(self.column, seen, dtype=self._xp.bool)
+        facts = self._check("the mask function", seen)
+        if facts.dtype != "bool":
             raise TypeError(
-                f"the mask function must return a bool array, True where a key takes part; it"
-                f" returned dtype {seen.dtype}"
+                "the mask function must return a bool array, True where a key takes part; it"
+                f" returned dtype {facts.dtype}"
             )
         return seen
+
+    def _check(self, name: str, result: Array) -> ArrayFacts:
+        facts = facts_of(result, f"what {name} returned")
+        if facts.library != self._problem.library:
+            raise TypeError(
+                f"{name} was called with arrays of {self._problem.library} and must return one; it"
+                f" returned one of {facts.library}"
+            )
+        tile = (
+            *self._problem.batch,
+            self._problem.heads,
+            len(self._rows),
+            len(self._columns),
+        )
+        if len(facts.shape) > len(tile) or broadcast_shapes(facts.shape, tile) != tile:
+            raise ValueError(
+                f"what {name} returns must broadcast to {tile}, the shape that its index arrays"
+                f" broadcast to; it returned {facts.shape}"
+            )
+        return facts

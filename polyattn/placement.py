@@ -62,21 +62,25 @@ class Plan(NamedTuple):
             array = getattr(operands, name)
             brought[name] = _mover(_backend_of(array), backend, device)(array)
         if "query" in self.site.moved:
-            there = _mover(_backend_of(operands.query), backend, device)
             back = _mover(backend, _backend_of(operands.query), self.home)
             for name in ("mask", "score_mod"):
                 rule = getattr(operands, name)
                 if callable(rule):
-                    brought[name] = _abroad(rule, there, back)
+                    brought[name] = _abroad(rule, back, backend, device)
         return operands._replace(**brought)
 
 
-def _abroad(rule: Callable[..., Any], there: _Move, back: _Move) -> Callable[..., Any]:
+def _abroad(
+    rule: Callable[..., Any], back: _Move, backend: Backend, device: str
+) -> Callable[..., Any]:
     """Let a function see arrays of the caller's own library although it is called elsewhere."""
 
     def rule_abroad(*indices: Array) -> Any:
         result = rule(*map(back, indices))
-        return result if isinstance(result, bool) else there(result)
+        if isinstance(result, bool):
+            return result
+        library_of(result, "what the function returned")
+        return _mover(_backend_of(result), backend, device)(result)
 
     return rule_abroad
 

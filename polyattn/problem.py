@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from polyattn.arrays import ArrayFacts
+from polyattn.arrays import ArrayFacts, broadcast_shapes
 from polyattn.call import Call, Operands, Shape, Window
 
 __all__ = ["DTYPES", "FEATURES", "Operands", "Problem", "examine"]
@@ -287,7 +287,7 @@ def _common_shape(call: Call) -> tuple[Any, ...]:
             f"the number of query heads must be a multiple of that of key heads; got {heads} and"
             f" {key_heads}: {given}, for {letters}{other}"
         )
-    batch = _broadcast(q_batch, k_batch, v_batch)
+    batch = broadcast_shapes(q_batch, k_batch, v_batch)
     if batch is None:
         raise ValueError(
             f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:"
@@ -301,18 +301,6 @@ def _axes(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
         return (), 1, shape[0], shape[1]
     heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
     return shape[:-3], heads, length, shape[-1]
-
-
-def _broadcast(*shapes: Shape) -> Shape | None:
-    rank = max(len(shape) for shape in shapes)
-    common = [1] * rank
-    for shape in shapes:
-        for axis, length in enumerate(shape, start=rank - len(shape)):
-            if common[axis] == 1:
-                common[axis] = length
-            elif length not in (1, common[axis]):
-                return None
-    return tuple(common)
 
 
 def _check_operand_shapes(call: Call, scores: Shape) -> None:
@@ -335,7 +323,7 @@ def _check_operand_shapes(call: Call, scores: Shape) -> None:
         )
     if isinstance(call.query_offset, ArrayFacts):
         offset, batch = call.query_offset.shape, scores[:-3]
-        if len(offset) > len(batch) or _broadcast(offset, batch) != batch:
+        if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:
             raise ValueError(
                 "query_offset as an array gives one offset per batch item: its shape must broadcast"
                 f" to {batch}; got {offset}"
@@ -343,7 +331,7 @@ def _check_operand_shapes(call: Call, scores: Shape) -> None:
 
 
 def _check_broadcasts(name: str, shape: Shape, scores: Shape) -> None:
-    if len(shape) > len(scores) or _broadcast(shape, scores) != scores:
+    if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
         letters = ("L", "S") if len(scores) == 2 else ("...", "H", "L", "S")
         raise ValueError(
             f"{name} {shape} does not broadcast to the scores ({', '.join(letters)}) = {scores}"

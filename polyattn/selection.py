@@ -67,6 +67,7 @@ _context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
 _traced_context = threading.local()
 _traced_context.names = ()
 _blocks_open = 0
+_any_block_open = False  # what torch.compile guards on, rather than their number
 _blocks_lock = threading.Lock()
 
 
@@ -101,7 +102,7 @@ def use_backend(*names: str) -> Iterator[None]:
     ...     polyattn.attention(x, x, x).shape
     (2, 5, 8)
     """
-    global _blocks_open
+    global _any_block_open, _blocks_open
     parsed = parse(names)
     if not parsed:
         raise ValueError("use_backend needs the name of a backend, or several in order")
@@ -111,11 +112,13 @@ def use_backend(*names: str) -> Iterator[None]:
     _traced_context.names = parsed
     with _blocks_lock:
         _blocks_open += 1
+        _any_block_open = True
     try:
         yield
     finally:
         with _blocks_lock:
             _blocks_open -= 1
+            _any_block_open = _blocks_open > 0
         _traced_context.names = outer
         _context.reset(token)
 
@@ -124,7 +127,7 @@ def request(backend: str | Sequence[str] | None) -> Request:
     """Return which backends are asked for, by argument, context or environment."""
     if backend is not None:
         return Request(parse(backend), "argument")
-    if _blocks_open:
+    if _any_block_open:
         names = getattr(_traced_context, "names", ()) if is_compiling() else _context.get()
         if names:
             return Request(names, "context")

@@ -225,6 +225,27 @@ def test_a_mask_function_that_returns_numbers():
     refused(TypeError, "must return a bool array", "int64", mask=lambda b, h, i, j: i + j)
 
 
+@pytest.mark.parametrize(
+    ("returned", "error", "message"),
+    [
+        (1.0, TypeError, "what score_mod returned is a float"),
+        (np.zeros((5, 6)), ValueError, "must broadcast to (2, 4, 5, 7)"),
+        (np.zeros((1, 2, 4, 5, 7)), ValueError, "it returned (1, 2, 4, 5, 7)"),
+        (np.zeros((5, 7), complex), TypeError, "complex128"),
+        (torch.zeros(5, 7), TypeError, "arrays of numpy and must return one"),
+    ],
+)
+def test_a_score_function_that_returns_what_is_no_score(returned, error, message):
+    refused(error, message, score_mod=lambda s, b, h, i, j: returned)
+    if error is not TypeError:
+        refused(error, message, score_mod=lambda s, b, h, i, j: returned, backend="torch")
+
+
+def test_a_mask_function_that_returns_the_wrong_shape():
+    refused(ValueError, "must broadcast to (2, 4, 5, 7)", mask=lambda *_: np.ones((5, 6), bool))
+    refused(ValueError, "must broadcast to", mask=lambda *_: np.ones((3, 1, 1, 1, 1), bool))
+
+
 # ---- backends ----
 
 

@@ -151,6 +151,16 @@ def test_a_score_function_may_return_an_array_of_the_callers(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])
+@pytest.mark.parametrize("axes", [(5, 7), (7,), (4, 1, 1), (2, 1, 5, 1), ()])
+def test_a_score_function_may_return_fewer_axes_than_it_is_given(kernel, axes):
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 3)
+    scores = np.asarray(randn(*axes))
+    output = attention(q, k, v, score_mod=lambda s, b, h, i, j: scores, kernel=kernel)
+    expected = attention(q, k, v, scale=0.0, bias=scores, kernel=kernel)
+    np.testing.assert_allclose(output, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
 def test_a_float64_table_in_a_score_function_keeps_the_accumulator(kernel):
     x = randn(6, 4)
     partial = attention_partial(

@@ -84,7 +84,7 @@ def attend(
     if problem.softcap is not None:
         s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
     if x.score_mod is not None:
-        s = cast(xp, x.score_mod(s, at.batch, at.head, at.row, at.column), s.dtype)  # 3
+        s = at.modified(x.score_mod, s)  # 3
     if x.bias is not None:
         bias = cast(xp, at.cut(x.bias), s.dtype)
         s = masked(xp, s + bias, bias != -math.inf)  # 4
