@@ -10,7 +10,7 @@ they run on the arrays of every library.
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
@@ -51,7 +51,7 @@ class Case:
     values: str = "normal"
     poison: float | None = None
     poisoned: tuple[int, ...] = ()
-    options: tuple[tuple[str, Any], ...] = field(default=())
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self):
         return self.name
@@ -437,21 +437,15 @@ CASES = {case.name: case for case in in_every_dtype(make_cases())}
 
 def to_torch(x):
     x = np.array(x)
-    return (
-        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        if is_bfloat16(x)
-        else (torch.from_numpy(x))
-    )
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
 
 
 def from_torch(x):
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()
-
-
-def is_bfloat16(x):
-    return x.dtype == ml_dtypes.bfloat16
 
 
 @dataclass(frozen=True)

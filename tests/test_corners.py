@@ -16,7 +16,6 @@ from cases import CASES, LIBRARIES, NUMPY, STRICT, TORCH, Library, alibi, make_c
 from tolerance import assert_accurate
 
 from polyattn import Partial, attention, attention_partial, merge
-from polyattn.kernels import Dense, Tiled
 
 B, H, G, L, S, D = 2, 4, 2, 9, 9, 8
 PLAIN = make_case("corner", H=H, G=G, L=L, S=S, D=D)
@@ -30,7 +29,7 @@ each_dtype = pytest.mark.parametrize(
 
 
 def name_of_kernel(which, monkeypatch):
-    """ "tiles" is "tiled" with tiles of a few rows and keys."""
+    """Of the kernels, the one that "tiles" stands for is "tiled" with tiles of a few scores."""
     if which == "tiles":
         monkeypatch.setattr("polyattn.kernels.tiled.TILE", 64)
         monkeypatch.setattr("polyattn.kernels.tiled.SMALLEST", 1)
@@ -357,22 +356,34 @@ def test_nothing_leaves_the_device_of_the_inputs(options, kernel):
     assert output.device == logsumexp.device == elsewhere
 
 
-# Batch invariance
-
-invariant = [kernel.name for kernel in (Dense(), Tiled()) if kernel.batch_invariant]
-
-
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
 @each_library
-@pytest.mark.parametrize("kernel", invariant)
-@pytest.mark.parametrize(
-    "name", ["plain", "causal", "window × sinks", "softcap × scale", "long plain"]
-)
-def test_an_item_alone_has_the_same_bits(name, library, kernel):
-    arrays, options = CASES[name].arguments()
-    together = library.back(library.call(attention, CASES[name], kernel=kernel))
-    options = {n: library.to(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-    alone = attention(*(library.to(x[-1:]) for x in arrays), **options, kernel=kernel)
-    assert bits(library.back(alone)) == bits(together[-1:])
+def test_an_infinite_visible_value_spoils_its_column_in_the_rows_that_see_it(
+    infinity, library, kernel
+):
+    q, k, v = (np.array(x) for x in PLAIN.arguments()[0])
+    v[:, 0, 4, 2] = infinity  # of the first two query heads
+    output = library.back(attention(*map(library.to, (q, k, v)), is_causal=True, kernel=kernel))
+    spoilt = ~np.isfinite(output)
+    expected = np.zeros_like(spoilt)
+    expected[:, :2, 4:, 2] = True
+    assert np.array_equal(spoilt, expected)
+
+
+def test_a_score_function_may_hide_keys(kernel):
+    """-inf from a score function is a mask, for the value too."""
+    q, k, v = (np.array(x) for x in PLAIN.arguments()[0])
+    v[:, :, 5:] = math.nan
+    hidden = attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: np.where(j < 5, s, -math.inf), kernel=kernel
+    )
+    expected = attention(q, k[:, :, :5], v[:, :, :5], kernel=kernel)
+    np.testing.assert_allclose(hidden, expected, atol=1e-6)
+    nothing = attention_partial(
+        q, k, v, score_mod=lambda s, b, h, i, j: np.full_like(s, -math.inf), kernel=kernel
+    )
+    assert not nothing.output.any()
+    assert np.isneginf(nothing.logsumexp).all()
 
 
 # Functions of score and mask, as users of FlexAttention write them
