@@ -27,6 +27,7 @@ __all__ = [
     "is_compiling",
     "library_of",
     "quiet",
+    "torch_transforms",
 ]
 
 Array = Any
@@ -48,12 +49,42 @@ def is_compiling() -> bool:
     return torch is not None and bool(torch.compiler.is_compiling())
 
 
+def torch_transforms() -> frozenset[str]:
+    """Return which of ``vmap``, ``grad`` and ``jvp`` of torch.func are at work on the caller.
+
+    Where torch keeps this elsewhere, none are seen: then a kernel without a rule for them fails by
+    torch's own message.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or torch.compiler.is_compiling():
+        return frozenset()
+    functorch = getattr(torch._C, "_functorch", None)
+    stack = getattr(functorch, "get_interpreter_stack", lambda: None)()
+    found = {interpreter.key().name.lower() for interpreter in stack or ()}
+    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
+        found.add("jvp")
+    return frozenset(found)
+
+
 class Library(NamedTuple):
-    """An array library: its short name, its standard namespace, whether its arrays are traced."""
+    """An array library, as far as the class of an array tells.
+
+    Attributes
+    ----------
+    name : str
+        Its short name.
+    xp : module
+        Its standard namespace.
+    traced : bool
+        Whether arrays of this class have no values yet, or only lazily.
+    strided : Any
+        What the layout of an ordinary array is, where a library has others; or None.
+    """
 
     name: str
     xp: Any
-    traced: bool
+    traced: bool = False
+    strided: Any = None
 
 
 class ArrayFacts(NamedTuple):
@@ -100,7 +131,8 @@ def _is_tensor(cls: type) -> bool:
     if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
         return False
     xp = importlib.import_module("array_api_compat.torch")
-    _tensors[cls] = Library("torch", xp, traced=cls.__name__ == "FakeTensor")
+    strided = sys.modules["torch"].strided
+    _tensors[cls] = Library("torch", xp, cls.__name__ == "FakeTensor", strided)
     return True
 
 
@@ -114,12 +146,12 @@ def _learn(array: Array, name: str) -> Library:
     except TypeError:
         kind = type(array).__name__
         raise TypeError(
-            f"{name} is a {kind}, not an array of a library that follows the array API standard; "
-            f"convert it first, for example numpy.asarray({name})"
+            f"{name} is a {kind}, not an array of a library that follows the array API standard;"
+            " convert it first, for example by numpy.asarray"
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.").split(".")[0]
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
-    return Library(library, xp, traced)
+    return Library(library, xp, traced or library == "dask")
 
 
 @constant_when_traced
@@ -135,6 +167,13 @@ def _dtype_name(library: str, dtype: Any) -> str:
 def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     """Return the facts of `array`; `name` is what an error calls it."""
     library = library_of(array, name)
+    if library.strided is not None and (
+        array.layout is not library.strided or array.is_nested or array.is_quantized
+    ):
+        raise TypeError(
+            f"{name} is a sparse, nested, quantized or otherwise special tensor; attention takes"
+            f" ordinary ones, as of {name}.to_dense()"
+        )
     # JAX places its arrays itself (shardings, uncommitted arrays, tracers without a device).
     device = "" if library.name == "jax" else str(getattr(array, "device", ""))
     return ArrayFacts(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn.arrays import Array, ArrayFacts, facts_of, library_of
-from polyattn.call import Call, Operands, describe
+from polyattn.call import Call, Operands, describe, lengths
 from polyattn.explain import Explanation
 from polyattn.partial import Partial
 from polyattn.selection import decide, plan
@@ -252,8 +252,9 @@ def explain(
     """
 
     def shaped(given: Any, dtype: str = dtype) -> Any:
-        is_shape = isinstance(given, (tuple, list))
-        return ArrayFacts(library, dtype, device, tuple(given)) if is_shape else given
+        if not isinstance(given, (tuple, list)):
+            return given
+        return ArrayFacts(library, dtype, device, lengths(given))
 
     def facts(given: Any, name: str) -> ArrayFacts:
         return given if isinstance(given, ArrayFacts) else facts_of(given, name)

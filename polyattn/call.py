@@ -11,9 +11,9 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, ArrayFacts, facts_of
+from polyattn.arrays import Array, ArrayFacts, facts_of, torch_transforms
 
-__all__ = ["Call", "Operands", "Shape", "Window", "describe"]
+__all__ = ["Call", "Operands", "Shape", "Window", "describe", "lengths"]
 
 Shape = tuple[int, ...]
 Window = tuple[int | None, int | None]
@@ -66,6 +66,7 @@ class Call(NamedTuple):
     dropout: float
     layout: str
     logsumexp: bool
+    transforms: frozenset[str]
 
     def arrays(self) -> list[tuple[str, ArrayFacts]]:
         """Return the name and facts of each array that was given."""
@@ -97,7 +98,7 @@ def describe(
         raise TypeError(
             f"score_mod must be a function (score, b, h, i, j) -> score; {_got(score_mod)}"
         )
-    if layout not in ("...HLD", "...LHD"):
+    if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     mask_facts: ArrayFacts | str | None = None
     if mask is not None:
@@ -118,7 +119,19 @@ def describe(
         0.0 if dropout is None else _dropout(dropout),
         layout,
         logsumexp,
+        torch_transforms(),
     )
+
+
+def lengths(shape: Any) -> Shape:
+    """Return a shape given by itself as a tuple of Python numbers, checked."""
+    try:
+        checked = tuple(operator.index(length) for length in shape)
+    except TypeError:
+        checked = (-1,)
+    if any(length < 0 for length in checked):
+        raise ValueError(f"a shape must hold integers of at least 0; {_got(shape)}")
+    return checked
 
 
 def _got(value: Any) -> str:
@@ -134,7 +147,10 @@ def _flag(name: str, value: Any) -> bool:
 def _finite(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number; {_got(value)}. An array can scale query itself")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
     if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite; {_got(value)}")
     return number

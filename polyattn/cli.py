@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
+            print(f"polyattn: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -93,7 +95,7 @@ def _add_explain(commands: Any) -> None:
     add("--library", default="numpy", help="whose arrays they are (default: %(default)s)")
     add("--device", default="cpu", help="where they are (default: %(default)s)")
     add("--causal", action="store_true", help="is_causal=True")
-    add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0; - for no bound")
+    add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
     add("--query-offset", type=int, metavar="N", help="position of the first query")
     add("--scale", type=float, metavar="X", help="in place of 1/sqrt(D)")
     add("--softcap", type=float, metavar="X", help="bound of the scores")
@@ -120,9 +122,11 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _window(text: str) -> tuple[int | None, ...]:
     try:
-        return tuple(None if end in ("-", "") else int(end) for end in text.split(","))
+        return tuple(None if end == "none" else int(end) for end in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"a window is written 255,0; got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"a window is written 255,0 or none,0; got {text!r}"
+        ) from None
 
 
 def _backends(options: argparse.Namespace) -> int:

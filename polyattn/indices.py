@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
-from polyattn.masks import in_band
+from polyattn.masks import Span, in_band
 from polyattn.problem import Operands, Problem
 
 __all__ = ["Indices"]
@@ -27,11 +27,11 @@ class Indices:
         The standard's namespace of the library.
     like : Array
         An array on the device where the indices are wanted.
-    rows, columns : range
+    rows, columns : Span
         The query rows and the keys of the tile.
     """
 
-    def __init__(self, problem: Problem, xp: Any, like: Array, rows: range, columns: range) -> None:
+    def __init__(self, problem: Problem, xp: Any, like: Array, rows: Span, columns: Span) -> None:
         self._problem, self._xp, self._like = problem, xp, like
         self._rows, self._columns = rows, columns
 
@@ -54,12 +54,12 @@ class Indices:
     @property
     def row(self) -> Array:
         """The query row, shape (l, 1)."""
-        return self._range(self._rows.start, self._rows.stop, len(self._rows), 1)
+        return self._range(*self._rows, self._rows.length, 1)
 
     @property
     def column(self) -> Array:
-        """The key, shape (s,)."""
-        return self._range(self._columns.start, self._columns.stop, len(self._columns))
+        """The key, shape (1, s)."""
+        return self._range(*self._columns, 1, self._columns.length)
 
     def cut(self, array: Array) -> Array:
         """Cut out of an array what falls on the tile.
@@ -101,10 +101,10 @@ class Indices:
         elif x.mask is not None:
             yield self.cut(x.mask)
         if banded and not self._problem.features.isdisjoint(("causal", "window")):
-            offset = x.query_offset
-            if self._problem.query_offset is not None:
-                offset = self._problem.query_offset
-            seen = in_band(self._problem, self.row, self.column, offset)
+            rows, offset = self.row, None
+            if self._problem.query_offset is None:
+                offset = cast(self._xp, x.query_offset, rows.dtype)
+            seen = in_band(self._problem, rows, self.column, offset)
             if seen is not None:
                 yield seen
 
@@ -154,8 +154,8 @@ class Indices:
         tile = (
             *self._problem.batch,
             self._problem.heads,
-            len(self._rows),
-            len(self._columns),
+            self._rows.length,
+            self._columns.length,
         )
         if len(facts.shape) > len(tile) or broadcast_shapes(facts.shape, tile) != tile:
             raise ValueError(

@@ -1,27 +1,61 @@
 """Which keys a row may see by position, and what that makes of a tile.
 
-The band of a row at position p = i + query_offset is p − left <= j <= p + right; causal is a right
-end of 0. Everything here speaks of positions alone: arrays and functions given as a mask are the
-kernel's to apply.
+Everything here speaks of positions alone: arrays and functions given as a mask are the kernel's to
+apply. Ends are compared as Python numbers and clamped to where they can matter, so that no
+library's integers overflow, however far a window or an offset reaches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from polyattn.arrays import Array
 from polyattn.problem import Problem
 
-__all__ = ["band", "column_range", "in_band", "is_full"]
+__all__ = ["Span", "band", "column_span", "in_band", "is_full"]
+
+# Beyond any length, and far enough from the end of int32 to be added to a length.
+FAR = 2**30
+
+
+class Span(NamedTuple):
+    """Some rows or keys: a range that torch.compile can trace.
+
+    Attributes
+    ----------
+    start, stop : int
+        The first, and the one after the last.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Their number."""
+        return self.stop - self.start
 
 
 def band(problem: Problem) -> tuple[int | None, int | None]:
-    """Return the ends (left, right) of the band that causal and window leave together."""
+    """Return the ends (low, high) of the band: row i sees the keys i + low <= j <= i + high.
+
+    An end is None where it hides nothing. Where an array gives the query offset, it is to be added.
+    """
     left, right = problem.window
-    return left, 0 if problem.is_causal else right
+    right = 0 if problem.is_causal else right
+    offset = problem.query_offset
+    if offset is None:
+        return None if left is None else -min(left, FAR), None if right is None else min(right, FAR)
+    low = None if left is None else min(offset - left, problem.key_length)
+    high = None if right is None else max(offset + right, -problem.query_length)
+    if low is not None and low + problem.query_length <= 1:
+        low = None
+    if high is not None and high + 1 >= problem.key_length:
+        high = None
+    return low, high
 
 
-def in_band(problem: Problem, rows: Array, columns: Array, offset: int | Array) -> Array | None:
+def in_band(problem: Problem, rows: Array, columns: Array, offset: Array | None) -> Array | None:
     """Return which keys are in the band, as a bool array, or None where all of them are.
 
     Parameters
@@ -29,45 +63,42 @@ def in_band(problem: Problem, rows: Array, columns: Array, offset: int | Array) 
     problem : Problem
         The facts of the call.
     rows, columns : Array
-        Indices of query rows, shape (l, 1), and of keys, shape (s,).
-    offset : int or Array
-        The query offset; an array has the shape (..., 1, 1, 1).
+        Indices of query rows, shape (l, 1), and of keys, shape (1, s).
+    offset : Array or None
+        The query offset if an array gives it, shape (..., 1, 1, 1).
 
     Returns
     -------
     Array or None
         Broadcasts to (..., H, l, s).
     """
-    left, right = band(problem)
-    position = rows + offset
-    seen: Any = None
-    if right is not None:
-        seen = columns <= position + right
-    if left is not None:
-        recent = columns >= position - left
-        seen = recent if seen is None else seen & recent
-    return seen
+    low, high = band(problem)
+    position = rows if problem.query_offset is not None else rows + offset
+    after = None if high is None else columns <= position + high
+    before = None if low is None else columns >= position + low
+    if after is None or before is None:
+        return before if after is None else after
+    return after & before
 
 
-def column_range(problem: Problem, rows: range) -> range:
+def column_span(problem: Problem, rows: Span) -> Span:
     """Return the keys outside which no row of `rows` sees any."""
-    left, right = band(problem)
-    start, stop, offset = 0, problem.key_length, problem.query_offset
-    if offset is not None and left is not None:
-        start = max(start, rows[0] + offset - left)
-    if offset is not None and right is not None:
-        stop = min(stop, rows[-1] + offset + right + 1)
-    return range(start, max(start, stop))
+    if problem.query_offset is None:
+        return Span(0, problem.key_length)
+    low, high = band(problem)
+    start = 0 if low is None else max(0, rows.start + low)
+    stop = problem.key_length if high is None else min(problem.key_length, rows.stop + high)
+    return Span(start, max(start, stop))
 
 
-def is_full(problem: Problem, rows: range, columns: range) -> bool:
+def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
     """Say whether causal and window hide nothing of a tile.
 
     Parameters
     ----------
     problem : Problem
         The facts of the call.
-    rows, columns : range
+    rows, columns : Span
         The query rows and the keys of the tile.
 
     Returns
@@ -75,12 +106,11 @@ def is_full(problem: Problem, rows: range, columns: range) -> bool:
     bool
         False also where an array gives the query offset, so that it cannot be known.
     """
-    left, right = band(problem)
-    if (left is None and right is None) or not rows or not columns:
+    low, high = band(problem)
+    if low is None and high is None:
         return True
-    offset = problem.query_offset
-    if offset is None:
+    if problem.query_offset is None:
         return False
-    return (right is None or columns[-1] <= rows[0] + offset + right) and (
-        left is None or columns[0] >= rows[-1] + offset - left
+    return (high is None or columns.stop - 1 <= rows.start + high) and (
+        low is None or columns.start >= rows.stop - 1 + low
     )

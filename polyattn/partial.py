@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 from polyattn.arrays import Array, cast, facts_of, library_of, quiet
+from polyattn.problem import DTYPES
 
 __all__ = ["Partial", "merge"]
 
@@ -75,6 +76,12 @@ def merge(*partials: Partial) -> Partial:
     """
     if not partials:
         raise TypeError("merge needs at least one Partial; got none")
+    for partial in partials:
+        if not isinstance(partial, tuple) or len(partial) != 2:
+            raise TypeError(
+                "merge takes Partials, or pairs (output, logsumexp), each by itself:"
+                f" merge(*partials); got a {type(partial).__name__}"
+            )
     _check(partials)
     library = library_of(partials[0][0])
     with quiet(library.name):
@@ -84,6 +91,11 @@ def merge(*partials: Partial) -> Partial:
 def _check(partials: tuple[Partial, ...]) -> None:
     facts = [(facts_of(p[0], "output"), facts_of(p[1], "logsumexp")) for p in partials]
     for output, logsumexp in facts:
+        if output.dtype not in DTYPES or logsumexp.dtype not in ("float32", "float64"):
+            raise TypeError(
+                f"an output has one of the dtypes {', '.join(DTYPES)} and a logsumexp float32 or"
+                f" float64; got output {output} and logsumexp {logsumexp}"
+            )
         given = f"output {output} and logsumexp {logsumexp}"
         if output.shape[:-1] != logsumexp.shape:
             raise ValueError(
@@ -94,15 +106,17 @@ def _check(partials: tuple[Partial, ...]) -> None:
             raise ValueError(
                 f"partials must have one shape; got outputs {first.shape} and {output.shape}"
             )
-        if (output.library, output.dtype) != (first.library, first.dtype) or (
-            logsumexp.library,
-            logsumexp.dtype,
-        ) != (first_logsumexp.library, first_logsumexp.dtype):
+        if (output.dtype, logsumexp.dtype) != (first.dtype, first_logsumexp.dtype):
             raise TypeError(
-                "partials must have one library and dtype; got"
-                f" {first.library} {first}, logsumexp {first_logsumexp}, and"
-                f" {output.library} {output}, logsumexp {logsumexp}"
+                f"partials must have one dtype; got output {first}, logsumexp {first_logsumexp},"
+                f" and output {output}, logsumexp {logsumexp}"
             )
+        for one in (output, logsumexp):
+            if (one.library, one.device) != (first.library, first.device):
+                raise TypeError(
+                    "partials must be of one library and on one device; got"
+                    f" {first.library} {first.device} and {one.library} {one.device}"
+                )
 
 
 def _merge_two(one: Partial, other: Partial) -> Partial:

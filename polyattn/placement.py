@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn import registry
-from polyattn.arrays import Array, is_compiling, library_of
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_compiling, library_of
 from polyattn.call import Call, Operands
+from polyattn.errors import UnsupportedError
 from polyattn.plugin import Backend, BackendSpec, Kernel
 from polyattn.problem import Problem
 
@@ -53,7 +54,8 @@ class Plan(NamedTuple):
         if "query" not in moved:
             return output, logsumexp
         back = _mover(backend, _backend_of(query), self.home)
-        return back(output), None if logsumexp is None else back(logsumexp)
+        output = _beside(query, back(output))
+        return output, None if logsumexp is None else _beside(query, back(logsumexp))
 
     def _bring(self, operands: Operands, backend: Backend) -> Operands:
         device = self.site.problem.device
@@ -66,12 +68,18 @@ class Plan(NamedTuple):
             for name in ("mask", "score_mod"):
                 rule = getattr(operands, name)
                 if callable(rule):
-                    brought[name] = _abroad(rule, back, backend, device)
+                    brought[name] = _abroad(
+                        rule, back, backend, device, self.site.problem.transforms
+                    )
         return operands._replace(**brought)
 
 
 def _abroad(
-    rule: Callable[..., Any], back: _Move, backend: Backend, device: str
+    rule: Callable[..., Any],
+    back: _Move,
+    backend: Backend,
+    device: str,
+    transforms: frozenset[str],
 ) -> Callable[..., Any]:
     """Let a function see arrays of the caller's own library although it is called elsewhere."""
 
@@ -79,10 +87,20 @@ def _abroad(
         result = rule(*map(back, indices))
         if isinstance(result, bool):
             return result
-        library_of(result, "what the function returned")
+        facts = facts_of(result, "what the function returned")
+        lost = _loss("what the function returned", facts, transforms)
+        if lost is not None:
+            raise UnsupportedError(lost)
         return _mover(_backend_of(result), backend, device)(result)
 
     return rule_abroad
+
+
+def _beside(query: Array, result: Array) -> Array:
+    """Return the result on the query's device, which a library without a plugin cannot name."""
+    if str(getattr(result, "device", "")) == str(getattr(query, "device", "")):
+        return result
+    return result.to_device(query.device) if hasattr(result, "to_device") else result
 
 
 _Move = Callable[[Array], Array]
@@ -179,16 +197,24 @@ def _refusal(
     if moved and is_compiling():
         return "inside torch.compile no array can be converted or moved"
     for name, facts in call.arrays():
-        if facts.library in spec.namespaces:
-            continue
-        if facts.traced:
-            return (
-                f"{name} is traced or lazy, without values to convert: call outside jit, or name no"
-                " backend to stay in its library"
-            )
-        if facts.requires_grad:
-            return (
-                f"{name} requires grad, and its graph would end at the conversion from"
-                f" {facts.library}: pass {name}.detach(), or name a backend of {facts.library}"
-            )
+        if name in moved and facts.device == "meta":
+            return f"{name} is on the device meta, without values to move"
+        lost = None if facts.library in spec.namespaces else _loss(name, facts, problem.transforms)
+        if lost is not None:
+            return lost
+    return None
+
+
+def _loss(name: str, facts: ArrayFacts, transforms: frozenset[str]) -> str | None:
+    """Return what a conversion to another library would lose of an array, or None."""
+    if facts.traced or (facts.library == "torch" and transforms):
+        return (
+            f"{name} is traced, transformed or lazy, without values to convert: call outside of"
+            " that, or name no backend to stay in its library"
+        )
+    if facts.requires_grad:
+        return (
+            f"{name} requires grad, and its graph would end at the conversion from"
+            f" {facts.library}: pass {name}.detach(), or name a backend of {facts.library}"
+        )
     return None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import polyattn.arrays as arrays
 from polyattn.arrays import Array
 from polyattn.indices import Indices
-from polyattn.masks import in_band, is_full
+from polyattn.masks import Span, in_band, is_full
 from polyattn.problem import DTYPES, FEATURES, Operands, Problem
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Kernel",
     "Operands",
     "Problem",
+    "Span",
     "in_band",
     "is_full",
 ]
@@ -210,7 +211,9 @@ class Backend:
         Array
             An array of this library.
         """
-        return self.xp.from_dlpack(array)
+        # NumPy's bfloat16 is not its own, so it does not export it.
+        is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
+        return self.xp.asarray(array) if is_bfloat16 else self.xp.from_dlpack(array)
 
     def fetch(self, array: Array) -> Array:
         """Bring an array of this library to the host.

@@ -72,6 +72,8 @@ class Problem(NamedTuple):
         Which of `FEATURES` the call needs.
     requires_grad : bool
         Whether an array carries a graph of gradients.
+    transforms : frozenset of str
+        Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are at work.
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
     """
@@ -96,6 +98,7 @@ class Problem(NamedTuple):
     bias_dtype: str | None
     features: frozenset[str]
     requires_grad: bool
+    transforms: frozenset[str]
     converted: bool = False
 
     @property
@@ -135,6 +138,7 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
     if not conversion:
         _check_one_place(call)
     _check_known_lengths(call)
+    _check_range(call)
     batch, heads, key_heads, *lengths_and_sizes = _common_shape(call)
     query_length, key_length, head_size, value_size = lengths_and_sizes
     scores = (*batch, heads, query_length, key_length)
@@ -165,6 +169,7 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
         bias_dtype=None if call.bias is None else call.bias.dtype,
         features=frozenset(),
         requires_grad=any(facts.requires_grad for _, facts in arrays),
+        transforms=call.transforms,
     )
     features = _features(call, problem, default_scale)
     return problem._replace(features=features)
@@ -230,14 +235,13 @@ def _check_one_place(call: Call) -> None:
             raise TypeError(
                 f"query is an array of {call.query.library} and {name} one of {facts.library};"
                 " convert one of them, or name the backend that is to take them all, for example"
-                f' backend="{call.query.library}"'
+                ' backend="numpy"'
             )
     for name, facts in call.arrays():
         if facts.device != call.query.device:
             raise ValueError(
                 f"query is on {call.query.device} and {name} on {facts.device}; move one of them,"
-                f' or name the backend with its device, for example backend="{facts.library}:'
-                f'{call.query.device}"'
+                ' or name the backend that is to take them all, for example backend="numpy"'
             )
 
 
@@ -249,6 +253,17 @@ def _check_known_lengths(call: Call) -> None:
                     f"{name} has the shape {facts.shape}, whose lengths are not all known;"
                     " compute them first (dask: compute_chunk_sizes())"
                 )
+
+
+def _check_range(call: Call) -> None:
+    # Scores are float32 for all but float64.
+    largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)
+    for name, value in (("scale", call.scale), ("softcap", call.softcap)):
+        if value is not None and value != 0 and not smallest <= abs(value) <= largest:
+            raise ValueError(
+                f"{name} must be within the range of the scores' dtype, {smallest} to {largest};"
+                f" got {value!r}"
+            )
 
 
 def _common_shape(call: Call) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import difflib
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -65,7 +65,6 @@ _context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
 # torch.compile cannot trace ContextVar.get (pytorch#186449), but reads and guards an attribute of
 # a thread-local: what it sees is the innermost block that this thread has entered.
 _traced_context = threading.local()
-_traced_context.names = ()
 _blocks_open = 0
 _any_block_open = False  # what torch.compile guards on, rather than their number
 _blocks_lock = threading.Lock()
@@ -103,13 +102,10 @@ def use_backend(*names: str) -> Iterator[None]:
     (2, 5, 8)
     """
     global _any_block_open, _blocks_open
-    parsed = parse(names)
-    if not parsed:
-        raise ValueError("use_backend needs the name of a backend, or several in order")
+    parsed = parse(names, "use_backend")
     _refuse_unknown(parsed)
-    outer = getattr(_traced_context, "names", ())
     token = _context.set(parsed)
-    _traced_context.names = parsed
+    block = _enter_traced(parsed)
     with _blocks_lock:
         _blocks_open += 1
         _any_block_open = True
@@ -119,8 +115,26 @@ def use_backend(*names: str) -> Iterator[None]:
         with _blocks_lock:
             _blocks_open -= 1
             _any_block_open = _blocks_open > 0
-        _traced_context.names = outer
-        _context.reset(token)
+        _leave_traced(block)
+        # A generator may be closed in another context, where there is nothing to undo.
+        with suppress(ValueError):
+            _context.reset(token)
+
+
+def _enter_traced(names: Names) -> list[Names]:
+    if not hasattr(_traced_context, "blocks"):
+        _traced_context.blocks = []
+    block = [names]
+    _traced_context.blocks.append(block)
+    _traced_context.names = names
+    return block
+
+
+def _leave_traced(block: list[Names]) -> None:
+    # By identity: blocks of tasks and generators need not end in the order they began.
+    blocks = [other for other in getattr(_traced_context, "blocks", []) if other is not block]
+    _traced_context.blocks = blocks
+    _traced_context.names = blocks[-1][0] if blocks else ()
 
 
 def request(backend: str | Sequence[str] | None) -> Request:
@@ -133,27 +147,31 @@ def request(backend: str | Sequence[str] | None) -> Request:
             return Request(names, "context")
     variable = os.environ.get(VARIABLE)
     if variable:
-        return Request(parse(variable), "environment")
+        return Request(parse(variable, f"{VARIABLE}="), "environment")
     return Request(())
 
 
-def parse(backend: str | Sequence[str]) -> Names:
-    """Split a choice into its names."""
+def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
+    """Split a choice into its names; `source` is what an error calls it."""
     given = [backend] if isinstance(backend, str) else backend
     if not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
         raise TypeError(
             f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
         )
     names = tuple(name.strip() for item in given for name in item.split(","))
-    if "" in names:
-        raise ValueError(f"a backend's name is missing in {backend!r}")
+    if not names or "" in names:
+        raise ValueError(f"a backend's name is missing in {source}{backend!r}")
     return names
 
 
 def _refuse_unknown(names: Names) -> None:
     known = (*registry.names(), registry.ARRAY_API, AUTO)
     for name in names:
-        stem = name.partition(":")[0]
+        stem, _, device = name.partition(":")
+        if stem == AUTO and device:
+            raise UnknownBackendError(
+                f"{AUTO} leaves the arrays where they are and takes no device; got {name!r}"
+            )
         if stem not in known:
             near = difflib.get_close_matches(stem, known, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else "."
@@ -183,11 +201,16 @@ def plan(call: Call, query: Array, backend: str | Sequence[str] | None, kernel: 
     kernel : str or None
         The kernel insisted on.
     """
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"a kernel is named by a string such as 'dense'; got {kernel!r}")
     asked = request(backend)
     if is_compiling():
         return _plan(call, query, asked, kernel)
     key = (call, asked, kernel)
-    found = _plans.get(key)
+    try:
+        found = _plans.get(key)
+    except TypeError:  # lengths that are symbols cannot be remembered by
+        return _plan(call, query, asked, kernel)
     if found is None:
         if len(_plans) >= _MOST_PLANS:
             _plans.clear()
@@ -215,7 +238,9 @@ def decide(
 
 def _error(explanation: Explanation, kernel: str | None) -> BackendError:
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
-    what = f"kernel={kernel!r} cannot" if kernel else "no backend that was asked for can"
+    what = (
+        f"kernel={kernel!r} cannot" if kernel is not None else "no backend that was asked for can"
+    )
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
     error = kind("\n".join([f"{what} take this call", *explanation.lines()]))
     error.explanation = explanation

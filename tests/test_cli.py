@@ -70,7 +70,7 @@ def test_explain_takes_every_option(capsys):
 
 
 def test_explain_prints_what_the_function_prints(capsys):
-    assert main(["explain", "--shape", "2,8,128,64", "--window", "31,-"]) == 0
+    assert main(["explain", "--shape", "2,8,128,64", "--window", "31,none"]) == 0
     shape = (2, 8, 128, 64)
     expected = str(polyattn.explain(shape, shape, shape, window=(31, None)))
     assert capsys.readouterr().out.strip() == expected
@@ -103,7 +103,10 @@ def test_what_is_wrong_goes_to_standard_error(arguments, code, message, capsys):
         (["explain"], "--shape"),
         (["explain", "--shape", "2,x"], "a shape is written 2,8,128,64; got '2,x'"),
         (["explain", "--shape", "2,-4"], "a shape is written"),
-        (["explain", "--shape", "2,4", "--window", "a,b"], "a window is written 255,0; got 'a,b'"),
+        (
+            ["explain", "--shape", "2,4", "--window", "a,b"],
+            "a window is written 255,0 or none,0; got 'a,b'",
+        ),
         (["frobnicate"], "frobnicate"),
     ],
 )
@@ -136,6 +139,14 @@ def test_the_environment_variable_reaches_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("POLYATTN_BACKEND", "torch")
     assert main(["explain", "--shape", "2,64"]) == 0
     assert "selected by POLYATTN_BACKEND=torch" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_said_in_a_line():
+    command = f"{sys.executable} -m polyattn explain --shape 2,64 > /dev/full"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("polyattn: ")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_reader_that_leaves_early_is_no_error():

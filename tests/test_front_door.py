@@ -32,8 +32,8 @@ def refused(error, *pieces, q=Q, k=K, v=V, **options):
 @pytest.mark.parametrize("what", [[[1.0]], 1.0, None, "abc"])
 def test_what_is_no_array(what):
     kind = type(what).__name__
-    refused(TypeError, f"query is a {kind}", "numpy.asarray(query)", q=what)
-    refused(TypeError, f"value is a {kind}", "numpy.asarray(value)", v=what)
+    refused(TypeError, f"query is a {kind}", "numpy.asarray", q=what)
+    refused(TypeError, f"value is a {kind}", "numpy.asarray", v=what)
 
 
 def test_numpy_matrix():
@@ -101,6 +101,19 @@ def test_arrays_on_different_devices():
     near = strict.zeros((3, 2), dtype=strict.float32)
     far = strict.zeros((3, 2), dtype=strict.float32, device=strict.Device("device1"))
     refused(ValueError, "query is on", "key on", "device1", q=near, k=far, v=near)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*nested:UserWarning")
+@pytest.mark.parametrize(
+    "special",
+    [
+        torch.eye(4).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged),
+    ],
+    ids=["sparse", "nested"],
+)
+def test_special_tensors(special):
+    refused(TypeError, "query is a sparse, nested, quantized", q=special)
 
 
 # ---- shapes ----
@@ -175,6 +188,15 @@ def test_scale_that_is_not_finite(scale):
     refused(ValueError, "scale must be finite", repr(scale), scale=scale)
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers_that_the_scores_cannot_hold(name):
+    for value in (1e39, 1e-46):
+        refused(ValueError, f"{name} must be within the range", repr(value), **{name: value})
+        double = {"q": Q.astype("f8"), "k": K.astype("f8"), "v": V.astype("f8")}
+        attention(*double.values(), **{name: value})
+    refused(ValueError, f"{name} must be finite", **{name: 10**400})
+
+
 @pytest.mark.parametrize("scale", ["1", np.ones(3), True])
 def test_scale_that_is_no_number(scale):
     refused(TypeError, "scale must be a number", scale=scale)
@@ -215,6 +237,7 @@ def test_is_causal_that_is_no_bool(is_causal):
 
 def test_layout_that_is_none():
     refused(ValueError, "...HLD", "'bshd'", layout="bshd")
+    refused(ValueError, "...HLD", layout=np.array("...HLD"))
 
 
 def test_score_mod_that_is_no_function():
@@ -256,11 +279,19 @@ def test_unknown_backend():
 
 def test_backend_that_is_no_name():
     refused(TypeError, "named by a string", backend=3)
-    refused(ValueError, "missing", backend="numpy,,torch")
+    refused(ValueError, "missing in backend='numpy,,torch'", backend="numpy,,torch")
+    refused(ValueError, "missing in backend=[]", backend=[])
+    refused(ValueError, "auto:cuda", "takes no device", backend="auto:cuda")
 
 
 def test_unknown_kernel():
     refused(polyattn.UnsupportedError, "no kernel of that name", "tiled, dense", kernel="flash")
+    refused(polyattn.UnsupportedError, "kernel='' cannot", kernel="")
+
+
+@pytest.mark.parametrize("kernel", [3, ["dense"]])
+def test_kernel_that_is_no_name(kernel):
+    refused(TypeError, "named by a string", repr(kernel), kernel=kernel)
 
 
 def test_device_that_is_not_here():

@@ -1,14 +1,16 @@
 """The array-API kernels: bounded memory, tiles that are skipped, nothing written or repeated."""
 
+import sys
 import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn
 from polyattn import attention, attention_partial
 from polyattn.kernels import tiled
-from polyattn.masks import column_range, is_full
+from polyattn.masks import Span, column_span, is_full
 
 RNG = np.random.default_rng(0)
 
@@ -70,7 +72,7 @@ def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
     attention(x, x, x, is_causal=True, window=(8, None), kernel="tiled")
     seen = np.zeros((64, 64), bool)
     for rows, columns, banded in visited:
-        tile = np.ix_(rows, columns)
+        tile = np.s_[rows.start : rows.stop, columns.start : columns.stop]
         seen[tile] = True
         p, j = np.ogrid[rows.start : rows.stop, columns.start : columns.stop]
         inside = (j <= p) & (j >= p - 8)
@@ -98,13 +100,13 @@ def test_what_positions_say_of_a_tile_is_what_they_say_of_its_elements(window, o
     visible &= (j <= p + right) if right is not None else True
     for first in range(7):
         for last in range(first, 7):
-            rows = range(first, last + 1)
-            columns = column_range(problem, rows)
-            outside = np.delete(visible[first : last + 1], columns, axis=1)
+            rows = Span(first, last + 1)
+            columns = column_span(problem, rows)
+            outside = np.delete(visible[first : last + 1], np.s_[columns.start : columns.stop], 1)
             assert not outside.any()
             for start in range(9):
-                tile = range(start, min(start + 3, 9))
-                full = visible[np.ix_(rows, tile)].all()
+                tile = Span(start, min(start + 3, 9))
+                full = visible[first : last + 1, tile.start : tile.stop].all()
                 assert is_full(problem, rows, tile) == full
 
 
@@ -207,5 +209,50 @@ def test_merge_refuses_what_does_not_fit():
         polyattn.merge(one, attention_partial(x[:1], x[:1], x[:1]))
     with pytest.raises(ValueError, match="less the last axis"):
         polyattn.merge((one.output, one.logsumexp[..., None]))
-    with pytest.raises(TypeError, match="one library and dtype"):
+    with pytest.raises(TypeError, match="one dtype"):
         polyattn.merge(one, attention_partial(*(3 * [x.astype("f8")])))
+    with pytest.raises(TypeError, match="one library"):
+        polyattn.merge(one, tuple(map(torch.from_numpy, one)))
+    for integers in ((x.astype(int), one.logsumexp), (one.output, one.logsumexp.astype(int))):
+        with pytest.raises(TypeError, match="one of the dtypes float16"):
+            polyattn.merge(integers)
+    for no_partial in (None, 3, x, (x,), (x, x, x), [one, one], {}):
+        with pytest.raises(TypeError, match=r"merge\(\*partials\)"):
+            polyattn.merge(no_partial)
+
+
+FAR = [2**31 - 1, 2**40, sys.maxsize, 2**70]
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("kernel", ["dense", "tiled", "sdpa"])
+def test_positions_far_away_mean_what_they_say(far, kernel):
+    asarray = torch.from_numpy if kernel == "sdpa" else np.asarray
+    x = asarray(randn(2, 6, 4))
+
+    def call(**options):
+        return np.asarray(attention(x, x, x, kernel=kernel, **options))
+
+    plain, causal = call(), call(is_causal=True)
+    np.testing.assert_array_equal(call(window=(far, far)), plain)
+    np.testing.assert_array_equal(call(window=(far, 0)), causal)
+    np.testing.assert_array_equal(call(window=(far, None), query_offset=-5), plain)
+    np.testing.assert_array_equal(call(is_causal=True, query_offset=far), plain)
+    assert not call(is_causal=True, query_offset=-far).any()
+    assert not call(window=(2, None), query_offset=far).any()
+    later = call(mask=asarray(np.triu(np.ones((6, 6), bool))))
+    np.testing.assert_allclose(call(window=(far, None), query_offset=far), later, atol=1e-6)
+    offsets = asarray(np.array([1]))
+    batched = x[None]
+    far_window = attention(batched, batched, batched, window=(far, far), query_offset=offsets)
+    np.testing.assert_allclose(np.asarray(far_window)[0], plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int32"])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_query_offsets_of_any_integer_kind(dtype, backend):
+    x = randn(2, 3, 6, 4)
+    offsets = np.array([0, 2], dtype=dtype)
+    output = attention(x, x, x, is_causal=True, query_offset=offsets, backend=backend)
+    expected = attention(x, x, x, is_causal=True, query_offset=np.array([0, 2]))
+    np.testing.assert_allclose(output, expected, atol=1e-6)

@@ -1,11 +1,14 @@
 """Argument, context and environment mean the same, in that order; nothing else ever runs."""
 
+import asyncio
+import contextvars
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import array_api_strict
+import dask.array
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -68,12 +71,17 @@ def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch
     monkeypatch.setenv("POLYATTN_BACKEND", "nunpy")
     with pytest.raises(polyattn.UnknownBackendError, match="did you mean 'numpy'"):
         attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "numpy,")
+    with pytest.raises(ValueError, match="missing in POLYATTN_BACKEND='numpy,'"):
+        attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "")
+    assert chosen()[0] == "numpy"
 
 
 def test_a_context_refuses_a_wrong_name_at_once():
     with pytest.raises(polyattn.UnknownBackendError), use_backend("nunpy"):
         pass
-    with pytest.raises(ValueError, match="needs the name"), use_backend():
+    with pytest.raises(ValueError, match="name is missing in use_backend"), use_backend():
         pass
 
 
@@ -81,6 +89,39 @@ def test_a_context_ends_with_an_error_too():
     with pytest.raises(RuntimeError, match="mine"), use_backend("torch"):
         raise RuntimeError("mine")
     assert chosen()[0] == "numpy"
+
+
+def test_contexts_of_tasks_may_overlap():
+    """The thread's own record, which torch.compile reads, ends clean as well."""
+    entered, seen = [], []
+
+    async def task(name, hold):
+        with use_backend(name):
+            entered.append(name)
+            while len(entered) < 2 or (hold and len(seen) < 1):
+                await asyncio.sleep(0)
+            seen.append((name, chosen()[0]))
+
+    async def both():
+        await asyncio.gather(task("torch", hold=False), task("array-api", hold=True))
+
+    asyncio.run(both())
+    assert seen == [("torch", "torch"), ("array-api", "array-api")]
+    assert polyattn.selection._traced_context.names == ()
+    assert chosen()[0] == "numpy"
+
+
+def test_a_generator_may_end_in_another_context():
+    def generator():
+        with use_backend("torch"):
+            yield chosen()[0]
+
+    context = contextvars.copy_context()
+    suspended = generator()
+    assert context.run(next, suspended) == "torch"
+    suspended.close()
+    assert chosen()[0] == "numpy"
+    assert polyattn.selection._traced_context.names == ()
 
 
 def test_a_context_is_of_one_thread():
@@ -298,6 +339,7 @@ def test_bfloat16_crosses_by_its_bits():
         np.broadcast_to(X[:1], X.shape),
         X.astype(">f4"),
         np.asfortranarray(X),
+        np.zeros(X.shape, [("a", "f4"), ("b", "i2")])["a"],
     ],
 )
 def test_views_of_every_kind_cross(view):
@@ -315,8 +357,56 @@ def test_a_graph_of_gradients_does_not_leave_its_library():
 
 
 def test_a_traced_array_does_not_leave_its_library():
-    with pytest.raises(polyattn.UnsupportedError, match="traced or lazy"):
+    with pytest.raises(polyattn.UnsupportedError, match="traced, transformed or lazy"):
         jax.jit(lambda x: attention(x, x, x, backend="numpy"))(jnp.asarray(X))
+
+
+def test_a_lazy_array_does_not_leave_its_library():
+    lazy = dask.array.from_array(X)
+    for backend in ("numpy", "torch"):
+        with pytest.raises(polyattn.UnsupportedError, match="traced, transformed or lazy"):
+            attention(lazy, lazy, lazy, backend=backend)
+
+
+def test_an_array_without_values_does_not_move():
+    meta = torch.empty(X.shape, device="meta")
+    for backend in ("numpy", "torch:cpu"):
+        with pytest.raises(polyattn.UnsupportedError, match="device meta"):
+            attention(meta, meta, meta, backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "transformed",
+    [torch.func.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))],
+    ids=["vmap", "jvp"],
+)
+def test_a_transformed_tensor_does_not_leave_its_library(transformed):
+    call = transformed(lambda q: attention(q, q, q, backend="numpy"))
+    with pytest.raises(polyattn.UnsupportedError, match="transformed"):
+        call(torch.from_numpy(X))
+
+
+def test_what_a_function_closes_over_is_not_lost_either():
+    tensor = torch.from_numpy(X)
+    slope = torch.ones(4, requires_grad=True)
+    rule = {"score_mod": lambda s, b, h, i, j: s * slope[h]}
+    assert attention(tensor, tensor, tensor, **rule).requires_grad
+    with pytest.raises(polyattn.UnsupportedError, match="what the function returned requires grad"):
+        attention(tensor, tensor, tensor, backend="numpy", **rule)
+
+
+def test_jax_in_bfloat16_crosses():
+    x = jnp.asarray(X, jnp.bfloat16)
+    assert attention(x, x, x, backend="numpy").dtype == jnp.bfloat16
+
+
+def test_the_result_comes_back_to_the_callers_device():
+    elsewhere = array_api_strict.Device("device1")
+    x = array_api_strict.asarray(X, device=elsewhere)
+    for backend in ("numpy", "torch"):
+        output, logsumexp = attention_partial(x, x, x, backend=backend)
+        assert output.device == logsumexp.device == elsewhere
 
 
 def test_array_api_moves_nothing():
@@ -343,6 +433,12 @@ def test_explain_from_shapes_agrees_with_arrays():
 def test_explain_checks_what_attention_checks():
     with pytest.raises(ValueError, match="8 and 6"):
         explain(SHAPE, (2, 4, 5, 6), SHAPE)
+
+
+@pytest.mark.parametrize("shape", [(2, -4), (2.0, 4), ("a", 4), (True, None)])
+def test_explain_refuses_what_is_no_shape(shape):
+    with pytest.raises(ValueError, match="integers of at least 0"):
+        explain(shape, shape, shape)
 
 
 def test_explain_runs_and_moves_nothing(monkeypatch):

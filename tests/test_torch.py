@@ -88,6 +88,19 @@ def test_sdpa_drops_a_band_that_hides_nothing(monkeypatch):
     assert not seen[0]["is_causal"]
 
 
+def test_sdpa_spreads_operands_over_several_batch_axes():
+    q = randn(3, 2, 4, 6, 8)
+    for options in (
+        {"is_causal": True, "query_offset": torch.tensor([0, 1])},
+        {"bias": randn(2, 1, 6, 6)},
+        {"mask": lambda b, h, i, j: (i >= j) & (b >= 3)},
+    ):
+        expected = attention(q, q, q, kernel="dense", **options)
+        close(attention(q, q, q, kernel="sdpa", **options), expected)
+    empty = q[:, :, :, :0]
+    assert not attention(q, empty, empty, mask=lambda b, h, i, j: (i >= j) & (b >= 0)).any()
+
+
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (1, 2, 3)])
 def test_sdpa_takes_any_batch_axes(batch):
     q, k, v = randn(*batch, 4, 6, 8), randn(2, 6, 8), randn(*batch[-1:], 2, 6, 5)
@@ -210,6 +223,30 @@ def test_attention_compiles_without_a_break(case, dynamic):
         close(function(q), attention(q, q, q, **options))
 
 
+def test_a_growing_cache_is_compiled_once():
+    counter = torch._dynamo.testing.CompileCounter()
+    torch.compiler.reset()
+    step = torch.compile(
+        lambda q, k, v: attention(q, k, v, is_causal=True), fullgraph=True, backend=counter
+    )
+    for length in range(5, 25):
+        k = randn(1, 4, length, 8)
+        close(step(k[:, :, -1:], k, k), attention(k[:, :, -1:], k, k))
+    assert counter.frame_count <= 2  # one for the first length, one for all
+
+
+def test_lengths_may_stay_symbols_in_an_exported_program():
+    class Model(torch.nn.Module):
+        def forward(self, q, k):
+            return attention(q, k, k)
+
+    q, k = randn(1, 4, 3, 8), randn(1, 4, 5, 8)
+    dynamic = {2: torch.export.Dim.AUTO}
+    program = torch.export.export(Model(), (q, k), dynamic_shapes=(dynamic, dynamic))
+    q, k = randn(1, 4, 6, 8), randn(1, 4, 9, 8)
+    close(program.module()(q, k), attention(q, k, k))
+
+
 def test_partial_and_merge_compile():
     def halves(q, k, v):
         return polyattn.merge(
@@ -297,6 +334,37 @@ def test_autograd_passes_through(kernel):
     # The second row sees no key: its gradients are 0, not NaN.
     options = {"mask": mask, "is_causal": True, "kernel": kernel}
     assert torch.autograd.gradcheck(lambda *x: attention(*x, **options), (q, k, v))
+
+
+def test_rows_that_see_nothing_have_gradients_of_zero():
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (Q, K, V, torch.zeros(4)))
+    for kernel in ("dense", "tiled"):
+        for options in ({"sinks": sinks}, {"window": (0, 0), "query_offset": 50}):
+            output = attention(q, k[:, :, :0], v[:, :, :0], kernel=kernel, **options)
+            output = output.sum() + attention(q, k, v, kernel=kernel, **options).sum()
+            for gradient in torch.autograd.grad(output, (q, k, v)):
+                assert gradient.isfinite().all()
+        nothing = attention(q, k[:, :, :0], v[:, :, :0], kernel=kernel)
+        assert not torch.autograd.grad(nothing.sum(), q)[0].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_forward_derivative_and_a_batch_of_calls_get_kernels_that_have_them():
+    def call(q):
+        return attention(q, q, q, is_causal=True)
+
+    value, tangent = torch.func.jvp(call, (Q,), (torch.ones_like(Q),))
+    close(value, call(Q))
+    step = 1e-3
+    double = Q.double()
+    close(
+        tangent.double(),
+        (call(double + step) - call(double - step)) / (2 * step),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    close(torch.func.vmap(call)(Q), call(Q))
+    assert explain(Q, Q, Q).chosen.kernel == "sdpa"
 
 
 def test_shapes_without_data():

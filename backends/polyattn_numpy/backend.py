@@ -25,7 +25,11 @@ class NumpyBackend(Backend):
 
     def place(self, array: Array, device: str | None) -> np.ndarray[Any, Any]:
         """Return `array` as a NumPy array, on the same memory where it is the host's."""
-        return array if isinstance(array, np.ndarray) else np.from_dlpack(array)
+        if isinstance(array, np.ndarray):
+            return array
+        # DLPack has bfloat16, and NumPy's import of it has not.
+        is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
+        return np.asarray(array) if is_bfloat16 else np.from_dlpack(array)
 
     def is_eager(self, array: Array) -> bool:
         """NumPy always is."""

@@ -42,7 +42,7 @@ class TorchBackend(Backend):
 
     def fetch(self, array: Array) -> Any:
         """Return a tensor as a NumPy array, on the same memory where it is the host's."""
-        host = array.detach().resolve_conj().cpu()
+        host = array.detach().resolve_conj().resolve_neg().cpu()
         if host.dtype == torch.bfloat16:
             import ml_dtypes
 
@@ -65,12 +65,11 @@ class TorchBackend(Backend):
         return weights, maximum, weights.sum(dim=-1, keepdim=True)
 
     def is_eager(self, array: Array) -> bool:
-        """Whether this is a tensor on the CPU that nothing traces or transforms."""
+        """Whether this is an ordinary tensor on the CPU."""
         return (
             array.device.type == "cpu"
             and type(array) in (torch.Tensor, torch.nn.Parameter)
             and not torch.compiler.is_compiling()
-            and torch._C._functorch.peek_interpreter_stack() is None
         )
 
     def run(
@@ -85,11 +84,14 @@ class TorchBackend(Backend):
 
 
 def _import(array: Array) -> torch.Tensor:
+    if isinstance(array, np.generic):
+        array = np.asarray(array)
     if not isinstance(array, np.ndarray):
         return torch.utils.dlpack.from_dlpack(array)
-    # torch.from_dlpack aborts the process on a negative stride (pytorch#188023), and takes neither
-    # read-only memory nor a foreign byte order; torch.from_numpy warns about read-only memory.
-    if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
+    # torch aborts the process on a negative stride (pytorch#188023), refuses a foreign byte order
+    # and the field of a record, and warns about read-only memory.
+    whole = array.dtype.itemsize
+    if any(stride < 0 or stride % whole for stride in array.strides) or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     if array.dtype.name == "bfloat16":
         return _import(array.view(np.uint16)).view(torch.bfloat16)

@@ -21,7 +21,9 @@ def one_batch_axis(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_score_axes(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
     """Return a mask or bias with all of the axes (batch, H, L, S), each whole or 1."""
-    if tensor.ndim > 4:
-        last = tensor.shape[-3:]
-        return tensor.expand(*problem.batch, *last).reshape(-1, *last)
-    return tensor.reshape(*(1,) * (4 - tensor.ndim), *tensor.shape)
+    rank = max(4, len(problem.batch) + 3)
+    tensor = tensor.reshape(*(1,) * (rank - tensor.ndim), *tensor.shape)
+    if rank == 4:
+        return tensor
+    last = tensor.shape[-3:]
+    return tensor.expand(*problem.batch, *last).reshape(math.prod(problem.batch), *last)

@@ -49,6 +49,8 @@ class Flex(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why FlexAttention cannot take the problem."""
         reasons = []
+        if problem.transforms:
+            reasons.append("it is compiled, which torch.func cannot transform")
         if 0 in problem.scores or 0 in (problem.head_size, problem.value_size):
             reasons.append("it takes no empty arrays")
         if problem.device_kind == "cpu" and problem.dtype == "float64":
@@ -92,10 +94,10 @@ def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | N
     bias = None if x.bias is None else _whole(problem, x.bias)
     mask = None if x.mask is None or callable(x.mask) else _whole(problem, x.mask)
     rule = x.mask if callable(x.mask) else None
-    offset = problem.query_offset
-    if offset is None:
+    offsets: Any = None
+    if problem.query_offset is None:
         given: Any = x.query_offset
-        offsets = given.expand(*problem.batch, 1, 1, 1).reshape(-1)
+        offsets = given.expand(*problem.batch, 1, 1, 1).reshape(-1).long()
     if problem.features.isdisjoint(
         ("softcap", "score_mod", "bias", "mask", "mask_mod", "causal", "window")
     ):
@@ -112,7 +114,7 @@ def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | N
             score = torch.where(rule(b, h, i, j), score, -torch.inf)
         if mask is not None:
             score = torch.where(mask[b, h, i, j], score, -torch.inf)
-        seen = in_band(problem, i, j, offsets[b] if offset is None else offset)
+        seen = in_band(problem, i, j, None if offsets is None else offsets[b])
         return score if seen is None else torch.where(seen, score, -torch.inf)
 
     return score_mod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, is_full
+from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, is_full
 from polyattn_torch.batched import one_batch_axis, whole_score_axes
 
 __all__ = ["Sdpa"]
@@ -44,6 +44,8 @@ class Sdpa(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute something else, or too dearly."""
         reasons = []
+        if "jvp" in problem.transforms:
+            reasons.append("it has no forward derivative")
         made = problem.query_length * problem.key_length
         if _needs_mask(problem) and made > LARGEST_MADE_MASK:
             reasons.append(f"it needs causal and window as a mask, here of {made:,} elements")
@@ -56,6 +58,12 @@ class Sdpa(Kernel):
             reasons.append(f"it cannot add a {problem.bias_dtype} bias to {problem.dtype} scores")
         return reasons
 
+    def only_on_request(self, problem: Problem) -> str | None:
+        """torch.func.vmap knows no rule for it on the CPU."""
+        if "vmap" in problem.transforms:
+            return "torch.func.vmap would call it item by item"
+        return None
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
@@ -66,7 +74,8 @@ class Sdpa(Kernel):
             one_batch_axis(problem, operands.key),
             one_batch_axis(problem, operands.value),
             attn_mask=mask,
-            is_causal=mask is None and _is_square_causal(problem),
+            # A plain bool, where torch.compile would make a symbol of the lengths compared.
+            is_causal=True if mask is None and _is_square_causal(problem) else False,  # noqa: SIM210
             scale=problem.scale,
             enable_gqa="grouped_heads" in problem.features,
         )
@@ -87,7 +96,7 @@ def _is_square_causal(problem: Problem) -> bool:
 
 
 def _hides_nothing(problem: Problem) -> bool:
-    return is_full(problem, range(problem.query_length), range(problem.key_length))
+    return is_full(problem, Span(0, problem.query_length), Span(0, problem.key_length))
 
 
 def _needs_mask(problem: Problem) -> bool:
@@ -97,7 +106,7 @@ def _needs_mask(problem: Problem) -> bool:
 def _mask(problem: Problem, x: Operands, backend: Backend) -> torch.Tensor | None:
     """Return all that hides keys and the bias as one attn_mask, or None."""
     mask: torch.Tensor | None = None
-    rows, columns = range(problem.query_length), range(problem.key_length)
+    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
     indices = Indices(problem, backend.xp, x.query, rows, columns)
     for seen in indices.visible(x, banded=_needs_mask(problem)):
         mask = seen if mask is None else mask & seen

@@ -47,7 +47,7 @@ def weighted_sum(
     weights = fold(problem, weights, xp)
     if not problem.masks:
         return unfold(problem, backend.matmul(weights, value), xp)
-    if backend.is_eager(value):
+    if not problem.transforms and backend.is_eager(value):
         # A value that is not finite spoils its column in every row, weight 0 or not.
         plain = backend.matmul(weights, value)
         if bool(xp.all(xp.isfinite(plain))):

@@ -14,6 +14,7 @@ from polyattn.indices import Indices
 from polyattn.kernels.absent import masked, weighted_sum
 from polyattn.kernels.groups import fold, unfold
 from polyattn.kernels.running import Running, finish, join, start
+from polyattn.masks import Span
 from polyattn.plugin import Backend, Kernel
 from polyattn.problem import FEATURES, Operands, Problem
 
@@ -30,7 +31,7 @@ class Dense(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        x, rows, columns = operands, range(problem.query_length), range(problem.key_length)
+        x, rows, columns = operands, Span(0, problem.query_length), Span(0, problem.key_length)
         if 0 in problem.scores:
             running = start(problem, x, backend.xp, rows)
         else:
@@ -52,8 +53,8 @@ def attend(
     x: Operands,
     backend: Backend,
     query: Array,
-    rows: range,
-    columns: range,
+    rows: Span,
+    columns: Span,
     *,
     banded: bool = True,
 ) -> Running:
@@ -65,7 +66,7 @@ def attend(
         As a kernel is given them.
     query : Array
         What `scaled` made of these rows of the query.
-    rows, columns : range
+    rows, columns : Span
         Which query rows and which keys.
     banded : bool
         Whether causal and window may hide a key of these from a row of these.

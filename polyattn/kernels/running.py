@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast, index_range
+from polyattn.masks import Span
 from polyattn.problem import Operands, Problem
 
 __all__ = ["Running", "finish", "join", "start"]
@@ -29,20 +30,24 @@ def or_zero(xp: Any, maximum: Array) -> Array:
     return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
 
 
-def start(problem: Problem, x: Operands, xp: Any, rows: range) -> Running:
+def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> Running:
     """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
     accumulator = xp.float64 if problem.dtype == "float64" else xp.float32
-    like = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
-    output = xp.broadcast_to(
-        xp.zeros_like(like), (*problem.batch, problem.heads, len(rows), problem.value_size)
-    )
+    zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
+    if problem.requires_grad:
+        # Where no key is seen the gradients are 0, not absent: a sum over nothing ties them in.
+        for array in (x.query, x.key, x.value):
+            zero = zero + xp.sum(cast(xp, array[..., :0, :], accumulator))
     if x.sinks is None:
-        maximum, total = xp.full_like(like, -math.inf), xp.zeros_like(like)
+        maximum, total = xp.full_like(zero, -math.inf), zero
     else:
         maximum = xp.reshape(cast(xp, x.sinks, accumulator), (problem.heads, 1, 1))
         total = cast(xp, maximum != -math.inf, accumulator)
-    row = (*problem.batch, problem.heads, len(rows), 1)
-    return Running(output, xp.broadcast_to(maximum, row), xp.broadcast_to(total, row))
+    output = (*problem.batch, problem.heads, rows.length, problem.value_size)
+    row = (*problem.batch, problem.heads, rows.length, 1)
+    return Running(
+        xp.broadcast_to(zero, output), xp.broadcast_to(maximum, row), xp.broadcast_to(total, row)
+    )
 
 
 def join(xp: Any, one: Running, other: Running) -> Running:

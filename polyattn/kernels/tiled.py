@@ -13,7 +13,7 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.kernels.dense import attend, scaled
 from polyattn.kernels.running import Running, finish, join, start
-from polyattn.masks import column_range, is_full
+from polyattn.masks import Span, column_span, is_full
 from polyattn.plugin import Backend, Kernel
 from polyattn.problem import FEATURES, Operands, Problem
 
@@ -44,8 +44,7 @@ class Tiled(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         xp = backend.xp
         if 0 in problem.scores:
-            everything = range(problem.query_length)
-            empty = start(problem, operands, xp, everything)
+            empty = start(problem, operands, xp, Span(0, problem.query_length))
             return finish(problem, empty, operands.query.dtype, xp)
         row_block, column_block = block_sizes(problem)
         blocks = (
@@ -55,7 +54,7 @@ class Tiled(Kernel):
                 operands.query.dtype,
                 xp,
             )
-            for rows in _split(range(problem.query_length), row_block)
+            for rows in _split(Span(0, problem.query_length), row_block)
         )
         return backend.stack_rows(problem, operands.query, blocks)
 
@@ -68,18 +67,18 @@ def block_sizes(problem: Problem) -> tuple[int, int]:
     return rows, area // rows
 
 
-def _split(whole: range, size: int) -> Iterator[range]:
+def _split(whole: Span, size: int) -> Iterator[Span]:
     for first in range(whole.start, whole.stop, size):
-        yield range(first, min(first + size, whole.stop))
+        yield Span(first, min(first + size, whole.stop))
 
 
 def _attend_rows(
-    problem: Problem, x: Operands, backend: Backend, rows: range, column_block: int
+    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
 ) -> Running:
     xp: Any = backend.xp
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     running = start(problem, x, xp, rows)
-    for columns in _split(column_range(problem, rows), column_block):
+    for columns in _split(column_span(problem, rows), column_block):
         banded = not is_full(problem, rows, columns)
         tile = attend(problem, x, backend, query, rows, columns, banded=banded)
         running = join(xp, running, tile)
