@@ -25,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="run each case once")
     parser.add_argument("--bench", default="Forward", help="benchmarks to run (default: Forward)")
+    parser.add_argument("--show-stderr", action="store_true", help="show why a case failed")
     options = parser.parse_args()
     asv = [sys.executable, "-m", "asv"]
     subprocess.run([*asv, "machine", "--yes"], cwd=HERE, check=True, stdout=subprocess.DEVNULL)
@@ -32,9 +33,8 @@ def main() -> int:
     # --quick alone would save nothing to make a table of.
     effort = ["--attribute", "repeat=1", "--attribute", "rounds=1"] if options.quick else []
     command = ["run", f"--environment=existing:{sys.executable}", f"--set-commit-hash={commit}"]
-    run = subprocess.run(
-        [*asv, *command, "--bench", options.bench, "--show-stderr", *effort], cwd=HERE
-    )
+    effort += ["--show-stderr"] if options.show_stderr else []
+    run = subprocess.run([*asv, *command, "--bench", options.bench, *effort], cwd=HERE)
     if run.returncode:
         return run.returncode
     newest = max(RESULTS.glob(f"*/{commit[:8]}-*.json"), key=lambda file: file.stat().st_mtime)

@@ -45,8 +45,13 @@ def constant_when_traced(function: _F) -> _F:
 
 def is_compiling() -> bool:
     """Whether torch.compile is tracing the caller."""
-    torch = sys.modules.get("torch")
+    torch = _torch()
     return torch is not None and bool(torch.compiler.is_compiling())
+
+
+def _torch() -> Any:
+    # Another thread may be in the midst of importing it. A tensor in hand says that it is done.
+    return sys.modules["torch"] if _tensors else None
 
 
 def torch_transforms() -> frozenset[str]:
@@ -55,7 +60,7 @@ def torch_transforms() -> frozenset[str]:
     Where torch keeps this elsewhere, none are seen: then a kernel without a rule for them fails by
     torch's own message.
     """
-    torch = sys.modules.get("torch")
+    torch = _torch()
     if torch is None or torch.compiler.is_compiling():
         return frozenset()
     functorch = getattr(torch._C, "_functorch", None)
@@ -107,6 +112,8 @@ _libraries: dict[type, Library] = {}
 _tensors: dict[type, Library] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
 
+_SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
+
 _REFUSED = {
     "matrix": "is a numpy.matrix, whose * and shapes are not an array's; pass numpy.asarray({0})",
     "MaskedArray": "is a masked array, whose mask would be lost; pass {0}.data, and say with mask="
@@ -149,7 +156,8 @@ def _learn(array: Array, name: str) -> Library:
             f"{name} is a {kind}, not an array of a library that follows the array API standard;"
             " convert it first, for example by numpy.asarray"
         ) from None
-    library = xp.__name__.removeprefix("array_api_compat.").split(".")[0]
+    library = xp.__name__.removeprefix("array_api_compat.")
+    library = _SHORT_NAMES.get(library, library)
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
     return Library(library, xp, traced or library == "dask")
 
@@ -174,16 +182,22 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
             f"{name} is a sparse, nested, quantized or otherwise special tensor; attention takes"
             f" ordinary ones, as of {name}.to_dense()"
         )
-    # JAX places its arrays itself (shardings, uncommitted arrays, tracers without a device).
-    device = "" if library.name == "jax" else str(getattr(array, "device", ""))
     return ArrayFacts(
         library.name,
         _dtype_name(library.name, array.dtype),
-        device,
+        _device_name(library.name, array),
         tuple(array.shape),
         bool(getattr(array, "requires_grad", False)),
         library.traced,
     )
+
+
+def _device_name(library: str, array: Array) -> str:
+    if library == "jax":
+        return ""  # it places arrays itself: shardings, uncommitted arrays, tracers without any
+    if library == "cupy":
+        return f"cuda:{array.device.id}"
+    return str(getattr(array, "device", ""))
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -177,7 +177,3 @@ def _demo(arguments: list[str]) -> int:
     spec.loader.exec_module(demo)
     code: int = demo.main(arguments)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

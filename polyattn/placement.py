@@ -117,7 +117,7 @@ def _mover(source: Backend, target: Backend, device: str) -> _Move:
 
 
 def _root(backend: Backend) -> str:
-    return str(backend.xp.__name__.removeprefix("array_api_compat.").partition(".")[0])
+    return str(backend.xp.__name__.removeprefix("array_api_compat."))
 
 
 def _backend_of(array: Array) -> Backend:
@@ -152,6 +152,9 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
     backend, spec = registry.loaded(stem), registry.spec_of(stem)
     if device:
         found = registry.device_of(stem, device)
+        home = call.query.device
+        if call.query.library in spec.namespaces and home.partition(":")[0] == device:
+            found = home  # the kind alone is asked for, and this is one of it
         if found is None:
             at_hand = ", ".join(registry.devices_of(stem)) or "none"
             return Refusal("refused", f"there is no device {device!r} here; there is {at_hand}")

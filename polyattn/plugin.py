@@ -308,6 +308,41 @@ class Backend:
         logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
         return self.xp.concat(outputs, axis=-2), logsumexp
 
+    def write_rows(
+        self,
+        output: Array,
+        logsumexp: Array | None,
+        blocks: Iterable[tuple[Array, Array | None]],
+    ) -> tuple[Array, Array | None]:
+        """Write blocks of rows where they belong, so that none is held twice.
+
+        For `stack_rows` of a library whose arrays can be written to.
+
+        Parameters
+        ----------
+        output : Array
+            Empty, of the shape and dtype of the output.
+        logsumexp : Array or None
+            Empty, of the shape and dtype of the logsumexp, if the problem asks for it.
+        blocks : iterable of (Array, Array or None)
+            As `stack_rows` is given them.
+
+        Returns
+        -------
+        output : Array
+            The same, filled.
+        logsumexp : Array or None
+            The same, filled.
+        """
+        first = 0
+        for part, part_logsumexp in blocks:
+            stop = first + part.shape[-2]
+            output[..., first:stop, :] = part
+            if logsumexp is not None:
+                logsumexp[..., first:stop] = part_logsumexp
+            first = stop
+        return output, logsumexp
+
     def is_eager(self, array: Array) -> bool:
         """Say whether a value of an array can be read without waiting for a device.
 
@@ -321,7 +356,7 @@ class Backend:
         bool
             False if it is traced, lazy or on an accelerator.
         """
-        return False
+        return arrays.library_of(array).name == "numpy"
 
     # ---- running a kernel ----
 

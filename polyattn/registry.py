@@ -21,6 +21,7 @@ __all__ = [
     "array_api_backend",
     "device_of",
     "devices_of",
+    "is_installed",
     "kernels_of",
     "load",
     "loaded",
@@ -55,11 +56,13 @@ _array_api: dict[str, Backend] = {}
 
 def _find() -> dict[str, Registered]:
     if not _plugins:
+        found: dict[str, Registered] = {}
         entries = entry_points(group=GROUP)
         # polyattn's own first, so that no other plugin can take one of its names.
         for entry in sorted(entries, key=lambda e: (_owner(e) != "polyattn", e.name)):
-            if entry.name not in _plugins and entry.name != ARRAY_API:
-                _plugins[entry.name] = _read(entry)
+            if entry.name not in found and entry.name != ARRAY_API:
+                found[entry.name] = _read(entry)
+        _plugins.update(found)  # at once: an interrupt leaves all or nothing
     return _plugins
 
 
@@ -119,11 +122,12 @@ def load(name: str) -> str | None:
 
 
 def _missing(spec: BackendSpec) -> str | None:
-    missing = [module for module in spec.requires if not _is_installed(module)]
+    missing = [module for module in spec.requires if not is_installed(module)]
     return f"{', '.join(missing)} is not installed: {spec.install}" if missing else None
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

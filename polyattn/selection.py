@@ -74,8 +74,8 @@ _blocks_lock = threading.Lock()
 def use_backend(*names: str) -> Iterator[None]:
     """Choose the backend of every call made inside the block, by this thread or task.
 
-    Inside a function that torch.compile traces, pass ``backend=`` instead; around a call of a
-    compiled function this works.
+    Inside a function that torch.compile traces, pass ``backend=`` instead. Around a call of a
+    compiled function this works, in the same thread.
 
     Parameters
     ----------
@@ -103,9 +103,9 @@ def use_backend(*names: str) -> Iterator[None]:
     """
     global _any_block_open, _blocks_open
     parsed = parse(names, "use_backend")
-    _refuse_unknown(parsed)
+    _refuse_unknown(Request(parsed, "context"))
     token = _context.set(parsed)
-    block = _enter_traced(parsed)
+    _traced_context.names = parsed
     with _blocks_lock:
         _blocks_open += 1
         _any_block_open = True
@@ -115,26 +115,10 @@ def use_backend(*names: str) -> Iterator[None]:
         with _blocks_lock:
             _blocks_open -= 1
             _any_block_open = _blocks_open > 0
-        _leave_traced(block)
         # A generator may be closed in another context, where there is nothing to undo.
         with suppress(ValueError):
             _context.reset(token)
-
-
-def _enter_traced(names: Names) -> list[Names]:
-    if not hasattr(_traced_context, "blocks"):
-        _traced_context.blocks = []
-    block = [names]
-    _traced_context.blocks.append(block)
-    _traced_context.names = names
-    return block
-
-
-def _leave_traced(block: list[Names]) -> None:
-    # By identity: blocks of tasks and generators need not end in the order they began.
-    blocks = [other for other in getattr(_traced_context, "blocks", []) if other is not block]
-    _traced_context.blocks = blocks
-    _traced_context.names = blocks[-1][0] if blocks else ()
+        _traced_context.names = _context.get()
 
 
 def request(backend: str | Sequence[str] | None) -> Request:
@@ -164,9 +148,9 @@ def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
     return names
 
 
-def _refuse_unknown(names: Names) -> None:
+def _refuse_unknown(asked: Request) -> None:
     known = (*registry.names(), registry.ARRAY_API, AUTO)
-    for name in names:
+    for name in asked.names:
         stem, _, device = name.partition(":")
         if stem == AUTO and device:
             raise UnknownBackendError(
@@ -178,6 +162,7 @@ def _refuse_unknown(names: Names) -> None:
             raise UnknownBackendError(
                 f"no plugin provides the backend {stem!r}{meant} The names here are"
                 f" {', '.join(known)}; `polyattn backends` shows what each needs"
+                + (f" (asked for by {asked})" if asked.channel == "environment" else "")
             )
 
 
@@ -231,6 +216,9 @@ def decide(
 ) -> Explanation:
     """Return the whole decision; `query` is None where only shapes were given."""
     asked = request(backend)
+    library = call.query.library
+    if query is None and not registry.serving(library) and not registry.is_installed(library):
+        raise ValueError(f"no library {library!r} is installed here, and no plugin is for one")
     problem = examine(call, conversion=asked.may_move)
     _, candidates = _weigh(call, problem, query, asked, kernel, whole=True)
     return Explanation(call, problem, str(asked), tuple(candidates))
@@ -257,7 +245,7 @@ def _weigh(
     whole: bool = False,
 ) -> tuple[Plan | None, list[Candidate]]:
     """Ask the candidates in order; stop at the first that can, or with `whole` ask them all."""
-    _refuse_unknown(asked.names)
+    _refuse_unknown(asked)
     chosen: Plan | None = None
     candidates: list[Candidate] = []
     for name, closing in _expanded(asked.names or (AUTO,), problem.library):

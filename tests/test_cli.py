@@ -27,10 +27,10 @@ def test_backends_as_json(capsys):
 
 
 def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
-    genuine = polyattn.registry._is_installed
+    genuine = polyattn.registry.is_installed
     monkeypatch.setattr(polyattn.registry, "_plugins", {})
     monkeypatch.setattr(
-        polyattn.registry, "_is_installed", lambda name: name != "torch" and genuine(name)
+        polyattn.registry, "is_installed", lambda name: name != "torch" and genuine(name)
     )
     assert main(["backends"]) == 0
     assert 'torch is not installed: pip install "polyattn[torch]"' in capsys.readouterr().out
@@ -67,6 +67,12 @@ def test_explain_takes_every_option(capsys):
     sdpa = decision["candidates"][0]
     assert sdpa["kernel"] == "sdpa"
     assert "logsumexp, sinks, softcap" in sdpa["reasons"][0]
+
+
+def test_explain_counts_the_sinks_in_either_layout(capsys):
+    arguments = ["explain", "--shape", "2,128,8,64", "--layout", "...LHD", "--sinks", "--json"]
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["needs"] == ["sinks"]
 
 
 def test_explain_prints_what_the_function_prints(capsys):

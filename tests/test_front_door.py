@@ -139,6 +139,11 @@ def test_query_heads_that_are_no_multiple():
     refused(ValueError, "3 and 2", 'layout="...LHD"', q=Q[:, :3])
 
 
+def test_no_key_heads_for_some_query_heads():
+    refused(ValueError, "4 and 0", k=K[:, :0], v=V[:, :0])
+    assert attention(Q[:, :0], K[:, :0], V[:, :0]).shape == (2, 0, 5, 3)
+
+
 def test_batch_axes_that_do_not_broadcast():
     refused(ValueError, "(2,), (3,), (2,)", "broadcast", k=np.zeros((3, 2, 7, 8), np.float32))
 
@@ -158,6 +163,8 @@ def test_shapes_are_quoted_in_the_callers_layout():
 def test_mask_of_rank_three_for_rank_four():
     refused(ValueError, "(4, 5, 7)", "mask[:, None]", "mask[None]", mask=np.ones((4, 5, 7), bool))
     refused(ValueError, "mask[:, None]", mask=np.ones((1, 5, 7), bool))
+    for mask in (np.ones((4, 5, 7), bool), np.ones((2, 4, 5, 7), bool)):
+        refused(ValueError, "mask[:, None]", q=Q[None], k=K[None], v=V[None], mask=mask)
 
 
 def test_mask_and_bias_that_do_not_broadcast():
@@ -178,6 +185,7 @@ def test_sinks_of_the_wrong_shape():
 
 def test_query_offset_of_the_wrong_shape():
     refused(ValueError, "query_offset", "(2,)", "got (3,)", query_offset=np.zeros(3, int))
+    refused(ValueError, "query_offset", "got (1, 2)", query_offset=np.zeros((1, 2), int))
 
 
 # ---- options ----

@@ -43,10 +43,14 @@ def kernel(request):
     return request.param
 
 
-@pytest.fixture
-def strictest():
+@pytest.fixture(params=["2024.12", "2025.12"])
+def strictest(request):
+    version = request.param
     array_api_strict.set_array_api_strict_flags(
-        boolean_indexing=False, data_dependent_shapes=False, api_version="2024.12"
+        boolean_indexing=False,
+        data_dependent_shapes=False,
+        enabled_extensions=(),
+        api_version=version,
     )
     yield
     array_api_strict.reset_array_api_strict_flags()

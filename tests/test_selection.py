@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import attention, attention_partial, explain, registry, use_backend
+from polyattn import attention, attention_partial, explain, registry, selection, use_backend
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
@@ -69,7 +69,7 @@ def test_argument_over_context_over_environment(monkeypatch):
 def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch):
     attention(X, X, X)
     monkeypatch.setenv("POLYATTN_BACKEND", "nunpy")
-    with pytest.raises(polyattn.UnknownBackendError, match="did you mean 'numpy'"):
+    with pytest.raises(polyattn.UnknownBackendError, match=r"'numpy'.*POLYATTN_BACKEND=nunpy"):
         attention(X, X, X)
     monkeypatch.setenv("POLYATTN_BACKEND", "numpy,")
     with pytest.raises(ValueError, match="missing in POLYATTN_BACKEND='numpy,'"):
@@ -143,6 +143,17 @@ def test_the_first_that_is_here_and_able_runs():
     assert chosen(backend="torch,numpy", kernel="tiled") == ("torch", "tiled")
 
 
+def test_names_may_have_spaces_around_them():
+    assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "dense")
+
+
+def test_the_kernel_insisted_on_is_part_of_the_decision():
+    call = explain(X, X, X).call
+    kernels = [selection.plan(call, X, None, k).kernel.name for k in ("dense", "tiled", None)]
+    assert kernels == ["dense", "tiled", "dense"]
+    assert [c.status for c in explain(X, X, X, backend="numpy,torch").candidates][-1] == "next"
+
+
 def test_nothing_outside_the_list_runs():
     with pytest.raises(polyattn.UnsupportedError, match="no device 'cuda' here"):
         attention(X, X, X, backend="torch:cuda")
@@ -193,8 +204,9 @@ def plugins(monkeypatch):
 
     def register(**specs):
         more = [_Entry(name, spec) for name, spec in specs.items()]
-        monkeypatch.setattr(registry, "entry_points", lambda group: [*genuine(group=group), *more])
+        monkeypatch.setattr(registry, "entry_points", lambda group: [*more, *genuine(group=group)])
         monkeypatch.setattr(registry, "_plugins", {})
+        monkeypatch.setattr(selection, "_plans", {})
 
     return register
 
@@ -236,6 +248,11 @@ def test_a_plugin_that_cannot_be_loaded_says_why(plugins, spec, reason):
     assert reason in row.reason
 
 
+@pytest.mark.parametrize("module", ["no_such_library", "no_such.library", ""])
+def test_what_cannot_be_found_is_not_installed(module):
+    assert not registry.is_installed(module)
+
+
 def test_a_broken_plugin_leaves_its_library_to_the_core(plugins):
     plugins(acme=_spec())
     strict = array_api_strict.asarray(X)
@@ -245,7 +262,9 @@ def test_a_broken_plugin_leaves_its_library_to_the_core(plugins):
 
 
 def test_other_plugins_take_no_name_and_no_library_of_ours(plugins):
-    plugins(numpy=_spec("numpy"), other=_spec("other", namespaces=("numpy",)))
+    others = {"numpy": _spec("numpy"), "array-api": _spec("array-api")}
+    plugins(**others, other=_spec("other", namespaces=("numpy",)))
+    assert registry.ARRAY_API not in registry.names()
     assert registry.serving("numpy") == ("numpy",)
     registry.load("numpy")
     assert type(registry.loaded("numpy")).__module__ == "polyattn_numpy.backend"
@@ -323,6 +342,13 @@ def test_functions_see_the_callers_own_library_wherever_they_run():
     assert seen == {np.ndarray}
 
 
+def test_conjugate_and_negative_views_of_torch_cross():
+    tensor = torch.complex(torch.from_numpy(X), torch.from_numpy(X)).conj().imag
+    assert tensor.is_neg()
+    output = attention(tensor, tensor, tensor, backend="numpy")
+    torch.testing.assert_close(output, -torch.from_numpy(reference()), rtol=0, atol=1e-6)
+
+
 def test_bfloat16_crosses_by_its_bits():
     x = X.astype(ml_dtypes.bfloat16)
     output = attention(x, x, x, backend="torch")
@@ -342,8 +368,11 @@ def test_bfloat16_crosses_by_its_bits():
         np.zeros(X.shape, [("a", "f4"), ("b", "i2")])["a"],
     ],
 )
-def test_views_of_every_kind_cross(view):
-    view.flags.writeable = False
+@pytest.mark.parametrize("writeable", [True, False])
+def test_views_of_every_kind_cross(view, writeable):
+    if not writeable or view.flags.writeable:
+        view = view.view()
+        view.flags.writeable = writeable
     expected = attention(view, view, view)
     np.testing.assert_allclose(attention(view, view, view, backend="torch"), expected, atol=1e-6)
 
@@ -410,6 +439,8 @@ def test_the_result_comes_back_to_the_callers_device():
 
 
 def test_array_api_moves_nothing():
+    with pytest.raises(polyattn.UnsupportedError, match="moves none"):
+        attention(X, X, X, backend="array-api:cuda")
     with pytest.raises(polyattn.UnsupportedError, match="moves none; they are on numpy"):
         attention(X, torch.from_numpy(X), X, backend="array-api")
 
@@ -433,6 +464,11 @@ def test_explain_from_shapes_agrees_with_arrays():
 def test_explain_checks_what_attention_checks():
     with pytest.raises(ValueError, match="8 and 6"):
         explain(SHAPE, (2, 4, 5, 6), SHAPE)
+
+
+def test_explain_refuses_a_library_that_is_not_here():
+    with pytest.raises(ValueError, match="no library 'nunpy' is installed"):
+        explain(SHAPE, SHAPE, SHAPE, library="nunpy")
 
 
 @pytest.mark.parametrize("shape", [(2, -4), (2.0, 4), ("a", 4), (True, None)])

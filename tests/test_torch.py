@@ -144,6 +144,17 @@ def test_a_mask_too_large_to_make_goes_to_tiled():
     assert explain(shape, shape, shape, is_causal=True, library="torch").chosen.kernel == "sdpa"
 
 
+def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
+    shape = (2, 4, 4096, 64)
+    rule = {"mask": lambda b, h, i, j: i >= j}
+    assert explain(shape, shape, shape, library="torch", **rule).chosen.kernel == "tiled"
+    shape = (8, 1, 4096, 64)
+    by_item = {"is_causal": True, "query_offset": (8,)}
+    assert explain(shape, shape, shape, library="torch", **by_item).chosen.kernel == "tiled"
+    shape = (1, 1, 4096, 64)
+    assert explain(shape, shape, shape, library="torch", **rule).chosen.kernel == "sdpa"
+
+
 # ---- flex ----
 
 
@@ -169,6 +180,12 @@ def test_flex_takes_a_mask_function_and_rows_without_keys():
     output = attention(Q, K, V, kernel="flex", **options)
     close(output, attention(Q, K, V, kernel="dense", **options))
     assert not output[:, :, :2].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_flex_explains_a_mask_function_that_returns_numbers():
+    with pytest.raises(Exception, match="must return a bool array"):
+        attention(Q, K, V, kernel="flex", mask=lambda b, h, i, j: i + j)
 
 
 def test_flex_waits_to_be_asked():

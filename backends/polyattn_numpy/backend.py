@@ -31,10 +31,6 @@ class NumpyBackend(Backend):
         is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
         return np.asarray(array) if is_bfloat16 else np.from_dlpack(array)
 
-    def is_eager(self, array: Array) -> bool:
-        """NumPy always is."""
-        return True
-
     def matmul(self, a: Array, b: Array) -> Array:
         """Return the matrix product of two stacks of matrices."""
         return np.matmul(a, b)
@@ -51,13 +47,8 @@ class NumpyBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Write each block of rows where it belongs, so that none is held twice."""
         output = np.empty((*problem.scores[:-1], problem.value_size), like.dtype)
-        logsumexp, first = None, 0
-        for part, part_logsumexp in blocks:
-            stop = first + part.shape[-2]
-            output[..., first:stop, :] = part
-            if part_logsumexp is not None:
-                if logsumexp is None:
-                    logsumexp = np.empty(problem.scores[:-1], part_logsumexp.dtype)
-                logsumexp[..., first:stop] = part_logsumexp
-            first = stop
-        return output, logsumexp
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            accumulator = np.float64 if problem.dtype == "float64" else np.float32
+            logsumexp = np.empty(problem.scores[:-1], accumulator)
+        return self.write_rows(output, logsumexp, blocks)

@@ -5,6 +5,7 @@ Autocast must not reach a kernel: it would turn float32 products into 16-bit one
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -63,6 +64,19 @@ class TorchBackend(Backend):
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = (scores - maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
         return weights, maximum, weights.sum(dim=-1, keepdim=True)
+
+    def stack_rows(
+        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
+    ) -> tuple[Array, Array | None]:
+        """Write each block of rows where it belongs, unless a graph is to remember them."""
+        if problem.requires_grad or problem.transforms or torch.compiler.is_compiling():
+            return super().stack_rows(problem, like, blocks)
+        output = like.new_empty((*problem.scores[:-1], problem.value_size))
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            accumulator = torch.float64 if problem.dtype == "float64" else torch.float32
+            logsumexp = like.new_empty(problem.scores[:-1], dtype=accumulator)
+        return self.write_rows(output, logsumexp, blocks)
 
     def is_eager(self, array: Array) -> bool:
         """Whether this is an ordinary tensor on the CPU."""

@@ -66,7 +66,8 @@ class Flex(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output."""
         query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
-        output = _compiled(problem)(
+        flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
+        output = flex(
             query, key, value, _score_mod(problem, operands), problem.scale,
             "grouped_heads" in problem.features,
         )  # fmt: skip
@@ -81,10 +82,15 @@ def _call(query: Any, key: Any, value: Any, score_mod: Any, scale: float, enable
     )
 
 
+def _codes(x: Operands) -> tuple[Any, ...]:
+    """Return what tells one rule from another without keeping what it closes over alive."""
+    return tuple(getattr(rule, "__code__", None) for rule in (x.mask, x.score_mod))
+
+
 @functools.lru_cache(maxsize=256)
-def _compiled(problem: Problem) -> Callable[..., Any]:
-    # Dynamo stops compiling a code object after a few variants of it and runs it eagerly instead,
-    # with L × S scores; a code object for each problem keeps every one of them compiled.
+def _compiled(problem: Problem, codes: tuple[Any, ...]) -> Callable[..., Any]:
+    # Dynamo refuses to compile a code object in more than a few variants; one of its own for each
+    # problem and rule leaves all of them to what the rule closes over.
     function = types.FunctionType(_call.__code__.replace(), _call.__globals__)
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -111,13 +117,21 @@ def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | N
         if bias is not None:
             score = score + bias[b, h, i, j]
         if rule is not None:
-            score = torch.where(rule(b, h, i, j), score, -torch.inf)
+            score = torch.where(_as_mask(rule(b, h, i, j), i), score, -torch.inf)
         if mask is not None:
             score = torch.where(mask[b, h, i, j], score, -torch.inf)
         seen = in_band(problem, i, j, None if offsets is None else offsets[b])
         return score if seen is None else torch.where(seen, score, -torch.inf)
 
     return score_mod
+
+
+def _as_mask(seen: Any, like: torch.Tensor) -> torch.Tensor:
+    if isinstance(seen, bool):
+        return torch.full_like(like, seen, dtype=torch.bool)
+    if seen.dtype != torch.bool:
+        raise TypeError(f"the mask function must return a bool array; it returned {seen.dtype}")
+    return seen  # type: ignore[no-any-return]
 
 
 def _whole(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:

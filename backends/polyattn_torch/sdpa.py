@@ -6,6 +6,8 @@ passed as a mask. On the CPU a row without keys gives 0, as it should (torch >= 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -46,9 +48,9 @@ class Sdpa(Kernel):
         reasons = []
         if "jvp" in problem.transforms:
             reasons.append("it has no forward derivative")
-        made = problem.query_length * problem.key_length
-        if _needs_mask(problem) and made > LARGEST_MADE_MASK:
-            reasons.append(f"it needs causal and window as a mask, here of {made:,} elements")
+        made = _made_mask(problem)
+        if made > LARGEST_MADE_MASK:
+            reasons.append(f"it needs a mask made for it, here of {made:,} elements")
         if (
             problem.bias_dtype not in (None, problem.dtype)
             and problem.dtype in ("float16", "bfloat16")
@@ -101,6 +103,16 @@ def _hides_nothing(problem: Problem) -> bool:
 
 def _needs_mask(problem: Problem) -> bool:
     return not (_hides_nothing(problem) or _is_square_causal(problem))
+
+
+def _made_mask(problem: Problem) -> int:
+    """Return how many elements a mask may have that is not there yet."""
+    scores = problem.query_length * problem.key_length
+    if "mask_mod" in problem.features:
+        return scores * math.prod(problem.batch) * problem.heads
+    if not _needs_mask(problem):
+        return 0
+    return scores * (math.prod(problem.batch) if problem.query_offset is None else 1)
 
 
 def _mask(problem: Problem, x: Operands, backend: Backend) -> torch.Tensor | None:
