@@ -22,8 +22,8 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/mypy polyattn backends
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
-bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side
-	$(BIN)/python asv_bench/run.py
+bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: once each)
+	$(BIN)/python asv_bench/run.py $(BENCH)
 
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) .asv build dist
