@@ -7,9 +7,10 @@ import pytest
 from numpydoc.validate import validate
 
 import polyattn
+import polyattn.dialects
 import polyattn.plugin
 
-MODULES = (polyattn, polyattn.plugin)
+MODULES = (polyattn, polyattn.dialects, polyattn.plugin)
 # No extended summary, example or cross-reference is asked of what explains itself.
 NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
 

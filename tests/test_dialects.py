@@ -1,0 +1,161 @@
+"""Other conventions through ours: ONNX's own test vectors, and torch's function by its side."""
+
+import importlib
+import warnings
+
+import array_api_strict
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from polyattn import registry
+from polyattn.dialects import (
+    dot_product_attention,
+    onnx_attention,
+    scaled_dot_product_attention,
+)
+
+
+def onnx_cases():
+    """Return the node tests that the ONNX project publishes for Attention."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        onnx = importlib.import_module("onnx")
+        node = importlib.import_module("onnx.backend.test.case.node")
+        importlib.import_module("onnx.backend.test.case.node.attention")
+    cases = [case for case in node._NodeTestCases if "_expanded" not in case.name]
+    return [(case, case.model.graph.node[0], onnx.helper) for case in cases]
+
+
+CASES = onnx_cases()
+HALF = ("bfloat16", "float16")
+assert registry.load("torch") is None
+TORCH = registry.loaded("torch")
+NO_ATTRIBUTE_OF_OURS = {"qk_matmul_output_mode"}
+LIBRARIES = {
+    "numpy": (lambda x: x, lambda x: x),
+    "torch": (lambda x: TORCH.place(x, None), lambda x: TORCH.fetch(x)),
+    "strict": (array_api_strict.asarray, np.asarray),
+}
+
+
+def test_there_are_as_many_as_are_known():
+    assert len(CASES) >= 93
+
+
+def runs():
+    """Yield each case for each library that has its dtypes."""
+    for case in CASES:
+        in_16_bits = any(x.dtype.name in HALF for x in case[0].data_sets[0][0])
+        for library in LIBRARIES:
+            if not (in_16_bits and library == "strict"):
+                yield pytest.param(case, library, id=f"{case[0].name}-{library}")
+
+
+@pytest.mark.parametrize(("case", "library"), list(runs()))
+def test_onnx(case, library):
+    test, node, helper = case
+    inputs, outputs = test.data_sets[0]
+    there, back = LIBRARIES[library]
+    given = dict(zip([name for name in node.input if name], inputs, strict=True))
+    arrays = [there(given[name]) if name else None for name in node.input]
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    options = {k: v for k, v in attributes.items() if k not in NO_ATTRIBUTE_OF_OURS}
+    result = onnx_attention(*arrays, **options)._asdict()
+    expected = dict(zip([name for name in node.output if name], outputs, strict=True))
+    for name, array in expected.items():
+        if name != "qk_matmul_output":
+            actual = back(result[name])
+            assert actual.dtype == array.dtype
+            # What is expected in 16 bits was computed in 16 bits, softmax and all.
+            rtol = max(test.rtol, 2 * float(ml_dtypes.finfo(array.dtype).eps))
+            one, other = actual.astype("f8"), array.astype("f8")
+            np.testing.assert_allclose(one, other, rtol=rtol, atol=test.atol)
+
+
+RNG = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(2, h, n, 8, generator=RNG) for h, n in ((4, 6), (4, 9), (4, 9)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": torch.rand(6, 9, generator=RNG) > 0.5},
+        {"attn_mask": torch.rand(4, 6, 9, generator=RNG) > 0.5},
+        {"attn_mask": torch.randn(2, 1, 6, 9, generator=RNG)},
+        {"attn_mask": torch.zeros(6, 9, dtype=torch.bool)},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("heads", [4, 2])
+def test_torch(options, heads):
+    k, v, gqa = K[:, :heads], V[:, :heads], {"enable_gqa": heads != 4}
+    expected = torch.nn.functional.scaled_dot_product_attention(Q, k, v, **options, **gqa)
+    torch.testing.assert_close(scaled_dot_product_attention(Q, k, v, **options, **gqa), expected)
+    on_numpy = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    output = scaled_dot_product_attention(*(x.numpy() for x in (Q, k, v)), **on_numpy, **gqa)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+def _jax_cases():
+    rng = np.random.default_rng(0)
+    return {
+        "plain": {},
+        "scale": {"scale": 0.3},
+        "causal": {"is_causal": True},
+        "bias": {"bias": rng.standard_normal((2, 4, 6, 9), dtype=np.float32)},
+        "mask": {"mask": np.arange(9) < rng.integers(1, 9, (2, 1, 6, 1))},
+        "window": {"local_window_size": 2},
+        "window of two": {"local_window_size": (3, 1), "is_causal": True},
+        "lengths": {
+            "query_seq_lengths": np.array([3, 6]),
+            "key_value_seq_lengths": np.array([9, 4]),
+        },
+    }
+
+
+_rng = np.random.default_rng(1)
+BTNH = [_rng.standard_normal((2, n, h, 8), dtype=np.float32) for n, h in ((6, 4), (9, 2), (9, 2))]
+
+
+@pytest.mark.parametrize("case", _jax_cases())
+@pytest.mark.parametrize("asarray", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_jax(case, asarray):
+    def options(asarray):
+        given = _jax_cases()[case].items()
+        return {n: asarray(x) if isinstance(x, np.ndarray) else x for n, x in given}
+
+    expected = jax.nn.dot_product_attention(*map(jnp.asarray, BTNH), **options(jnp.asarray))
+    arrays = [asarray(x) for x in BTNH]
+    output = dot_product_attention(*arrays, **options(asarray))
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+    partial = dot_product_attention(*arrays, **options(asarray), return_residual=True)
+    assert partial.logsumexp.shape == expected.shape[:-1]
+
+
+def test_jax_without_a_batch():
+    arrays = [x[0] for x in BTNH]
+    options = {"is_causal": True, "key_value_seq_lengths": np.array([4])}
+    expected = jax.nn.dot_product_attention(*map(jnp.asarray, arrays), **options)
+    np.testing.assert_allclose(dot_product_attention(*arrays, **options), expected, atol=2e-6)
+
+
+def test_what_torch_refuses_or_only_torch_can_do():
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        scaled_dot_product_attention(Q, K[:, :2], V[:, :2])
+    with pytest.raises(ValueError, match="not to be given together"):
+        scaled_dot_product_attention(Q, K, V, torch.ones(6, 9, dtype=torch.bool), is_causal=True)
+    with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
+        scaled_dot_product_attention(Q, K, V, dropout_p=0.1)
+
+
+def test_inputs_of_rank_three_need_their_heads():
+    x = np.ones((2, 5, 8), np.float32)
+    with pytest.raises(ValueError, match="q_num_heads and kv_num_heads"):
+        onnx_attention(x, x, x)
