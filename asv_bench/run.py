@@ -38,6 +38,8 @@ def main() -> int:
     if run.returncode:
         return run.returncode
     newest = max(RESULTS.glob(f"*/{commit[:8]}-*.json"), key=lambda file: file.stat().st_mtime)
+    if options.quick:
+        print("\n--quick: one timing of each, a check that they run and no measurement")
     return show(json.loads(newest.read_text(encoding="utf-8")))
 
 
@@ -54,7 +56,8 @@ def show(results: dict) -> int:
         values = dict(zip(product(backends, *others), times, strict=True))
         here = [b for b in backends if any(values[b, *case] for case in product(*others))]
         code |= any(backend not in here for backend in ALWAYS_HERE)
-        print(f"\n{name}, milliseconds (ratio to torch:cpu)\n")
+        print(f"\n{name}, milliseconds (ratio to torch:cpu)")
+        print("jax: the array-api kernels under jax.jit; array-api: the same on NumPy arrays\n")
         heads = [f"{'length':>7} {'causal':>6}", *(f"{backend:>18}" for backend in here)]
         print(" ".join(heads))
         for case in product(*others):

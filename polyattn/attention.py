@@ -9,7 +9,7 @@ from polyattn.arrays import Array, ArrayFacts, facts_of, library_of
 from polyattn.call import Call, Operands, describe, lengths
 from polyattn.explain import Explanation
 from polyattn.partial import Partial
-from polyattn.selection import decide, plan
+from polyattn.selection import decide, default_device, plan
 
 __all__ = ["attention", "attention_partial", "explain"]
 
@@ -72,13 +72,14 @@ def attention(
     sinks : Array of float, optional
         One more logit for each query head in the softmax's denominator, shape (H,), with no value.
     dropout : tuple of (float, int), optional
-        Rate and seed.
+        Rate and seed. No kernel computes it yet.
     layout : {"...HLD", "...LHD"}
         The order of heads and length in query, key, value and output.
     backend : str or sequence of str, optional
         A backend, ``name`` or ``name:device``, or several in order: the first that is here and can
-        do what is asked runs, and nothing else. Arrays are brought there and the result back. By
-        default `use_backend`, then ``POLYATTN_BACKEND``, then the arrays' own library decides.
+        do what is asked runs, and nothing else. Arrays are brought there and the result back;
+        ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
+        then the arrays' own library decides.
     kernel : str, optional
         The kernel to insist on.
 
@@ -212,7 +213,7 @@ def explain(
     kernel: str | None = None,
     logsumexp: bool = False,
     library: str = "numpy",
-    device: str = "cpu",
+    device: str | None = None,
     dtype: str = "float32",
 ) -> Explanation:
     """Say what `attention` would do with a call: which kernel runs, and why no other.
@@ -231,8 +232,12 @@ def explain(
         As for `attention`.
     logsumexp : bool
         Whether to explain `attention_partial` instead.
-    library, device, dtype : str
-        What the shapes are taken to be shapes of; arrays speak for themselves.
+    library : str
+        Whose arrays the shapes are taken to be of; arrays speak for themselves.
+    device : str, optional
+        Where those are; by default on the library's default device.
+    dtype : str
+        Of what they are.
 
     Returns
     -------
@@ -254,7 +259,8 @@ def explain(
     def shaped(given: Any, dtype: str = dtype) -> Any:
         if not isinstance(given, (tuple, list)):
             return given
-        return ArrayFacts(library, dtype, device, lengths(given))
+        where = default_device(library) if device is None else device
+        return ArrayFacts(library, dtype, where, lengths(given))
 
     def facts(given: Any, name: str) -> ArrayFacts:
         return given if isinstance(given, ArrayFacts) else facts_of(given, name)

@@ -5,13 +5,14 @@ Options are checked here one by one; what must hold among the arrays is for `pro
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, ArrayFacts, facts_of, torch_transforms
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_compiling, torch_transforms
 
 __all__ = ["Call", "Operands", "Shape", "Window", "describe", "lengths"]
 
@@ -101,8 +102,13 @@ def describe(
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     mask_facts: ArrayFacts | str | None = None
-    if mask is not None:
-        mask_facts = "function" if callable(mask) else facts(mask, "mask")
+    if callable(mask):
+        _check_takes("the mask function", mask, "b, h, i, j")
+        mask_facts = "function"
+    elif mask is not None:
+        mask_facts = facts(mask, "mask")
+    if score_mod is not None:
+        _check_takes("score_mod", score_mod, "score, b, h, i, j")
     return Call(
         facts(query, "query"),
         facts(key, "key"),
@@ -121,6 +127,19 @@ def describe(
         logsumexp,
         torch_transforms(),
     )
+
+
+def _check_takes(name: str, function: Callable[..., Any], parameters: str) -> None:
+    if is_compiling():
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some built-in functions nothing is known
+        return
+    try:
+        signature.bind(*parameters.split(", "))
+    except TypeError:
+        raise TypeError(f"{name} must take ({parameters}); it takes {signature}") from None
 
 
 def lengths(shape: Any) -> Shape:

@@ -45,7 +45,7 @@ def _run(arguments: list[str]) -> int:
     try:
         code: int = options.run(options)
     except BackendError as error:
-        print(f"polyattn: {error}", file=sys.stderr)
+        print(f"polyattn {options.command}: {error}", file=sys.stderr)
         return 1
     except (TypeError, ValueError) as error:
         print(f"polyattn {options.command}: {error}", file=sys.stderr)
@@ -83,7 +83,8 @@ def _add_explain(commands: Any) -> None:
         "explain",
         help="which kernel would run for given shapes, and why no other",
         description="Say which kernel attention would run for arrays of these shapes, and why each"
-        " other one would not. Nothing is computed.",
+        " other one would not. Nothing is computed. In the table, next is what would run if those"
+        " above could not, and on request what runs only if --kernel names it.",
         epilog="example: polyattn explain --shape 2,8,1024,64 --key-shape 2,2,1024,64 --causal"
         " --library torch",
     )
@@ -93,7 +94,7 @@ def _add_explain(commands: Any) -> None:
     add("--value-shape", type=_shape, metavar="SHAPE", help="...,G,S,E (default: the key's)")
     add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
     add("--library", default="numpy", help="whose arrays they are (default: %(default)s)")
-    add("--device", default="cpu", help="where they are (default: %(default)s)")
+    add("--device", metavar="NAME", help="where they are (default: the library's own default)")
     add("--causal", action="store_true", help="is_causal=True")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
     add("--query-offset", type=int, metavar="N", help="position of the first query")

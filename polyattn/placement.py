@@ -161,7 +161,7 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
     elif call.query.library in spec.namespaces:
         found = call.query.device
     else:
-        found = registry.devices_of(stem)[0]
+        found = next(iter(registry.devices_of(stem)), "")  # or wherever it puts them
     moved = _to_move(call, spec, found)
     refusal = _refusal(call, problem, spec, found, moved)
     if refusal is not None:

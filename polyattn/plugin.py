@@ -1,8 +1,39 @@
 """What a plugin implements. The only module that a plugin's author imports.
 
-A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``. Its
-`implementation` is a `Backend`, loaded when first needed, that may bring `Kernel` objects, better
-primitives for the array-API kernels, and device placement.
+A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``, by
+the name that the spec has. Its `implementation` is a `Backend`, loaded when first needed, that may
+bring `Kernel` objects, better primitives for the array-API kernels, and device placement::
+
+    # pyproject.toml
+    [project.entry-points."polyattn.backends"]
+    acme = "polyattn_acme:SPEC"
+
+    # polyattn_acme/__init__.py, which must not import acme
+    from polyattn.plugin import BackendSpec
+
+    SPEC = BackendSpec(
+        name="acme", namespaces=("acme",), implementation="polyattn_acme.backend:AcmeBackend",
+        requires=("acme",), install="pip install polyattn-acme", devices=("cpu", "npu"),
+    )
+
+    # polyattn_acme/backend.py
+    import acme
+    from polyattn.plugin import Backend, Kernel
+
+    class Fused(Kernel):
+        name = "fused"
+        features = frozenset({"causal", "scale"})  # of FEATURES: it is given nothing else
+
+        def __call__(self, problem, operands, backend):
+            query, key, value = operands[:3]  # (..., H, L, D), (..., G, S, D), (..., G, S, E)
+            causal = problem.is_causal
+            return acme.attention(query, key, value, causal=causal, scale=problem.scale), None
+
+    class AcmeBackend(Backend):
+        kernels = (Fused(),)
+
+        def __init__(self):
+            super().__init__(acme)
 """
 
 from __future__ import annotations
@@ -47,17 +78,22 @@ class BackendSpec:
     namespaces : tuple of str
         The array libraries whose arrays it takes as they are, by the root of their namespace.
     implementation : str
-        Where its `Backend` class is, as ``"module:Class"``.
+        Where its `Backend` subclass is, as ``"module:Class"``; it is called without arguments.
     requires : tuple of str
         Modules without which it cannot run.
     install : str
         The command that installs them.
     devices : tuple of str
-        Kinds of device it can run on.
+        Kinds of device it can run on: what ``str(array.device)`` gives, up to a colon.
     dtypes : tuple of str
         The dtypes it takes.
     api_version : int
         The version of this contract that it was written for.
+
+    Raises
+    ------
+    TypeError
+        If one of the tuples is no tuple of strings.
     """
 
     name: str
@@ -68,6 +104,12 @@ class BackendSpec:
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = DTYPES
     api_version: int = API_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("namespaces", "requires", "devices", "dtypes"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise TypeError(f"{name} must be a tuple of strings; got {value!r}")
 
     def load(self) -> Backend:
         """Import the implementation.

@@ -6,6 +6,7 @@ kept, to be told when somebody asks for it. Safe under threads, first use includ
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import threading
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from polyattn.arrays import constant_when_traced, library_of
 from polyattn.kernels import Dense, Tiled
-from polyattn.plugin import API_VERSION, Array, Backend, BackendSpec, Kernel
+from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
 
 __all__ = [
     "ARRAY_API",
@@ -115,7 +116,10 @@ def load(name: str) -> str | None:
         if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
             try:
                 plugin.failure = _missing(plugin.spec)
-                plugin.backend = None if plugin.failure else plugin.spec.load()
+                if plugin.failure is None:
+                    backend = plugin.spec.load()
+                    plugin.failure = _flaw(backend)
+                    plugin.backend = None if plugin.failure else backend
             except Exception as error:
                 plugin.failure = f"it cannot be loaded: {error!r}"
         return plugin.failure
@@ -124,6 +128,20 @@ def load(name: str) -> str | None:
 def _missing(spec: BackendSpec) -> str | None:
     missing = [module for module in spec.requires if not is_installed(module)]
     return f"{', '.join(missing)} is not installed: {spec.install}" if missing else None
+
+
+def _flaw(backend: Backend) -> str | None:
+    """Return what of a backend's kernels breaks the contract, or None."""
+    for kernel in backend.kernels:
+        if not isinstance(kernel, Kernel):
+            return f"its kernels must be instances of Kernel; one is {kernel!r}"
+        if not isinstance(getattr(kernel, "name", None), str):
+            return f"its kernel {type(kernel).__name__} has no name"
+        for feature in sorted(kernel.features - frozenset(FEATURES)):
+            near = difflib.get_close_matches(feature, FEATURES, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            return f"its kernel {kernel.name} declares an unknown feature {feature!r}{meant}"
+    return None
 
 
 def is_installed(module: str) -> bool:

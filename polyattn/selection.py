@@ -30,7 +30,7 @@ from polyattn.placement import Plan, Refusal, open_site
 from polyattn.plugin import Kernel
 from polyattn.problem import Problem, examine
 
-__all__ = ["VARIABLE", "decide", "plan", "use_backend"]
+__all__ = ["VARIABLE", "decide", "default_device", "plan", "use_backend"]
 
 VARIABLE = "POLYATTN_BACKEND"
 AUTO = "auto"
@@ -81,6 +81,7 @@ def use_backend(*names: str) -> Iterator[None]:
     ----------
     *names : str
         Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
+        ``auto`` is the arrays' own library, as where nothing is chosen.
 
     Yields
     ------
@@ -207,7 +208,7 @@ def _plan(call: Call, query: Array, asked: Request, kernel: str | None) -> Plan:
     problem = examine(call, conversion=asked.may_move)
     chosen, candidates = _weigh(call, problem, query, asked, kernel)
     if chosen is None:
-        raise _error(Explanation(call, problem, str(asked), tuple(candidates)), kernel)
+        raise _error(Explanation(call, problem, str(asked), tuple(candidates)), kernel, asked)
     return chosen
 
 
@@ -216,19 +217,37 @@ def decide(
 ) -> Explanation:
     """Return the whole decision; `query` is None where only shapes were given."""
     asked = request(backend)
-    library = call.query.library
-    if query is None and not registry.serving(library) and not registry.is_installed(library):
-        raise ValueError(f"no library {library!r} is installed here, and no plugin is for one")
+    if query is None:
+        _refuse_imaginary(call.query.library, call.query.device)
     problem = examine(call, conversion=asked.may_move)
     _, candidates = _weigh(call, problem, query, asked, kernel, whole=True)
     return Explanation(call, problem, str(asked), tuple(candidates))
 
 
-def _error(explanation: Explanation, kernel: str | None) -> BackendError:
+def default_device(library: str) -> str:
+    """Return where arrays of a library are if nothing else is said."""
+    for name in registry.serving(library):
+        if registry.load(name) is None and registry.devices_of(name):
+            return registry.devices_of(name)[0]
+    return "cpu"
+
+
+def _refuse_imaginary(library: str, device: str) -> None:
+    """Refuse to explain a call with arrays that cannot be."""
+    serving = registry.serving(library)
+    if not registry.is_installed(library):
+        hint = "".join(f": {registry.load(name)}" for name in serving)
+        raise ValueError(f"there can be no array of {library!r}, which is not installed{hint}")
+    specs = [registry.spec_of(name) for name in serving if registry.load(name) is None]
+    if specs and not any(device.partition(":")[0] in spec.devices for spec in specs):
+        raise ValueError(f"there can be no array of {library} on {device!r}")
+
+
+def _error(explanation: Explanation, kernel: str | None, asked: Request) -> BackendError:
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
-    what = (
-        f"kernel={kernel!r} cannot" if kernel is not None else "no backend that was asked for can"
-    )
+    what = f"kernel={kernel!r} cannot"
+    if kernel is None:
+        what = f"no backend {'that was asked for' if asked.names else 'here'} can"
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
     error = kind("\n".join([f"{what} take this call", *explanation.lines()]))
     error.explanation = explanation

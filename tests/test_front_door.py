@@ -235,7 +235,8 @@ def test_dropout_without_a_seed():
 
 
 def test_dropout_is_refused_by_every_kernel():
-    refused(polyattn.UnsupportedError, "does not compute dropout", dropout=(0.1, 0))
+    refused(polyattn.UnsupportedError, "no backend here", "not compute dropout", dropout=(0.1, 0))
+    refused(polyattn.UnsupportedError, "that was asked for", dropout=(0.1, 0), backend="numpy")
 
 
 @pytest.mark.parametrize("is_causal", [1, "yes", None])
@@ -250,6 +251,14 @@ def test_layout_that_is_none():
 
 def test_score_mod_that_is_no_function():
     refused(TypeError, "score_mod must be a function", score_mod=1)
+
+
+def test_functions_of_the_wrong_number_of_parameters():
+    refused(
+        TypeError, "the mask function must take (b, h, i, j)", "(i, j)", mask=lambda i, j: i > j
+    )
+    refused(TypeError, "score_mod must take (score, b, h, i, j)", score_mod=lambda s: s)
+    attention(Q, K, V, mask=lambda *indices: True, score_mod=lambda s, *indices: s)
 
 
 def test_a_mask_function_that_returns_numbers():

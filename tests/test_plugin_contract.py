@@ -3,6 +3,7 @@
 It serves array-api-strict, which has three devices without any hardware.
 """
 
+import dataclasses
 import sys
 import types
 
@@ -168,6 +169,43 @@ def test_arrays_from_elsewhere_go_to_its_first_device(acme):
     assert acme.ran[-1][1].query.device == NEAR
     tensor = torch.from_numpy(X)
     assert isinstance(attention(tensor, tensor, tensor, backend="acme"), torch.Tensor)
+
+
+def test_a_backend_that_names_no_device_puts_arrays_where_it_likes(acme, monkeypatch):
+    monkeypatch.setattr(AcmeBackend, "devices", lambda self: [])
+    monkeypatch.setattr(AcmeBackend, "place", lambda self, array, device: strict(np.asarray(array)))
+    assert isinstance(attention(X, X, X, backend="acme"), np.ndarray)
+    assert acme.ran[-1][0].device == ""
+
+
+class _Nameless(Kernel):
+    pass
+
+
+class _Misspelt(Kernel):
+    name = "misspelt"
+    features = frozenset({"casual"})
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flaw"),
+    [
+        (_Nameless(), "its kernel _Nameless has no name"),
+        (Plain, "must be instances of Kernel"),
+        (_Misspelt(), "unknown feature 'casual'; did you mean 'causal'?"),
+    ],
+)
+def test_a_kernel_that_breaks_the_contract_is_told_at_once(kernel, flaw):
+    backend = AcmeBackend()
+    backend.kernels = (kernel,)
+    assert flaw in registry._flaw(backend)
+    assert registry._flaw(AcmeBackend()) is None
+
+
+@pytest.mark.parametrize("field", ["namespaces", "requires", "devices", "dtypes"])
+def test_a_spec_refuses_a_string_for_a_tuple(field):
+    with pytest.raises(TypeError, match=f"{field} must be a tuple of strings; got 'cpu'"):
+        dataclasses.replace(SPEC, **{field: "cpu"})
 
 
 @pytest.mark.usefixtures("acme")

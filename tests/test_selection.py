@@ -466,8 +466,14 @@ def test_explain_checks_what_attention_checks():
         explain(SHAPE, (2, 4, 5, 6), SHAPE)
 
 
+def test_explain_takes_shapes_to_be_where_the_library_puts_arrays():
+    assert explain(SHAPE, SHAPE, SHAPE, library="torch").problem.device == "cpu"
+    with pytest.raises(ValueError, match="no array of numpy on 'cuda'"):
+        explain(SHAPE, SHAPE, SHAPE, device="cuda")
+
+
 def test_explain_refuses_a_library_that_is_not_here():
-    with pytest.raises(ValueError, match="no library 'nunpy' is installed"):
+    with pytest.raises(ValueError, match="no array of 'nunpy', which is not installed"):
         explain(SHAPE, SHAPE, SHAPE, library="nunpy")
 
 

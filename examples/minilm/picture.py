@@ -99,9 +99,9 @@ class Page:
         left = (
             f"Percentages: where its attention goes, in the one of {self.heads} heads in which "
             "the sentences differ most.\n"
-            "In grey, [CLS], [SEP] and the full stop, where BERT rests attention no word needs."
+            "The grey labels [CLS], [SEP] and . are no words: BERT rests attention there."
         )
-        right = f"Rows look at columns;\nthe darkest square is {self.darkest:.0%}."
+        right = f"Words only; rows look at columns;\nthe darkest square is {self.darkest:.0%}."
         self.write(LEFT, 888, left, SMALL, QUIET, va="top", linespacing=1.45)
         self.write(MAP_LEFT, 888, right, SMALL, QUIET, va="top", linespacing=1.45)
 
