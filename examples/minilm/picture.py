@@ -101,7 +101,7 @@ class Page:
             "the sentences differ most.\n"
             "The grey labels [CLS], [SEP] and . are no words: BERT rests attention there."
         )
-        right = f"Words only; rows look at columns;\nthe darkest square is {self.darkest:.0%}."
+        right = f"Words only. Rows look at\ncolumns; the darkest is {self.darkest:.0%}."
         self.write(LEFT, 888, left, SMALL, QUIET, va="top", linespacing=1.45)
         self.write(MAP_LEFT, 888, right, SMALL, QUIET, va="top", linespacing=1.45)
 
