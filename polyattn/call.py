@@ -95,10 +95,6 @@ def describe(
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
 ) -> Call:
     """Return the facts of a call, its options checked one by one; `examine` checks the whole."""
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(
-            f"score_mod must be a function (score, b, h, i, j) -> score; {_got(score_mod)}"
-        )
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     mask_facts: ArrayFacts | str | None = None
@@ -108,6 +104,10 @@ def describe(
     elif mask is not None:
         mask_facts = facts(mask, "mask")
     if score_mod is not None:
+        if not callable(score_mod):
+            raise TypeError(
+                f"score_mod must be a function (score, b, h, i, j) -> score; {_got(score_mod)}"
+            )
         _check_takes("score_mod", score_mod, "score, b, h, i, j")
     return Call(
         facts(query, "query"),

@@ -231,6 +231,12 @@ def onnx_attention(
     OnnxAttention
         The attention, and all keys and values.
 
+    Raises
+    ------
+    ValueError
+        If inputs of rank 3 come without numbers of heads that divide them, or inputs that exclude
+        or need each other are given.
+
     Examples
     --------
     >>> import numpy as np
@@ -240,6 +246,10 @@ def onnx_attention(
     >>> outputs.Y.shape, outputs.present_key.shape
     ((2, 5, 512), (2, 8, 5, 64))
     """
+    if (past_key is None) != (past_value is None):
+        raise ValueError("past_key and past_value are given together or not at all")
+    if past_key is not None and nonpad_kv_seqlen is not None:
+        raise ValueError("past_key and nonpad_kv_seqlen are not to be given together")
     xp = library_of(Q, "Q").xp
     packed = len(Q.shape) == 3
     if packed:
@@ -314,6 +324,8 @@ def _padded(xp: Any, mask: Array, keys: int) -> Array:
 
 def _split_heads(xp: Any, array: Array, heads: int) -> Array:
     batch, length, width = array.shape
+    if heads < 1 or width % heads:
+        raise ValueError(f"{heads} heads do not divide a width of {width}: {tuple(array.shape)}")
     return xp.permute_dims(xp.reshape(array, (batch, length, heads, width // heads)), (0, 2, 1, 3))
 
 

@@ -6,6 +6,7 @@ first asked for: most calls need none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,10 +42,8 @@ class Indices:
     @property
     def batch(self) -> Array:
         """The flat index over all batch axes, shape (..., 1, 1, 1)."""
-        items = 1
-        for length in self._problem.batch:
-            items *= length
-        return self._range(0, items, *self._problem.batch, 1, 1, 1)
+        batch = self._problem.batch
+        return self._range(0, math.prod(batch), *batch, 1, 1, 1)
 
     @property
     def head(self) -> Array:

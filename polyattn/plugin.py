@@ -253,7 +253,7 @@ class Backend:
         Array
             An array of this library.
         """
-        # NumPy's bfloat16 is not its own, so it does not export it.
+        # DLPack has bfloat16; NumPy, whose bfloat16 is another package's, trades it by no DLPack.
         is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
         return self.xp.asarray(array) if is_bfloat16 else self.xp.from_dlpack(array)
 

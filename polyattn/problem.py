@@ -107,6 +107,11 @@ class Problem(NamedTuple):
         return self.device.partition(":")[0]
 
     @property
+    def accumulator(self) -> str:
+        """The dtype of scores, sums and logsumexp."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
     def scores(self) -> Shape:
         """The shape (..., H, L, S) of the scores, which mask and bias broadcast to."""
         return (*self.batch, self.heads, self.query_length, self.key_length)

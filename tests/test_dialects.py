@@ -155,6 +155,17 @@ def test_what_torch_refuses_or_only_torch_can_do():
         scaled_dot_product_attention(Q, K, V, dropout_p=0.1)
 
 
+def test_inputs_of_onnx_that_do_not_go_together():
+    x = np.ones((2, 4, 5, 8), np.float32)
+    with pytest.raises(ValueError, match="together or not at all"):
+        onnx_attention(x, x, x, past_key=x)
+    lengths = np.array([5, 5])
+    with pytest.raises(ValueError, match="not to be given together"):
+        onnx_attention(x, x, x, past_key=x, past_value=x, nonpad_kv_seqlen=lengths)
+    with pytest.raises(ValueError, match="3 heads do not divide a width of 8"):
+        onnx_attention(*[x[:, 0]] * 3, q_num_heads=3, kv_num_heads=3)
+
+
 def test_inputs_of_rank_three_need_their_heads():
     x = np.ones((2, 5, 8), np.float32)
     with pytest.raises(ValueError, match="q_num_heads and kv_num_heads"):

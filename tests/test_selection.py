@@ -425,6 +425,13 @@ def test_what_a_function_closes_over_is_not_lost_either():
         attention(tensor, tensor, tensor, backend="numpy", **rule)
 
 
+def test_bfloat16_without_the_package_that_numpy_has_it_from(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    tensor = torch.from_numpy(X).bfloat16()
+    with pytest.raises(ImportError, match="pip install ml_dtypes"):
+        attention(tensor, tensor, tensor, backend="numpy")
+
+
 def test_jax_in_bfloat16_crosses():
     x = jnp.asarray(X, jnp.bfloat16)
     assert attention(x, x, x, backend="numpy").dtype == jnp.bfloat16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
@@ -23,13 +22,9 @@ class NumpyBackend(Backend):
         """Return the one device there is."""
         return ["cpu"]
 
-    def place(self, array: Array, device: str | None) -> np.ndarray[Any, Any]:
+    def place(self, array: Array, device: str | None) -> Array:
         """Return `array` as a NumPy array, on the same memory where it is the host's."""
-        if isinstance(array, np.ndarray):
-            return array
-        # DLPack has bfloat16, and NumPy's import of it has not.
-        is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
-        return np.asarray(array) if is_bfloat16 else np.from_dlpack(array)
+        return array if isinstance(array, np.ndarray) else super().place(array, device)
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Return the matrix product of two stacks of matrices."""
@@ -49,6 +44,5 @@ class NumpyBackend(Backend):
         output = np.empty((*problem.scores[:-1], problem.value_size), like.dtype)
         logsumexp = None
         if "logsumexp" in problem.features:
-            accumulator = np.float64 if problem.dtype == "float64" else np.float32
-            logsumexp = np.empty(problem.scores[:-1], accumulator)
+            logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
         return self.write_rows(output, logsumexp, blocks)

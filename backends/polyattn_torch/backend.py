@@ -45,8 +45,12 @@ class TorchBackend(Backend):
         """Return a tensor as a NumPy array, on the same memory where it is the host's."""
         host = array.detach().resolve_conj().resolve_neg().cpu()
         if host.dtype == torch.bfloat16:
-            import ml_dtypes
-
+            try:
+                import ml_dtypes
+            except ImportError:
+                raise ImportError(
+                    "NumPy has bfloat16 through ml_dtypes alone: pip install ml_dtypes"
+                ) from None
             return host.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return host.numpy()
 
@@ -74,7 +78,7 @@ class TorchBackend(Backend):
         output = like.new_empty((*problem.scores[:-1], problem.value_size))
         logsumexp = None
         if "logsumexp" in problem.features:
-            accumulator = torch.float64 if problem.dtype == "float64" else torch.float32
+            accumulator = getattr(torch, problem.accumulator)
             logsumexp = like.new_empty(problem.scores[:-1], dtype=accumulator)
         return self.write_rows(output, logsumexp, blocks)
 

@@ -132,4 +132,4 @@ def _as_scores(problem: Problem, bias: torch.Tensor) -> torch.Tensor:
     """Return the bias in a dtype that sdpa takes and that loses nothing of the scores' own."""
     if problem.bias_dtype == problem.dtype:
         return bias
-    return bias.to(torch.float64 if problem.dtype == "float64" else torch.float32)
+    return bias.to(getattr(torch, problem.accumulator))

@@ -44,8 +44,8 @@ class Dense(Kernel):
 
 def scaled(problem: Problem, query: Array, xp: Any) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
-    accumulator = xp.float64 if problem.dtype == "float64" else xp.float32
-    return fold(problem, cast(xp, query, accumulator) * problem.scale, xp)
+    query = cast(xp, query, getattr(xp, problem.accumulator))
+    return fold(problem, query * problem.scale, xp)
 
 
 def attend(

@@ -32,7 +32,7 @@ def or_zero(xp: Any, maximum: Array) -> Array:
 
 def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> Running:
     """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
-    accumulator = xp.float64 if problem.dtype == "float64" else xp.float32
+    accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
     if problem.requires_grad:
         # Where no key is seen the gradients are 0, not absent: a sum over nothing ties them in.
