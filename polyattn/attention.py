@@ -9,6 +9,7 @@ from polyattn.arrays import Array, ArrayFacts, facts_of, library_of
 from polyattn.call import Call, Operands, describe, lengths
 from polyattn.explain import Explanation
 from polyattn.partial import Partial
+from polyattn.plugin import Kernel
 from polyattn.selection import decide, default_device, plan
 
 __all__ = ["attention", "attention_partial", "explain"]
@@ -31,7 +32,7 @@ def attention(
     dropout: tuple[float, int] | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
-    kernel: str | None = None,
+    kernel: str | Kernel | None = None,
 ) -> Array:
     """Compute scaled dot-product attention, softmax(scale · query·keyᵀ) · value.
 
@@ -80,8 +81,8 @@ def attention(
         do what is asked runs, and nothing else. Arrays are brought there and the result back;
         ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
         then the arrays' own library decides.
-    kernel : str, optional
-        The kernel to insist on.
+    kernel : str or polyattn.plugin.Kernel, optional
+        The kernel to insist on: one of the backend's by its name, or one of your own.
 
     Returns
     -------
@@ -149,7 +150,7 @@ def attention_partial(
     dropout: tuple[float, int] | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
-    kernel: str | None = None,
+    kernel: str | Kernel | None = None,
 ) -> Partial:
     """Compute attention over some of the keys, to be joined with attention over others.
 
@@ -162,7 +163,7 @@ def attention_partial(
         `query_offset` says where the queries stand among them.
     score_mod, sinks, dropout : optional
         As for `attention`. Give sinks with one part only.
-    layout, backend, kernel : str, optional
+    layout, backend, kernel : optional
         As for `attention`.
 
     Returns
@@ -210,7 +211,7 @@ def explain(
     dropout: tuple[float, int] | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
-    kernel: str | None = None,
+    kernel: str | Kernel | None = None,
     logsumexp: bool = False,
     library: str = "numpy",
     device: str | None = None,
@@ -228,7 +229,7 @@ def explain(
         As for `attention`; of mask, bias and query_offset the shape is enough.
     score_mod, sinks, dropout : optional
         As for `attention`; of sinks the shape is enough.
-    layout, backend, kernel : str, optional
+    layout, backend, kernel : optional
         As for `attention`.
     logsumexp : bool
         Whether to explain `attention_partial` instead.
@@ -279,7 +280,10 @@ def explain(
 
 
 def _run(
-    call: Call, operands: Operands, backend: str | Sequence[str] | None, kernel: str | None
+    call: Call,
+    operands: Operands,
+    backend: str | Sequence[str] | None,
+    kernel: str | Kernel | None,
 ) -> tuple[Array, Array | None]:
     chosen = plan(call, operands.query, backend, kernel)
     ranks = (len(call.query.shape), len(call.key.shape), len(call.value.shape))

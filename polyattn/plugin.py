@@ -141,6 +141,11 @@ class Kernel:
         Whether a batch item's result has the same bits alone and among others.
     deterministic : bool
         Whether the same call twice gives the same bits.
+    compiles : bool
+        Whether it compiles for each new shape and option, so that a first call takes seconds.
+    tile : int or None
+        Of a kernel that works in tiles, how many scores one holds at most, and what it reads when
+        it is called: `polyattn.conformance` sets it low on a copy, so that small arrays have edges.
     """
 
     name: ClassVar[str]
@@ -148,6 +153,8 @@ class Kernel:
     poison_safe: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
+    compiles: ClassVar[bool] = False
+    tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Say why the kernel cannot take a problem whose features it declares.

@@ -22,6 +22,7 @@ __all__ = [
     "array_api_backend",
     "device_of",
     "devices_of",
+    "flaw",
     "is_installed",
     "kernels_of",
     "load",
@@ -135,12 +136,20 @@ def _flaw(backend: Backend) -> str | None:
     for kernel in backend.kernels:
         if not isinstance(kernel, Kernel):
             return f"its kernels must be instances of Kernel; one is {kernel!r}"
-        if not isinstance(getattr(kernel, "name", None), str):
-            return f"its kernel {type(kernel).__name__} has no name"
-        for feature in sorted(kernel.features - frozenset(FEATURES)):
-            near = difflib.get_close_matches(feature, FEATURES, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            return f"its kernel {kernel.name} declares an unknown feature {feature!r}{meant}"
+        found = flaw(kernel)
+        if found is not None:
+            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {found}"
+    return None
+
+
+def flaw(kernel: Kernel) -> str | None:
+    """Return what of a kernel breaks the contract, or None."""
+    if not isinstance(getattr(kernel, "name", None), str):
+        return "has no name"
+    for feature in sorted(kernel.features - frozenset(FEATURES)):
+        near = difflib.get_close_matches(feature, FEATURES, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        return f"declares an unknown feature {feature!r}{meant}"
     return None
 
 

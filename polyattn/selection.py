@@ -169,11 +169,13 @@ def _refuse_unknown(asked: Request) -> None:
 
 # ---- what runs ---------------------------------------------------------------------------------
 
-_plans: dict[tuple[Call, Request, str | None], Plan] = {}
+_plans: dict[tuple[Call, Request, str | Kernel | None], Plan] = {}
 _MOST_PLANS = 4096
 
 
-def plan(call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | None) -> Plan:
+def plan(
+    call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
+) -> Plan:
     """Return how to run the call, or raise with every candidate and its reasons.
 
     Parameters
@@ -184,11 +186,10 @@ def plan(call: Call, query: Array, backend: str | Sequence[str] | None, kernel: 
         The query itself, for its library.
     backend : str, sequence of str, or None
         The argument of the call.
-    kernel : str or None
+    kernel : str, Kernel or None
         The kernel insisted on.
     """
-    if kernel is not None and not isinstance(kernel, str):
-        raise TypeError(f"a kernel is named by a string such as 'dense'; got {kernel!r}")
+    _check_kernel(kernel)
     asked = request(backend)
     if is_compiling():
         return _plan(call, query, asked, kernel)
@@ -204,7 +205,19 @@ def plan(call: Call, query: Array, backend: str | Sequence[str] | None, kernel: 
     return found
 
 
-def _plan(call: Call, query: Array, asked: Request, kernel: str | None) -> Plan:
+def _check_kernel(kernel: str | Kernel | None) -> None:
+    if isinstance(kernel, Kernel):
+        flaw = registry.flaw(kernel)
+        if flaw is not None:
+            raise TypeError(f"the kernel given {flaw}")
+    elif kernel is not None and not isinstance(kernel, str):
+        raise TypeError(
+            f"a kernel is named by a string such as 'dense', or is an instance of Kernel; got"
+            f" {kernel!r}"
+        )
+
+
+def _plan(call: Call, query: Array, asked: Request, kernel: str | Kernel | None) -> Plan:
     problem = examine(call, conversion=asked.may_move)
     chosen, candidates = _weigh(call, problem, query, asked, kernel)
     if chosen is None:
@@ -213,9 +226,13 @@ def _plan(call: Call, query: Array, asked: Request, kernel: str | None) -> Plan:
 
 
 def decide(
-    call: Call, query: Array | None, backend: str | Sequence[str] | None, kernel: str | None
+    call: Call,
+    query: Array | None,
+    backend: str | Sequence[str] | None,
+    kernel: str | Kernel | None,
 ) -> Explanation:
     """Return the whole decision; `query` is None where only shapes were given."""
+    _check_kernel(kernel)
     asked = request(backend)
     if query is None:
         _refuse_imaginary(call.query.library, call.query.device)
@@ -243,9 +260,9 @@ def _refuse_imaginary(library: str, device: str) -> None:
         raise ValueError(f"there can be no array of {library} on {device!r}")
 
 
-def _error(explanation: Explanation, kernel: str | None, asked: Request) -> BackendError:
+def _error(explanation: Explanation, kernel: str | Kernel | None, asked: Request) -> BackendError:
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
-    what = f"kernel={kernel!r} cannot"
+    what = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
     if kernel is None:
         what = f"no backend {'that was asked for' if asked.names else 'here'} can"
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
@@ -259,7 +276,7 @@ def _weigh(
     problem: Problem,
     query: Array | None,
     asked: Request,
-    insisted: str | None,
+    insisted: str | Kernel | None,
     *,
     whole: bool = False,
 ) -> tuple[Plan | None, list[Candidate]]:
@@ -274,20 +291,25 @@ def _weigh(
         if isinstance(site, Refusal):
             candidates.append(Candidate(name, None, site.status, (site.reason,)))
             continue
-        for kernel in site.kernels:
-            if insisted is not None and kernel.name != insisted:
-                continue
-            candidate = _judge(name, kernel, site.problem, insisted, chosen is not None)
+        offered = _offered(site.kernels, insisted)
+        for kernel in offered:
+            candidate = _judge(name, kernel, site.problem, insisted is not None, chosen is not None)
             candidates.append(candidate)
             if candidate.status == "chosen":
                 chosen = Plan(kernel, site, call.query.device)
                 if not whole:
                     return chosen, candidates
-        if insisted is not None and all(kernel.name != insisted for kernel in site.kernels):
+        if not offered:
             its_own = ", ".join(kernel.name for kernel in site.kernels)
             reason = f"it has no kernel of that name; it has {its_own}"
-            candidates.append(Candidate(name, insisted, "refused", (reason,)))
+            candidates.append(Candidate(name, str(insisted), "refused", (reason,)))
     return chosen, candidates
+
+
+def _offered(kernels: Sequence[Kernel], insisted: str | Kernel | None) -> Sequence[Kernel]:
+    if isinstance(insisted, Kernel):
+        return (insisted,)
+    return [kernel for kernel in kernels if insisted in (None, kernel.name)]
 
 
 def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
@@ -303,7 +325,7 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 
 
 def _judge(
-    backend: str, kernel: Kernel, problem: Problem, insisted: str | None, taken: bool
+    backend: str, kernel: Kernel, problem: Problem, insisted: bool, taken: bool
 ) -> Candidate:
     missing = sorted(problem.features - kernel.features)
     if missing:
@@ -312,7 +334,7 @@ def _judge(
         reasons = kernel.reasons_against(problem)
     if reasons:
         return Candidate(backend, kernel.name, "refused", tuple(reasons))
-    waits = kernel.only_on_request(problem) if insisted is None else None
+    waits = None if insisted else kernel.only_on_request(problem)
     if waits is not None:
         return Candidate(backend, kernel.name, "on request", (waits,))
     return Candidate(backend, kernel.name, "next" if taken else "chosen")

@@ -8,6 +8,8 @@ import pytest
 import polyattn
 
 ROOT = Path(polyattn.__file__).resolve().parent
+#: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
+TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
 FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx"}
 LOADED = "import sys; print(*sorted(m for m in {names!r} if m in sys.modules))"
 
@@ -50,6 +52,8 @@ polyattn.attention(x, x, x, backend="torch")
 @pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: file.name)
 def test_the_core_imports_the_standard_library_and_one_thing_more(file):
     allowed_here = {"polyattn"} | ({"array_api_compat"} if file.name == "arrays.py" else set())
+    if file.parent.name == "conformance":
+        allowed_here |= TESTING
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         names = []
@@ -80,6 +84,11 @@ def test_a_kernel_knows_no_registry_and_no_front_door():
 @pytest.mark.parametrize("name", ["polyattn_numpy", "polyattn_torch"])
 def test_a_plugin_imports_the_contract_alone(name):
     assert imported_from_the_core(ROOT.parent / "backends" / name) == {"plugin"}
+
+
+def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
+    names = [*(TESTING - {"numpy"}), "polyattn.conformance"]
+    assert loaded_after(run_python, "import polyattn, polyattn.cli", names) == []
 
 
 def test_public_names():

@@ -6,10 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from libraries import tiles_of
 
 import polyattn
 from polyattn import attention, attention_partial
-from polyattn.kernels import tiled
+from polyattn.kernels import Tiled, tiled
 from polyattn.masks import Span, column_span, is_full
 
 RNG = np.random.default_rng(0)
@@ -19,11 +20,8 @@ def randn(*shape):
     return RNG.standard_normal(shape, dtype=np.float32)
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Make tiles so small that a short call has many, with edges inside and out."""
-    monkeypatch.setattr(tiled, "TILE", 40)
-    monkeypatch.setattr(tiled, "SMALLEST", 40)
+#: Tiles so small that a short call has many, with edges inside and out.
+SMALL_TILES = tiles_of(40)
 
 
 OPTIONS = {
@@ -49,16 +47,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.usefixtures("small_tiles")
 def test_tiles_change_nothing(case):
     q, k, v = randn(2, 4, 23, 8), randn(2, 2, 31, 8), randn(2, 2, 31, 5)
-    tiles = attention_partial(q, k, v, kernel="tiled", **OPTIONS[case])
+    tiles = attention_partial(q, k, v, kernel=SMALL_TILES, **OPTIONS[case])
     whole = attention_partial(q, k, v, kernel="dense", **OPTIONS[case])
     np.testing.assert_allclose(tiles.output, whole.output, atol=2e-6)
     np.testing.assert_allclose(tiles.logsumexp, whole.logsumexp, atol=2e-6)
 
 
-@pytest.mark.usefixtures("small_tiles")
 def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
     visited = []
     genuine = tiled.attend
@@ -69,7 +65,7 @@ def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
 
     monkeypatch.setattr(tiled, "attend", attend)
     x = randn(64, 4)
-    attention(x, x, x, is_causal=True, window=(24, None), kernel="tiled")
+    attention(x, x, x, is_causal=True, window=(24, None), kernel=SMALL_TILES)
     seen = np.zeros((64, 64), bool)
     for rows, columns, banded in visited:
         tile = np.s_[rows.start : rows.stop, columns.start : columns.stop]
@@ -114,17 +110,17 @@ def test_what_positions_say_of_a_tile_is_what_they_say_of_its_elements(window, o
 @pytest.mark.parametrize(("length", "kernel"), [(1024, "dense"), (1025, "tiled")])
 def test_tiles_are_for_what_one_tile_does_not_hold(length, kernel):
     shape = (1, length, 64)
-    assert tiled.TILE == 1024 * 1024
+    assert Tiled.tile == 1024 * 1024
     assert polyattn.explain(shape, (1, 1024, 64), (1, 1024, 64)).chosen.kernel == kernel
 
 
 def test_a_tile_has_a_size_worth_a_call_for_any_number_of_heads():
     shape = (64, 4096, 512, 8)
-    rows, columns = tiled.block_sizes(polyattn.explain(shape, shape, shape).problem)
+    rows, columns = tiled.block_sizes(polyattn.explain(shape, shape, shape).problem, Tiled.tile)
     assert rows * columns == tiled.SMALLEST
     shape = (4096, 1, 8)
     rows, columns = tiled.block_sizes(
-        polyattn.explain(shape, (4096, 10**6, 8), (4096, 10**6, 8)).problem
+        polyattn.explain(shape, (4096, 10**6, 8), (4096, 10**6, 8)).problem, Tiled.tile
     )
     assert (rows, columns) == (1, tiled.SMALLEST)
 
@@ -162,12 +158,12 @@ print(1024 * (after - before) / output.nbytes)
     assert float(held) < 1.7
 
 
-def test_tiled_holds_no_more_for_longer_arrays(monkeypatch):
-    monkeypatch.setattr(tiled, "TILE", 2**14)
+def test_tiled_holds_no_more_for_longer_arrays():
+    kernel = tiles_of(2**14)
     held = []
     for length in (1024, 4096):
         x = randn(1, 1, length, 16)
-        most, partial = peak(lambda x=x: attention_partial(x, x, x, kernel="tiled"))
+        most, partial = peak(lambda x=x: attention_partial(x, x, x, kernel=kernel))
         held.append(most - partial.output.nbytes - partial.logsumexp.nbytes)
     assert held[1] < 1.2 * held[0]
 

@@ -5,16 +5,15 @@ in the softmax alone.
 """
 
 import math
-from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from libraries import tiles_of
 
 from polyattn import Partial, attention, attention_partial, merge
-from polyattn.kernels import tiled
 
 settings.register_profile("polyattn", max_examples=40, deadline=None, derandomize=True)
 settings.load_profile("polyattn")
@@ -78,8 +77,7 @@ def test_the_size_of_a_tile_changes_nothing(call, tile, is_causal):
     q, k, v, mask = call
     options = {"mask": mask, "is_causal": is_causal}
     whole = attention_partial(q, k, v, kernel="dense", **options)
-    with mock.patch.multiple(tiled, TILE=tile, SMALLEST=tile):
-        same_partial(attention_partial(q, k, v, kernel="tiled", **options), whole)
+    same_partial(attention_partial(q, k, v, kernel=tiles_of(tile), **options), whole)
 
 
 @KERNELS

@@ -41,6 +41,7 @@ class Flex(Kernel):
         }
     )
     poison_safe = False
+    compiles = True
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Compiling is not for a call that did not ask for it."""

@@ -19,9 +19,6 @@ from polyattn.problem import FEATURES, Operands, Problem
 
 __all__ = ["Tiled"]
 
-# Scores held at once over all heads: 4 MiB of float32 with a few copies of it, where calls into the
-# array library cost little beside their work.
-TILE = 2**20
 # No less than this for each head, however many heads there are.
 SMALLEST = 2**12
 
@@ -31,10 +28,13 @@ class Tiled(Kernel):
 
     name = "tiled"
     features = frozenset(FEATURES) - {"dropout"}
+    # Over all heads: 4 MiB of float32 with a few copies of it, where calls into the array library
+    # cost little beside their work.
+    tile = 2**20
 
     def only_on_request(self, problem: Problem) -> str | None:
         """One tile is what dense does, with less around it."""
-        if math.prod(problem.scores) <= TILE:
+        if math.prod(problem.scores) <= self.tile:
             return "one tile holds all the scores: dense does the same"
         return None
 
@@ -46,7 +46,7 @@ class Tiled(Kernel):
         if 0 in problem.scores:
             empty = start(problem, operands, xp, Span(0, problem.query_length))
             return finish(problem, empty, operands.query.dtype, xp)
-        row_block, column_block = block_sizes(problem)
+        row_block, column_block = block_sizes(problem, self.tile)
         blocks = (
             finish(
                 problem,
@@ -59,10 +59,10 @@ class Tiled(Kernel):
         return backend.stack_rows(problem, operands.query, blocks)
 
 
-def block_sizes(problem: Problem) -> tuple[int, int]:
+def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile: about square, wide where rows are few."""
     heads = math.prod(problem.batch) * problem.heads
-    area = max(TILE // heads, SMALLEST)
+    area = max(tile // heads, min(tile, SMALLEST))
     rows = min(problem.query_length, int(area**0.5))
     return rows, area // rows
 

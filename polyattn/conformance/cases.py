@@ -7,39 +7,74 @@ they run on the arrays of every library.
 
 # ruff: noqa: N806 -- the letters are those of the semantics
 
+from __future__ import annotations
+
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, pairwise
 from typing import Any
 
-import array_api_strict
 import ml_dtypes
 import numpy as np
-import torch
-from array_api_compat import array_namespace
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+from polyattn import explain
+from polyattn.arrays import cast, library_of
+from polyattn.problem import DTYPES
+
+__all__ = ["CASES", "ESSENTIAL", "TOPICS", "Case", "make_case"]
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Draw:
     """An array among the options: `make(case, rng)`, cast to the inputs' dtype if it is real."""
 
-    make: Callable
+    make: Callable[[Any, Any], Array]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `attention`; the shape fields are the letters of the semantics."""
+    """One call of `attention`; the shape fields are the letters of the semantics.
+
+    Attributes
+    ----------
+    name : str
+        What it is called, and the seed of its arrays.
+    topic : str
+        What of the semantics it is about: one of `TOPICS`.
+    dtype : str
+        Of query, key and value.
+    batch, key_batch, value_batch : tuple of int
+        The batch axes of query, key and value; None for the query's.
+    H, G, L, S, D, E : int
+        The lengths; G is H and E is D where they are None.
+    one_head : bool
+        Whether the arrays have no axis of heads.
+    layout : str
+        The order of heads and length.
+    values : str
+        How query, key and value are drawn.
+    view : str or None
+        How all arrays lie in memory; None for contiguous ones.
+    poison : float or None
+        What the keys `poisoned`, and their values, hold.
+    poisoned : tuple of int
+        Which keys.
+    options : tuple of (str, object)
+        The other arguments of the call.
+    """
 
     name: str
+    topic: str = "formula"
     dtype: str = "float32"
-    batch: tuple[int, ...] = (2,)
-    key_batch: tuple[int, ...] | None = None
-    value_batch: tuple[int, ...] | None = None
+    batch: Shape = (2,)
+    key_batch: Shape | None = None
+    value_batch: Shape | None = None
     H: int = 2
     G: int | None = None
     L: int = 11
@@ -49,93 +84,119 @@ class Case:
     one_head: bool = False
     layout: str = "...HLD"
     values: str = "normal"
+    view: str | None = None
     poison: float | None = None
     poisoned: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
 
     @property
-    def full_batch(self):
+    def full_batch(self) -> Shape:
+        """The batch axes, broadcast."""
         others = (self.key_batch, self.value_batch)
         return np.broadcast_shapes(self.batch, *(x for x in others if x is not None))
 
     @property
-    def score_shape(self):
+    def score_shape(self) -> Shape:
+        """The shape of the scores."""
         heads = () if self.one_head else (self.H,)
         return (*self.full_batch, *heads, self.L, self.S)
 
     @property
-    def shapes(self):
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
+        """The shapes of query, key and value, heads first."""
         G, E = self.G or self.H, self.E or self.D
         k_batch, v_batch = (
             self.batch if b is None else b for b in (self.key_batch, self.value_batch)
         )
-        shapes = (
-            (*self.batch, self.H, self.L, self.D),
-            (*k_batch, G, self.S, self.D),
-            (*v_batch, G, self.S, E),
+        heads = (self.H, G, G) if not self.one_head else ((), (), ())
+        lengths = ((self.L, self.D), (self.S, self.D), (self.S, E))
+        q, k, v = (
+            (*batch, *((h,) if isinstance(h, int) else ()), *ends)
+            for batch, h, ends in zip((self.batch, k_batch, v_batch), heads, lengths, strict=True)
         )
-        return tuple(s[1:] for s in shapes) if self.one_head else shapes
+        return q, k, v
 
-    def arguments(self, poisoned=True):
-        """`(query, key, value), options`, in NumPy; with the poison, or clean."""
+    def arguments(self, poisoned: bool = True) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
+        """Make the arguments of the call, fresh ones each time.
+
+        Parameters
+        ----------
+        poisoned : bool
+            Whether with the poison, or clean.
+
+        Returns
+        -------
+        arrays : tuple of numpy.ndarray
+            Query, key and value.
+        options : dict
+            The other arguments.
+        """
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
-        dtype = np.dtype(self.dtype)
+        dtype, view = np.dtype(self.dtype), VIEWS[self.view]
         query, key, value = VALUES[self.values](self, rng)
         if poisoned and self.poison is not None:
             key[..., self.poisoned, :] = self.poison
             value[..., self.poisoned, :] = self.poison
-        arrays = tuple(x.astype(dtype) for x in (query, key, value))
+        q, k, v = (x.astype(dtype) for x in (query, key, value))
         if self.layout == "...LHD":
-            arrays = tuple(np.ascontiguousarray(np.swapaxes(x, -3, -2)) for x in arrays)
-        options = {}
+            q, k, v = (np.ascontiguousarray(np.swapaxes(x, -3, -2)) for x in (q, k, v))
+        options: dict[str, Any] = {}
         for name, option in self.options:
             if isinstance(option, Draw):
                 drawn = option.make(self, rng)
-                option = drawn.astype(dtype) if drawn.dtype.kind == "f" else drawn
+                option = view(drawn.astype(dtype) if drawn.dtype.kind == "f" else drawn)
             options[name] = option
         if self.layout != "...HLD":
             options["layout"] = self.layout
-        return arrays, options
+        return (view(q), view(k), view(v)), options
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """Which of `polyattn.plugin.FEATURES` the call needs."""
+        arrays, options = self.arguments()
+        return explain(*arrays, **options, backend="numpy").problem.features
 
 
 # Values
 
 
-def normal(case, rng):
+def normal(case: Case, rng: Any) -> tuple[Any, ...]:
     return tuple(rng.normal(size=shape) for shape in case.shapes)
 
 
-def outliers(case, rng):
+def outliers(case: Case, rng: Any) -> tuple[Any, ...]:
     """N(0, 1) + N(0, 100) Bernoulli(0.001), as in the FlashAttention-3 paper."""
     return tuple(
         rng.normal(size=n) + 10 * rng.normal(size=n) * (rng.random(n) < 0.001) for n in case.shapes
     )
 
 
-def scaled(case, rng, query=1.0, key=1.0, value=1.0):
+def scaled(
+    case: Case, rng: Any, query: float = 1.0, key: float = 1.0, value: float = 1.0
+) -> tuple[Any, ...]:
     return tuple(x * by for x, by in zip(normal(case, rng), (query, key, value), strict=True))
 
 
-def subnormal(case, rng):
+def subnormal(case: Case, rng: Any) -> tuple[Any, ...]:
     tiny = float(ml_dtypes.finfo(case.dtype).smallest_normal)
     return scaled(case, rng, key=tiny / 4, value=tiny / 4)
 
 
-def large(case, rng):
+def large(case: Case, rng: Any) -> tuple[Any, ...]:
     return scaled(case, rng, value=1e4 if case.dtype == "float16" else 1e30)
 
 
-def cancelling(case, rng):
+def cancelling(case: Case, rng: Any) -> tuple[Any, ...]:
     """Large values of both signs that all but cancel in the sum."""
     query, key, value = normal(case, rng)
     signs = 1 - 2 * (np.arange(case.S)[:, None] % 2)
     return 0.01 * query, key, value + 1000.0 * signs
 
 
-VALUES = {
+VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "normal": normal,
     "outliers": outliers,
     "scores of 1e4": partial(scaled, query=1e4),
@@ -147,86 +208,117 @@ VALUES = {
 }
 
 
+# Views: the same numbers, lying otherwise in memory
+
+
+def spaced(x: Array, axis: int = -1) -> Array:
+    """Every other entry of an array twice as long."""
+    at = [slice(None)] * x.ndim
+    at[axis] = slice(None, None, 2)
+    return np.repeat(x, 2, axis)[tuple(at)]
+
+
+def read_only(x: Array) -> Array:
+    x.flags.writeable = False
+    return x
+
+
+def zero_stride(x: Array) -> Array:
+    """The first batch item in place of every other."""
+    return np.broadcast_to(x[:1], x.shape) if x.ndim > 3 else x
+
+
+VIEWS: dict[str | None, Callable[[Array], Array]] = {
+    None: lambda x: x,
+    "transposed": lambda x: np.ascontiguousarray(x.T).T,
+    "last axis in steps": spaced,
+    "rows in steps": lambda x: spaced(x, -min(x.ndim, 2)),
+    "negative strides": lambda x: np.flip(np.flip(x).copy()),
+    "zero strides": zero_stride,
+    "read-only": read_only,
+}
+
+
 # Options
 
 
-def random_mask(case, rng, shape=None):
+def random_mask(case: Case, rng: Any, shape: Shape | None = None) -> Any:
     return rng.random(case.score_shape if shape is None else shape) < 0.7
 
 
-def mask_with_empty_rows(case, rng):
+def mask_with_empty_rows(case: Case, rng: Any) -> Any:
     mask = random_mask(case, rng)
     mask[..., ::3, :] = False
     return mask
 
 
-def mask_without(*hidden):
+def mask_without(*hidden: int) -> Draw:
     """A mask `(L, S)` that hides some keys from every row."""
 
-    def make(case, rng):
+    def make(case: Case, rng: Any) -> Any:
         return np.broadcast_to(~np.isin(np.arange(case.S), hidden), (case.L, case.S)).copy()
 
     return Draw(make)
 
 
-def bias_with(hide):
+def bias_with(hide: Callable[[Any, Any], Any]) -> Draw:
     """A bias that is -inf where `hide(i, j)` and normal elsewhere."""
 
-    def make(case, rng):
+    def make(case: Case, rng: Any) -> Any:
         i, j = np.arange(case.L)[:, None], np.arange(case.S)
         return np.where(hide(i, j), -np.inf, rng.normal(size=case.score_shape))
 
     return Draw(make)
 
 
-def padding(case, rng):
+def padding(case: Case, rng: Any) -> Any:
     """A mask `(batch, 1, 1, S)`: each batch item has a length of its own."""
     lengths = rng.integers(1, max(case.S, 1) + 1, size=(*case.full_batch, 1, 1, 1))
     mask = np.arange(case.S) < lengths
     return mask[0, 0] if case.one_head else mask
 
 
-def offsets(case, rng):
+def offsets(case: Case, rng: Any) -> Any:
     return rng.integers(-2, case.S + 1, size=case.full_batch)
 
 
-def like(score, index):
+def like(score: Any, index: Any) -> Any:
     """An index as numbers that may meet a score: the standard mixes no kinds of dtype."""
-    return array_namespace(score).astype(index, score.dtype)
+    return cast(library_of(score).xp, index, score.dtype)
 
 
-def bent(score, b, h, i, j):
+def bent(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     """Not linear in the score, so that its place in the order of the steps shows."""
     near = like(score, (i - j) * (i - j) < 9)
     head = like(score, 1 + h + 2 * b)
     return 0.25 * score * score + score / head + near
 
 
-def alibi(score, b, h, i, j):
+def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     return score - like(score, abs(i - j)) * 0.125 / like(score, h + 1)
 
 
-def two_in_three(b, h, i, j):
+def two_in_three(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i + 2 * j + b + h) % 3 != 0
 
 
-def first_keys(b, h, i, j):
+def first_keys(b: Any, h: Any, i: Any, j: Any) -> Any:
     return j < 7
 
 
-def segments(b, h, i, j):
+def segments(b: Any, h: Any, i: Any, j: Any) -> Any:
     return i // 4 == j // 4
 
 
-def no_key(b, h, i, j):
+def no_key(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i < 0) & (j < 0)
 
 
-def third_row_empty(b, h, i, j):
+def third_row_empty(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i % 3 != 0) & (j >= 0)
 
 
-def without_3_and_4(b, h, i, j):
+def without_3_and_4(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (j < 3) | (j > 4)
 
 
@@ -392,34 +484,63 @@ MANY = {
 }
 
 
-def make_case(name, **fields):
+def make_case(name: str, **fields: Any) -> Case:
     """A case; what is not a field of `Case` is an option of the call."""
     own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
     return Case(name, options=tuple(fields.items()), **own)
 
 
-def make_cases():
-    groups = PAIRED | ALONE | EMPTY_ROWS | NO_ROWS | ADVERSARIAL | POISONED
-    for name, fields in groups.items():
-        yield make_case(name, **fields)
-        if name in EMPTY_ROWS and "sinks" not in fields:
-            yield make_case(f"{name}, sinks", **fields, **PAIRED["sinks"])
+LAYOUTS = {
+    f"{view}, {name}": {"view": view, **fields}
+    for view in VIEWS
+    if view is not None
+    for name, fields in {
+        "plain": {},
+        "mask, bias": {**PAIRED["mask array"], **PAIRED["bias"]},
+        "causal, LHD": {"is_causal": True, "layout": "...LHD"},
+    }.items()
+}
+
+#: What a case can be about, and the cases of one sentence of it each.
+TOPICS: dict[str, dict[str, dict[str, Any]]] = {
+    "formula": PAIRED | ALONE,
+    "rows without a visible key": EMPTY_ROWS,
+    "nothing to compute": NO_ROWS,
+    "extreme values": ADVERSARIAL,
+    "poison in a masked key": POISONED,
+    "lengths": {},
+    "memory layouts": LAYOUTS,
+}
+
+
+def make_cases() -> Iterator[Case]:
+    for topic, cases in TOPICS.items():
+        for name, fields in cases.items():
+            yield make_case(name, topic=topic, **fields)
+            if name in EMPTY_ROWS and "sinks" not in fields:
+                yield make_case(f"{name}, sinks", topic=topic, **fields, **PAIRED["sinks"])
     for (first, a), (second, b) in combinations(PAIRED.items(), 2):
         if not a.keys() & b.keys():
             yield make_case(f"{first} × {second}", **a, **b)
+    yield make_case("many", **MANY)
+    yield make_case("dropout", dropout=(0.25, 7))
+    yield from make_long_cases()
+
+
+def make_long_cases() -> Iterator[Case]:
+    long = partial(make_case, topic="lengths")
     for L, S in EDGES:
-        yield make_case(f"{L} × {S}", **LONG | {"L": L, "S": S})
-        yield make_case(f"{L} × {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
+        yield long(f"{L} × {S}", **LONG | {"L": L, "S": S})
+        yield long(f"{L} × {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
     for name, fields in (PAIRED | ALONE | EMPTY_ROWS).items():
         if not fields.keys() & {"L", "S", "D", "batch"}:
-            yield make_case(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
-    yield make_case("513 × 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
-    yield make_case("1030 × 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
-    yield make_case("700 × 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
-    yield make_case("many", **MANY)
+            yield long(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
+    yield long("513 × 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
+    yield long("1030 × 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
+    yield long("700 × 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
 
 
-def in_every_dtype(cases):
+def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
     """Every case in float32; those with one feature, and the hard ones, in every other dtype."""
     for case in cases:
         yield case
@@ -429,48 +550,13 @@ def in_every_dtype(cases):
                     yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
 
 
+#: All cases by their names.
 CASES = {case.name: case for case in in_every_dtype(make_cases())}
 
-
-# Libraries
-
-
-def to_torch(x):
-    x = np.array(x)
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
-
-
-def from_torch(x):
-    if x.dtype == torch.bfloat16:
-        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
-
-
-@dataclass(frozen=True)
-class Library:
-    """How a NumPy array goes to a library and comes back, bit for bit."""
-
-    name: str
-    to: Callable
-    back: Callable
-    dtypes: tuple[str, ...] = DTYPES
-
-    def __str__(self):
-        return self.name
-
-    def call(self, function, case, poisoned=True, **more):
-        """`function` of the case's arrays in this library."""
-        arrays, options = case.arguments(poisoned)
-        options = {
-            name: self.to(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
-        }
-        return function(*map(self.to, arrays), **options, **more)
-
-
-NUMPY = Library("numpy", np.array, np.asarray)
-TORCH = Library("torch", to_torch, from_torch)
-# The standard has no 16-bit dtypes, and neither has its strict implementation.
-STRICT = Library("strict", array_api_strict.asarray, np.asarray, ("float32", "float64"))
-LIBRARIES = (NUMPY, TORCH, STRICT)
+#: One feature or corner at a time: for libraries where every call is dear.
+ESSENTIAL = {
+    name: case
+    for name, case in CASES.items()
+    if name in PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL | POISONED | {"many": 0, "dropout": 0}
+    or name in ("plain", "plain, float16", "plain, bfloat16", "plain, float64")
+}

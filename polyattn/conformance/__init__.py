@@ -1,0 +1,27 @@
+"""The proof that kernels agree, and a tool for whoever writes one.
+
+An oracle evaluates the semantics beyond doubt, cases cover every row of them, and tolerances are
+measured from the textbook formula. What is checked is a backend on the arrays of a library: by
+pytest (`suite`), or by ``polyattn check``, which prints a table and needs no test runner.
+
+It needs more than the rest of the package: ``pip install "polyattn[testing]"``.
+"""
+
+from polyattn.conformance.cases import CASES, ESSENTIAL, Case, make_case
+from polyattn.conformance.oracle import Oracle, oracle
+from polyattn.conformance.subject import Checked, Subject
+from polyattn.conformance.tolerance import Deviation, assert_accurate, deviation
+
+__all__ = [
+    "CASES",
+    "ESSENTIAL",
+    "Case",
+    "Checked",
+    "Deviation",
+    "Oracle",
+    "Subject",
+    "assert_accurate",
+    "deviation",
+    "make_case",
+    "oracle",
+]

@@ -1,0 +1,259 @@
+"""The checks themselves, one function each, for the pytest suite and for the report.
+
+Each returns if what it checks holds and raises AssertionError, with what is wrong, if not.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn import attention_partial, registry
+from polyattn.arrays import facts_of
+from polyattn.conformance.cases import Case, make_case
+from polyattn.conformance.subject import Checked, Subject
+from polyattn.conformance.tolerance import (
+    Deviation,
+    accumulation_dtype,
+    deviation,
+    logsumexp_yardstick,
+    output_yardstick,
+)
+from polyattn.errors import BackendError
+
+__all__ = [
+    "Outcome",
+    "check_batch_invariance",
+    "check_case",
+    "check_determinism",
+    "check_first_call_from_threads",
+    "check_import_hygiene",
+    "covering",
+    "is_promised",
+]
+
+
+class Outcome(NamedTuple):
+    """What became of a case on a kernel.
+
+    Attributes
+    ----------
+    output : Deviation or None
+        How far the output is off; None if the kernel refuses the call.
+    logsumexp : Deviation or None
+        The same of the logsumexp; None if the kernel does not compute it.
+    refusal : str or None
+        Why it refuses.
+    """
+
+    output: Deviation | None
+    logsumexp: Deviation | None = None
+    refusal: str | None = None
+
+
+# ---- a case ------------------------------------------------------------------------------------
+
+
+def is_promised(subject: Subject, checked: Checked, case: Case) -> bool:
+    """Whether a case can be asked of a kernel: its library has the dtype, and it bears poison."""
+    return case.dtype in subject.dtypes and (case.poison is None or checked.kernel.poison_safe)
+
+
+def check_case(subject: Subject, checked: Checked, case: Case, dtype: str | None = None) -> Outcome:
+    """Hold a kernel to a case: it agrees with the oracle, or refuses when it is insisted on.
+
+    Parameters
+    ----------
+    subject : Subject
+        The backend.
+    checked : Checked
+        Its kernel.
+    case : Case
+        The call.
+    dtype : str, optional
+        Asks for the accuracy of the textbook formula in this dtype rather than in the inputs' own.
+    """
+    kernel = checked.for_case(case)
+    explanation = subject.explain(case, kernel)
+    if explanation.chosen is None:
+        reasons = "; ".join(r for c in explanation.candidates for r in c.reasons)
+        try:
+            subject.call(case, kernel)
+        except BackendError:
+            return Outcome(None, None, reasons or "it gives no reason")
+        raise AssertionError(f"{case}: refused ({reasons}), and yet it ran")
+    assert "dropout" not in case.features, f"{case}: declared, and no oracle knows its meaning"
+
+    given = subject.arguments(case)
+    before = _bits(subject, given)
+    output = subject.call(case, kernel, given=given)
+    what = f"{case}: output"
+    _check_like_query(what, output, given[0][0], case.dtype)
+    off = deviation(subject.back(output), output_yardstick(case, dtype or case.dtype), what)
+    assert off.fault is None, off.fault
+    logsumexp = None
+    if subject.explain(case, kernel, logsumexp=True).chosen is not None:
+        logsumexp = _check_partial(subject, kernel, case, given, dtype)
+    assert _bits(subject, given) == before, f"{case}: an input was written to"
+    return Outcome(off, logsumexp)
+
+
+def _check_partial(
+    subject: Subject, kernel: Any, case: Case, given: Any, dtype: str | None
+) -> Deviation:
+    output, logsumexp = subject.call(case, kernel, attention_partial, given)
+    yard = output_yardstick(case, dtype or case.dtype)
+    off = deviation(subject.back(output), yard, f"{case}: output of the partial")
+    assert off.fault is None, off.fault
+    what = f"{case}: logsumexp"
+    _check_like_query(what, logsumexp, given[0][0], accumulation_dtype(case.dtype))
+    off = deviation(subject.back(logsumexp), logsumexp_yardstick(case), what)
+    assert off.fault is None, off.fault
+    return off
+
+
+def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
+    got, given = facts_of(result), facts_of(query)
+    assert got.library == given.library, f"{what} is of {got.library}, the query of {given.library}"
+    assert got.device == given.device, f"{what} is on {got.device}, the query on {given.device}"
+    assert got.dtype == dtype, f"{what} is {got.dtype}, must be {dtype}"
+
+
+def _bits(subject: Subject, given: tuple[list[Any], Mapping[str, Any]]) -> list[bytes]:
+    arrays, options = given
+    everything = [*arrays, *(x for x in options.values() if hasattr(x, "shape"))]
+    return [np.ascontiguousarray(subject.back(x)).tobytes() for x in everything]
+
+
+def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[Case]:
+    """Choose few of the cases that a kernel takes so that each of its features is in one.
+
+    For kernels that take seconds to compile for each.
+    """
+    able = {
+        case: case.features | {case.dtype}
+        for case in cases
+        if is_promised(subject, checked, case)
+        and subject.explain(case, checked.for_case(case)).chosen is not None
+    }
+    wanted = set().union(*able.values()) if able else set()
+    chosen = []
+    while wanted:
+        best = max(able, key=lambda case: len(able[case] & wanted))
+        chosen.append(best)
+        wanted -= able[best]
+    return chosen
+
+
+# ---- what a kernel declares of itself ----------------------------------------------------------
+
+BATCH = 5
+_ITEMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (5, 0)},
+    "softcap": {"softcap": 1.5},
+    "grouped heads": {"H": 4, "G": 2},
+    "long keys": {"L": 3, "S": 257},
+    "long": {"L": 129, "S": 129, "D": 64},
+}
+
+
+def items(dtypes: Iterable[str]) -> list[Case]:
+    """Return cases whose batch can be taken apart."""
+    return [
+        make_case(f"batch of {BATCH}, {name}, {dtype}", batch=(BATCH,), dtype=dtype, **fields)
+        for name, fields in _ITEMS.items()
+        for dtype in dtypes
+    ]
+
+
+def check_determinism(subject: Subject, checked: Checked) -> None:
+    """The same call twice gives the same bits."""
+    for case, kernel in _taken(subject, checked):
+        once, twice = (subject.back(subject.call(case, kernel)) for _ in range(2))
+        assert _equal(once, twice), f"{case}: the same call twice gives other bits"
+
+
+def check_batch_invariance(subject: Subject, checked: Checked) -> None:
+    """One batch item alone, or among others, has the same bits."""
+    for case, kernel in _taken(subject, checked):
+        together = subject.back(subject.call(case, kernel))
+        arrays, options = case.arguments()
+        for n in range(BATCH):
+            alone = [subject.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
+            output = subject.back(subject.call(case, kernel, given=(alone, options)))
+            assert _equal(output[0], together[n]), f"{case}: item {n} alone has other bits"
+
+
+def _taken(subject: Subject, checked: Checked) -> list[tuple[Case, Any]]:
+    cases = items(subject.dtypes)
+    if checked.kernel.compiles:
+        cases = cases[:1]
+    runs = [(case, checked.for_case(case)) for case in cases]
+    return [run for run in runs if subject.explain(*run).chosen is not None]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+# ---- what a plugin must not do -----------------------------------------------------------------
+
+_HYGIENE = """
+import sys
+from importlib.metadata import entry_points
+import polyattn.plugin
+before = set(sys.modules)
+spec = next(e for e in entry_points(group="polyattn.backends") if e.name == {name!r}).load()
+loaded = set(sys.modules) - before
+print(*sorted(loaded & {{*spec.requires, *spec.namespaces}}))
+"""
+
+_THREADS = """
+import importlib, threading
+import numpy as np
+from polyattn import attention
+
+x = importlib.import_module({library!r}).asarray(np.linspace(-1, 1, 240, dtype="float32"))
+x = x.reshape(2, 2, 6, 10) if hasattr(x, "reshape") else x[:, None] + x[:10]
+results, errors = [None] * 8, []
+barrier = threading.Barrier(8)
+
+def first_call(n):
+    barrier.wait()
+    try:
+        results[n] = np.asarray(attention(x, x, x, is_causal=True, backend={backend!r}))
+    except BaseException as error:
+        errors.append(repr(error))
+
+threads = [threading.Thread(target=first_call, args=(n,)) for n in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not errors, errors
+assert all((r == results[0]).all() for r in results)
+"""
+
+
+def check_import_hygiene(name: str) -> None:
+    """Finding a plugin imports no array library: its spec is data."""
+    loaded = _in_a_new_interpreter(_HYGIENE.format(name=name)).split()
+    assert not loaded, f"loading the spec of {name!r} imports {', '.join(loaded)}"
+
+
+def check_first_call_from_threads(subject: Subject) -> None:
+    """Eight threads may make the first call of a process at once."""
+    library = subject.library if subject.backend == registry.ARRAY_API else "numpy"
+    _in_a_new_interpreter(_THREADS.format(library=library, backend=subject.backend))
+
+
+def _in_a_new_interpreter(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

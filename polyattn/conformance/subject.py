@@ -1,0 +1,182 @@
+"""What is checked: a backend, on the arrays of one library, and each of its kernels.
+
+NumPy arrays go to the library and come back bit for bit, so that every subject is given the same
+numbers and is held to the same results.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401 -- NumPy has bfloat16 by name once this is imported
+import numpy as np
+
+from polyattn import attention, explain, registry
+from polyattn.arrays import facts_of
+from polyattn.conformance.cases import Case, Draw
+from polyattn.errors import BackendUnavailableError
+from polyattn.explain import Explanation
+from polyattn.plugin import Kernel
+from polyattn.problem import DTYPES
+
+__all__ = ["Checked", "Subject"]
+
+
+class Checked(NamedTuple):
+    """A kernel as it is checked: as it is, or with tiles so small that short arrays have many."""
+
+    kernel: Kernel
+    small_tiles: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}, small tiles" if self.small_tiles else self.kernel.name
+
+    def for_case(self, case: Case) -> Kernel:
+        """Return the kernel to run a case with."""
+        if not self.small_tiles:
+            return self.kernel
+        small = copy.copy(self.kernel)
+        small.tile = math.prod(case.score_shape) // 12 + 1
+        return small
+
+
+class Subject:
+    """A backend on the arrays of a library.
+
+    Parameters
+    ----------
+    backend : str
+        What ``backend=`` is to be: ``name`` or ``name:device``.
+    library : str, optional
+        The module that makes the arrays, such as ``"jax.numpy"``. By default the backend's own
+        library, and NumPy for ``array-api``.
+    transform : callable, optional
+        What every call goes through, such as ``jax.jit``: it takes a function of arrays, and
+        dictionaries of arrays, and returns one.
+
+    Raises
+    ------
+    UnknownBackendError
+        If no plugin has the name.
+    BackendUnavailableError
+        If the backend cannot be loaded here; it says why, and how to mend that.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        library: str | None = None,
+        transform: Callable[..., Any] | None = None,
+    ) -> None:
+        stem, _, device = backend.partition(":")
+        shape = (1, 2)
+        explain(shape, shape, shape, backend=stem)  # refuses a name that nobody has
+        self.backend, self.transform, self.device = backend, transform, None
+        if stem == registry.ARRAY_API:
+            self._plugin, own = None, "numpy"
+        else:
+            failure = registry.load(stem)
+            if failure is not None:
+                raise BackendUnavailableError(f"the backend {stem!r} cannot be used: {failure}")
+            self._plugin, own = registry.loaded(stem), registry.spec_of(stem).namespaces[0]
+            self.device = registry.device_of(stem, device) if device else None
+            if device and self.device is None:
+                raise BackendUnavailableError(f"the backend {stem!r} has no device {device!r} here")
+        self.library = library or own
+        self._mover = self._find_mover()
+
+    def __str__(self) -> str:
+        own = self._plugin is not None and self.library in registry.spec_of(self._stem).namespaces
+        name = self.backend if own else f"{self.backend} on {self.library}"
+        transform = getattr(self.transform, "__name__", None)
+        return f"{name}, {transform}" if transform else name
+
+    @property
+    def _stem(self) -> str:
+        return self.backend.partition(":")[0]
+
+    def _find_mover(self) -> Any:
+        """The backend whose plugin takes the library's arrays in and out, or None."""
+        for name in registry.serving(self.library):
+            if registry.load(name) is None:
+                return registry.loaded(name)
+        return None
+
+    def to(self, array: Any) -> Any:
+        """Return a NumPy array as one of the library."""
+        if self._mover is None:
+            return importlib.import_module(self.library).asarray(array)
+        return self._mover.place(array, self.device)
+
+    def back(self, array: Any) -> Any:
+        """Return an array of the library as a NumPy array."""
+        return np.asarray(array if self._mover is None else self._mover.fetch(array))
+
+    @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that the library has, and the backend takes."""
+        taken = DTYPES if self._plugin is None else registry.spec_of(self._stem).dtypes
+        return tuple(dtype for dtype in taken if self._has(dtype))
+
+    def _has(self, dtype: str) -> bool:
+        try:
+            there = self.to(np.ones((1, 2), dtype))
+        except Exception:
+            # A library refuses a dtype that it has not in its own way, a warning turned error
+            # among them.
+            return False
+        return facts_of(there).dtype == dtype
+
+    @cached_property
+    def kernels(self) -> tuple[Checked, ...]:
+        """The backend's kernels, and those that work in tiles once more, with small ones."""
+        kernels = registry.kernels_of(self._plugin)
+        small = [Checked(kernel, True) for kernel in kernels if kernel.tile is not None]
+        return (*map(Checked, kernels), *small)
+
+    def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of a case's call, its arrays in the library."""
+        arrays, options = case.arguments()
+        return [self.to(x) for x in arrays], {
+            name: self.to(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+        }
+
+    def explain(self, case: Case, kernel: Kernel, *, logsumexp: bool = False) -> Explanation:
+        """Return what would become of a case's call that insists on a kernel."""
+        arrays, options = self.arguments(case)
+        return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
+
+    def call(
+        self,
+        case: Case,
+        kernel: Kernel,
+        function: Callable[..., Any] = attention,
+        given: tuple[list[Any], dict[str, Any]] | None = None,
+    ) -> Any:
+        """Return what a function with the signature of `attention` gives for a case.
+
+        Parameters
+        ----------
+        case : Case
+            The call.
+        kernel : Kernel
+            The kernel to insist on.
+        function : callable
+            The function.
+        given : tuple, optional
+            The arguments, as of `arguments`, if they are there already.
+        """
+        arrays, options = given or self.arguments(case)
+        drawn = {name for name, option in case.options if isinstance(option, Draw)}
+        traced = {name: x for name, x in options.items() if name in drawn}
+        others = {name: x for name, x in options.items() if name not in traced}
+
+        def run(arrays: Any, options: Any) -> Any:
+            return function(*arrays, **options, **others, backend=self.backend, kernel=kernel)
+
+        return (self.transform or (lambda f: f))(run)(arrays, traced)

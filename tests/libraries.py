@@ -1,0 +1,60 @@
+"""The libraries that corners are tested on: how NumPy arrays go there and come back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import array_api_strict
+import ml_dtypes
+import numpy as np
+import torch
+
+from polyattn.kernels import Tiled
+from polyattn.problem import DTYPES
+
+
+def to_torch(x):
+    x = np.array(x)
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def from_torch(x):
+    if x.dtype == torch.bfloat16:
+        return x.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return x.numpy()
+
+
+@dataclass(frozen=True)
+class Library:
+    """How a NumPy array goes to a library and comes back, bit for bit."""
+
+    name: str
+    to: Callable
+    back: Callable
+    dtypes: tuple[str, ...] = DTYPES
+
+    def __str__(self):
+        return self.name
+
+    def call(self, function, case, poisoned=True, **more):
+        """`function` of the case's arrays in this library."""
+        arrays, options = case.arguments(poisoned)
+        options = {
+            name: self.to(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+        }
+        return function(*map(self.to, arrays), **options, **more)
+
+
+NUMPY = Library("numpy", np.array, np.asarray)
+TORCH = Library("torch", to_torch, from_torch)
+# The standard has no 16-bit dtypes, and neither has its strict implementation.
+STRICT = Library("strict", array_api_strict.asarray, np.asarray, ("float32", "float64"))
+LIBRARIES = (NUMPY, TORCH, STRICT)
+
+
+def tiles_of(scores):
+    """Return the tiled kernel with tiles of so few scores that short arrays have many."""
+    kernel = Tiled()
+    kernel.tile = scores
+    return kernel
