@@ -1,4 +1,4 @@
-"""The command line: ``polyattn backends | explain | demo``.
+"""The command line: ``polyattn backends | explain | check | demo``.
 
 Results go to standard output and are plain text, the same on a terminal and in a file; errors go to
 standard error. Exit codes: 0 done, 1 it cannot be done here, 2 the command line is wrong.
@@ -56,13 +56,15 @@ def _run(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyattn",
-        description="Attention for every array library: what is here, what would run, and a demo.",
+        description="Attention for every array library: what is here, what would run, whether it is"
+        " right, and a demo.",
         epilog="POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every call.",
     )
     parser.add_argument("--version", action="version", version=f"polyattn {polyattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_backends(commands)
     _add_explain(commands)
+    _add_check(commands)
     commands.add_parser("demo", help="two sentences through a real encoder, and a picture of it")
     return parser
 
@@ -109,6 +111,26 @@ def _add_explain(commands: Any) -> None:
     add("--kernel", metavar="NAME", help="insist on a kernel")
     add("--json", action="store_true", help="print JSON instead of a table")
     explain.set_defaults(run=_explain)
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="whether the kernels of a backend agree with what attention means, and how closely",
+        description="Hold every kernel of the backends to the written meaning of attention, case by"
+        " case, and print a table: a row for each feature, dtype and corner, a column for each"
+        " kernel, the largest error in units of eps times the condition, or why it is refused."
+        ' Needs pip install "polyattn[testing]".',
+        epilog="example: polyattn check torch --kernel sdpa --html report.html",
+    )
+    add = check.add_argument
+    add("backends", nargs="*", metavar="BACKEND", help="which (default: all that are here)")
+    add("--library", metavar="MODULE", help="whose arrays, such as jax.numpy, for array-api")
+    add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
+    add("--quick", action="store_true", help="one case of each feature and corner")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--html", type=Path, metavar="FILE", help="write a page as well")
+    check.set_defaults(run=_check)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -161,6 +183,29 @@ def _explain(options: argparse.Namespace) -> int:
     )
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
     return 0 if explanation.chosen else 1
+
+
+def _check(options: argparse.Namespace) -> int:
+    try:
+        from polyattn.conformance import CASES, ESSENTIAL, Subject, page, report
+    except ModuleNotFoundError as error:
+        print(
+            f'polyattn check: it needs {error.name}: pip install "polyattn[testing]"',
+            file=sys.stderr,
+        )
+        return 1
+    if options.html is not None and not options.html.parent.is_dir():
+        raise ValueError(f"--html: there is no folder {options.html.parent}")
+    if options.backends:
+        subjects = [Subject(name, options.library) for name in options.backends]
+    else:
+        subjects = report.default_subjects(options.library)
+    work = report.steps(subjects, ESSENTIAL if options.quick else CASES, options.kernel)
+    found = report.run(report.progress(work))
+    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    if options.html is not None:
+        options.html.write_text(page.page(found), encoding="utf-8")
+    return 1 if found.failed else 0
 
 
 def _demo(arguments: list[str]) -> int:

@@ -302,7 +302,7 @@ VIEWS = {
         if (view, library) != ("negative strides", TORCH)  # torch has none
     ],
 )
-@pytest.mark.parametrize("name", ["many", "plain", "mask array × bias"])
+@pytest.mark.parametrize("name", ["many", "plain", "mask array x bias"])
 def test_views_of_any_strides(name, view, library, kernel):
     wrap = {NUMPY: np.asarray, TORCH: torch.from_numpy, STRICT: array_api_strict.asarray}[library]
     viewer = Library(library.name, lambda x: wrap(VIEWS[view](x)), library.back)
@@ -420,7 +420,7 @@ def test_a_function_may_look_up_arrays(library, kernel):
 
 
 def quiet_cases():
-    named = [c for c in CASES.values() if " × " not in c.name and not c.name.startswith("long")]
+    named = [c for c in CASES.values() if " x " not in c.name and not c.name.startswith("long")]
     return [c for c in named if "dropout" not in c.features]
 
 
@@ -451,8 +451,8 @@ def partials_of(case, library, kernel, cuts):
         )
 
 
-MERGED = ["plain", "causal", "window", "mask array", "bias as mask", "sinks", "causal × sinks"]
-MERGED += ["softcap × grouped heads", "causal × L > S", "mask hides some rows", "rank 2", "rank 5"]
+MERGED = ["plain", "causal", "window", "mask array", "bias as mask", "sinks", "causal x sinks"]
+MERGED += ["softcap x grouped heads", "causal x L > S", "mask hides some rows", "rank 2", "rank 5"]
 
 
 @each_library
@@ -486,7 +486,7 @@ def test_partials_of_16_bits_merge_to_the_whole(dtype, library):
 
 @each_library
 @pytest.mark.parametrize(
-    "name", ["plain", "causal × L > S", "high sinks", "nan seen by later rows"]
+    "name", ["plain", "causal x L > S", "high sinks", "nan seen by later rows"]
 )
 def test_the_identity_of_merge_changes_no_bit(name, library, kernel):
     partial = library.call(attention_partial, CASES[name], kernel=kernel)

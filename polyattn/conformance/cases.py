@@ -367,7 +367,6 @@ ALONE = {
         "bias": Draw(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
     },
     "bias as mask": {"bias": bias_with(lambda i, j: (i + j) % 3 == 0)},
-    "bias of 1e4": {"bias": Draw(lambda case, rng: 1e4 * rng.normal(size=case.score_shape))},
     "alibi": {"score_mod": alibi},
     "low sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, -1e4))},
     "high sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, 1e4))},
@@ -437,6 +436,7 @@ ADVERSARIAL = {
     "scores of 1e4, softcap": {"values": "scores of 1e4", "L": 33, "S": 65, "softcap": 30.0},
     "scores of 1e4, causal": {"values": "scores of 1e4", "L": 33, "S": 33, "is_causal": True},
     "scores of 1e4, sinks": {"values": "scores of 1e4", "L": 33, "S": 33, **PAIRED["sinks"]},
+    "bias of 1e4": {"bias": Draw(lambda case, rng: 1e4 * rng.normal(size=case.score_shape))},
     "equal scores": {"values": "equal scores", "S": 33},
     "zero values": {"values": "zero values"},
     "subnormal": {"values": "subnormal", "S": 33},
@@ -521,7 +521,7 @@ def make_cases() -> Iterator[Case]:
                 yield make_case(f"{name}, sinks", topic=topic, **fields, **PAIRED["sinks"])
     for (first, a), (second, b) in combinations(PAIRED.items(), 2):
         if not a.keys() & b.keys():
-            yield make_case(f"{first} × {second}", **a, **b)
+            yield make_case(f"{first} x {second}", **a, **b)
     yield make_case("many", **MANY)
     yield make_case("dropout", dropout=(0.25, 7))
     yield from make_long_cases()
@@ -530,21 +530,21 @@ def make_cases() -> Iterator[Case]:
 def make_long_cases() -> Iterator[Case]:
     long = partial(make_case, topic="lengths")
     for L, S in EDGES:
-        yield long(f"{L} × {S}", **LONG | {"L": L, "S": S})
-        yield long(f"{L} × {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
+        yield long(f"{L} x {S}", **LONG | {"L": L, "S": S})
+        yield long(f"{L} x {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
     for name, fields in (PAIRED | ALONE | EMPTY_ROWS).items():
         if not fields.keys() & {"L", "S", "D", "batch"}:
             yield long(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
-    yield long("513 × 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
-    yield long("1030 × 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
-    yield long("700 × 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
+    yield long("513 x 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
+    yield long("1030 x 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
+    yield long("700 x 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
 
 
 def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
     """Every case in float32; those with one feature, and the hard ones, in every other dtype."""
     for case in cases:
         yield case
-        if " × " not in case.name and not case.name.startswith("long"):
+        if " x " not in case.name and not case.name.startswith("long"):
             for dtype in DTYPES:
                 if dtype != case.dtype:
                     yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
@@ -555,8 +555,11 @@ CASES = {case.name: case for case in in_every_dtype(make_cases())}
 
 #: One feature or corner at a time: for libraries where every call is dear.
 ESSENTIAL = {
-    name: case
-    for name, case in CASES.items()
-    if name in PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL | POISONED | {"many": 0, "dropout": 0}
-    or name in ("plain", "plain, float16", "plain, bfloat16", "plain, float64")
+    name: CASES[name]
+    for name in (
+        *("plain", "plain, float16", "plain, bfloat16", "plain, float64"),
+        *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL | POISONED | LAYOUTS),
+        *("causal x offset int", "causal x offset array", "many", "dropout"),
+        *("33 x 31", "65 x 127, causal", "129 x 127, causal"),
+    )
 }

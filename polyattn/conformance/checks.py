@@ -24,6 +24,8 @@ from polyattn.conformance.tolerance import (
     output_yardstick,
 )
 from polyattn.errors import BackendError
+from polyattn.kernels import Dense, Tiled
+from polyattn.plugin import Kernel
 
 __all__ = [
     "Outcome",
@@ -34,6 +36,8 @@ __all__ = [
     "check_import_hygiene",
     "covering",
     "is_promised",
+    "takes",
+    "unexercised",
 ]
 
 
@@ -63,7 +67,20 @@ def is_promised(subject: Subject, checked: Checked, case: Case) -> bool:
     return case.dtype in subject.dtypes and (case.poison is None or checked.kernel.poison_safe)
 
 
-def check_case(subject: Subject, checked: Checked, case: Case, dtype: str | None = None) -> Outcome:
+def takes(subject: Subject, checked: Checked, case: Case) -> bool:
+    """Whether a kernel can take a case's call."""
+    return subject.explain(case, checked.for_case(case)).chosen is not None
+
+
+def textbook_dtype(kernel: Kernel, case: Case) -> str:
+    """Return the dtype whose accuracy is asked: the array-API kernels add up in float32 at least.
+
+    Whatever a backend's own matmul does: it is given float32, and must not compute in less.
+    """
+    return accumulation_dtype(case.dtype) if isinstance(kernel, (Dense, Tiled)) else case.dtype
+
+
+def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
     """Hold a kernel to a case: it agrees with the oracle, or refuses when it is insisted on.
 
     Parameters
@@ -74,8 +91,6 @@ def check_case(subject: Subject, checked: Checked, case: Case, dtype: str | None
         Its kernel.
     case : Case
         The call.
-    dtype : str, optional
-        Asks for the accuracy of the textbook formula in this dtype rather than in the inputs' own.
     """
     kernel = checked.for_case(case)
     explanation = subject.explain(case, kernel)
@@ -93,20 +108,19 @@ def check_case(subject: Subject, checked: Checked, case: Case, dtype: str | None
     output = subject.call(case, kernel, given=given)
     what = f"{case}: output"
     _check_like_query(what, output, given[0][0], case.dtype)
-    off = deviation(subject.back(output), output_yardstick(case, dtype or case.dtype), what)
+    yard = output_yardstick(case, textbook_dtype(kernel, case))
+    off = deviation(subject.back(output), yard, what)
     assert off.fault is None, off.fault
     logsumexp = None
     if subject.explain(case, kernel, logsumexp=True).chosen is not None:
-        logsumexp = _check_partial(subject, kernel, case, given, dtype)
+        logsumexp = _check_partial(subject, kernel, case, given)
     assert _bits(subject, given) == before, f"{case}: an input was written to"
     return Outcome(off, logsumexp)
 
 
-def _check_partial(
-    subject: Subject, kernel: Any, case: Case, given: Any, dtype: str | None
-) -> Deviation:
+def _check_partial(subject: Subject, kernel: Kernel, case: Case, given: Any) -> Deviation:
     output, logsumexp = subject.call(case, kernel, attention_partial, given)
-    yard = output_yardstick(case, dtype or case.dtype)
+    yard = output_yardstick(case, textbook_dtype(kernel, case))
     off = deviation(subject.back(output), yard, f"{case}: output of the partial")
     assert off.fault is None, off.fault
     what = f"{case}: logsumexp"
@@ -137,8 +151,7 @@ def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[
     able = {
         case: case.features | {case.dtype}
         for case in cases
-        if is_promised(subject, checked, case)
-        and subject.explain(case, checked.for_case(case)).chosen is not None
+        if is_promised(subject, checked, case) and takes(subject, checked, case)
     }
     wanted = set().union(*able.values()) if able else set()
     chosen = []
@@ -147,6 +160,17 @@ def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[
         chosen.append(best)
         wanted -= able[best]
     return chosen
+
+
+def unexercised(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[str]:
+    """Return the features that a kernel declares and that no case that it takes needs."""
+    idle = set(checked.kernel.features)
+    for case in cases:
+        # logsumexp is asked of every case, in a second call.
+        wanted = idle & (case.features | {"logsumexp"})
+        if wanted and is_promised(subject, checked, case) and takes(subject, checked, case):
+            idle -= wanted
+    return sorted(idle)
 
 
 # ---- what a kernel declares of itself ----------------------------------------------------------
@@ -159,7 +183,7 @@ _ITEMS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5},
     "grouped heads": {"H": 4, "G": 2},
     "long keys": {"L": 3, "S": 257},
-    "long": {"L": 129, "S": 129, "D": 64},
+    "long": {"L": 65, "S": 65, "D": 64},
 }
 
 
@@ -169,6 +193,7 @@ def items(dtypes: Iterable[str]) -> list[Case]:
         make_case(f"batch of {BATCH}, {name}, {dtype}", batch=(BATCH,), dtype=dtype, **fields)
         for name, fields in _ITEMS.items()
         for dtype in dtypes
+        if dtype == "float32" or name == "plain"
     ]
 
 

@@ -1,0 +1,570 @@
+"""Write docs/peers.md: where other attention functions depart from ours, and by how much.
+
+python docs/peers.py
+"""
+
+import functools
+import math
+import pickle
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx
+import onnx.reference
+import onnxruntime
+import torch
+from onnx import helper
+
+from polyattn import attention
+from polyattn.conformance import CASES, Subject
+from polyattn.conformance.callables import (
+    AGREES,
+    DIFFERS,
+    NO_ARGUMENT,
+    RAISES,
+    Finding,
+    NoArgumentError,
+    Row,
+    arguments_for,
+    check_callable,
+    summarise,
+)
+from polyattn.conformance.tolerance import deviation, exact, output_yardstick
+
+PAGE = Path(__file__).with_name("peers.md")
+
+
+# ---- the peers: names, layouts and types translated, and no meaning ----------------------------
+
+
+def jax_attention(
+    query,
+    key,
+    value,
+    *,
+    mask=None,
+    bias=None,
+    is_causal=False,
+    scale=None,
+    window=None,
+    layout="...HLD",
+):
+    """Call jax.nn.dot_product_attention, whose arrays have heads after length."""
+    if callable(mask):
+        raise NoArgumentError("mask as a function")
+    swap = layout == "...HLD" and query.ndim > 2
+
+    def run(arrays, masks):
+        arrays = [jnp.swapaxes(x, -3, -2) for x in arrays] if swap else arrays
+        output = jax.nn.dot_product_attention(
+            *arrays, **masks, is_causal=is_causal, scale=scale, local_window_size=radii
+        )
+        return jnp.swapaxes(output, -3, -2) if swap else output
+
+    # It has no word for a side without a bound; no row is further from any key than this.
+    far = query.size + key.size
+    radii = None if window is None else tuple(far if end is None else end for end in window)
+    with jax.enable_x64(True):
+        return jax.jit(run)((query, key, value), {"mask": mask, "bias": bias})
+
+
+def onnx_model(opset, arrays, attributes):
+    """Return a model of one Attention node, for inputs of these arrays' dtypes."""
+    names = ["Q", "K", "V", "attn_mask"][: len(arrays)]
+    types = [helper.np_dtype_to_tensor_dtype(x.dtype) for x in arrays]
+    inputs = [helper.make_tensor_value_info(*pair, None) for pair in zip(names, types, strict=True)]
+    node = helper.make_node("Attention", names, ["Y"], **attributes)
+    output = helper.make_tensor_value_info("Y", types[0], None)
+    graph = helper.make_graph([node], "attention", inputs, [output])
+    opsets = [helper.make_opsetid("", opset)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
+    return model, dict(zip(names, arrays, strict=True))
+
+
+def onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap):
+    """Return the inputs and attributes of the node."""
+    given = {"is_causal": int(is_causal) or None, "scale": scale, "softcap": softcap}
+    arrays = [x for x in (query, key, value, attn_mask) if x is not None]
+    return arrays, {name: x for name, x in given.items() if x is not None}
+
+
+class CrashError(Exception):
+    """The process that made a call is gone."""
+
+
+# A process of its own, for some calls end it.
+SERVER = """
+import pickle, sys
+import onnxruntime
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads, options.log_severity_level = 1, 4
+while True:
+    model, feeds = pickle.load(sys.stdin.buffer)
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        reply = session.run(None, feeds)[0]
+    except Exception as error:
+        reply = str(error)
+    pickle.dump(reply, sys.stdout.buffer)
+    sys.stdout.flush()
+"""
+
+
+@functools.cache
+def server():
+    """Return a process that runs models."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen([sys.executable, "-c", SERVER], **pipes)
+
+
+def run_in_server(model, feeds):
+    """Return the output of a model, by ONNX Runtime."""
+    process = server()
+    pickle.dump((model.SerializeToString(), feeds), process.stdin)
+    process.stdin.flush()
+    try:
+        reply = pickle.load(process.stdout)
+    except EOFError:
+        server.cache_clear()
+        raise CrashError(f"the process ended by {signal.Signals(-process.wait()).name}") from None
+    if isinstance(reply, str):
+        raise RuntimeError(reply)
+    return reply
+
+
+def onnxruntime_attention(
+    query, key, value, *, attn_mask=None, is_causal=False, scale=None, softcap=None
+):
+    """Run the operator Attention of opset 24 in ONNX Runtime, on the CPU."""
+    given = onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap)
+    return run_in_server(*onnx_model(24, *given))
+
+
+def onnx_reference_attention(
+    query, key, value, *, attn_mask=None, is_causal=False, scale=None, softcap=None, window=None
+):
+    """Run the operator Attention of opset 25 in ONNX's reference evaluator."""
+    arrays, attributes = onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap)
+    if window is not None:
+        left, right = (-1 if end is None else end for end in window)
+        attributes |= {"left_window_size": left, "right_window_size": right}
+    model, feeds = onnx_model(25, arrays, attributes)
+    return run_reference(model, feeds)
+
+
+def run_reference(model, feeds):
+    """Return the output of a model, by ONNX's reference evaluator."""
+    return onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0]
+
+
+def to_jax(x):
+    """Return a JAX array of the same dtype."""
+    with jax.enable_x64(True):
+        return jnp.asarray(x)
+
+
+class Peer(NamedTuple):
+    """Another attention function, and how arrays go there and back."""
+
+    name: str
+    short: str
+    how: str
+    function: Callable[..., Any]
+    to: Callable[[Any], Any]
+    back: Callable[[Any], Any]
+
+
+@functools.cache
+def peers():
+    """Return the peers by the names of their libraries."""
+    there = Subject("torch")
+    return {
+        "torch": Peer(
+            "torch.nn.functional.scaled_dot_product_attention",
+            f"torch {torch.__version__.partition('+')[0]}",
+            "Called as it is; on the CPU it chooses among its own kernels.",
+            torch.nn.functional.scaled_dot_product_attention,
+            there.to,
+            there.back,
+        ),
+        "jax": Peer(
+            "jax.nn.dot_product_attention",
+            f"jax {jax.__version__}",
+            "Called under `jax.jit`, with 64-bit types allowed, on the CPU. Heads and length are"
+            " swapped on the way; `window` is `local_window_size`.",
+            jax_attention,
+            to_jax,
+            np.asarray,
+        ),
+        "onnxruntime": Peer(
+            "ONNX Runtime, Attention of opset 24",
+            f"onnxruntime {onnxruntime.__version__}",
+            "A model of one node, on the CPU.",
+            onnxruntime_attention,
+            np.array,
+            np.asarray,
+        ),
+        "onnx": Peer(
+            "onnx.reference, Attention of opset 25",
+            f"onnx {onnx.__version__}",
+            "A model of one node; `window` is `left_window_size` and `right_window_size`.",
+            onnx_reference_attention,
+            np.array,
+            np.asarray,
+        ),
+    }
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+#: What a cell says of a reading.
+SHORT = {
+    "rows count from the first key (query_offset=0)": "top-left",
+    "a row without keys is the mean of the values": "mean",
+    "a row without keys is NaN": "NaN row",
+    "a hidden NaN or infinity reaches the row": "leaks",
+    "the last axis of a mask is padded rather than broadcast": "padded",
+    "the scale is rounded to float32": "float32 scale",
+    "the root of the scale is rounded to float32": "float32 scale",
+    "computed in float32": "float32 inside",
+    "every row is NaN": "all NaN",
+    "": "unexplained",
+}
+
+#: How many outcomes a cell has room for, beside those that agree.
+MOST = 2
+
+GROUPS = {
+    "feature": "One feature at a time",
+    "arrays": "Other arrays",
+    "dtype": "A plain call in each dtype",
+    "topic": "Corners",
+}
+LABELS = {
+    "batch_broadcast": "batch axes broadcast",
+    "causal": "`is_causal`",
+    "grouped_heads": "grouped heads",
+    "mask": "`mask` array",
+    "mask_mod": "`mask` function",
+    "query_offset_array": "`query_offset` array",
+    "value_size": "E other than D",
+    "rank": "rank other than 4",
+    "layout": "heads after length",
+}
+
+
+@functools.cache
+def rows_of(peer: str, names: tuple[str, ...] = tuple(CASES)) -> dict[str, Row]:
+    """Return what was found of a peer on the cases of these names, by the rows' labels."""
+    there = peers()[peer]
+    rows = summarise(there.function, [CASES[name] for name in names], there.to, there.back)
+    return {label(row): row for row in rows}
+
+
+def label(row: Row) -> str:
+    """Return what a row is called."""
+    return LABELS.get(row.name, f"`{row.name}`" if row.kind == "feature" else row.name)
+
+
+def figure(units: float) -> str:
+    """Return a number in two digits."""
+    if math.isinf(units):
+        return "∞"
+    digits = f"{units:.1e}"
+    if units == 0 or 0.01 <= units < 1e4:
+        return f"{float(digits):g}"
+    return re.sub(r"e\+?(-?)0*", r"e\1", digits)
+
+
+def outcome(finding: Finding) -> str:
+    """Return what a cell says of a finding."""
+    if finding.status == DIFFERS:
+        readings = finding.reading.split(" and ")
+        return " + ".join(SHORT.get(reading, reading) for reading in readings)
+    return "crashes" if finding.error.startswith(CrashError.__name__) else finding.status
+
+
+def cell(row: Row) -> str:
+    """Return what a peer does with the cases of a row, figures in parentheses."""
+    asked = [f for f in row.findings.values() if f.status != NO_ARGUMENT]
+    outcomes = defaultdict(list)
+    for finding in asked:
+        outcomes[outcome(finding)].append(finding)
+    well = outcomes.pop(AGREES, None)
+    order = sorted(outcomes, key=lambda what: (-len(outcomes[what]), what))
+    said = [f"**{what}**{share(outcomes[what], asked)}" for what in order]
+    said = [*said[:MOST], "…"] if len(said) > MOST else said
+    if well is not None:
+        said.append(f"{AGREES}{share(well, asked)}")
+    return "; ".join(said) or "–"
+
+
+def share(found: list[Finding], asked: list[Finding]) -> str:
+    """Return how many findings there are, if not all, and the largest error of those that ran."""
+    units = [f.deviation.units for f in found if f.deviation is not None]
+    number = f" {len(found)}/{len(asked)}" if len(found) < len(asked) else ""
+    return number + (f" ({figure(max(units))})" if units else "")
+
+
+def table(columns: dict[str, dict[str, str]], first: str = "") -> str:
+    """Return a table in Markdown, of columns of cells by their labels."""
+    lines = [f"| {first} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in next(iter(columns.values())):
+        lines.append(f"| {name} | " + " | ".join(c[name] for c in columns.values()) + " |")
+    return "\n".join(lines)
+
+
+def column(rows: dict[str, Row]) -> dict[str, str]:
+    """Return the cells of a peer by their labels, groups of rows with empty ones before them."""
+    cells: dict[str, str] = {}
+    for name, row in rows.items():
+        cells.setdefault(f"**{GROUPS[row.kind]}**", "")
+        cells[name] = cell(row)
+    return cells
+
+
+# ---- questions by hand -------------------------------------------------------------------------
+
+
+def ask(peer: Peer, arrays, **options):
+    """Return a peer's output as a NumPy array, or what it raised."""
+    try:
+        given = arguments_for(peer.function, options)
+        given = {n: peer.to(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+        return np.asarray(peer.back(peer.function(*map(peer.to, arrays), **given)))
+    except Exception as error:
+        return error
+
+
+def draw(*shapes, dtype="float32"):
+    """Return arrays of normal numbers, the same ones each time."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+def says(output, meanings: dict[str, Any]) -> str:
+    """Return the name of the meaning that an output is of."""
+    if isinstance(output, Exception):
+        return "refused" if not isinstance(output, CrashError) else "crashes"
+    for name, expected in meanings.items():
+        if output.shape == np.shape(expected) and np.allclose(
+            output, expected, rtol=1e-4, atol=1e-5, equal_nan=True
+        ):
+            return name
+    return "something else"
+
+
+def third_axis(peer: Peer) -> str:
+    """Return how a mask (2, L, S) is read where both batch and heads are 2."""
+    arrays = draw((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4))
+    mask = np.arange(5) < np.array([5, 2])[:, None, None]
+    mask = np.broadcast_to(mask, (2, 3, 5))
+    meanings = {
+        "one per head": attention(*arrays, mask=mask[None]),
+        "one per batch item": attention(*arrays, mask=mask[:, None]),
+    }
+    return says(ask(peer, arrays, mask=mask), meanings)
+
+
+def rank_two(peer: Peer) -> str:
+    """Return how arrays (L, D) are read."""
+    arrays = draw((3, 4), (3, 4), (3, 4))
+    meanings = {"one head": attention(*arrays), "L heads of one row": arrays[2]}
+    return says(ask(peer, arrays), meanings)
+
+
+def no_keys(peer: Peer) -> str:
+    """Return what a row is where S = 0."""
+    arrays = draw((1, 2, 3, 4), (1, 2, 0, 4), (1, 2, 0, 4))
+    meanings = {"0": np.zeros((1, 2, 3, 4)), "NaN": np.full((1, 2, 3, 4), np.nan)}
+    return says(ask(peer, arrays), meanings)
+
+
+def hidden_row(peer: Peer, **hiding) -> str:
+    """Return what a row is whose keys are all hidden, the other rows being right."""
+    arrays = draw((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4))
+    hidden = (np.arange(3) == 1)[:, None] & np.ones(5, bool)
+    (name, value), *_ = hiding.items()
+    option = ~hidden if name == "mask" else np.where(hidden, value, 0).astype("float32")
+    right = attention(*arrays, mask=~hidden)
+    mean = np.mean(arrays[2], axis=-2, keepdims=True)
+    row = (np.arange(3) == 1)[:, None]
+    meanings = {
+        name: np.where(row, x, right) for name, x in (("0", 0), ("mean", mean), ("NaN", np.nan))
+    }
+    return says(ask(peer, arrays, **{name: option}), meanings)
+
+
+def float64_error(peer: Peer) -> str:
+    """Return the largest error of a plain call in float64, and the same in units."""
+    case = CASES["D = 80, float64"]
+    output = ask(peer, case.arguments()[0])
+    off = deviation(output, output_yardstick(case, case.dtype), "")
+    error = float(np.max(np.abs(output - exact(case).output)))
+    return f"{figure(error)} ({figure(off.units)})"
+
+
+def float16(peer: Peer) -> str:
+    """Return what becomes of a plain call in float16 where no function is compiled."""
+    with jax.disable_jit():
+        finding = check_callable(peer.function, CASES["plain, float16"], peer.to, peer.back)
+    return outcome(finding) + share([finding], [finding])
+
+
+def window_of_opset_25(peer: Peer) -> str:
+    """Return whether a library of ONNX's takes a window, which is of its newest Attention."""
+    run = {onnxruntime_attention: run_in_server, onnx_reference_attention: run_reference}
+    if peer.function not in run:
+        return "–"
+    try:
+        run[peer.function](*onnx_model(25, draw(*[(1, 1, 1, 1)] * 3), {"left_window_size": 1}))
+    except RuntimeError:
+        return "refused"
+    return "taken"
+
+
+QUESTIONS = {
+    "a bool mask (2, L, S) where batch and heads are both 2": third_axis,
+    "arrays (L, D)": rank_two,
+    "a row where S = 0": no_keys,
+    "a row hidden by False in a mask": functools.partial(hidden_row, mask=False),
+    "a row hidden by a bias of −inf": functools.partial(hidden_row, bias=-np.inf),
+    "a row hidden by a bias of `finfo.min`": functools.partial(
+        hidden_row, bias=float(np.finfo("float32").min)
+    ),
+    "float64: the largest error (in units)": float64_error,
+    "float16, without `jax.jit`": float16,
+    "`left_window_size`, of opset 25": window_of_opset_25,
+}
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+def plain(error: str) -> str:
+    """Return an error in a few words: without the source file, or what the library is doing."""
+    error = re.sub(r"^.*\[ONNXRuntimeError\] : \d+ : (\w+) : (.* was false\. )?", r"\1: ", error)
+    return error.removesuffix(": ") if len(error) <= 120 else f"{error[:117]}..."
+
+
+def cases(number: int) -> str:
+    """Return a number of cases in words."""
+    return f"{number} case" + "s" * (number != 1)
+
+
+def places(those: list[tuple[str, str, Finding]]) -> str:
+    """Return the rows that cases are of, with their numbers."""
+    counted = Counter(name for name, _, _ in those)
+    return ", ".join(f"{name} ({number})" for name, number in counted.items())
+
+
+def distance(those: list[tuple[str, str, Finding]]) -> str:
+    """Return how far cases are off."""
+    off = [finding.deviation.units for _, _, finding in those]
+    finite = [units for units in off if math.isfinite(units)]
+    said = [f"off by up to {figure(max(finite))} units"] if finite else []
+    if len(finite) < len(off):
+        number = "all" if not finite else str(len(off) - len(finite))
+        said.append(f"not exact where it must be in {number} of them")
+    return " and ".join(said)
+
+
+def section(peer: Peer, rows: dict[str, Row]) -> str:
+    """Return what is to say of a peer."""
+    found = [(name, case, f) for name, row in rows.items() for case, f in row.findings.items()]
+    differ, errors, missing = defaultdict(list), defaultdict(list), Counter()
+    for place in found:
+        finding = place[-1]
+        if finding.status == DIFFERS:
+            differ[finding.reading].append(place)
+        elif finding.status == RAISES:
+            errors[re.sub(r"\d+", "0", plain(finding.error))].append(place)
+        elif finding.status == NO_ARGUMENT:
+            missing.update(finding.missing.split(", "))
+    counts = Counter(finding.status for _, _, finding in found)
+    lines = [
+        f"## {peer.name}",
+        "",
+        peer.how,
+        "",
+        f"Of {cases(len(found))} {counts[AGREES]} agree, {counts[DIFFERS]} differ, "
+        f"{counts[RAISES]} raise an error, and for {counts[NO_ARGUMENT]} there is no argument.",
+        "",
+    ]
+    for reading in sorted(differ, key=lambda reading: (not reading, -len(differ[reading]))):
+        those = differ[reading]
+        named = reading[:1].upper() + reading[1:] or "What no reading explains"
+        which = places(those) if reading else ", ".join(case for _, case, _ in those)
+        lines.append(f"- **{named}**: {cases(len(those))}, {distance(those)}. Of {which}.")
+    for those in sorted(errors.values(), key=lambda those: -len(those)):
+        error = plain(those[0][-1].error)
+        lines.append(f"- `{error}`: {cases(len(those))}, of {places(those)}.")
+    if missing:
+        names = ", ".join(f"{name} ({number})" for name, number in sorted(missing.items()))
+        lines.append(f"- No argument for {names}.")
+    return "\n".join(lines)
+
+
+INTRODUCTION = """\
+# How other attention functions depart from ours
+
+Written by `python docs/peers.py`, which ran on a CPU
+{versions}.
+
+Each function was given the cases of `polyattn.conformance`, one feature, dtype or corner at a time,
+and held to [what attention means here](semantics.md). A departure is not a fault: most are another
+meaning, and the cell says which. `polyattn.conformance.callables` does the same to any function.
+
+A cell is about the cases that the function has arguments for. *2/3* is two of three of them, and in
+parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a weight: in float32
+some 10⁷ units are as large as the values themselves. What agrees is within the limit of its case,
+which is wide where scores are large. *∞*: not exact where it must be, such as a 0, or NaN where a
+number is due. *–*: no argument for any of them. *raises*: an error. *crashes*: the end of the
+process. The figures are those of one machine; that the words of torch and jax still hold is tested.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    found = {name: rows_of(name) for name in peers()}
+    heads = [peer.short for peer in peers().values()]
+    columns = dict(zip(heads, map(column, found.values()), strict=True))
+    readings = {
+        reading
+        for rows in found.values()
+        for row in rows.values()
+        for combined in row.readings
+        for reading in combined.split(" and ")
+    }
+    meant = {name: name or "nothing else that was tried" for name in readings}
+    legend = [f"- *{short}*: {meant[name]}." for name, short in SHORT.items() if name in meant]
+    answers = {
+        head: {question: answer(peer) for question, answer in QUESTIONS.items()}
+        for head, peer in zip(heads, peers().values(), strict=True)
+    }
+    parts = [
+        INTRODUCTION.format(versions=", ".join(heads)),
+        table(columns),
+        "",
+        *legend,
+        "",
+        "## Asked one by one",
+        "",
+        table(answers),
+    ]
+    for peer, rows in zip(peers().values(), found.values(), strict=True):
+        parts += ["", section(peer, rows)]
+    PAGE.write_text("\n".join(parts) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""The suite for pytest: subclass it, name a backend, and every promise of its kernels is a test.
+
+In a plugin's own tests::
+
+    from polyattn.conformance.suite import BackendSuite
+
+    class TestAcme(BackendSuite):
+        backend = "acme"
+
+and without any code, where ``-p`` brings the option::
+
+    pytest -p polyattn.conformance.options --pyargs polyattn.conformance --polyattn-backend acme
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+
+from polyattn.conformance import checks
+from polyattn.conformance.cases import CASES, ESSENTIAL, Case
+from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients
+from polyattn.conformance.lazy import check_laziness, is_lazy
+from polyattn.conformance.subject import Checked, Subject
+from polyattn.registry import ARRAY_API
+
+__all__ = ["BackendSuite"]
+
+
+class BackendSuite:
+    """What must hold of a backend: subclass it in a test module, under a name with ``Test``.
+
+    A backend that cannot be loaded is an error at collection.
+
+    Attributes
+    ----------
+    backend : str
+        What ``backend=`` is to be: ``name`` or ``name:device``.
+    library : str or None
+        The module that makes the arrays, such as ``"jax.numpy"``; None for the backend's own.
+    thorough : bool
+        Whether to try all cases. False is for libraries where every call is dear: one case of each
+        feature and corner, and fewer with small tiles and for gradients.
+    xfails : mapping of str to str
+        Tests that are known to fail, by their names as pytest prints them, such as
+        ``"test_case[fused-window]"``, and the reason of each. One that passes fails the suite
+        until its line is removed.
+    """
+
+    backend: ClassVar[str]
+    library: ClassVar[str | None] = None
+    thorough: ClassVar[bool] = True
+    xfails: ClassVar[Mapping[str, str]] = {}
+
+    @pytest.fixture
+    def subject(self) -> Subject:
+        """The backend on arrays of the library."""
+        return _subject(self.backend, self.library)
+
+    # ---- the tests ----
+
+    def test_case(self, subject: Subject, checked: Checked, case: Case) -> None:
+        """The kernel agrees with the oracle, or refuses the call when it is insisted on."""
+        checks.check_case(subject, checked, case)
+
+    def test_lazy(self, subject: Subject, checked: Checked, case: Case) -> None:
+        """Nothing is computed while the call is traced or its graph is built."""
+        check_laziness(subject, checked, case)
+
+    def test_gradients(self, subject: Subject, checked: Checked, case: Case) -> None:
+        """The gradients are as accurate as the textbook's."""
+        check_gradients(subject, checked, case)
+
+    def test_every_declared_feature_is_exercised(self, subject: Subject, checked: Checked) -> None:
+        """No feature is declared that no case of the kernel ever needs."""
+        idle = checks.unexercised(subject, checked, self._cases().values())
+        assert not idle, f"no case that {checked} takes needs {', '.join(idle)}"
+
+    def test_deterministic(self, subject: Subject, checked: Checked) -> None:
+        """The same call twice gives the same bits, if the kernel declares so."""
+        checks.check_determinism(subject, checked)
+
+    def test_batch_invariant(self, subject: Subject, checked: Checked) -> None:
+        """A batch item has the same bits alone, if the kernel declares so."""
+        checks.check_batch_invariance(subject, checked)
+
+    def test_first_call_from_eight_threads(self, subject: Subject) -> None:
+        """Eight threads may make the first call of a process at once."""
+        checks.check_first_call_from_threads(subject)
+
+    def test_import_hygiene(self) -> None:
+        """Finding the plugin imports no array library."""
+        if self.backend != ARRAY_API:
+            checks.check_import_hygiene(self.backend.partition(":")[0])
+
+    def test_xfails_are_names_of_tests(self) -> None:
+        """Every line of `xfails` is about a test that there is."""
+        unknown = sorted(set(self.xfails) - _names.get(type(self), set()))
+        assert not unknown, f"xfails names no test of this suite by {', '.join(unknown)}"
+
+    # ---- which of them there are ----
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make a test of each kernel, or of each kernel and case."""
+        test = metafunc.function.__name__
+        if "checked" not in metafunc.fixturenames:
+            for mark in self._marks(test):
+                metafunc.definition.add_marker(mark)
+            return
+        subject = _subject(self.backend, self.library)
+        if "case" in metafunc.fixturenames:
+            runs: list[tuple[Any, ...]] = list(self._runs(test, subject))
+            metafunc.parametrize("checked,case", self._params(test, (None, None), runs))
+        else:
+            kernels = [(c,) for c in subject.kernels if self._declares(test, c)]
+            metafunc.parametrize("checked", self._params(test, (None,), kernels))
+
+    def _cases(self) -> Mapping[str, Case]:
+        return CASES if self.thorough else ESSENTIAL
+
+    def _runs(self, test: str, subject: Subject) -> Iterator[tuple[Checked, Case]]:
+        for checked in subject.kernels:
+            cases: Iterable[Case] = {
+                "test_case": self._cases(),
+                "test_lazy": ESSENTIAL if is_lazy(subject) else {},
+                "test_gradients": GRADIENT_CASES
+                if subject.library in ("torch", "jax.numpy")
+                else {},
+            }[test].values()
+            cases = [case for case in cases if checks.is_promised(subject, checked, case)]
+            if test != "test_case":
+                cases = [case for case in cases if checks.takes(subject, checked, case)]
+            dear = not self.thorough and (checked.small_tiles or test == "test_gradients")
+            if dear or checked.kernel.compiles:
+                cases = checks.covering(subject, checked, cases)
+            yield from ((checked, case) for case in cases)
+
+    def _declares(self, test: str, checked: Checked) -> bool:
+        return {
+            "test_deterministic": checked.kernel.deterministic,
+            "test_batch_invariant": checked.kernel.batch_invariant,
+        }.get(test, True)
+
+    def _params(self, test: str, fill: tuple[None, ...], runs: list[tuple[Any, ...]]) -> list[Any]:
+        if not runs:
+            return [pytest.param(*fill, marks=pytest.mark.skip(reason=_WHY_NOT[test]))]
+        ids = ["-".join(map(str, run)) for run in runs]
+        return [
+            pytest.param(*run, id=name, marks=self._marks(f"{test}[{name}]"))
+            for run, name in zip(runs, ids, strict=True)
+        ]
+
+    def _marks(self, name: str) -> list[pytest.MarkDecorator]:
+        _names.setdefault(type(self), set()).add(name)
+        reason = self.xfails.get(name)
+        return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
+
+
+_names: dict[type, set[str]] = {}
+_WHY_NOT = {
+    "test_lazy": "the library is never lazy",
+    "test_gradients": "the library differentiates nothing",
+    "test_deterministic": "no kernel declares it",
+    "test_batch_invariant": "no kernel declares it",
+}
+
+
+@cache
+def _subject(backend: str, library: str | None) -> Subject:
+    return Subject(backend, library)

@@ -1,0 +1,78 @@
+"""Every kernel of every backend, on every library of the matrix, through the suite that we ship.
+
+NumPy's turn comes where the package itself is collected: `polyattn/conformance/test_backend.py`.
+"""
+
+import array_api_strict
+import jax
+import pytest
+import torch
+
+from polyattn.conformance.cases import CASES, ESSENTIAL
+from polyattn.conformance.suite import BackendSuite
+from polyattn.problem import FEATURES
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Thousands of calls with small arrays: threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TestTorch(BackendSuite):
+    backend = "torch"
+
+
+class TestStrict(BackendSuite):
+    """At its strictest: no shape may depend on the values of an array."""
+
+    backend = "array-api"
+    library = "array_api_strict"
+
+    @pytest.fixture(autouse=True)
+    def strictest(self):
+        with array_api_strict.ArrayAPIStrictFlags(
+            api_version="2024.12", boolean_indexing=False, data_dependent_shapes=False
+        ):
+            yield
+
+
+class TestJax(BackendSuite):
+    """With and without jit: `test_lazy` is under it."""
+
+    backend = "array-api"
+    library = "jax.numpy"
+    thorough = False
+
+    def pytest_generate_tests(self, metafunc):
+        with jax.enable_x64(True):
+            super().pytest_generate_tests(metafunc)
+
+    @pytest.fixture(autouse=True)
+    def in_double_precision_too(self):
+        with jax.enable_x64(True):
+            yield
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+class TestDask(BackendSuite):
+    backend = "array-api"
+    library = "dask.array"
+    thorough = False
+
+
+def test_every_plugin_of_ours_is_in_the_matrix():
+    from importlib.metadata import entry_points
+
+    ours = {e.name for e in entry_points(group="polyattn.backends") if e.dist.name == "polyattn"}
+    # NumPy's is the default of the suite that needs no code.
+    assert ours - {"numpy"} <= {suite.backend for suite in BackendSuite.__subclasses__()}
+
+
+def test_every_feature_has_a_case():
+    needed = set().union(*(case.features for case in CASES.values()))
+    assert needed | {"logsumexp"} == set(FEATURES)
+    assert set().union(*(case.features for case in ESSENTIAL.values())) == needed
