@@ -1,7 +1,4 @@
-"""Write docs/peers.md: where other attention functions depart from ours, and by how much.
-
-python docs/peers.py
-"""
+"""Where other attention functions depart from ours, and by how much: writes docs/peers.md."""
 
 import functools
 import math

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,13 @@ def _add_check(commands: Any) -> None:
     )
     add = check.add_argument
     add("backends", nargs="*", metavar="BACKEND", help="which (default: all that are here)")
-    add("--library", metavar="MODULE", help="whose arrays, such as jax.numpy, for array-api")
+    add("--library", metavar="MODULE", help="whose arrays, such as jax.numpy")
+    add(
+        "--callable",
+        metavar="MODULE:FUNCTION",
+        help="in place of a backend, any function with the signature of torch's"
+        " scaled_dot_product_attention, or with arguments of our names",
+    )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
     add("--quick", action="store_true", help="one case of each feature and corner")
     add("--json", action="store_true", help="print JSON instead of tables")
@@ -196,16 +203,41 @@ def _check(options: argparse.Namespace) -> int:
         return 1
     if options.html is not None and not options.html.parent.is_dir():
         raise ValueError(f"--html: there is no folder {options.html.parent}")
+    cases = ESSENTIAL if options.quick else CASES
+    if options.callable is not None:
+        return _check_callable(options, cases)
     if options.backends:
         subjects = [Subject(name, options.library) for name in options.backends]
     else:
         subjects = report.default_subjects(options.library)
-    work = report.steps(subjects, ESSENTIAL if options.quick else CASES, options.kernel)
+    work = report.steps(subjects, cases, options.kernel)
     found = report.run(report.progress(work))
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     if options.html is not None:
         options.html.write_text(page.page(found), encoding="utf-8")
     return 1 if found.failed else 0
+
+
+def _check_callable(options: argparse.Namespace, cases: Any) -> int:
+    from polyattn.conformance import callables, page, report
+
+    for name, given in (("a backend", options.backends), ("--kernel", options.kernel)):
+        if given:
+            raise ValueError(f"--callable takes the place of {name}; got {' '.join(given)}")
+    sys.path.insert(0, "")  # where python -m would find a module of the user's
+    function = callables.load(options.callable)
+    subject = callables.subject_of(options.callable, options.library)
+    bar = partial(report.bar, describe=lambda case: options.callable)
+    rows = callables.summarise(function, cases.values(), subject.to, subject.back, bar)
+    if options.json:
+        print(json.dumps([callables.as_dict(row) for row in rows], indent=2))
+    else:
+        print(f"{options.callable} on arrays of {subject.library}\n")
+        print(*callables.lines(rows), sep="\n")
+    if options.html is not None:
+        options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
+    agrees = all(row.count(callables.DIFFERS) + row.count(callables.RAISES) == 0 for row in rows)
+    return 0 if agrees else 1
 
 
 def _demo(arguments: list[str]) -> int:

@@ -26,8 +26,11 @@ from polyattn.problem import DTYPES
 
 __all__ = ["CASES", "ESSENTIAL", "TOPICS", "Case", "make_case"]
 
+finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
+Fields = dict[str, Any]
+Group = dict[str, Fields]
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def scaled(
 
 
 def subnormal(case: Case, rng: Any) -> tuple[Any, ...]:
-    tiny = float(ml_dtypes.finfo(case.dtype).smallest_normal)
+    tiny = float(finfo(case.dtype).smallest_normal)
     return scaled(case, rng, key=tiny / 4, value=tiny / 4)
 
 
@@ -322,7 +325,7 @@ def without_3_and_4(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (j < 3) | (j > 4)
 
 
-PAIRED = {
+PAIRED: Group = {
     "causal": {"is_causal": True},
     "window": {"window": (3, 2)},
     "mask array": {"mask": Draw(random_mask)},
@@ -345,7 +348,7 @@ PAIRED = {
     "LHD": {"layout": "...LHD"},
 }
 
-ALONE = {
+ALONE: Group = {
     "plain": {},
     "left window": {"window": (3, None)},
     "right window": {"window": (None, 2)},
@@ -391,7 +394,7 @@ ALONE = {
     "rank 6": {"batch": (2, 1, 2)},
 }
 
-EMPTY_ROWS = {
+EMPTY_ROWS: Group = {
     "mask hides some rows": {"mask": Draw(mask_with_empty_rows)},
     "mask hides all": {"mask": Draw(lambda case, rng: np.zeros((case.L, case.S), bool))},
     "function hides some rows": {"mask": third_row_empty},
@@ -417,7 +420,7 @@ EMPTY_ROWS = {
     "S = 0, LHD": {"S": 0, "layout": "...LHD"},
 }
 
-NO_ROWS = {
+NO_ROWS: Group = {
     "L = 0": {"L": 0},
     "L = 0, causal": {"L": 0, "is_causal": True},
     "L = 0, mask function": {"L": 0, "mask": two_in_three},
@@ -429,7 +432,7 @@ NO_ROWS = {
     "no batch item, broadcast": {"batch": (0, 2), "key_batch": (2,), "value_batch": (1, 2)},
 }
 
-ADVERSARIAL = {
+ADVERSARIAL: Group = {
     "outliers": {"values": "outliers", "batch": (1,), "L": 33, "S": 129, "D": 64},
     "outliers, causal": {"values": "outliers", "L": 65, "S": 65, "D": 32, "is_causal": True},
     "scores of 1e4": {"values": "scores of 1e4", "L": 33, "S": 33},
@@ -446,16 +449,17 @@ ADVERSARIAL = {
 
 # The hidden keys 3 and 4 are hidden from every row; the others from some rows, whose results
 # must not change, while the rows that see them must turn NaN.
-POISONED = {
+HIDDEN: Group = {
+    "mask array": {"mask": mask_without(3, 4)},
+    "mask function": {"mask": without_3_and_4},
+    "bias": {"bias": bias_with(lambda i, j: (j == 3) | (j == 4))},
+    "window": {"window": (2, None), "L": 5, "S": 17},
+    "causal": {"is_causal": True, "query_offset": -9},
+}
+POISONED: Group = {
     f"{poison} under {name}": {"poison": poison, "poisoned": (3, 4), **fields}
     for poison in (math.nan, math.inf, -math.inf)
-    for name, fields in {
-        "mask array": {"mask": mask_without(3, 4)},
-        "mask function": {"mask": without_3_and_4},
-        "bias": {"bias": bias_with(lambda i, j: (j == 3) | (j == 4))},
-        "window": {"window": (2, None), "L": 5, "S": 17},
-        "causal": {"is_causal": True, "query_offset": -9},
-    }.items()
+    for name, fields in HIDDEN.items()
 } | {
     "nan seen by later rows": {"poison": math.nan, "poisoned": (5,), "is_causal": True},
     "nan seen through a window": {"poison": math.nan, "poisoned": (5,), "window": (2, 1)},
@@ -476,8 +480,8 @@ EDGES = [(n, n) for n in LENGTHS]
 EDGES += [p for n, m in pairwise(LENGTHS) for p in ((n, m), (m, n))]
 EDGES += [(1, 700), (700, 1), (7, 513), (513, 33), (65, 700), (700, 65), (129, 513)]
 
-LONG = {"batch": (1,), "H": 1, "D": 4, "L": 65, "S": 700}
-MANY = {
+LONG: Fields = {"batch": (1,), "H": 1, "D": 4, "L": 65, "S": 700}
+MANY: Fields = {
     **{"is_causal": True, "window": (40, None), "mask": two_in_three, "softcap": 2.0},
     **{"score_mod": bent, **PAIRED["bias"], **PAIRED["sinks"], **PAIRED["grouped heads"]},
     **{"E": 5, "L": 33, "S": 129, "layout": "...LHD", **PAIRED["offset array"]},
@@ -490,7 +494,7 @@ def make_case(name: str, **fields: Any) -> Case:
     return Case(name, options=tuple(fields.items()), **own)
 
 
-LAYOUTS = {
+LAYOUTS: Group = {
     f"{view}, {name}": {"view": view, **fields}
     for view in VIEWS
     if view is not None
@@ -502,7 +506,7 @@ LAYOUTS = {
 }
 
 #: What a case can be about, and the cases of one sentence of it each.
-TOPICS: dict[str, dict[str, dict[str, Any]]] = {
+TOPICS: dict[str, Group] = {
     "formula": PAIRED | ALONE,
     "rows without a visible key": EMPTY_ROWS,
     "nothing to compute": NO_ROWS,

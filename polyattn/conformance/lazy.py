@@ -52,8 +52,9 @@ def check_laziness(subject: Subject, checked: Checked, case: Case) -> None:
     arrays, options = subject.arguments(case)
     options |= {"backend": subject.backend, "kernel": checked.for_case(case)}
     here: Any = sys.modules[__name__]
+    request: Any = SimpleNamespace(module=here)
     xp = importlib.import_module(library_of(arrays[0]).xp.__name__)
-    with patch_lazy_xp_functions(SimpleNamespace(module=here), xp=xp):
+    with patch_lazy_xp_functions(request, xp=xp):
         output = here.attend(arrays, options)
     fault = deviation(
         subject.back(output), output_yardstick(case, case.dtype), f"{case}: lazily"

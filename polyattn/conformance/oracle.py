@@ -124,7 +124,7 @@ def oracle(
             (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
-            and (mask_at is None or bool(mask_at(*map(np.int64, (b, h, i, j)))))
+            and (mask_at is None or bool(mask_at(*index(b, h, i, j))))
             and s_bias != -math.inf
         )
 
@@ -135,7 +135,7 @@ def oracle(
             t = a.tanh(s / softcap)
             s, c = softcap * t, c * (1 - t * t) + abs(softcap * t)
         if score_mod is not None:
-            s = a.number(score_mod(np.float64(s), *map(np.int64, (b, h, i, j))))
+            s = a.number(score_mod(np.float64(s), *index(b, h, i, j)))
             c = c + abs(s)
         return s + s_bias, c + abs(s_bias)
 
@@ -207,20 +207,25 @@ def rounded(x: Any) -> Any:
     return np.longdouble(high) + (np.longdouble(float(x - high)) if math.isfinite(high) else 0)
 
 
-def lift(x: Any) -> Array:
+def index(*at: int) -> tuple[Any, ...]:
+    """Indices as functions of the caller's are given them: of NumPy, not of Python."""
+    return tuple(map(np.int64, at))
+
+
+def lift(x: Any) -> Any:
     """The same numbers in float64, or wider if they are: exact for every dtype that we take."""
     x = np.asarray(x)
     return x if x.dtype == np.longdouble else x.astype(np.float64)
 
 
-def heads_first(x: Array, layout: str) -> Array:
+def heads_first(x: Any, layout: str) -> Any:
     """(..., H, L, D), whatever the layout; an array of rank 2 is one head."""
     if x.ndim == 2:
         return x[None]
     return np.swapaxes(x, -3, -2) if layout == "...LHD" else x
 
 
-def as_called(x: Array, rank: int, layout: str) -> Array:
+def as_called(x: Any, rank: int, layout: str) -> Any:
     """The inverse of `heads_first`, for a result of a call with arrays of this rank."""
     if rank == 2:
         return x[0]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from html import escape
 
 import polyattn
+from polyattn.conformance.callables import AGREES, DIFFERS, RAISES, Row, summary
 from polyattn.conformance.report import PROMISES, ROWS, Cell, Report, Section, cell_text
 from polyattn.conformance.subject import Checked
 
-__all__ = ["page"]
+__all__ = ["callable_page", "page"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
@@ -31,6 +32,7 @@ tr.group th { padding-top: 1rem; color: var(--soft); font-size: .78rem; letter-s
   text-transform: uppercase; border-bottom-color: var(--ink) }
 tbody th small { display: block; color: var(--soft); white-space: normal; max-width: 20rem }
 td.agrees { background: hsl(var(--good) / var(--share)); font-variant-numeric: tabular-nums }
+td.wide { white-space: normal; min-width: 22rem } td { --share: .4 }
 td.refused, td.note { color: var(--soft) }
 td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
 .legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
@@ -44,10 +46,18 @@ _INTRO = """
 figure is the largest error of any element in any case of the row, in units of
 <b>eps · Σ w|v|</b>: what one rounding of every weight could do. The deeper the green, the larger
 the share of its limit that some element used; the limit is twice the error of the textbook formula
-in the same dtype, and a floor that is measured too. Point at a cell for its cases.</p>
+in the same dtype, and a floor that is measured too; it is wide for extreme values, which have a
+row of their own and count in no other. Point at a cell for its cases.</p>
 <p class="legend"><span class="soft">–</span> refused: the kernel does not declare it, and raises
 when it is insisted on.
 <span class="soft">[1]</span> refused in some cases, for the reason of that number.</p>
+"""
+
+_OF_A_FUNCTION = """
+<p>Each row is a feature, a dtype or a corner of what attention means; <i>agree</i> is how many of
+the cases that the function has arguments for, and the figure the largest error of any element, in
+units of <b>eps · Σ w|v|</b>; <i>inf</i> is where a result must be exact and is not. Beside it is
+the other meaning that the results agree with.</p>
 """
 
 
@@ -66,16 +76,58 @@ def page(report: Report) -> str:
     """
     failed = report.failed
     verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "Everything agrees"
+    body = "\n".join(line for section in report.sections for line in _section(section))
+    return _whole(verdict, bool(failed), _INTRO + body)
+
+
+def callable_page(name: str, rows: Iterable[Row]) -> str:
+    """Return what became of a function as an HTML page that needs nothing beside itself.
+
+    Parameters
+    ----------
+    name : str
+        The function.
+    rows : iterable of callables.Row
+        What `callables.summarise` found.
+
+    Returns
+    -------
+    str
+        The page.
+    """
+    rows = list(rows)
+    departs = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
+    verdict = f"{departs} cases depart" if departs else "Everything agrees"
+    cells = "\n".join(
+        f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
+        f'<td>{escape(units)}</td><td class="soft wide">{escape(remarks)}</td></tr>'
+        for row in rows
+        for count, units, remarks in [summary(row)]
+    )
+    heads = "<th></th><th>agree</th><th>worst error</th><th></th>"
+    body = (
+        f'<h2>{escape(name)}</h2>{_OF_A_FUNCTION}<div class="scroll"><table>'
+        f"<thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
+    )
+    return _whole(verdict, bool(departs), body)
+
+
+def _verdict(row: Row) -> str:
+    if row.count(DIFFERS) + row.count(RAISES):
+        return "fails"
+    return "agrees" if row.count(AGREES) else "note"
+
+
+def _whole(verdict: str, bad: bool, body: str) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    body = "\n".join(line for section in report.sections for line in _section(section))
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>polyattn check: {verdict}</title>\n<style>{_STYLE}</style>\n"
         f"<h1>polyattn check</h1>\n"
         f'<p class="soft">polyattn {polyattn.__version__}, {escape(where)}, {when}</p>\n'
-        f'<p class="verdict{" bad" if failed else ""}">{verdict}.</p>\n{_INTRO}\n{body}\n</html>\n'
+        f'<p class="verdict{" bad" if bad else ""}">{verdict}.</p>\n{body}\n</html>\n'
     )
 
 

@@ -10,9 +10,9 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import polyattn
 from polyattn import registry
@@ -39,12 +39,24 @@ class Row(NamedTuple):
 def _rows() -> Iterator[Row]:
     yield Row("features", "plain", "the formula and nothing more", lambda c: not c.features)
     for name, meaning in FEATURES.items():
-        yield Row("features", name, meaning, lambda c, name=name: name in c.features)
+        yield Row("features", name, meaning, partial(_needs, name))
     for dtype in DTYPES:
-        yield Row("dtypes", dtype, f"{dtype} inputs", lambda c, dtype=dtype: c.dtype == dtype)
+        yield Row("dtypes", dtype, f"{dtype} inputs", partial(_is_of, dtype))
     for topic in TOPICS:
         if topic != "formula":
-            yield Row("corners", topic, topic, lambda c, topic=topic: c.topic == topic)
+            yield Row("corners", topic, topic, partial(_is_about, topic))
+
+
+def _needs(feature: str, case: Case) -> bool:
+    return feature in case.features
+
+
+def _is_of(dtype: str, case: Case) -> bool:
+    return case.dtype == dtype
+
+
+def _is_about(topic: str, case: Case) -> bool:
+    return case.topic == topic
 
 
 ROWS = tuple(_rows())
@@ -376,15 +388,32 @@ def default_subjects(library: str | None) -> list[Subject]:
     return [Subject(name) for name in registry.names() if registry.load(name) is None]
 
 
-def progress(work: Sequence[Step]) -> Any:
-    """Return the steps with a progress bar on standard error, if that is a terminal."""
+def progress(work: Sequence[Step]) -> Iterable[Step]:
+    """Return the steps with a progress bar."""
+    return bar(work, lambda step: f"{step.section.subject} {step.checked}")
+
+
+T = TypeVar("T")
+
+
+def bar(work: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """Go through some work with a progress bar on standard error, if that is a terminal.
+
+    Parameters
+    ----------
+    work : iterable
+        The steps.
+    describe : callable
+        What the bar says beside a step.
+
+    Yields
+    ------
+    object
+        Each step.
+    """
     from tqdm import tqdm
 
-    bar = tqdm(work, unit="case", disable=None, leave=False, dynamic_ncols=True)
-
-    def named() -> Iterator[Step]:
-        for step in bar:
-            bar.set_description(f"{step.section.subject} {step.checked}", refresh=False)
-            yield step
-
-    return named()
+    shown = tqdm(list(work), unit="case", disable=None, leave=False, dynamic_ncols=True)
+    for step in shown:
+        shown.set_description(describe(step), refresh=False)
+        yield step

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from polyattn.conformance.cases import Case
+from polyattn.conformance.cases import Case, finfo
 from polyattn.conformance.oracle import Array, Oracle, lift, oracle
 from polyattn.conformance.textbook import ORDERS, textbook
 
@@ -111,19 +110,20 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
         return Deviation(math.inf, math.inf, f"{what}: {actual.shape} is not {yard.exact.shape}")
     must_equal = (yard.unit == 0) | ~np.isfinite(yard.exact) | ~np.isfinite(actual)
     same = (actual == yard.exact) | (np.isnan(actual) & np.isnan(yard.exact))
-    for at in map(tuple, np.argwhere(must_equal & ~same).tolist()):
-        fault = f"{what}{list(at)} is {actual[at]}, must be {yard.exact[at]}"
+    for place in np.argwhere(must_equal & ~same).tolist():
+        at = tuple(place)
+        fault = f"{what}{place} is {actual[at]}, must be {yard.exact[at]}"
         return Deviation(math.inf, math.inf, fault)
     units = in_units(actual, yard.exact, yard.unit)
     shares = units / yard.limit
     worst, share = (float(np.max(x, initial=0)) for x in (units, shares))
     if share <= 1:
         return Deviation(worst, share, None)
-    at = np.unravel_index(np.argmax(shares), shares.shape)
+    at = tuple(map(int, np.unravel_index(np.argmax(shares), shares.shape)))
     return Deviation(
         worst,
         share,
-        f"{what}{list(map(int, at))} is {actual[at]}, exact {yard.exact[at]}: "
+        f"{what}{list(at)} is {actual[at]}, exact {yard.exact[at]}: "
         f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} "
         f"(2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g})",
     )
@@ -134,7 +134,7 @@ def output_yardstick(case: Case, dtype: str) -> Yardstick:
     """The yardstick of the output; `dtype` is that of the textbook's intermediates."""
     output, _, condition, sensitivity, _ = exact(case)
     results = [output for output, _ in evaluations(case, dtype)]
-    moved = float(ml_dtypes.finfo(dtype).eps) * sensitivity
+    moved = float(finfo(dtype).eps) * sensitivity
     return yardstick(output, condition, moved, results, case.dtype)
 
 
@@ -151,7 +151,7 @@ def yardstick(
     exact: Array, condition: Array, moved_by_scores: Any, results: Sequence[Any], dtype: str
 ) -> Yardstick:
     """Make a yardstick of the exact result and the textbook's, the plain order first."""
-    info = ml_dtypes.finfo(dtype)
+    info = finfo(dtype)
     unit = np.maximum(float(info.eps) * condition, spacing(dtype))
     unit = np.where(condition == 0, 0, unit)
     plain, *others = (lift(np.asarray(x).astype(dtype)) for x in results)
@@ -163,7 +163,7 @@ def yardstick(
 
 def spacing(dtype: str) -> float:
     """The distance of numbers near 0: what no error is smaller than."""
-    info = ml_dtypes.finfo(dtype)
+    info = finfo(dtype)
     # Only float16's subnormals count for anything: elsewhere XLA, CUDA's fast exp and processors'
     # own bfloat16 products take them for 0.
     step = float(info.eps) if dtype == "float16" else 1.0
@@ -202,10 +202,10 @@ def evaluations(case: Case, dtype: str) -> list[tuple[Any, Any]]:
     The poison is left out: the formula cannot bear it, and it moves no exact result but to NaN.
     """
     arrays, options = case.arguments(poisoned=False)
-    arrays = tuple(x.astype(dtype) for x in arrays)
-    orders = [{}, *({order: True} for order in ORDERS)]
+    cast = [x.astype(dtype) for x in arrays]
+    orders: list[dict[str, Any]] = [{}, *({order: True} for order in ORDERS)]
     with np.errstate(all="ignore"):
-        return [textbook(*arrays, **options, **order) for order in orders]
+        return [textbook(*cast, **(options | order)) for order in orders]
 
 
 def accumulation_dtype(dtype: str) -> str:

@@ -1,0 +1,199 @@
+"""One planted mistake at a time: each must fail the conformance suite.
+
+``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
+found. The suite stops at its first failure, whose name is printed.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
+MASKS, GROUPS = "polyattn/masks.py", "polyattn/kernels/groups.py"
+RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
+NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
+
+
+class Mutation(NamedTuple):
+    """A mistake: what it is, the file, and each text to replace with what replaces it."""
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+
+
+def mutation(name, file, *changes):
+    return Mutation(name, file, tuple(zip(changes[::2], changes[1::2], strict=True)))
+
+
+SOFTCAP = """    if problem.softcap is not None:
+        s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
+"""
+SCORE_MOD = """    if x.score_mod is not None:
+        s = at.modified(x.score_mod, s)  # 3
+"""
+BIAS = """    if x.bias is not None:
+        bias = cast(xp, at.cut(x.bias), s.dtype)
+        s = masked(xp, s + bias, bias != -math.inf)  # 4
+"""
+SINKS = """            if x.sinks is not None:
+                running = join(backend.xp, start(problem, x, backend.xp, rows), running)  # 6
+"""
+TO_GROUPS = "array = xp.reshape(array, (*batch, groups, members, rows, size))"
+FROM_GROUPS = "return xp.reshape(array, (*batch, groups * members, folded // members, size))"
+
+MUTATIONS = (
+    # dense.py, line by line
+    mutation("sign of the scale", DENSE, "query * problem.scale", "query * -problem.scale"),
+    mutation("scale left out", DENSE, "query * problem.scale", "query * 1.0"),
+    mutation(
+        "16-bit scores", DENSE, "query = cast(xp, query, getattr(xp, problem.accumulator))\n", "\n"
+    ),
+    mutation("key not transposed with its rows", DENSE, "xp.matrix_transpose(key)",
+             "xp.matrix_transpose(xp.flip(key, axis=-2))"),
+    mutation("softcap after bias", DENSE, SOFTCAP, "", BIAS, BIAS + SOFTCAP),
+    mutation("softcap left out", DENSE, SOFTCAP, ""),
+    mutation("softcap not divided by", DENSE, "tanh(s / problem.softcap)", "tanh(s)"),
+    mutation("softcap after score_mod", DENSE, SOFTCAP, "", SCORE_MOD, SCORE_MOD + SOFTCAP),
+    mutation("score_mod after bias", DENSE, SCORE_MOD, "", BIAS, BIAS + SCORE_MOD),
+    mutation("score_mod left out", DENSE, SCORE_MOD, ""),
+    mutation("sign of the bias", DENSE, "s + bias, bias", "s - bias, bias"),
+    mutation("bias of -inf does not mask", DENSE, "masked(xp, s + bias, bias != -math.inf)",
+             "s + bias"),
+    mutation("bias left out", DENSE, BIAS, ""),
+    mutation("mask turned round", DENSE, "masked(xp, s, seen)", "masked(xp, s, ~seen)"),
+    mutation("mask left out", DENSE, "s = masked(xp, s, seen)  # 5", "pass"),
+    mutation("sink left out", DENSE, SINKS, ""),
+    mutation("positions left out", DENSE, "at.visible(x, banded=banded)",
+             "at.visible(x, banded=False)"),
+    mutation("value of the wrong keys", DENSE, "value = cast(xp, x.value[",
+             "value = cast(xp, xp.flip(x.value, axis=-2)["),
+    mutation("no keys not thought of", DENSE, "if 0 in problem.scores:", "if False:"),
+    # tiled.py, line by line
+    mutation("tile too wide by one", TILED, "yield Span(first, min(first + size,",
+             "yield Span(first, min(first + size + 1,"),
+    mutation("tile too narrow by one", TILED, "yield Span(first, min(first + size,",
+             "yield Span(first, min(first + max(size - 1, 1),"),
+    mutation("last tile left out", TILED, "range(whole.start, whole.stop, size)",
+             "range(whole.start, max(whole.stop - size, whole.start + 1), size)"),
+    mutation("tiles not joined", TILED, "running = join(xp, running, tile)", "running = tile"),
+    mutation("all tiles taken for full", TILED, "not is_full(problem, rows, columns)", "False"),
+    mutation("rows of the query off by one", TILED, "x.query[..., rows.start : rows.stop, :]",
+             "xp.roll(x.query, 1, axis=-2)[..., rows.start : rows.stop, :]"),
+    mutation("sink counted in every tile", TILED, "running = join(xp, running, tile)",
+             "running = join(xp, join(xp, running, tile), start(problem, x, xp, rows))"),
+    mutation("keys from the first on", TILED, "in _split(column_span(problem, rows), column_block)",
+             "in _split(Span(0, column_span(problem, rows).length), column_block)"),
+    mutation("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
+    # what both are made of
+    mutation("< for <= in causal", MASKS, "columns <= position + high",
+             "columns < position + high"),
+    mutation("window off by one, left", MASKS, "columns >= position + low",
+             "columns > position + low"),
+    mutation("window counts itself", MASKS, "min(offset - left, problem",
+             "min(offset - left + 1, problem"),
+    mutation("span of keys ends one early", MASKS, "rows.stop + high)", "rows.stop + high - 1)"),
+    mutation("span of keys begins one late", MASKS, "max(0, rows.start + low)",
+             "max(0, rows.start + low + 1)"),
+    mutation("a mixed tile taken for full, right", MASKS, "columns.stop - 1 <= rows.start + high",
+             "columns.stop - 2 <= rows.start + high"),
+    mutation("a mixed tile taken for full, left", MASKS, "columns.start >= rows.stop - 1 + low",
+             "columns.start >= rows.stop - 2 + low"),
+    mutation("head order tiled in place of grouped", GROUPS,
+             TO_GROUPS, "array = xp.moveaxis(xp.reshape(array, (*batch, members, groups, rows,"
+             " size)), -3, -4)",
+             FROM_GROUPS, "return xp.reshape(xp.moveaxis(array, -4, -3), (*batch, groups * members,"
+             " folded // members, size))"),
+    mutation("maximum of one side", RUNNING, "xp.maximum(one.maximum, other.maximum)",
+             "one.maximum"),
+    mutation("a sum not shrunk", RUNNING, "one.total * shrink_one", "one.total"),
+    mutation("an output not shrunk", RUNNING, "other.output * shrink_other", "other.output"),
+    mutation("empty rows divided", RUNNING,
+             "xp.where(empty, xp.ones_like(running.total), running.total)", "running.total"),
+    mutation("logsumexp without its maximum", RUNNING,
+             "or_zero(xp, running.maximum) + xp.log(total)", "xp.log(total)"),
+    mutation("logsumexp of empty rows", RUNNING,
+             "xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)", "logsumexp"),
+    mutation("logsumexp to base 2", RUNNING, "xp.log(total)", "xp.log2(total)"),
+    mutation("hidden values take part", ABSENT, "if not problem.masks:", "if True:"),
+    mutation("maximum not subtracted", NUMPY, "np.where(maximum == -np.inf, 0, maximum)",
+             "np.zeros_like(maximum)"),
+    mutation("mask cut in the wrong rows", INDICES, "array[..., rows.start : rows.stop, :]",
+             "array[..., : rows.stop - rows.start, :]"),
+    mutation("row indices from 0", INDICES, "self._range(*self._rows, self._rows.length, 1)",
+             "self._range(0, self._rows.length, self._rows.length, 1)"),
+)  # fmt: skip
+
+SUITE = (
+    *("-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--noconftest"),
+    *("-p", "polyattn.conformance.options", "--pyargs", "polyattn.conformance.test_backend"),
+    *("-k", "test_case and not sdpa"),
+)
+
+
+def plant(mutation, folder):
+    """Copy the package into a folder, with the mistake in it."""
+    for package in ("polyattn", "backends"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+    file = folder / mutation.file
+    text = file.read_text(encoding="utf-8")
+    for old, new in mutation.changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{mutation.name}: {mutation.file} has {text.count(old)} of {old!r}")
+        text = text.replace(old, new)
+    file.write_text(text, encoding="utf-8")
+
+
+def found_by(mutation):
+    """Return the test that finds the mistake, or None if the suite passes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plant(mutation, folder)
+        path = os.pathsep.join(map(str, (folder, folder / "backends")))
+        done = subprocess.run(
+            [sys.executable, *SUITE],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+    if done.returncode == 0:
+        return None
+    found = re.search(
+        r"^(?:FAILED|ERROR) \S*::(test_\w+\[.*?\])(?: - |$)", done.stdout, re.MULTILINE
+    )
+    if done.returncode != 1 or found is None:
+        raise RuntimeError(f"{mutation.name}: the suite did not run\n{done.stdout}{done.stderr}")
+    return found[1]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "words", nargs="*", help="only the mistakes with one of these in their name"
+    )
+    words = parser.parse_args().words
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    escaped = 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {pool.submit(found_by, m): m for m in chosen}
+        for number, run in enumerate(as_completed(runs), start=1):
+            test = run.result()
+            escaped += test is None
+            print(f"[{number}/{len(chosen)}] {runs[run].name}: {test or 'NOT FOUND'}", flush=True)
+    print(f"{len(chosen) - escaped} of {len(chosen)} mistakes are found")
+    return 1 if escaped else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
