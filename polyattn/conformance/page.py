@@ -36,8 +36,7 @@ td.wide { white-space: normal; min-width: 22rem } td { --share: .4 }
 td.refused, td.note { color: var(--soft) }
 td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
 .legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--bad-paper); padding: .6rem;
-  border-radius: .3rem; font-size: .82rem }
+summary { color: var(--bad); margin-top: 1rem } code { font-size: .82rem; overflow-wrap: anywhere }
 ol { font-size: .88rem }
 """
 
@@ -134,10 +133,6 @@ def _whole(verdict: str, bad: bool, body: str) -> str:
 def _section(section: Section) -> Iterator[str]:
     yield f"<h2>{escape(str(section.subject))}</h2>"
     yield f'<p class="soft">{escape(section.versions)}</p>'
-    if section.failures:
-        yield f"<details open><summary>{len(section.failures)} failures</summary>"
-        yield from (f"<pre>{escape(failure)}</pre>" for failure in section.failures)
-        yield "</details>"
     footnotes: dict[str, int] = {}
     yield '<div class="scroll"><table>'
     heads = "".join(f"<th>{escape(str(checked))}</th>" for checked in section.kernels)
@@ -156,6 +151,10 @@ def _section(section: Section) -> Iterator[str]:
         yield "<p>Refused:</p><ol>"
         yield from (f"<li>{escape(reason)}</li>" for reason in footnotes)
         yield "</ol>"
+    if section.failures:
+        yield f"<details open><summary>{len(section.failures)} failures</summary><ul>"
+        yield from (f"<li><code>{escape(failure)}</code></li>" for failure in section.failures)
+        yield "</ul></details>"
 
 
 def _cell(section: Section, row: str, checked: Checked, footnotes: dict[str, int]) -> str:

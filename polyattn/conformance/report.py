@@ -7,7 +7,7 @@ error in units of eps · Σ w|v|, or why the kernel refuses.
 from __future__ import annotations
 
 import platform
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -84,7 +84,9 @@ class Cell:
     reasons : Counter of str
         Why it refuses, with the number of cases.
     failures : list of str
-        What is wrong, a text for each case that does not agree.
+        What is wrong, a text for each case that does not agree and is charged to this row.
+    elsewhere : int
+        The number of cases that do not agree and are charged to another feature.
     note : str or None
         In place of all that: why the row does not apply.
     """
@@ -96,6 +98,7 @@ class Cell:
     worst: str | None = None
     reasons: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    elsewhere: int = 0
     note: str | None = None
 
     def add(self, case: str, off: Deviation | None, refusal: str | None) -> None:
@@ -122,6 +125,7 @@ class Section:
     kernels: tuple[Checked, ...]
     cells: dict[tuple[str, Checked], Cell] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    failed_cases: list[tuple[Checked, Case, str]] = field(default_factory=list)
 
     def cell(self, row: str, checked: Checked) -> Cell:
         """Return the cell of a row, named, and a kernel."""
@@ -268,19 +272,19 @@ def run(work: Iterable[Step]) -> Report:
         else:
             _do_promise(section, checked, what)
     for section in report.sections:
+        _charge(section)
         _note_what_does_not_apply(section)
     return report
 
 
 def _do_case(section: Section, checked: Checked, case: Case) -> None:
-    cells = {row.name: section.cell(row.name, checked) for row in rows_of(case)}
     try:
         outcome = checks.check_case(section.subject, checked, case)
     except Exception as error:
-        _fail(section, checked, cells.values(), error)
+        section.failed_cases.append((checked, case, _text(error)))
         return
-    for cell in cells.values():
-        cell.add(case.name, outcome.output, outcome.refusal)
+    for row in rows_of(case):
+        section.cell(row.name, checked).add(case.name, outcome.output, outcome.refusal)
     if outcome.logsumexp is not None and case.topic != EXTREME:
         section.cell("logsumexp", checked).add(case.name, outcome.logsumexp, None)
 
@@ -303,7 +307,8 @@ def _do_promise(section: Section, checked: Checked, name: str) -> None:
             checks.check_batch_invariance(subject, checked)
             cell.note = "holds"
     except Exception as error:
-        _fail(section, checked, [cell], error)
+        cell.failures.append(_text(error))
+        section.failures.append(f"{checked}: {_text(error)}")
 
 
 def _do_gradients(subject: Subject, checked: Checked, cell: Cell) -> None:
@@ -316,18 +321,39 @@ def _do_gradients(subject: Subject, checked: Checked, cell: Cell) -> None:
         cell.note = "none of the library's"
 
 
-def _fail(section: Section, checked: Checked, cells: Iterable[Cell], error: Exception) -> None:
-    text = str(error) if isinstance(error, AssertionError) else f"raised {error!r}"
-    for cell in cells:
-        cell.failures.append(text)
-    section.failures.append(f"{checked}: {text}")
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, AssertionError) else f"raised {error!r}"
+
+
+def _charge(section: Section) -> None:
+    """Charge each case that failed to the features to blame: the fewest that fail together.
+
+    Where the plain formula is wrong, or softcap alone, a case of softcap and bias says nothing
+    about bias.
+    """
+    section.failed_cases.sort(key=lambda failed: len(failed[1].features))
+    sets: dict[Checked, set[frozenset[str]]] = defaultdict(set)
+    for checked, case, _ in section.failed_cases:
+        sets[checked].add(case.features)
+    for checked, case, text in section.failed_cases:
+        within = [features for features in sets[checked] if features <= case.features]
+        fewest = [f for f in within if not any(other < f for other in within)]
+        blamed = frozenset[str]().union(*fewest)
+        for row in rows_of(case):
+            cell = section.cell(row.name, checked)
+            is_to_blame = row.name in blamed or (row.name == "plain" and not blamed)
+            if row.group != "features" or is_to_blame:
+                cell.failures.append(text)
+            else:
+                cell.elsewhere += 1
+        section.failures.append(f"{checked}: {text}")
 
 
 def _note_what_does_not_apply(section: Section) -> None:
     for checked in section.kernels:
         for dtype in DTYPES:
             if dtype not in section.subject.dtypes:
-                section.cell(dtype, checked).note = "not of the library"
+                section.cell(dtype, checked).note = "not taken"
         if not checked.kernel.poison_safe:
             section.cell("poison in a masked key", checked).note = "not declared"
         if "logsumexp" not in checked.kernel.features:
@@ -374,7 +400,7 @@ def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
     if cell.note is not None:
         return cell.note
     if not cell.agreed and not cell.refused:
-        return "no case"
+        return "fails elsewhere" if cell.elsewhere else "no case"
     text = f"{cell.units:.2g}" if cell.agreed else ""
     own = [reason for reason in cell.reasons if not reason.startswith("it does not compute")]
     marks = "".join(f"[{footnotes.setdefault(r, len(footnotes) + 1)}]" for r in own)

@@ -1,0 +1,66 @@
+"""Writes capabilities.md: what each kernel declares, from the declarations themselves."""
+
+from pathlib import Path
+
+from polyattn import registry
+from polyattn.plugin import FEATURES, Kernel
+
+PAGE = Path(__file__).with_name("capabilities.md")
+YES = "●"
+PROMISES = {
+    "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
+    "batch_invariant": "a batch item has the same bits alone and among others",
+    "deterministic": "the same call twice gives the same bits",
+}
+INTRO = """# What each kernel computes
+
+Written by `python docs/capabilities.py` from what the kernels declare. A kernel is never given what
+it does not declare; `polyattn.explain` says what a call needs, and the reasons that depend on
+shapes and dtypes. That each declaration is true, `polyattn check` shows.
+"""
+
+
+def ours() -> dict[str, tuple[Kernel, ...]]:
+    """The kernels of each plugin of this package, and those that close every list."""
+    own = {
+        name: registry.loaded(name).kernels
+        for name in ("numpy", "torch")
+        if registry.load(name) is None
+    }
+    return {name: kernels for name, kernels in own.items() if kernels} | {
+        "every library": registry.kernels_of(None)
+    }
+
+
+def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
+    """The table, a row a feature or promise and a column a kernel."""
+    columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
+    lines = [
+        "| | " + " | ".join(f"{name}<br>`{kernel.name}`" for name, kernel in columns) + " |",
+        "|---|" + ":-:|" * len(columns),
+    ]
+    for feature, meaning in FEATURES.items():
+        cells = (YES if feature in kernel.features else "" for _, kernel in columns)
+        lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
+    for promise, meaning in PROMISES.items():
+        cells = (YES if getattr(kernel, promise) else "" for _, kernel in columns)
+        lines.append(f"| *{promise}*: {meaning} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def dtypes() -> list[str]:
+    """A sentence for each plugin on what it takes."""
+    specs = [registry.spec_of(name) for name in ("numpy", "torch")]
+    return [
+        f"- **{spec.name}** takes {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
+        for spec in specs
+    ]
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([INTRO, *table(ours()), "", *dtypes(), ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
