@@ -117,6 +117,13 @@ class Cell:
         return {**self.__dict__, "reasons": dict(self.reasons)}
 
 
+class _Failed(NamedTuple):
+    checked: Checked
+    case: Case
+    features: frozenset[str]  # that the failure is about
+    text: str
+
+
 @dataclass
 class Section:
     """What became of one backend."""
@@ -125,7 +132,7 @@ class Section:
     kernels: tuple[Checked, ...]
     cells: dict[tuple[str, Checked], Cell] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    failed_cases: list[tuple[Checked, Case, str]] = field(default_factory=list)
+    failed_cases: list[_Failed] = field(default_factory=list)
 
     def cell(self, row: str, checked: Checked) -> Cell:
         """Return the cell of a row, named, and a kernel."""
@@ -281,7 +288,11 @@ def _do_case(section: Section, checked: Checked, case: Case) -> None:
     try:
         outcome = checks.check_case(section.subject, checked, case)
     except Exception as error:
-        section.failed_cases.append((checked, case, _text(error)))
+        text = _text(error)
+        about = case.features
+        if text.startswith(f"{case}: logsumexp"):  # the output is right
+            about = frozenset({"logsumexp"})
+        section.failed_cases.append(_Failed(checked, case, about, text))
         return
     for row in rows_of(case):
         section.cell(row.name, checked).add(case.name, outcome.output, outcome.refusal)
@@ -331,15 +342,17 @@ def _charge(section: Section) -> None:
     Where the plain formula is wrong, or softcap alone, a case of softcap and bias says nothing
     about bias.
     """
-    section.failed_cases.sort(key=lambda failed: len(failed[1].features))
+    section.failed_cases.sort(key=lambda failed: len(failed.features))
     sets: dict[Checked, set[frozenset[str]]] = defaultdict(set)
-    for checked, case, _ in section.failed_cases:
-        sets[checked].add(case.features)
-    for checked, case, text in section.failed_cases:
-        within = [features for features in sets[checked] if features <= case.features]
+    for failed in section.failed_cases:
+        sets[failed.checked].add(failed.features)
+    for checked, case, about, text in section.failed_cases:
+        within = [features for features in sets[checked] if features <= about]
         fewest = [f for f in within if not any(other < f for other in within)]
         blamed = frozenset[str]().union(*fewest)
-        for row in rows_of(case):
+        for row in ROWS:
+            if row not in rows_of(case) and row.name not in blamed:
+                continue
             cell = section.cell(row.name, checked)
             is_to_blame = row.name in blamed or (row.name == "plain" and not blamed)
             if row.group != "features" or is_to_blame:
