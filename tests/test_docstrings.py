@@ -7,10 +7,20 @@ import pytest
 from numpydoc.validate import validate
 
 import polyattn
+import polyattn.conformance
+import polyattn.conformance.callables
+import polyattn.conformance.suite
 import polyattn.dialects
 import polyattn.plugin
 
-MODULES = (polyattn, polyattn.dialects, polyattn.plugin)
+MODULES = (
+    polyattn,
+    polyattn.conformance,
+    polyattn.conformance.callables,
+    polyattn.conformance.suite,
+    polyattn.dialects,
+    polyattn.plugin,
+)
 # No extended summary, example or cross-reference is asked of what explains itself.
 NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
 
@@ -25,7 +35,11 @@ def public():
             yield f"{module.__name__}.{name}"
             if inspect.isclass(value):
                 methods = [n for n, m in vars(value).items() if inspect.isfunction(m)]
-                yield from (f"{module.__name__}.{name}.{n}" for n in methods if n[0] != "_")
+                yield from (
+                    f"{module.__name__}.{name}.{n}"
+                    for n in methods
+                    if not n.startswith(("_", "test_", "pytest_"))
+                )
 
 
 @pytest.mark.parametrize("path", sorted(set(public())))

@@ -92,7 +92,18 @@ class Row(NamedTuple):
     findings: dict[str, Finding]
 
     def count(self, status: str) -> int:
-        """Return how many cases have a status."""
+        """Count the cases of a status.
+
+        Parameters
+        ----------
+        status : str
+            One of those of `Finding`.
+
+        Returns
+        -------
+        int
+            Their number.
+        """
         return sum(finding.status == status for finding in self.findings.values())
 
     @property
@@ -162,6 +173,11 @@ def subject_of(spec: str, library: str | None) -> Subject:
         The function, as for `load`.
     library : str or None
         The module that makes the arrays; None for that of the function, or else NumPy.
+
+    Returns
+    -------
+    Subject
+        It takes NumPy arrays to the library and back.
     """
     root = spec.partition(":")[0].partition(".")[0]
     library = library or {"torch": "torch", "jax": "jax.numpy"}.get(root, "numpy")
@@ -409,14 +425,36 @@ def lines(rows: Iterable[Row]) -> list[str]:
 
 
 def summary(row: Row) -> tuple[str, str, str]:
-    """Return what to show of a row: how many agree, the largest error, and what to say of them."""
+    """Return what to show of a row.
+
+    Parameters
+    ----------
+    row : Row
+        The row.
+
+    Returns
+    -------
+    agree, units, remarks : str
+        How many agree, the largest error, and what to say of those that do not.
+    """
     able = len(row.findings) - row.count(NO_ARGUMENT)
     units = "-" if row.worst is None else f"{row.worst:.2g}"
     return f"{row.count(AGREES)} of {able}" if able else "-", units, "; ".join(_remarks(row))
 
 
 def as_dict(row: Row) -> dict[str, object]:
-    """Return a row in plain types, for JSON."""
+    """Return a row in plain types, for JSON.
+
+    Parameters
+    ----------
+    row : Row
+        The row.
+
+    Returns
+    -------
+    dict
+        Its kind and name, and the finding of each case.
+    """
     findings = {
         name: {
             **finding._asdict(),

@@ -489,7 +489,20 @@ MANY: Fields = {
 
 
 def make_case(name: str, **fields: Any) -> Case:
-    """A case; what is not a field of `Case` is an option of the call."""
+    """Make a case.
+
+    Parameters
+    ----------
+    name : str
+        What it is called, and the seed of its arrays.
+    **fields : Any
+        Fields of `Case`; any other is an option of the call, an array among them as a `Draw`.
+
+    Returns
+    -------
+    Case
+        The case.
+    """
     own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
     return Case(name, options=tuple(fields.items()), **own)
 

@@ -52,10 +52,17 @@ EXTENDED = Arithmetic(
 class Oracle(NamedTuple):
     """The exact results, and how far relative errors of 1 on the way could move each of them.
 
-    `condition` is sum_j w_ij |v_je|: errors in the weights. `sensitivity` is
-    sum_j w_ij c_ij |v_je - o_ie|: errors in the scores, whose own condition c_ij is the sum of
-    |scale q_id k_jd| and of their size after each further step. `logsumexp_condition` is
-    1 + |lse_i| + sum_j w_ij c_ij, by the same reasoning.
+    Attributes
+    ----------
+    output, logsumexp : numpy.ndarray
+        The results, (..., H, L, E) and (..., H, L) in the caller's layout.
+    condition : numpy.ndarray
+        sum_j w_ij |v_je|: what errors in the weights could do to the output.
+    sensitivity : numpy.ndarray
+        sum_j w_ij c_ij |v_je - o_ie|: what errors in the scores could, whose own condition c_ij is
+        the sum of |scale q_id k_jd| and of their size after each further step.
+    logsumexp_condition : numpy.ndarray
+        1 + |lse_i| + sum_j w_ij c_ij, by the same reasoning.
     """
 
     output: Array

@@ -28,7 +28,15 @@ __all__ = ["Checked", "Subject"]
 
 
 class Checked(NamedTuple):
-    """A kernel as it is checked: as it is, or with tiles so small that short arrays have many."""
+    """A kernel as it is checked: as it is, or with tiles so small that short arrays have many.
+
+    Attributes
+    ----------
+    kernel : Kernel
+        The kernel.
+    small_tiles : bool
+        Whether with small tiles.
+    """
 
     kernel: Kernel
     small_tiles: bool = False
@@ -37,7 +45,18 @@ class Checked(NamedTuple):
         return f"{self.kernel.name}, small tiles" if self.small_tiles else self.kernel.name
 
     def for_case(self, case: Case) -> Kernel:
-        """Return the kernel to run a case with."""
+        """Return the kernel to run a case with.
+
+        Parameters
+        ----------
+        case : Case
+            The call.
+
+        Returns
+        -------
+        Kernel
+            The kernel, or a copy of it with tiles of a twelfth of the scores.
+        """
         if not self.small_tiles:
             return self.kernel
         small = copy.copy(self.kernel)
@@ -86,9 +105,14 @@ class Subject:
             self._plugin, own = registry.loaded(stem), registry.spec_of(stem).namespaces[0]
             self.device = registry.device_of(stem, device) if device else None
             if device and self.device is None:
-                raise BackendUnavailableError(f"the backend {stem!r} has no device {device!r} here")
+                here = ", ".join(registry.devices_of(stem)) or "none that it can name"
+                raise BackendUnavailableError(
+                    f"the backend {stem!r} has no device {device!r} here; it has {here}"
+                )
         self.library = library or own
         self._mover = self._find_mover()
+        if self._mover is None:
+            self._asarray = _maker(self.library)
 
     def __str__(self) -> str:
         own = self._plugin is not None and self.library in registry.spec_of(self._stem).namespaces
@@ -108,13 +132,35 @@ class Subject:
         return None
 
     def to(self, array: Any) -> Any:
-        """Return a NumPy array as one of the library."""
+        """Bring an array to the library.
+
+        Parameters
+        ----------
+        array : numpy.ndarray
+            The array.
+
+        Returns
+        -------
+        Array
+            The same numbers, on the device that is checked.
+        """
         if self._mover is None:
-            return importlib.import_module(self.library).asarray(array)
+            return self._asarray(array)
         return self._mover.place(array, self.device)
 
     def back(self, array: Any) -> Any:
-        """Return an array of the library as a NumPy array."""
+        """Bring an array back.
+
+        Parameters
+        ----------
+        array : Array
+            One of the library's.
+
+        Returns
+        -------
+        numpy.ndarray
+            The same numbers.
+        """
         return np.asarray(array if self._mover is None else self._mover.fetch(array))
 
     @cached_property
@@ -140,14 +186,42 @@ class Subject:
         return (*map(Checked, kernels), *small)
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of a case's call, its arrays in the library."""
+        """Make the arguments of a call, in the library.
+
+        Parameters
+        ----------
+        case : Case
+            The call.
+
+        Returns
+        -------
+        arrays : list of Array
+            Query, key and value.
+        options : dict
+            The other arguments.
+        """
         arrays, options = case.arguments()
         return [self.to(x) for x in arrays], {
             name: self.to(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
         }
 
     def explain(self, case: Case, kernel: Kernel, *, logsumexp: bool = False) -> Explanation:
-        """Return what would become of a case's call that insists on a kernel."""
+        """Say what would become of a call that insists on a kernel.
+
+        Parameters
+        ----------
+        case : Case
+            The call.
+        kernel : Kernel
+            The kernel.
+        logsumexp : bool
+            Whether the logsumexp is asked for, too.
+
+        Returns
+        -------
+        Explanation
+            As of `polyattn.explain`.
+        """
         arrays, options = self.arguments(case)
         return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
 
@@ -158,7 +232,7 @@ class Subject:
         function: Callable[..., Any] = attention,
         given: tuple[list[Any], dict[str, Any]] | None = None,
     ) -> Any:
-        """Return what a function with the signature of `attention` gives for a case.
+        """Make the call of a case.
 
         Parameters
         ----------
@@ -167,9 +241,14 @@ class Subject:
         kernel : Kernel
             The kernel to insist on.
         function : callable
-            The function.
+            One with the signature of `attention`.
         given : tuple, optional
             The arguments, as of `arguments`, if they are there already.
+
+        Returns
+        -------
+        Any
+            What the function returns.
         """
         arrays, options = given or self.arguments(case)
         drawn = {name for name, option in case.options if isinstance(option, Draw)}
@@ -180,3 +259,15 @@ class Subject:
             return function(*arrays, **options, **others, backend=self.backend, kernel=kernel)
 
         return (self.transform or (lambda f: f))(run)(arrays, traced)
+
+
+def _maker(library: str) -> Callable[[Any], Any]:
+    """The function that makes a library's arrays."""
+    try:
+        module: Any = importlib.import_module(library)
+    except ImportError as error:
+        raise ValueError(f"there is no module {library!r} to make arrays: {error}") from error
+    make = getattr(module, "asarray", None)
+    if make is None:
+        raise ValueError(f"the module {library!r} makes no arrays: it has no asarray")
+    return make  # type: ignore[no-any-return]

@@ -104,6 +104,11 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
         What it is held against.
     what : str
         What a fault calls it.
+
+    Returns
+    -------
+    Deviation
+        How far it is off, and whether that is too far.
     """
     actual = lift(actual)
     if actual.shape != yard.exact.shape:
