@@ -22,6 +22,8 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+# torch's own compiler imports what torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 class TestTorch(BackendSuite):
     backend = "torch"
 

@@ -197,9 +197,9 @@ def items(dtypes: Iterable[str]) -> list[Case]:
     ]
 
 
-def check_determinism(subject: Subject, checked: Checked) -> None:
+def check_determinism(subject: Subject, checked: Checked, *, thorough: bool = True) -> None:
     """The same call twice gives the same bits."""
-    for case, kernel in _taken(subject, checked):
+    for case, kernel in _taken(subject, checked)[: None if thorough else 1]:
         once, twice = (subject.back(subject.call(case, kernel)) for _ in range(2))
         assert _equal(once, twice), f"{case}: the same call twice gives other bits"
 

@@ -23,7 +23,7 @@ import pytest
 from polyattn.conformance import checks
 from polyattn.conformance.cases import CASES, ESSENTIAL, Case
 from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients
-from polyattn.conformance.lazy import check_laziness, is_lazy
+from polyattn.conformance.lazy import is_lazy, lazily
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.registry import ARRAY_API
 
@@ -43,7 +43,7 @@ class BackendSuite:
         The module that makes the arrays, such as ``"jax.numpy"``; None for the backend's own.
     thorough : bool
         Whether to try all cases. False is for libraries where every call is dear: one case of each
-        feature and corner, and fewer with small tiles and for gradients.
+        feature and corner, for some tests fewer.
     xfails : mapping of str to str
         Tests that are known to fail, by their names as pytest prints them, such as
         ``"test_case[fused-window]"``, and the reason of each. One that passes fails the suite
@@ -60,19 +60,24 @@ class BackendSuite:
         """The backend on arrays of the library."""
         return _subject(self.backend, self.library)
 
+    @pytest.fixture
+    def lazy_subject(self) -> Subject:
+        """The same, where nothing may be computed during a call if the library can be lazy."""
+        return _subject(self.backend, self.library, lazy=True)
+
     # ---- the tests ----
 
     def test_case(self, subject: Subject, checked: Checked, case: Case) -> None:
         """The kernel agrees with the oracle, or refuses the call when it is insisted on."""
         checks.check_case(subject, checked, case)
 
-    def test_lazy(self, subject: Subject, checked: Checked, case: Case) -> None:
-        """Nothing is computed while the call is traced or its graph is built."""
-        check_laziness(subject, checked, case)
+    def test_lazy(self, lazy_subject: Subject, checked: Checked, case: Case) -> None:
+        """The same, while nothing is computed as the call is traced or its graph is built."""
+        checks.check_case(lazy_subject, checked, case)
 
-    def test_gradients(self, subject: Subject, checked: Checked, case: Case) -> None:
+    def test_gradients(self, lazy_subject: Subject, checked: Checked, case: Case) -> None:
         """The gradients are as accurate as the textbook's."""
-        check_gradients(subject, checked, case)
+        check_gradients(lazy_subject, checked, case)
 
     def test_every_declared_feature_is_exercised(self, subject: Subject, checked: Checked) -> None:
         """No feature is declared that no case of the kernel ever needs."""
@@ -81,7 +86,7 @@ class BackendSuite:
 
     def test_deterministic(self, subject: Subject, checked: Checked) -> None:
         """The same call twice gives the same bits, if the kernel declares so."""
-        checks.check_determinism(subject, checked)
+        checks.check_determinism(subject, checked, thorough=self.thorough)
 
     def test_batch_invariant(self, subject: Subject, checked: Checked) -> None:
         """A batch item has the same bits alone, if the kernel declares so."""
@@ -133,7 +138,9 @@ class BackendSuite:
             cases = [case for case in cases if checks.is_promised(subject, checked, case)]
             if test != "test_case":
                 cases = [case for case in cases if checks.takes(subject, checked, case)]
-            dear = not self.thorough and (checked.small_tiles or test == "test_gradients")
+            # What test_case leaves out of a lazy library, test_lazy has.
+            lazy = test == "test_case" and is_lazy(subject)
+            dear = not self.thorough and (lazy or checked.small_tiles or test == "test_gradients")
             if dear or checked.kernel.compiles:
                 cases = checks.covering(subject, checked, cases)
             yield from ((checked, case) for case in cases)
@@ -169,5 +176,6 @@ _WHY_NOT = {
 
 
 @cache
-def _subject(backend: str, library: str | None) -> Subject:
-    return Subject(backend, library)
+def _subject(backend: str, library: str | None, lazy: bool = False) -> Subject:
+    subject = Subject(backend, library)
+    return Subject(backend, library, lazily) if lazy and is_lazy(subject) else subject
