@@ -39,7 +39,9 @@ def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["demo"]:
         return _demo(arguments[1:])
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:  # said by the command's own parser, with its usage
+        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return 2
@@ -78,7 +80,7 @@ def _add_backends(commands: Any) -> None:
         " the command that installs it. Loads the libraries that are installed.",
     )
     backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    backends.set_defaults(run=_backends)
+    backends.set_defaults(run=_backends, parser=backends)
 
 
 def _add_explain(commands: Any) -> None:
@@ -111,7 +113,7 @@ def _add_explain(commands: Any) -> None:
     add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
     add("--kernel", metavar="NAME", help="insist on a kernel")
     add("--json", action="store_true", help="print JSON instead of a table")
-    explain.set_defaults(run=_explain)
+    explain.set_defaults(run=_explain, parser=explain)
 
 
 def _add_check(commands: Any) -> None:
@@ -137,7 +139,7 @@ def _add_check(commands: Any) -> None:
     add("--quick", action="store_true", help="one case of each feature and corner")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="write a page as well")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_check, parser=check)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -193,33 +195,38 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    """0 if everything agrees, 1 if something does not, 2 if it cannot be asked so."""
     try:
-        from polyattn.conformance import CASES, ESSENTIAL, Subject, page, report
+        from polyattn.conformance import CASES, ESSENTIAL, Subject, page, run
     except ModuleNotFoundError as error:
-        print(
-            f'polyattn check: it needs {error.name}: pip install "polyattn[testing]"',
-            file=sys.stderr,
-        )
-        return 1
-    if options.html is not None and not options.html.parent.is_dir():
-        raise ValueError(f"--html: there is no folder {options.html.parent}")
+        print(f"polyattn check: {error}", file=sys.stderr)
+        return 2
+    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
+        raise ValueError(f"--html needs a file in a folder that is there; got {options.html}")
     cases = ESSENTIAL if options.quick else CASES
     if options.callable is not None:
         return _check_callable(options, cases)
-    if options.backends:
-        subjects = [Subject(name, options.library) for name in options.backends]
-    else:
-        subjects = report.default_subjects(options.library)
-    work = report.steps(subjects, cases, options.kernel)
-    found = report.run(report.progress(work))
+    try:
+        if options.backends:
+            names = [name for given in options.backends for name in given.split(",")]
+            subjects = [Subject(name, options.library) for name in names]
+        else:
+            subjects = run.default_subjects(options.library)
+    except BackendError as error:
+        print(f"polyattn check: {error}", file=sys.stderr)
+        return 2
+    found = run.run(run.steps(subjects, cases, options.kernel), run.progress)
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
     if options.html is not None:
         options.html.write_text(page.page(found), encoding="utf-8")
+    if found.done < found.total:
+        print(f"polyattn check: interrupted after {found.done} of {found.total}", file=sys.stderr)
+        return 130
     return 1 if found.failed else 0
 
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
-    from polyattn.conformance import callables, page, report
+    from polyattn.conformance import callables, page, run
 
     for name, given in (("a backend", options.backends), ("--kernel", options.kernel)):
         if given:
@@ -227,7 +234,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     sys.path.insert(0, "")  # where python -m would find a module of the user's
     function = callables.load(options.callable)
     subject = callables.subject_of(options.callable, options.library)
-    bar = partial(report.bar, describe=lambda case: options.callable)
+    bar = partial(run.bar, describe=lambda case: options.callable)
     rows = callables.summarise(function, cases.values(), subject.to, subject.back, bar)
     if options.json:
         print(json.dumps([callables.as_dict(row) for row in rows], indent=2))
@@ -236,8 +243,10 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
         print(*callables.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
-    agrees = all(row.count(callables.DIFFERS) + row.count(callables.RAISES) == 0 for row in rows)
-    return 0 if agrees else 1
+    departs = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
+    if not options.json:
+        print(f"  {departs or 'no'} case{'s' * (departs != 1)} depart{'s' * (departs == 1)}")
+    return 1 if departs else 0
 
 
 def _demo(arguments: list[str]) -> int:

@@ -48,14 +48,27 @@ class Plan(NamedTuple):
         if backend is None:
             raise RuntimeError("a plan made from shapes alone cannot run")
         if not moved:
-            return backend.run(self.kernel, problem, operands)
+            return self._checked(backend.run(self.kernel, problem, operands))
         query = operands.query
-        output, logsumexp = backend.run(self.kernel, problem, self._bring(operands, backend))
+        output, logsumexp = self._checked(
+            backend.run(self.kernel, problem, self._bring(operands, backend))
+        )
         if "query" not in moved:
             return output, logsumexp
         back = _mover(backend, _backend_of(query), self.home)
         output = _beside(query, back(output))
         return output, None if logsumexp is None else _beside(query, back(logsumexp))
+
+    def _checked(self, result: Any) -> tuple[Array, Array | None]:
+        """Refuse what a kernel may not return, of which unpacking would make something else."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"the kernel {self.kernel.name} must return (output, logsumexp); it returned"
+                f" a {type(result).__name__}"
+            )
+        if result[1] is None and "logsumexp" in self.site.problem.features:
+            raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
+        return result
 
     def _bring(self, operands: Operands, backend: Backend) -> Operands:
         device = self.site.problem.device

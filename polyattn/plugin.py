@@ -86,7 +86,7 @@ class BackendSpec:
     devices : tuple of str
         Kinds of device it can run on: what ``str(array.device)`` gives, up to a colon.
     dtypes : tuple of str
-        The dtypes it takes.
+        The dtypes it takes, of float16, bfloat16, float32 and float64.
     api_version : int
         The version of this contract that it was written for.
 
@@ -94,6 +94,8 @@ class BackendSpec:
     ------
     TypeError
         If one of the tuples is no tuple of strings.
+    ValueError
+        If a dtype is none that attention takes.
     """
 
     name: str
@@ -110,6 +112,9 @@ class BackendSpec:
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
                 raise TypeError(f"{name} must be a tuple of strings; got {value!r}")
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                raise ValueError(f"dtypes may hold {', '.join(DTYPES)}; got {dtype!r}")
 
     def load(self) -> Backend:
         """Import the implementation.

@@ -59,7 +59,7 @@ class Problem(NamedTuple):
     window : tuple of (int or None, int or None)
         How far a row sees to either side of its position.
     query_offset : int or None
-        The position of the first row; None if an array gives it.
+        The position of the first row; None if an array gives it. S − L where none matters.
     scale : float
         What multiplies q·k.
     softcap : float or None
@@ -150,7 +150,8 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
     _check_operand_shapes(call, scores)
     default_scale = 1 / math.sqrt(head_size) if head_size else 1.0
     offset = call.query_offset
-    if offset is None:
+    positions_matter = call.is_causal or (call.window or (None, None)) != (None, None)
+    if offset is None or not positions_matter:
         offset = key_length - query_length
     arrays = call.arrays()
     problem = Problem(
@@ -181,7 +182,6 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
 
 
 def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
-    positions_matter = call.is_causal or problem.window != (None, None)
     needed = {
         "batch_broadcast": not call.query.shape[:-3]
         == call.key.shape[:-3]
@@ -193,10 +193,9 @@ def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[s
         "logsumexp": call.logsumexp,
         "mask": isinstance(call.mask, ArrayFacts),
         "mask_mod": call.mask == "function",
-        "query_offset": positions_matter
-        and problem.query_offset is not None
+        "query_offset": problem.query_offset is not None
         and problem.query_offset != problem.key_length - problem.query_length,
-        "query_offset_array": positions_matter and problem.query_offset is None,
+        "query_offset_array": problem.query_offset is None,
         "scale": problem.scale != default_scale,
         "score_mod": call.score_mod,
         "sinks": call.sinks is not None,

@@ -133,6 +133,8 @@ def _missing(spec: BackendSpec) -> str | None:
 
 def _flaw(backend: Backend) -> str | None:
     """Return what of a backend's kernels breaks the contract, or None."""
+    if not isinstance(backend.kernels, tuple):
+        return f"its kernels must be a tuple, such as (Fused(),); got {backend.kernels!r}"
     for kernel in backend.kernels:
         if not isinstance(kernel, Kernel):
             return f"its kernels must be instances of Kernel; one is {kernel!r}"

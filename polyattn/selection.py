@@ -332,6 +332,11 @@ def _judge(
         reasons = [f"it does not compute {', '.join(missing)}"]
     else:
         reasons = kernel.reasons_against(problem)
+        if not isinstance(reasons, list):
+            raise TypeError(
+                f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
+                f" returned {reasons!r}"
+            )
     if reasons:
         return Candidate(backend, kernel.name, "refused", tuple(reasons))
     waits = None if insisted else kernel.only_on_request(problem)

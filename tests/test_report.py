@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polyattn.cli import main
-from polyattn.conformance import CASES, Checked, Subject, report
+from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject, report, run
 from polyattn.conformance.cases import TOPICS
 from polyattn.kernels import Dense
 from polyattn.problem import DTYPES, FEATURES
@@ -77,10 +77,12 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nunpy"], 1, "no plugin provides the backend 'nunpy'; did you mean 'numpy'"),
-        (["torch:cuda:9"], 1, "the backend 'torch' has no device 'cuda:9' here; it has cpu"),
+        (["nunpy"], 2, "no plugin provides the backend 'nunpy'; did you mean 'numpy'"),
+        (["torch:cuda:9"], 2, "the backend 'torch' has no device 'cuda:9' here; it has cpu"),
         (["numpy", "--kernel", "desne"], 2, "numpy has no kernel 'desne'; it has tiled, dense"),
-        (["numpy", "--html", "/no/such/folder/x.html"], 2, "there is no folder /no/such/folder"),
+        (["numpy", "--html", "/no/such/folder/x.html"], 2, "in a folder that is there; got /no"),
+        (["numpy", "--html", "/tmp"], 2, "--html needs a file"),
+        (["auto"], 2, "one backend is checked at a time"),
         (["array-api", "--library", "nothing"], 2, "there is no module 'nothing'"),
         (["array-api", "--library", "json"], 2, "'json' makes no arrays"),
         (["numpy", "--callable", "torch:matmul"], 2, "--callable takes the place of a backend"),
@@ -99,7 +101,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("polyattn.conformance", raising=False)
     monkeypatch.setitem(sys.modules, "mpmath", None)
-    assert main(["check", "numpy"]) == 1
+    assert main(["check", "numpy"]) == 2
     assert 'pip install "polyattn[testing]"' in capsys.readouterr().err
 
 
@@ -151,7 +153,7 @@ class Deaf(Dense):
 
 def reported(kernel, names):
     section = report.Section(Subject("numpy"), (Checked(kernel),))
-    found = report.run(report.Step(section, Checked(kernel), CASES[name]) for name in names)
+    found = run.run([run.Step(section, Checked(kernel), CASES[name]) for name in names])
     return found, lambda row: section.cell(row, Checked(kernel))
 
 
@@ -162,7 +164,11 @@ def test_a_failure_is_charged_to_the_feature_that_fails_alone():
     assert not cell("bias").failures
     assert (cell("bias").agreed, cell("bias").elsewhere) == (1, 1)
     assert len(cell("float32").failures) == 2
-    assert found.sections[0].failures[0].startswith("deaf: softcap: output")  # the simplest first
+    first = found.sections[0].failures[0]
+    assert (first.kernel, first.charged) == ("deaf", "softcap")
+    assert first.text.startswith("softcap: output")  # the simplest first
+    assert first.text.endswith("as if softcap is ignored")
+    assert "FAIL deaf: softcap: output" in str(found)
 
 
 def test_a_failure_of_two_features_together_is_charged_to_both():
@@ -185,7 +191,48 @@ def test_an_error_of_the_kernel_is_a_failure_with_its_text():
             raise RuntimeError("the engine has no more memory")
 
     found, _ = reported(Raising(), ["plain"])
-    assert "RuntimeError('the engine has no more memory')" in str(found)
+    assert "plain: output: raised RuntimeError('the engine has no more memory') at " in str(found)
+    assert "test_report.py:" in str(found)
+
+
+def test_a_declaration_that_nothing_exercises_is_a_failure():
+    class Reluctant(Dense):
+        name = "reluctant"
+
+        def reasons_against(self, problem):
+            return ["it hides"] if "sinks" in problem.features else []
+
+    checked = Checked(Reluctant())
+    section = report.Section(Subject("numpy"), (checked,))
+    cases = [case for case in ESSENTIAL.values() if case.poison is None]
+    found = run.run([run.Step(section, checked, case) for case in cases])
+    assert [failure.charged for failure in found.sections[0].failures] == ["sinks"]
+    assert "no case that it takes needs it" in str(found)
+
+
+def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
+    genuine = run.checks.check_case
+    done = []
+
+    def check_case(subject, checked, case):
+        if len(done) == 30:
+            raise KeyboardInterrupt
+        done.append(case)
+        return genuine(subject, checked, case)
+
+    monkeypatch.setattr(run.checks, "check_case", check_case)
+    assert main(QUICK) == 130
+    out, err = capsys.readouterr()
+    assert "causal" in out
+    assert "no failures" in out
+    assert "interrupted after 30 of " in err
+
+
+def test_an_unknown_option_is_refused_with_the_usage_of_the_command(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["check", "--kernal", "dense"])
+    assert refused.value.code == 2
+    assert "usage: polyattn check" in capsys.readouterr().err
 
 
 def test_figures_are_those_of_the_tolerance():

@@ -7,10 +7,15 @@ pytest (`suite`), or by ``polyattn check``, which prints a table and needs no te
 It needs more than the rest of the package: ``pip install "polyattn[testing]"``.
 """
 
-from polyattn.conformance.cases import CASES, ESSENTIAL, Case, make_case
-from polyattn.conformance.oracle import Oracle, oracle
-from polyattn.conformance.subject import Checked, Subject
-from polyattn.conformance.tolerance import Deviation, assert_accurate, deviation
+try:
+    from polyattn.conformance.cases import CASES, ESSENTIAL, Case, make_case
+    from polyattn.conformance.oracle import Oracle, oracle
+    from polyattn.conformance.subject import Checked, Subject
+    from polyattn.conformance.tolerance import Deviation, assert_accurate, deviation
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'polyattn.conformance needs {error.name}: pip install "polyattn[testing]"', name=error.name
+    ) from error
 
 __all__ = [
     "CASES",

@@ -5,6 +5,7 @@ A departure is read: `readings` has the other meanings that are tried.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -153,14 +154,16 @@ def load(spec: str) -> Function:
     try:
         found: Any = importlib.import_module(module)
     except (ImportError, TypeError) as error:  # TypeError: a relative name
-        raise ValueError(f"{refusal}, and {module!r} cannot be imported: {error}") from error
+        hint = "; leave out the .py" if module.endswith(".py") else ""
+        raise ValueError(f"the module {module!r} cannot be imported: {error}{hint}") from error
     try:
         found = functools.reduce(getattr, name.split("."), found)
     except AttributeError as error:
-        raise ValueError(f"{refusal}, and {module!r} has no {name!r}") from error
+        near = difflib.get_close_matches(name, dir(found), n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"the module {module!r} has no {name!r}{meant}") from error
     if not callable(found):
-        kind = type(found).__name__
-        raise ValueError(f"{refusal}, and {name!r} of {module!r} is no function but a {kind}")
+        raise ValueError(f"{spec!r} is no function; it is {found!r:.80}")
     return found  # type: ignore[no-any-return]
 
 

@@ -35,9 +35,13 @@ Group = dict[str, Fields]
 
 @dataclass(frozen=True)
 class Draw:
-    """An array among the options: `make(case, rng)`, cast to the inputs' dtype if it is real."""
+    """An array among the options: `make(case, rng)`, cast to the inputs' dtype if it is real.
+
+    Or to a dtype of its own.
+    """
 
     make: Callable[[Any, Any], Array]
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,8 @@ class Case:
         for name, option in self.options:
             if isinstance(option, Draw):
                 drawn = option.make(self, rng)
-                option = view(drawn.astype(dtype) if drawn.dtype.kind == "f" else drawn)
+                own = np.dtype(option.dtype or dtype)
+                option = view(drawn.astype(own) if drawn.dtype.kind == "f" else drawn)
             options[name] = option
         if self.layout != "...HLD":
             options["layout"] = self.layout
@@ -369,6 +374,13 @@ ALONE: Group = {
     "bias (B, 1, L, 1)": {
         "bias": Draw(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
     },
+    "bias of float32": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)), "float32")
+    },
+    "bias of float64": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)), "float64")
+    },
+    "sinks of float64": {"sinks": Draw(lambda case, rng: rng.normal(size=case.H), "float64")},
     "bias as mask": {"bias": bias_with(lambda i, j: (i + j) % 3 == 0)},
     "alibi": {"score_mod": alibi},
     "low sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, -1e4))},

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyattn import attention_partial, registry
 from polyattn.arrays import facts_of
-from polyattn.conformance.cases import Case, make_case
+from polyattn.conformance.cases import Case, Draw, make_case
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.tolerance import (
     Deviation,
@@ -63,8 +66,10 @@ class Outcome(NamedTuple):
 
 
 def is_promised(subject: Subject, checked: Checked, case: Case) -> bool:
-    """Whether a case can be asked of a kernel: its library has the dtype, and it bears poison."""
-    return case.dtype in subject.dtypes and (case.poison is None or checked.kernel.poison_safe)
+    """Whether a case can be asked of a kernel: its library has the dtypes, and it bears poison."""
+    dtypes = {case.dtype, *(x.dtype for _, x in case.options if isinstance(x, Draw) and x.dtype)}
+    has_dtypes = case.dtype in subject.dtypes and all(map(subject.has, dtypes))
+    return has_dtypes and (case.poison is None or checked.kernel.poison_safe)
 
 
 def takes(subject: Subject, checked: Checked, case: Case) -> bool:
@@ -105,8 +110,9 @@ def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
 
     given = subject.arguments(case)
     before = _bits(subject, given)
-    output = subject.call(case, kernel, given=given)
     what = f"{case}: output"
+    with _telling(what):
+        output = subject.call(case, kernel, given=given)
     _check_like_query(what, output, given[0][0], case.dtype)
     yard = output_yardstick(case, textbook_dtype(kernel, case))
     off = deviation(subject.back(output), yard, what)
@@ -114,12 +120,15 @@ def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
     logsumexp = None
     if subject.explain(case, kernel, logsumexp=True).chosen is not None:
         logsumexp = _check_partial(subject, kernel, case, given)
-    assert _bits(subject, given) == before, f"{case}: an input was written to"
+    after = _bits(subject, given)
+    written = [name for name, bits in before.items() if after[name] != bits]
+    assert not written, f"{case}: {', '.join(written)} was written to"
     return Outcome(off, logsumexp)
 
 
 def _check_partial(subject: Subject, kernel: Kernel, case: Case, given: Any) -> Deviation:
-    output, logsumexp = subject.call(case, kernel, attention_partial, given)
+    with _telling(f"{case}: logsumexp"):
+        output, logsumexp = subject.call(case, kernel, attention_partial, given)
     yard = output_yardstick(case, textbook_dtype(kernel, case))
     off = deviation(subject.back(output), yard, f"{case}: output of the partial")
     assert off.fault is None, off.fault
@@ -137,10 +146,25 @@ def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
     assert got.dtype == dtype, f"{what} is {got.dtype}, must be {dtype}"
 
 
-def _bits(subject: Subject, given: tuple[list[Any], Mapping[str, Any]]) -> list[bytes]:
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """Say of an error which result of which case it came from, and where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        raise AssertionError(f"{what}: raised {error!r} at {where}") from error
+
+
+def _bits(subject: Subject, given: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
     arrays, options = given
-    everything = [*arrays, *(x for x in options.values() if hasattr(x, "shape"))]
-    return [np.ascontiguousarray(subject.back(x)).tobytes() for x in everything]
+    everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
+    return {
+        name: np.ascontiguousarray(subject.back(x)).tobytes()
+        for name, x in everything.items()
+        if hasattr(x, "shape")
+    }
 
 
 def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[Case]:

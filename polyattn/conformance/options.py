@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["BACKEND", "LIBRARY", "pytest_addoption"]
+__all__ = ["BACKEND", "LIBRARY", "pytest_addoption", "pytest_report_header"]
 
 BACKEND, LIBRARY = "--polyattn-backend", "--polyattn-library"
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say which backend is checked."""
+    library = config.getoption(LIBRARY)
+    where = f" on arrays of {library}" if library else ""
+    return f"polyattn backend: {config.getoption(BACKEND)}{where}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -153,8 +153,13 @@ def _section(section: Section) -> Iterator[str]:
         yield "</ol>"
     if section.failures:
         yield f"<details open><summary>{len(section.failures)} failures</summary><ul>"
-        yield from (f"<li><code>{escape(failure)}</code></li>" for failure in section.failures)
+        for kernel, _, text in section.failures:
+            yield f"<li><code>{escape(f'{kernel}: {text}' if kernel else text)}</code></li>"
         yield "</ul></details>"
+    yield "<ul>"
+    for promise, found in section.plugin.items():
+        yield f"<li>{escape(promise[0].upper() + promise[1:])}: {found}.</li>"
+    yield "</ul>"
 
 
 def _cell(section: Section, row: str, checked: Checked, footnotes: dict[str, int]) -> str:

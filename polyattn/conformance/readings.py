@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +61,8 @@ class _Reread(Case):
 
 
 @np.errstate(all="ignore")
-def read(case: Case, output: Array) -> str:
-    """Return the meanings, one or two of them, that a result agrees with; empty if none does.
+def read(case: Case, output: Array, most: int = 2) -> str:
+    """Return the meanings that a result agrees with, together; empty if none do.
 
     Parameters
     ----------
@@ -70,10 +70,13 @@ def read(case: Case, output: Array) -> str:
         The call.
     output : numpy.ndarray
         What a function gave for it.
+    most : int
+        How many of them to try together.
     """
     those = [reading for reading in READINGS if reading.applies(case)]
     own = {field.name: getattr(case, field.name) for field in fields(case)}
-    for readings in (*combinations(those, 1), *combinations(those, 2)):
+    together = (combinations(those, n) for n in range(1, most + 1))
+    for readings in chain.from_iterable(together):
         dtype = next((r.dtype for r in readings if r.dtype), case.dtype)
         yard = output_yardstick(_Reread(**own, readings=readings), dtype)
         if deviation(output, yard, "").fault is None:

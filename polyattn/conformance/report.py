@@ -1,4 +1,4 @@
-"""The suite's cases without pytest: what became of each, gathered into a table for people.
+"""What was found of a backend, as a table for people.
 
 A row is a feature, a dtype or a corner of the semantics, a column a kernel, and a cell the largest
 error in units of eps · Σ w|v|, or why the kernel refuses.
@@ -7,24 +7,31 @@ error in units of eps · Σ w|v|, or why the kernel refuses.
 from __future__ import annotations
 
 import platform
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from importlib.metadata import version
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import polyattn
-from polyattn import registry
-from polyattn.conformance import checks
-from polyattn.conformance.cases import CASES, TOPICS, Case
-from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients
+from polyattn.conformance.cases import TOPICS, Case
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.tolerance import Deviation
 from polyattn.explain import table
 from polyattn.problem import DTYPES, FEATURES
 
-__all__ = ["Cell", "Report", "Row", "Section", "run", "steps"]
+__all__ = [
+    "PROMISES",
+    "ROWS",
+    "Cell",
+    "Failure",
+    "Report",
+    "Row",
+    "Section",
+    "cell_text",
+    "rows_of",
+]
 
 
 class Row(NamedTuple):
@@ -117,22 +124,47 @@ class Cell:
         return {**self.__dict__, "reasons": dict(self.reasons)}
 
 
-class _Failed(NamedTuple):
-    checked: Checked
-    case: Case
-    features: frozenset[str]  # that the failure is about
+class Failure(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes
+    ----------
+    kernel : str
+        Of which kernel; empty for the plugin as a whole.
+    charged : str
+        The features that are to blame, or the promise that is not kept.
+    text : str
+        What is wrong.
+    """
+
+    kernel: str
+    charged: str
     text: str
 
 
 @dataclass
 class Section:
-    """What became of one backend."""
+    """What became of one backend.
+
+    Attributes
+    ----------
+    subject : Subject
+        The backend.
+    kernels : tuple of Checked
+        The columns.
+    cells : dict
+        By row and kernel; see `cell`.
+    failures : list of Failure
+        All that is wrong, the simplest first.
+    plugin : dict of str to str
+        What was found of the plugin as a whole.
+    """
 
     subject: Subject
     kernels: tuple[Checked, ...]
     cells: dict[tuple[str, Checked], Cell] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
-    failed_cases: list[_Failed] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    plugin: dict[str, str] = field(default_factory=dict)
 
     def cell(self, row: str, checked: Checked) -> Cell:
         """Return the cell of a row, named, and a kernel."""
@@ -142,14 +174,24 @@ class Section:
     def versions(self) -> str:
         """The library and its version."""
         root = self.subject.library.partition(".")[0]
-        return f"{root} {version(root.replace('_', '-'))}"
+        return f"{root} {getattr(sys.modules.get(root), '__version__', '')}".strip()
 
 
 @dataclass
 class Report:
-    """What became of all that was checked."""
+    """What became of all that was checked.
+
+    Attributes
+    ----------
+    sections : list of Section
+        One a backend.
+    done, total : int
+        How many steps were done, and how many there were; fewer if it was interrupted.
+    """
 
     sections: list[Section] = field(default_factory=list)
+    done: int = 0
+    total: int = 0
 
     @property
     def failed(self) -> int:
@@ -163,11 +205,14 @@ class Report:
             "python": platform.python_version(),
             "machine": platform.machine(),
             "failed": self.failed,
+            "done": self.done,
+            "total": self.total,
             "backends": [
                 {
                     "name": str(section.subject),
                     "library": section.versions,
-                    "failures": section.failures,
+                    "failures": [failure._asdict() for failure in section.failures],
+                    "plugin": section.plugin,
                     "kernels": [
                         {
                             "name": str(checked),
@@ -203,177 +248,6 @@ def row_names() -> list[tuple[str, str]]:
     return [(row.name, row.meaning) for row in ROWS] + list(PROMISES.items())
 
 
-# ---- running -----------------------------------------------------------------------------------
-
-
-class Step(NamedTuple):
-    """One thing to do: a case, or a promise, of a kernel."""
-
-    section: Section
-    checked: Checked
-    what: Case | str
-
-
-def steps(
-    subjects: Iterable[Subject],
-    cases: Mapping[str, Case] = CASES,
-    kernels: Sequence[str] = (),
-) -> list[Step]:
-    """Return all that a report has to do.
-
-    Parameters
-    ----------
-    subjects : iterable of Subject
-        The backends.
-    cases : mapping of str to Case
-        The calls.
-    kernels : sequence of str
-        The kernels to check; none for all.
-
-    Raises
-    ------
-    ValueError
-        If a backend has no kernel of a name.
-    """
-    found = []
-    for subject in subjects:
-        names = list(dict.fromkeys(checked.kernel.name for checked in subject.kernels))
-        for name in kernels:
-            if name not in names:
-                raise ValueError(f"{subject} has no kernel {name!r}; it has {', '.join(names)}")
-        checked = tuple(c for c in subject.kernels if not kernels or c.kernel.name in kernels)
-        section = Section(subject, checked)
-        for each in checked:
-            found += [Step(section, each, what) for what in _work(subject, each, cases)]
-    return found
-
-
-def _work(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> Iterator[Case | str]:
-    promised = [case for case in cases.values() if checks.is_promised(subject, checked, case)]
-    if checked.kernel.compiles:
-        refused = [case for case in promised if not checks.takes(subject, checked, case)]
-        promised = checks.covering(subject, checked, promised) + refused
-    yield from promised
-    yield from PROMISES
-
-
-def run(work: Iterable[Step]) -> Report:
-    """Do it.
-
-    Parameters
-    ----------
-    work : iterable of Step
-        What `steps` returned, perhaps with a progress bar around it.
-
-    Returns
-    -------
-    Report
-        What became of it; it prints as tables.
-    """
-    report = Report()
-    for section, checked, what in work:
-        if section not in report.sections:
-            report.sections.append(section)
-        if isinstance(what, Case):
-            _do_case(section, checked, what)
-        else:
-            _do_promise(section, checked, what)
-    for section in report.sections:
-        _charge(section)
-        _note_what_does_not_apply(section)
-    return report
-
-
-def _do_case(section: Section, checked: Checked, case: Case) -> None:
-    try:
-        outcome = checks.check_case(section.subject, checked, case)
-    except Exception as error:
-        text = _text(error)
-        about = case.features
-        if text.startswith(f"{case}: logsumexp"):  # the output is right
-            about = frozenset({"logsumexp"})
-        section.failed_cases.append(_Failed(checked, case, about, text))
-        return
-    for row in rows_of(case):
-        section.cell(row.name, checked).add(case.name, outcome.output, outcome.refusal)
-    if outcome.logsumexp is not None and case.topic != EXTREME:
-        section.cell("logsumexp", checked).add(case.name, outcome.logsumexp, None)
-
-
-def _do_promise(section: Section, checked: Checked, name: str) -> None:
-    subject, cell = section.subject, section.cell(name, checked)
-    declared = {
-        "deterministic": checked.kernel.deterministic,
-        "batch invariant": checked.kernel.batch_invariant,
-    }
-    try:
-        if name == "gradients":
-            _do_gradients(subject, checked, cell)
-        elif not declared[name]:
-            cell.note = "not declared"
-        elif name == "deterministic":
-            checks.check_determinism(subject, checked)
-            cell.note = "holds"
-        else:
-            checks.check_batch_invariance(subject, checked)
-            cell.note = "holds"
-    except Exception as error:
-        cell.failures.append(_text(error))
-        section.failures.append(f"{checked}: {_text(error)}")
-
-
-def _do_gradients(subject: Subject, checked: Checked, cell: Cell) -> None:
-    for case in () if checked.kernel.compiles else GRADIENT_CASES.values():
-        if checks.is_promised(subject, checked, case) and checks.takes(subject, checked, case):
-            found = check_gradients(subject, checked, case)
-            for off in (found or {}).values():
-                cell.add(case.name, off, None)
-    if not cell.agreed:
-        cell.note = "none of the library's"
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, AssertionError) else f"raised {error!r}"
-
-
-def _charge(section: Section) -> None:
-    """Charge each case that failed to the features to blame: the fewest that fail together.
-
-    Where the plain formula is wrong, or softcap alone, a case of softcap and bias says nothing
-    about bias.
-    """
-    section.failed_cases.sort(key=lambda failed: len(failed.features))
-    sets: dict[Checked, set[frozenset[str]]] = defaultdict(set)
-    for failed in section.failed_cases:
-        sets[failed.checked].add(failed.features)
-    for checked, case, about, text in section.failed_cases:
-        within = [features for features in sets[checked] if features <= about]
-        fewest = [f for f in within if not any(other < f for other in within)]
-        blamed = frozenset[str]().union(*fewest)
-        for row in ROWS:
-            if row not in rows_of(case) and row.name not in blamed:
-                continue
-            cell = section.cell(row.name, checked)
-            is_to_blame = row.name in blamed or (row.name == "plain" and not blamed)
-            if row.group != "features" or is_to_blame:
-                cell.failures.append(text)
-            else:
-                cell.elsewhere += 1
-        section.failures.append(f"{checked}: {text}")
-
-
-def _note_what_does_not_apply(section: Section) -> None:
-    for checked in section.kernels:
-        for dtype in DTYPES:
-            if dtype not in section.subject.dtypes:
-                section.cell(dtype, checked).note = "not taken"
-        if not checked.kernel.poison_safe:
-            section.cell("poison in a masked key", checked).note = "not declared"
-        if "logsumexp" not in checked.kernel.features:
-            section.cell("logsumexp", checked).reasons["it does not compute logsumexp"] = 1
-            section.cell("logsumexp", checked).refused = 1
-
-
 # ---- printing ----------------------------------------------------------------------------------
 
 
@@ -387,15 +261,26 @@ def _lines(section: Section) -> Iterator[str]:
         rows.append((name, *cells))
     yield from table(rows)
     yield ""
-    yield "  Figures: the largest error, in units of eps · Σ w|v|.  -  refused: not declared."
+    yield "  Figures: the largest error, in units of eps · Σ w|v|; of extreme values it is large by"
+    yield "  nature, and in no other row.  -  refused: not declared."
     for reason, number in footnotes.items():
         yield f"  [{number}] refused: {reason}"
+    for promise, found in section.plugin.items():
+        yield f"  {promise}: {found}"
     yield f"  {len(section.failures) or 'no'} failure{'s' * (len(section.failures) != 1)}"
-    for failure in section.failures[:20]:
-        yield f"  FAIL {failure}"
-    if len(section.failures) > 20:
-        yield f"  ... and {len(section.failures) - 20} more, all of them in --json and --html"
+    yield from _failure_lines(section.failures)
     yield ""
+
+
+def _failure_lines(failures: list[Failure]) -> Iterator[str]:
+    """The first two of each kind, and how many more there are."""
+    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for kernel, charged, text in failures:
+        kinds[kernel, charged].append(text)
+    for (kernel, charged), texts in kinds.items():
+        yield from (f"  FAIL {kernel}: {text}".replace(" : ", " ") for text in texts[:2])
+        if len(texts) > 2:
+            yield f"       and {len(texts) - 2} more of {charged}; --json and --html have all"
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
@@ -412,47 +297,11 @@ def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
         return f"FAIL ({len(cell.failures)} of {len(cell.failures) + cell.agreed})"
     if cell.note is not None:
         return cell.note
+    if cell.elsewhere and not cell.agreed:
+        return "fails elsewhere"
     if not cell.agreed and not cell.refused:
-        return "fails elsewhere" if cell.elsewhere else "no case"
+        return "no case"
     text = f"{cell.units:.2g}" if cell.agreed else ""
     own = [reason for reason in cell.reasons if not reason.startswith("it does not compute")]
     marks = "".join(f"[{footnotes.setdefault(r, len(footnotes) + 1)}]" for r in own)
     return f"{text} {marks}".strip() or "-"
-
-
-def default_subjects(library: str | None) -> list[Subject]:
-    """Return every backend that can be used here, or ``array-api`` if a library is named."""
-    if library is not None:
-        return [Subject(registry.ARRAY_API, library)]
-    return [Subject(name) for name in registry.names() if registry.load(name) is None]
-
-
-def progress(work: Sequence[Step]) -> Iterable[Step]:
-    """Return the steps with a progress bar."""
-    return bar(work, lambda step: f"{step.section.subject} {step.checked}")
-
-
-T = TypeVar("T")
-
-
-def bar(work: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
-    """Go through some work with a progress bar on standard error, if that is a terminal.
-
-    Parameters
-    ----------
-    work : iterable
-        The steps.
-    describe : callable
-        What the bar says beside a step.
-
-    Yields
-    ------
-    object
-        Each step.
-    """
-    from tqdm import tqdm
-
-    shown = tqdm(list(work), unit="case", disable=None, leave=False, dynamic_ncols=True)
-    for step in shown:
-        shown.set_description(describe(step), refresh=False)
-        yield step

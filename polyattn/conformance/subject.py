@@ -93,6 +93,8 @@ class Subject:
         transform: Callable[..., Any] | None = None,
     ) -> None:
         stem, _, device = backend.partition(":")
+        if "," in backend or stem == "auto":
+            raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
         shape = (1, 2)
         explain(shape, shape, shape, backend=stem)  # refuses a name that nobody has
         self.backend, self.transform, self.device = backend, transform, None
@@ -110,6 +112,7 @@ class Subject:
                     f"the backend {stem!r} has no device {device!r} here; it has {here}"
                 )
         self.library = library or own
+        self._known: dict[str, bool] = {}
         self._mover = self._find_mover()
         if self._mover is None:
             self._asarray = _maker(self.library)
@@ -167,9 +170,26 @@ class Subject:
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes that the library has, and the backend takes."""
         taken = DTYPES if self._plugin is None else registry.spec_of(self._stem).dtypes
-        return tuple(dtype for dtype in taken if self._has(dtype))
+        return tuple(dtype for dtype in taken if self.has(dtype))
 
-    def _has(self, dtype: str) -> bool:
+    def has(self, dtype: str) -> bool:
+        """Say whether the library has a dtype.
+
+        Parameters
+        ----------
+        dtype : str
+            Its name.
+
+        Returns
+        -------
+        bool
+            Whether an array of it goes there and keeps it.
+        """
+        if dtype not in self._known:
+            self._known[dtype] = self._keeps(dtype)
+        return self._known[dtype]
+
+    def _keeps(self, dtype: str) -> bool:
         try:
             there = self.to(np.ones((1, 2), dtype))
         except Exception:

@@ -117,7 +117,7 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
     same = (actual == yard.exact) | (np.isnan(actual) & np.isnan(yard.exact))
     for place in np.argwhere(must_equal & ~same).tolist():
         at = tuple(place)
-        fault = f"{what}{place} is {actual[at]}, must be {yard.exact[at]}"
+        fault = f"{what}{place} is {actual[at]:.6g}, must be {yard.exact[at]:.6g}"
         return Deviation(math.inf, math.inf, fault)
     units = in_units(actual, yard.exact, yard.unit)
     shares = units / yard.limit
@@ -128,7 +128,7 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
     return Deviation(
         worst,
         share,
-        f"{what}{list(at)} is {actual[at]}, exact {yard.exact[at]}: "
+        f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}: "
         f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} "
         f"(2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g})",
     )
