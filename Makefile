@@ -50,9 +50,6 @@ $(VENV)/.lint: $(VENV)/.base
 	$(INSTALL) --group lint
 	@touch $@
 
-$(VENV)/.mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
-	$(BIN)/python tests/mutations.py
-
-bench: $(VENV)/.base
+$(VENV)/.bench: $(VENV)/.base
 	$(INSTALL) --group bench
 	@touch $@

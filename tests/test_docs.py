@@ -109,7 +109,7 @@ from polyattn.conformance.checks import check_case
 check_case(Subject("numpy"), Checked(Einsum()), CASES["plain"])
 try:
     check_case(Subject("numpy"), Checked(Einsum()), CASES["S = 0"])
-except ValueError as error:
+except AssertionError as error:
     print(error)
 """
     )

@@ -111,7 +111,7 @@ def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
     given = subject.arguments(case)
     before = _bits(subject, given)
     what = f"{case}: output"
-    with _telling(what):
+    with _telling(what, kernel):
         output = subject.call(case, kernel, given=given)
     _check_like_query(what, output, given[0][0], case.dtype)
     yard = output_yardstick(case, textbook_dtype(kernel, case))
@@ -127,7 +127,7 @@ def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
 
 
 def _check_partial(subject: Subject, kernel: Kernel, case: Case, given: Any) -> Deviation:
-    with _telling(f"{case}: logsumexp"):
+    with _telling(f"{case}: logsumexp", kernel):
         output, logsumexp = subject.call(case, kernel, attention_partial, given)
     yard = output_yardstick(case, textbook_dtype(kernel, case))
     off = deviation(subject.back(output), yard, f"{case}: output of the partial")
@@ -147,12 +147,14 @@ def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
 
 
 @contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """Say of an error which result of which case it came from, and where it was raised."""
+def _telling(what: str, kernel: Kernel) -> Iterator[None]:
+    """Say of an error which result of which case it came from, and from where in the kernel."""
     try:
         yield
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        file = getattr(sys.modules.get(type(kernel).__module__), "__file__", None)
+        last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
         where = f"{Path(last.filename).name}:{last.lineno}"
         raise AssertionError(f"{what}: raised {error!r} at {where}") from error
 
