@@ -233,6 +233,9 @@ SHORT = {
     "the scale is rounded to float32": "float32 scale",
     "the root of the scale is rounded to float32": "float32 scale",
     "computed in float32": "float32 inside",
+    "computed in float16": "float16 inside",
+    "computed in bfloat16": "bfloat16 inside",
+    "a row whose query is NaN is 0": "NaN is 0",
     "every row is NaN": "all NaN",
     "": "unexplained",
 }
@@ -405,7 +408,7 @@ def float64_error(peer: Peer) -> str:
     """Return the largest error of a plain call in float64, and the same in units."""
     case = CASES["D = 80, float64"]
     output = ask(peer, case.arguments()[0])
-    off = deviation(output, output_yardstick(case, case.dtype), "")
+    off = deviation(output, output_yardstick(case), "")
     error = float(np.max(np.abs(output - exact(case).output)))
     return f"{figure(error)} ({figure(off.units)})"
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +26,9 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no Σ shows a ? for it
+            stream.reconfigure(errors="replace")
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
@@ -216,13 +221,26 @@ def _check(options: argparse.Namespace) -> int:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
     found = run.run(run.steps(subjects, cases, options.kernel), run.progress)
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    print(_json(found.as_dict()) if options.json else found)
     if options.html is not None:
         options.html.write_text(page.page(found), encoding="utf-8")
     if found.done < found.total:
         print(f"polyattn check: interrupted after {found.done} of {found.total}", file=sys.stderr)
         return 130
     return 1 if found.failed else 0
+
+
+def _json(found: Any) -> str:
+    """JSON has no infinity: an error that is infinite is null."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: finite(y) for name, y in x.items()}
+        if isinstance(x, (list, tuple)):
+            return [finite(y) for y in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(finite(found), indent=2, allow_nan=False)
 
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
@@ -237,7 +255,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     bar = partial(run.bar, describe=lambda case: options.callable)
     rows = callables.summarise(function, cases.values(), subject.to, subject.back, bar)
     if options.json:
-        print(json.dumps([callables.as_dict(row) for row in rows], indent=2))
+        print(_json([callables.as_dict(row) for row in rows]))
     else:
         print(f"{options.callable} on arrays of {subject.library}\n")
         print(*callables.lines(rows), sep="\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import threading
+from collections.abc import Set
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -148,6 +149,8 @@ def flaw(kernel: Kernel) -> str | None:
     """Return what of a kernel breaks the contract, or None."""
     if not isinstance(getattr(kernel, "name", None), str):
         return "has no name"
+    if not isinstance(kernel.features, Set):
+        return f"must declare its features as a set; got {kernel.features!r}"
     for feature in sorted(kernel.features - frozenset(FEATURES)):
         near = difflib.get_close_matches(feature, FEATURES, n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""

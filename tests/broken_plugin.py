@@ -116,6 +116,75 @@ def raising(dense, p, x, backend):
     raise RuntimeError("the engine has no more memory")
 
 
+def aliasing(dense, p, x, backend):
+    """Where the output would equal the values, it is them."""
+    output, logsumexp = dense(p, x, backend)
+    same = logsumexp is None and np.array_equal(output, x.value)
+    return (x.value if same else output), logsumexp
+
+
+def read_only(dense, p, x, backend):
+    output, logsumexp = dense(p, x, backend)
+    output.flags.writeable = False
+    return output, logsumexp
+
+
+WORKSPACE = {}
+
+
+def reusing(dense, p, x, backend):
+    """Every call of one shape writes to the same array."""
+    output, logsumexp = dense(p, x, backend)
+    kept = WORKSPACE.setdefault((output.shape, output.dtype), output)
+    kept[...] = output
+    return kept, logsumexp
+
+
+def wide_partial(dense, p, x, backend):
+    output, logsumexp = dense(p, x, backend)
+    return output if logsumexp is None else output.astype(np.float64), logsumexp
+
+
+def offset_of_the_first_item(dense, p, x, backend):
+    if p.query_offset is None and len(p.batch):
+        first = x.query_offset[(slice(0, 1),) * (x.query_offset.ndim - 3)]
+        x = x._replace(query_offset=np.broadcast_to(first, x.query_offset.shape))
+    return dense(p, x, backend)
+
+
+def deaf_to_score_mod(dense, p, x, backend):
+    """A score of -inf is taken for a low one, and reads its value."""
+    if x.score_mod is None:
+        return dense(p, x, backend)
+    mod = x.score_mod
+    mod_of_finite = lambda s, *at: np.maximum(mod(s, *at), np.asarray(-1e4, s.dtype))  # noqa: E731
+    return dense(p, x._replace(score_mod=mod_of_finite), backend)
+
+
+def blind_to_infinity(dense, p, x, backend):
+    """An infinity that is seen counts for nothing."""
+    value = np.where(np.isinf(x.value), np.zeros((), x.value.dtype), x.value)
+    return dense(p, x._replace(value=value), backend)
+
+
+def blind_to_nan_keys(dense, p, x, backend):
+    key = np.where(np.isnan(x.key), np.zeros((), x.key.dtype), x.key)
+    return dense(p, x._replace(key=key), backend)
+
+
+def coarse(dense, p, x, backend):
+    """16 bits all the way, where sums are to have 32."""
+    output, logsumexp = dense(p, x, backend)
+    if output.dtype != np.float16 or p.key_length == 0 or p.features - {"logsumexp"}:
+        return output, logsumexp
+    scores = (x.query @ x.key.mT) * np.float16(p.scale)
+    weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True))
+    total = np.zeros_like(weights[..., :1])
+    for j in range(weights.shape[-1]):
+        total += weights[..., j : j + 1]
+    return (weights / total) @ x.value, logsumexp
+
+
 OTHERS = [
     Sabotaged("noisy", noisy),
     Sabotaged("batchy", batchy, batch_invariant=True),
@@ -124,13 +193,43 @@ OTHERS = [
     Sabotaged("widening", widening),
     Sabotaged("foreign", foreign),
     Sabotaged("raising", raising),
+    Sabotaged("aliasing", aliasing),
+    Sabotaged("read_only", read_only),
+    Sabotaged("reusing", reusing),
+    Sabotaged("wide_partial", wide_partial),
+    Sabotaged("offset_of_the_first_item", offset_of_the_first_item),
+    Sabotaged("deaf_to_score_mod", deaf_to_score_mod),
+    Sabotaged("blind_to_infinity", blind_to_infinity),
+    Sabotaged("blind_to_nan_keys", blind_to_nan_keys),
+    Sabotaged("coarse", coarse),
 ]
+
+
+class Refusing(Dense):
+    """Declares what it then refuses."""
+
+    name = "refusing"
+
+    def reasons_against(self, problem):
+        return ["it never does"]
+
+
+class NoLogsumexp(Dense):
+    """Declares logsumexp, and has a reason against each."""
+
+    name = "no_logsumexp"
+
+    def reasons_against(self, problem):
+        return ["it keeps none"] if "logsumexp" in problem.features else []
+
+
+IDLE = [Refusing(), NoLogsumexp()]
 
 
 class BrokenBackend(Backend):
     """NumPy arrays, and nothing that can be relied on."""
 
-    kernels = (*DROPPING, *OTHERS)
+    kernels = (*DROPPING, *OTHERS, *IDLE)
 
     def __init__(self):
         super().__init__(np)
@@ -142,5 +241,5 @@ SPEC = BackendSpec(
     implementation="broken_plugin:BrokenBackend",
     requires=("decimal",),
     install="pip install broken",
-    dtypes=("float32", "float64"),
+    dtypes=("float16", "float32", "float64"),
 )

@@ -8,9 +8,7 @@ import jax
 import pytest
 import torch
 
-from polyattn.conformance.cases import CASES, ESSENTIAL
 from polyattn.conformance.suite import BackendSuite
-from polyattn.problem import FEATURES
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,9 +70,3 @@ def test_every_plugin_of_ours_is_in_the_matrix():
     ours = {e.name for e in entry_points(group="polyattn.backends") if e.dist.name == "polyattn"}
     # NumPy's is the default of the suite that needs no code.
     assert ours - {"numpy"} <= {suite.backend for suite in BackendSuite.__subclasses__()}
-
-
-def test_every_feature_has_a_case():
-    needed = set().union(*(case.features for case in CASES.values()))
-    assert needed | {"logsumexp"} == set(FEATURES)
-    assert set().union(*(case.features for case in ESSENTIAL.values())) == needed

@@ -104,7 +104,7 @@ def test_a_sink_is_all_that_an_empty_row_has(kernel, library):
 @each_library
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES.values() if 0 in case.shapes[0] and case.dtype == "float32"],
+    [case for case in CASES.values() if 0 in case.shapes[0][:-1] and case.dtype == "float32"],
     ids=str,
 )
 def test_no_rows(case, kernel, library):

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from broken_plugin import DROPPING, OTHERS
+from broken_plugin import DROPPING, IDLE, OTHERS
 
-from polyattn.conformance import CASES, ESSENTIAL
+from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
+from polyattn.conformance.checks import cases_for, check_case, takes
+from polyattn.kernels import Dense
 from polyattn.plugin import FEATURES
 
 TESTS = Path(__file__).parent
@@ -93,11 +95,20 @@ def test_a_kernel_that_drops_a_feature_fails_the_cases_of_it(feature, failures):
     [
         ("noisy", "test_deterministic", None),
         ("batchy", "test_batch_invariant", None),
-        ("leaky", "test_case", "poison in a masked key"),
+        ("leaky", "test_case", "NaN and infinity"),
         ("scribbling", "test_case", "formula"),
         ("widening", "test_case", "formula"),
         ("foreign", "test_case", "formula"),
         ("raising", "test_case", "formula"),
+        ("aliasing", "test_case", "extreme values"),
+        ("reusing", "test_first_call_from_eight_threads", None),
+        ("read_only", "test_case", "formula"),
+        ("wide_partial", "test_case", "formula"),
+        ("offset_of_the_first_item", "test_case", "formula"),
+        ("deaf_to_score_mod", "test_case", "rows without a visible key"),
+        ("blind_to_infinity", "test_case", "NaN and infinity"),
+        ("blind_to_nan_keys", "test_case", "NaN and infinity"),
+        ("coarse", "test_case", "extreme values"),
     ],
 )
 def test_a_kernel_that_breaks_another_promise_fails_the_test_of_it(kernel, test, topic, failures):
@@ -109,6 +120,24 @@ def test_a_kernel_that_breaks_another_promise_fails_the_test_of_it(kernel, test,
 def test_there_is_a_test_for_every_saboteur():
     marks = test_a_kernel_that_breaks_another_promise_fails_the_test_of_it.pytestmark
     assert {run[0] for run in marks[0].args[1]} == {kernel.name for kernel in OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tests"),
+    [
+        ("refusing", {"declared_feature_is_exercised", "deterministic"}),
+        ("no_logsumexp", {"declared_feature_is_exercised"}),
+    ],
+)
+def test_a_kernel_fails_that_declares_what_it_never_does(kernel, tests, failures):
+    assert {name.partition("test_")[2] for name, _ in failures[kernel]} == {
+        f"every_{test}" if "feature" in test else test for test in tests
+    }
+
+
+def test_there_is_a_test_for_every_idle_declaration():
+    marks = test_a_kernel_fails_that_declares_what_it_never_does.pytestmark
+    assert {run[0] for run in marks[0].args[1]} == {kernel.name for kernel in IDLE}
 
 
 def test_the_formula_itself_does_not_fail_beside_them(failures):
@@ -178,3 +207,24 @@ def test_the_report_finds_the_same(python):
     assert found["failed"] == len(failures) + 1  # and its spec imports NumPy
     assert found["backends"][0]["plugin"]["finding the plugin imports no array library"] == "no"
     assert len(ESSENTIAL) >= kernel["rows"]["float32"]["agreed"] > 50
+
+
+class Narrow(Dense):
+    """Takes 16 bits and nothing else."""
+
+    def reasons_against(self, problem):
+        return [] if problem.dtype == "float16" else ["it has no registers for that"]
+
+
+def test_a_kernel_of_one_dtype_is_given_every_case_in_it():
+    subject, narrow = Subject("numpy"), Checked(Narrow())
+    taken = [case for case in cases_for(subject, narrow, CASES) if takes(subject, narrow, case)]
+    needed = set().union(*(case.features for case in taken))
+    assert {case.dtype for case in taken} == {"float16"}
+    assert needed == set(FEATURES) - {"logsumexp", "dropout"}
+    names = {case.name for case in taken}
+    float32 = {case.name for case in CASES.values() if case.dtype == "float32"} - {"dropout"}
+    assert names == {f"{name}, float16" for name in float32}
+    for case in taken:
+        if case.name not in CASES and case.topic == "formula" and "score_mod" in case.features:
+            check_case(subject, narrow, case)

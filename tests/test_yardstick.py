@@ -66,7 +66,9 @@ def test_poison_does_not_move_the_oracle():
         if case.poison is not None:
             arrays, options = case.arguments(poisoned=False)
             clean, poisoned = oracle(*arrays, **options).output, exact(case).output
-            assert np.array_equal(poisoned, np.where(np.isnan(poisoned), np.nan, clean), True)
+            untouched = np.isfinite(poisoned)
+            assert np.array_equal(poisoned[untouched], clean[untouched])
+            assert np.any(untouched)
 
 
 def with_options(**changed):
@@ -115,7 +117,7 @@ MISTAKES = {
     "score_mod before softcap": ("softcap x score_mod", score_mod_before_softcap),
     "< for <=": ("causal", with_options(query_offset=-1)),
     "top-left for bottom-right": ("causal x L < S", with_options(query_offset=0)),
-    "one offset for all items": ("causal x offset array", with_options(query_offset=2)),
+    "one offset for all items": ("offset array", with_options(query_offset=2)),
     "head order tiled": ("grouped heads", heads_tiled),
     "window off by one, left": ("window", with_options(window=(2, 2))),
     "window off by one, right": ("window", with_options(window=(3, 3))),
@@ -154,7 +156,7 @@ def test_what_must_be_exact_is_exact():
 
 
 def test_a_failure_says_what_and_how_much():
-    yard = output_yardstick(CASES["plain"], "float32")
+    yard = output_yardstick(CASES["plain"])
     wrong = yard.exact.copy()
     wrong[1, 0, 2, 3] += 10 * yard.limit[1, 0, 2, 3] * yard.unit[1, 0, 2, 3]
     fault = deviation(wrong, yard, "plain").fault

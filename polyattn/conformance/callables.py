@@ -333,7 +333,7 @@ def _bits(x: Any) -> bytes:
 
 
 def _judge(case: Case, output: Array, written: bool) -> Finding:
-    yard = output_yardstick(case, case.dtype)
+    yard = output_yardstick(case)
     off = deviation(output, yard, f"{case}: output")
     wrong = ["an input is written to"] if written else []
     if output.dtype != case.dtype:

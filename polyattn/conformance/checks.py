@@ -10,6 +10,8 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,8 @@ import numpy as np
 
 from polyattn import attention_partial, registry
 from polyattn.arrays import facts_of
-from polyattn.conformance.cases import Case, Draw, make_case
+from polyattn.conformance.cases import CASES, Case, Draw, make_case
+from polyattn.conformance.lazy import is_lazy
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.tolerance import (
     Deviation,
@@ -27,20 +30,20 @@ from polyattn.conformance.tolerance import (
     output_yardstick,
 )
 from polyattn.errors import BackendError
-from polyattn.kernels import Dense, Tiled
 from polyattn.plugin import Kernel
 
 __all__ = [
     "Outcome",
+    "cases_for",
     "check_batch_invariance",
     "check_case",
+    "check_declarations",
     "check_determinism",
     "check_first_call_from_threads",
     "check_import_hygiene",
     "covering",
     "is_promised",
     "takes",
-    "unexercised",
 ]
 
 
@@ -65,6 +68,37 @@ class Outcome(NamedTuple):
 # ---- a case ------------------------------------------------------------------------------------
 
 
+def cases_for(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> list[Case]:
+    """Return the cases that can be asked of a kernel.
+
+    Those of float32 are asked in another dtype where the backend or the kernel refuses that one.
+
+    Parameters
+    ----------
+    subject : Subject
+        The backend.
+    checked : Checked
+        Its kernel.
+    cases : mapping of str to Case
+        Where to choose from.
+    """
+    plain = CASES["plain"]
+    able = [
+        dtype
+        for dtype in ("float32", "float64", "float16", "bfloat16")
+        if dtype in subject.dtypes and takes(subject, checked, replace(plain, dtype=dtype))
+    ]
+    asked = dict(cases)
+    if able and able[0] != "float32":
+        retyped = {
+            f"{name}, {able[0]}": replace(case, name=f"{name}, {able[0]}", dtype=able[0])
+            for name, case in cases.items()
+            if case.dtype == "float32"
+        }
+        asked = retyped | asked
+    return [case for case in asked.values() if is_promised(subject, checked, case)]
+
+
 def is_promised(subject: Subject, checked: Checked, case: Case) -> bool:
     """Whether a case can be asked of a kernel: its library has the dtypes, and it bears poison."""
     dtypes = {case.dtype, *(x.dtype for _, x in case.options if isinstance(x, Draw) and x.dtype)}
@@ -75,14 +109,6 @@ def is_promised(subject: Subject, checked: Checked, case: Case) -> bool:
 def takes(subject: Subject, checked: Checked, case: Case) -> bool:
     """Whether a kernel can take a case's call."""
     return subject.explain(case, checked.for_case(case)).chosen is not None
-
-
-def textbook_dtype(kernel: Kernel, case: Case) -> str:
-    """Return the dtype whose accuracy is asked: the array-API kernels add up in float32 at least.
-
-    Whatever a backend's own matmul does: it is given float32, and must not compute in less.
-    """
-    return accumulation_dtype(case.dtype) if isinstance(kernel, (Dense, Tiled)) else case.dtype
 
 
 def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
@@ -114,8 +140,8 @@ def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
     with _telling(what, kernel):
         output = subject.call(case, kernel, given=given)
     _check_like_query(what, output, given[0][0], case.dtype)
-    yard = output_yardstick(case, textbook_dtype(kernel, case))
-    off = deviation(subject.back(output), yard, what)
+    _check_own(subject, what, output, given)
+    off = deviation(subject.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     logsumexp = None
     if subject.explain(case, kernel, logsumexp=True).chosen is not None:
@@ -129,8 +155,9 @@ def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
 def _check_partial(subject: Subject, kernel: Kernel, case: Case, given: Any) -> Deviation:
     with _telling(f"{case}: logsumexp", kernel):
         output, logsumexp = subject.call(case, kernel, attention_partial, given)
-    yard = output_yardstick(case, textbook_dtype(kernel, case))
-    off = deviation(subject.back(output), yard, f"{case}: output of the partial")
+    what = f"{case}: output of the partial"
+    _check_like_query(what, output, given[0][0], case.dtype)
+    off = deviation(subject.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     what = f"{case}: logsumexp"
     _check_like_query(what, logsumexp, given[0][0], accumulation_dtype(case.dtype))
@@ -144,6 +171,20 @@ def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
     assert got.library == given.library, f"{what} is of {got.library}, the query of {given.library}"
     assert got.device == given.device, f"{what} is on {got.device}, the query on {given.device}"
     assert got.dtype == dtype, f"{what} is {got.dtype}, must be {dtype}"
+
+
+def _check_own(subject: Subject, what: str, result: Any, given: Any) -> None:
+    """A result is the caller's to write to, where arrays can be written to at all."""
+    if is_lazy(subject):
+        return
+    here = subject.back(result)
+    if isinstance(result, np.ndarray):
+        assert here.flags.writeable, f"{what} is read-only"
+    arrays, options = given
+    for x in (*arrays, *options.values()):
+        if hasattr(x, "shape"):
+            shared = np.may_share_memory(here, subject.back(x))
+            assert not shared, f"{what} shares its memory with an argument"
 
 
 @contextmanager
@@ -174,11 +215,7 @@ def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[
 
     For kernels that take seconds to compile for each.
     """
-    able = {
-        case: case.features | {case.dtype}
-        for case in cases
-        if is_promised(subject, checked, case) and takes(subject, checked, case)
-    }
+    able = {case: case.features | {case.dtype} for case in cases if takes(subject, checked, case)}
     wanted = set().union(*able.values()) if able else set()
     chosen = []
     while wanted:
@@ -188,15 +225,25 @@ def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[
     return chosen
 
 
-def unexercised(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[str]:
-    """Return the features that a kernel declares and that no case that it takes needs."""
-    idle = set(checked.kernel.features)
-    for case in cases:
-        # logsumexp is asked of every case, in a second call.
-        wanted = idle & (case.features | {"logsumexp"})
-        if wanted and is_promised(subject, checked, case) and takes(subject, checked, case):
-            idle -= wanted
-    return sorted(idle)
+def check_declarations(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> None:
+    """A kernel takes some of the cases, and of each feature that it declares one that needs it.
+
+    Parameters
+    ----------
+    subject : Subject
+        The backend.
+    checked : Checked
+        Its kernel.
+    cases : mapping of str to Case
+        All of them.
+    """
+    taken = [c for c in cases_for(subject, checked, cases) if takes(subject, checked, c)]
+    assert taken, f"no case is taken by {checked}"
+    idle = set(checked.kernel.features).difference(*(case.features for case in taken))
+    kernels = {case: checked.for_case(case) for case in taken}
+    if any(subject.explain(c, k, logsumexp=True).chosen is not None for c, k in kernels.items()):
+        idle -= {"logsumexp"}
+    assert not idle, f"no case that {checked} takes needs {', '.join(sorted(idle))}"
 
 
 # ---- what a kernel declares of itself ----------------------------------------------------------
@@ -225,14 +272,14 @@ def items(dtypes: Iterable[str]) -> list[Case]:
 
 def check_determinism(subject: Subject, checked: Checked, *, thorough: bool = True) -> None:
     """The same call twice gives the same bits."""
-    for case, kernel in _taken(subject, checked)[: None if thorough else 1]:
-        once, twice = (subject.back(subject.call(case, kernel)) for _ in range(2))
+    for case, kernel in _taken(subject, checked, "deterministic")[: None if thorough else 1]:
+        once, twice = (np.array(subject.back(subject.call(case, kernel))) for _ in range(2))
         assert _equal(once, twice), f"{case}: the same call twice gives other bits"
 
 
 def check_batch_invariance(subject: Subject, checked: Checked) -> None:
     """One batch item alone, or among others, has the same bits."""
-    for case, kernel in _taken(subject, checked):
+    for case, kernel in _taken(subject, checked, "batch_invariant"):
         together = subject.back(subject.call(case, kernel))
         arrays, options = case.arguments()
         for n in range(BATCH):
@@ -241,12 +288,14 @@ def check_batch_invariance(subject: Subject, checked: Checked) -> None:
             assert _equal(output[0], together[n]), f"{case}: item {n} alone has other bits"
 
 
-def _taken(subject: Subject, checked: Checked) -> list[tuple[Case, Any]]:
+def _taken(subject: Subject, checked: Checked, declared: str) -> list[tuple[Case, Any]]:
     cases = items(subject.dtypes)
     if checked.kernel.compiles:
         cases = cases[:1]
     runs = [(case, checked.for_case(case)) for case in cases]
-    return [run for run in runs if subject.explain(*run).chosen is not None]
+    runs = [run for run in runs if subject.explain(*run).chosen is not None]
+    assert runs, f"it declares {declared}, and takes no call that would show it"
+    return runs
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -270,23 +319,32 @@ import importlib, threading
 import numpy as np
 from polyattn import attention
 
-x = importlib.import_module({library!r}).asarray(np.linspace(-1, 1, 240, dtype="float32"))
-x = x.reshape(2, 2, 6, 10) if hasattr(x, "reshape") else x[:, None] + x[:10]
-results, errors = [None] * 8, []
-barrier = threading.Barrier(8)
+asarray = importlib.import_module({library!r}).asarray
 
-def first_call(n):
+def array(n):  # another for each thread
+    x = np.linspace(-1, 1, 1536, dtype={dtype!r}) * (1 + n)
+    return asarray(x.reshape(2, 2, 6, 64))
+
+results, errors, barrier = [None] * 8, [], threading.Barrier(8)
+
+def call(n):
+    x = array(n)
     barrier.wait()
     try:
-        results[n] = np.asarray(attention(x, x, x, is_causal=True, backend={backend!r}))
+        results[n] = attention(x, x, x, **{options!r})
     except BaseException as error:
         errors.append(repr(error))
 
-threads = [threading.Thread(target=first_call, args=(n,)) for n in range(8)]
+threads = [threading.Thread(target=call, args=(n,)) for n in range(8)]
 [t.start() for t in threads]
 [t.join() for t in threads]
 assert not errors, errors
-assert all((r == results[0]).all() for r in results)
+if {deterministic!r}:
+    for n, result in enumerate([np.array(result) for result in results]):
+        x = array(n)
+        alone = attention(x, x, x, **{options!r})
+        same = np.array_equal(np.asarray(result), np.asarray(alone))
+        assert same, "eight threads at once have other results than one"
 """
 
 
@@ -296,15 +354,39 @@ def check_import_hygiene(name: str) -> None:
     assert not loaded, f"loading the spec of {name!r} imports {', '.join(loaded)}"
 
 
-def check_first_call_from_threads(subject: Subject) -> None:
-    """Eight threads may make the first call of a process at once."""
+def is_worth_threads(checked: Checked) -> bool:
+    """Say whether threads are worth a check: small tiles show nothing new, a compiler takes long.
+
+    Parameters
+    ----------
+    checked : Checked
+        The kernel.
+    """
+    return not (checked.small_tiles or checked.kernel.compiles)
+
+
+def check_first_call_from_threads(subject: Subject, checked: Checked) -> None:
+    """Eight threads may make the first calls of a process at once, each with arrays of its own."""
     library = subject.library if subject.backend == registry.ARRAY_API else "numpy"
-    _in_a_new_interpreter(_THREADS.format(library=library, backend=subject.backend))
+    native = [dtype for dtype in ("float32", "float64", "float16") if dtype in subject.dtypes]
+    for dtype, is_causal in product(native, (True, False)):
+        case = make_case("threads", L=6, S=6, D=64, dtype=dtype, is_causal=is_causal)
+        if takes(subject, checked, case):
+            name = checked.kernel.name
+            code = _THREADS.format(
+                library=library,
+                dtype=dtype,
+                options={"is_causal": is_causal, "backend": subject.backend, "kernel": name},
+                deterministic=checked.kernel.deterministic,
+            )
+            _in_a_new_interpreter(code)
+            return
 
 
 def _in_a_new_interpreter(code: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    assert done.returncode == 0, f"{last}\n{done.stderr}"
     return done.stdout

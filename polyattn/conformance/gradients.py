@@ -37,6 +37,7 @@ __all__ = [
     "cotangent",
     "gradient_yardsticks",
     "gradients",
+    "has_gradients",
 ]
 
 
@@ -60,6 +61,8 @@ class Order(NamedTuple):
 
 #: The options of `gradients` that change the order of evaluation and nothing else.
 ORDERS = Order._fields
+#: Those of a loop over the keys that keeps no weights.
+FLASH = ("sums_in_turn", "divide_last", "delta_of_output")
 
 
 class Steps(NamedTuple):
@@ -91,7 +94,7 @@ class Parts(NamedTuple):
 def cotangent(case: Case) -> Array:
     """What the output is multiplied with before the sum that is differentiated."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} cotangent".encode()))
-    drawn = rng.normal(size=(*case.score_shape[:-1], case.E or case.D)).astype(case.dtype)
+    drawn = rng.normal(size=(*case.score_shape[:-1], case.value_size)).astype(case.dtype)
     return np.swapaxes(drawn, -3, -2).copy() if case.layout == "...LHD" else drawn
 
 
@@ -310,12 +313,24 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
         The call.
     """
     exact, condition = gradients(case, np.longdouble), conditions(case)
-    orders = [{}, *({order: True} for order in ORDERS)]
+    together = ((), *((order,) for order in ORDERS), FLASH)
+    orders = [dict.fromkeys(order, True) for order in together]
     results = [gradients(case, case.dtype, **order) for order in orders]
     return {
         name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], case.dtype)
         for name in exact
     }
+
+
+def has_gradients(subject: Subject) -> bool:
+    """Say whether the subject's library differentiates, as far as this module knows.
+
+    Parameters
+    ----------
+    subject : Subject
+        The backend.
+    """
+    return subject.library.partition(".")[0] in BY
 
 
 def check_gradients(subject: Subject, checked: Checked, case: Case) -> dict[str, Deviation] | None:
@@ -342,7 +357,7 @@ def check_gradients(subject: Subject, checked: Checked, case: Case) -> dict[str,
         If an element is off by more than its limit.
     """
     given = subject.arguments(case)
-    by = {"torch": by_torch, "jax": by_jax}.get(facts_of(given[0][0]).library)
+    by = BY.get(facts_of(given[0][0]).library)
     found = None if by is None else by(subject, case, checked.for_case(case), given)
     if found is None:
         return None
@@ -400,6 +415,8 @@ def by_jax(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[s
         return None
     return found
 
+
+BY = {"torch": by_torch, "jax": by_jax}
 
 NAMES = (
     *PAIRED,

@@ -123,7 +123,7 @@ def oracle(
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask_at = mask if callable(mask) or mask is None else lookup(mask, batch, (H, L, S))
     offsets = np.broadcast_to(S - L if query_offset is None else query_offset, batch)
-    scale = 1 / a.sqrt(D) if scale is None else a.number(scale)
+    scale = 1 / a.sqrt(max(D, 1)) if scale is None else a.number(scale)
     left, right = window or (None, None)
 
     def is_visible(b: int, h: int, i: int, j: int, p: int, s_bias: Any) -> bool:
@@ -155,8 +155,11 @@ def oracle(
         q_i, keys, values = (numbers(a, x) for x in (q[at], k[item][g], v[item][g]))
         biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[at])
         visible = [j for j in range(S) if is_visible(b, h, i, j, p, biases[j])]
-        scores = [score(q_i, keys[j], b, h, i, j, biases[j]) for j in visible]
-        columns = [[values[j][e] for j in visible] for e in range(E)]
+        scored = [(j, score(q_i, keys[j], b, h, i, j, biases[j])) for j in visible]
+        # Where score_mod returns -inf the key is absent, too.
+        scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
+        scores = [s for _, s in scored]
+        columns = [[values[j][e] for j, _ in scored] for e in range(E)]
         sink = None if sinks is None else a.number(float(sinks[h]))
         row = (rounded(x) if extended else x for x in attend(a, scores, columns, sink))
         output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ class Reading(NamedTuple):
     call : callable
         Takes the arguments of the case's call and returns those of the other one.
     dtype : str or None
-        What it computes in; None for what the case is held to.
+        What it computes in; None for the dtype of the semantics.
     """
 
     name: str
@@ -77,11 +78,15 @@ def read(case: Case, output: Array, most: int = 2) -> str:
     own = {field.name: getattr(case, field.name) for field in fields(case)}
     together = (combinations(those, n) for n in range(1, most + 1))
     for readings in chain.from_iterable(together):
-        dtype = next((r.dtype for r in readings if r.dtype), case.dtype)
+        dtype = next((r.dtype for r in readings if r.dtype), None)
         yard = output_yardstick(_Reread(**own, readings=readings), dtype)
         if deviation(output, yard, "").fault is None:
             return " and ".join(reading.name for reading in readings)
     return ""
+
+
+def _has_dtype(dtype: str, case: Case) -> bool:
+    return case.dtype == dtype
 
 
 def _option(case: Case, name: str) -> Any:
@@ -203,6 +208,23 @@ def _all_nan(arguments: Arguments) -> Arguments:
     return arguments[0], arguments[1] | {"score_mod": lambda s, *_: s * np.asarray(np.nan, s.dtype)}
 
 
+def _all_poisoned(arguments: Arguments) -> Arguments:
+    """Let every row see the infinities of the values, or NaN where there are none."""
+    (query, key, value), options = arguments
+    spoilt = value[~np.isfinite(lift(value))]
+    poison = spoilt[0] if spoilt.size else np.asarray(np.nan, value.dtype)
+    hiding = ("mask", "bias", "window", "score_mod", "sinks")
+    options = options | dict.fromkeys(hiding) | {"is_causal": False}
+    return (query * 0, np.zeros_like(key), np.full_like(value, poison)), options
+
+
+def _nan_queries_hidden(arguments: Arguments) -> Arguments:
+    query, seen = arguments[0][0], _visible(arguments)
+    rows = np.isfinite(lift(heads_first(query, arguments[1].get("layout", "...HLD"))[..., :1]))
+    seen &= _spread(arguments, rows)
+    return arguments[0], arguments[1] | {"mask": lambda *at: seen[at]}
+
+
 def _float32_scale(root: bool) -> Callable[[Arguments], Arguments]:
     def call(arguments: Arguments) -> Arguments:
         arrays, options = arguments
@@ -245,6 +267,7 @@ def _ignored() -> Iterable[Reading]:
         yield Reading(f"{name} is ignored", applies, _changed(**{name: nothing.get(name)}))
 
 
+_DTYPES = ("float64", "float16", "bfloat16")
 _HIDING = frozenset(["causal", "window", "mask", "mask_mod", "bias"])
 
 #: Other meanings. Two of them are applied in this order.
@@ -260,13 +283,18 @@ READINGS = (
     ),
     Reading(
         "a hidden NaN or infinity reaches the row",
-        lambda case: case.poison is not None,
-        _all_nan,
+        lambda case: case.poison is not None and "query" not in case.poison_in,
+        _all_poisoned,
+    ),
+    Reading(
+        "a row whose query is NaN is 0",
+        lambda case: case.poison is not None and "query" in case.poison_in,
+        _nan_queries_hidden,
     ),
     *_windows(),
     Reading(
         "query head h reads key/value head h % G",
-        lambda case: 1 < (case.G or case.H) < case.H,
+        lambda case: "grouped_heads" in case.features and case.G != 1,
         _heads_in_turn,
     ),
     Reading(
@@ -308,5 +336,8 @@ READINGS = (
         for what, root in (("scale", False), ("root of the scale", True))
     ),
     Reading("every row is NaN", lambda case: True, _all_nan),
-    Reading("computed in float32", lambda case: case.dtype == "float64", dtype="float32"),
+    *(
+        Reading(f"computed in {narrow}", partial(_has_dtype, dtype), dtype=narrow)
+        for dtype, narrow in zip(_DTYPES, ("float32", "float16", "bfloat16"), strict=True)
+    ),
 )

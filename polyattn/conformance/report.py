@@ -73,6 +73,7 @@ PROMISES = {
     "gradients": "by the library's own differentiation",
     "deterministic": "the same call twice gives the same bits",
     "batch invariant": "an item alone has the bits that it has among others",
+    "eight threads at once": "the first calls of a process are as any other",
 }
 
 

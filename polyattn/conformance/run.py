@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from polyattn import registry
 from polyattn.conformance import checks
 from polyattn.conformance.cases import CASES, Case
-from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients
+from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients, has_gradients
 from polyattn.conformance.readings import read
 from polyattn.conformance.report import (
     EXTREME,
@@ -30,10 +30,7 @@ from polyattn.registry import ARRAY_API
 __all__ = ["bar", "default_subjects", "progress", "run", "steps"]
 
 #: What is asked of a plugin as a whole.
-PLUGIN = (
-    IMPORTS := "finding the plugin imports no array library",
-    THREADS := "eight threads may make the first call at once",
-)
+PLUGIN = (IMPORTS := "finding the plugin imports no array library",)
 
 
 class Step(NamedTuple):
@@ -80,7 +77,7 @@ def steps(
 
 
 def _work(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> Iterator[Case | str]:
-    promised = [case for case in cases.values() if checks.is_promised(subject, checked, case)]
+    promised = checks.cases_for(subject, checked, cases)
     if checked.kernel.compiles:
         refused = [case for case in promised if not checks.takes(subject, checked, case)]
         promised = checks.covering(subject, checked, promised) + refused
@@ -153,8 +150,6 @@ def _do_plugin(section: Section, what: str) -> None:
     try:
         if what == IMPORTS and section.subject.backend != ARRAY_API:
             checks.check_import_hygiene(section.subject.backend.partition(":")[0])
-        if what == THREADS:
-            checks.check_first_call_from_threads(section.subject)
         section.plugin[what] = "yes"
     except Exception as error:
         section.plugin[what] = "no"
@@ -170,8 +165,13 @@ def _do_promise(section: Section, checked: Checked, name: str) -> None:
     try:
         if name == "gradients":
             _do_gradients(subject, checked, cell)
-        elif not declared[name]:
+        elif name in declared and not declared[name]:
             cell.note = "not declared"
+        elif name == "eight threads at once":
+            cell.note = "not checked"
+            if checks.is_worth_threads(checked):
+                checks.check_first_call_from_threads(subject, checked)
+                cell.note = "holds"
         elif name == "deterministic":
             checks.check_determinism(subject, checked)
             cell.note = "holds"
@@ -184,13 +184,16 @@ def _do_promise(section: Section, checked: Checked, name: str) -> None:
 
 
 def _do_gradients(subject: Subject, checked: Checked, cell: Cell) -> None:
+    if not has_gradients(subject):
+        cell.note = "library has none"
+        return
     for case in () if checked.kernel.compiles else GRADIENT_CASES.values():
         if checks.is_promised(subject, checked, case) and checks.takes(subject, checked, case):
             found = check_gradients(subject, checked, case)
             for off in (found or {}).values():
                 cell.add(case.name, off, None)
     if not cell.agreed:
-        cell.note = "none of the library's"
+        cell.note = "not checked" if checked.kernel.compiles else "none that it takes"
 
 
 def _text(error: Exception) -> str:
@@ -238,6 +241,10 @@ def _as_if(subject: Subject, checked: Checked, case: Case) -> str:
 
 def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
     for checked in section.kernels:
+        cells = [section.cell(row.name, checked) for row in ROWS if row.group == "dtypes"]
+        if asked and not any(cell.agreed + len(cell.failures) for cell in cells):
+            text = f"no case is taken by {checked}"
+            section.failures.append(Failure(str(checked), "plain", text))
         for feature in sorted(checked.kernel.features & asked):
             cell = section.cell(feature, checked)
             if not cell.agreed + cell.elsewhere + len(cell.failures):
@@ -252,7 +259,7 @@ def _note_what_does_not_apply(section: Section) -> None:
             if dtype not in section.subject.dtypes:
                 section.cell(dtype, checked).note = "not taken"
         if not checked.kernel.poison_safe:
-            section.cell("poison in a masked key", checked).note = "not declared"
+            section.cell("NaN and infinity", checked).note = "not declared"
         if "logsumexp" not in checked.kernel.features:
             section.cell("logsumexp", checked).reasons["it does not compute logsumexp"] = 1
             section.cell("logsumexp", checked).refused = 1

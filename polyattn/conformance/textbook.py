@@ -1,6 +1,6 @@
 """Attention as anyone writes it in NumPy: the yardstick of accuracy.
 
-It must be ordinary: a page, every intermediate rounded to the inputs' dtype. How far it is from the
+It must be ordinary: a page, every intermediate rounded to one dtype. How far it is from the
 exact result is how far any kernel may be, and some; see `tolerance`.
 """
 
@@ -18,8 +18,17 @@ from polyattn.conformance.oracle import as_called, heads_first, lift
 
 __all__ = ["ORDERS", "textbook"]
 
-#: The options of `textbook` that change the order of evaluation and nothing else.
-ORDERS = ("coordinates_in_turn", "keys_reversed", "keys_in_turn", "scale_first", "divide_last")
+#: The options of `textbook` that change the order of evaluation and nothing else, as they go
+#: together: the last two are how a loop over the keys goes that is written in C.
+ORDERS = (
+    ("coordinates_in_turn",),
+    ("keys_reversed",),
+    ("keys_in_turn",),
+    ("scale_first",),
+    ("divide_last",),
+    ("keys_in_turn", "divide_last"),
+    ("coordinates_in_turn", "keys_reversed", "keys_in_turn", "divide_last"),
+)
 
 
 def textbook(
@@ -45,13 +54,13 @@ def textbook(
 ) -> tuple[Any, Any]:
     """Attention as a page of NumPy, wholly in the inputs' dtype: `(output, logsumexp)`.
 
-    The last five options, `ORDERS`, are the same formula in another order of evaluation. What they
-    change in the result is rounding and nothing else.
+    The last five options are the same formula in another order of evaluation: see `ORDERS`. What
+    they change in the result is rounding and nothing else.
     """
     dtype = np.asarray(query).dtype
     q, k, v = (heads_first(np.asarray(x), layout) for x in (query, key, value))
     (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
-    k, v = (np.repeat(x, H // G, axis=-3) for x in (k, v))
+    k, v = (np.repeat(x, H // max(G, 1), axis=-3) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
@@ -59,7 +68,7 @@ def textbook(
     def rounded(x: Any) -> Any:
         return np.asarray(x).astype(dtype)
 
-    scale = rounded(1 / math.sqrt(D) if scale is None else scale)
+    scale = rounded(1 / math.sqrt(max(D, 1)) if scale is None else scale)
     before, after = (scale, rounded(1)) if scale_first else (rounded(1), scale)
     s = product_of(q * before, k.mT, coordinates_in_turn) * after
     if softcap is not None:
@@ -92,7 +101,7 @@ def textbook(
         highest = np.maximum(highest, sink)
     highest = np.where(np.isneginf(lift(highest)), rounded(0), highest)
     weights = rounded(np.exp(s - highest))
-    ones = np.ones_like(v[..., :1])
+    ones = np.ones_like(v, shape=(*v.shape[:-1], 1))
     denominator = product_of(weights, ones, keys_in_turn)
     if sinks is not None:
         denominator = denominator + rounded(np.exp(sink - highest))
