@@ -14,7 +14,7 @@ demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a pic
 	$(BIN)/polyattn demo
 
 test: $(VENV)/.test  ## all tests and doctests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .

@@ -690,7 +690,7 @@ def make_long_cases() -> Iterator[Case]:
     for name, fields in PAIRED.items():
         if not fields.keys() & {"L", "S", "D", "batch"}:
             yield long(f"1 x 700, {name}", **LONG | {"H": 2, "L": 1} | fields)
-            yield long(f"150 x 40, {name}", **LONG | {"H": 2, "L": 150, "S": 40, "D": 64} | fields)
+            yield long(f"150 x 40, {name}", **LONG | {"H": 2, "L": 150, "S": 40, "D": 16} | fields)
     yield long("513 x 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
     yield long("150 x 160, offset array", **LONG | {"batch": (2,), "L": 150, "S": 160} | OFFSETS)
     yield long("1030 x 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))

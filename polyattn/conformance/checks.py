@@ -211,11 +211,15 @@ def _bits(subject: Subject, given: tuple[list[Any], Mapping[str, Any]]) -> dict[
 
 
 def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[Case]:
-    """Choose few of the cases that a kernel takes so that each of its features is in one.
+    """Choose few of the cases that a kernel takes so that each feature and topic is in one.
 
     For kernels that take seconds to compile for each.
     """
-    able = {case: case.features | {case.dtype} for case in cases if takes(subject, checked, case)}
+    able = {
+        case: (case.features or {"plain"}) | {case.dtype, case.topic}
+        for case in cases
+        if takes(subject, checked, case)
+    }
     wanted = set().union(*able.values()) if able else set()
     chosen = []
     while wanted:

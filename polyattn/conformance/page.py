@@ -45,7 +45,7 @@ _INTRO = """
 figure is the largest error of any element in any case of the row, in units of
 <b>eps · Σ w|v|</b>: what one rounding of every weight could do. The deeper the green, the larger
 the share of its limit that some element used; the limit is twice the error of the textbook formula
-in the same dtype, and a floor that is measured too; it is wide for extreme values, which have a
+in the same dtypes, and a floor that is measured too; it is wide for extreme values, which have a
 row of their own and count in no other. Point at a cell for its cases.</p>
 <p class="legend"><span class="soft">–</span> refused: the kernel does not declare it, and raises
 when it is insisted on.
