@@ -16,7 +16,7 @@ from libraries import LIBRARIES, NUMPY, STRICT, TORCH, Library, tiles_of
 
 from polyattn import Partial, attention, attention_partial, merge
 from polyattn.conformance import CASES, assert_accurate, make_case
-from polyattn.conformance.cases import alibi
+from polyattn.conformance.draws import alibi
 
 B, H, G, L, S, D = 2, 4, 2, 9, 9, 8
 PLAIN = make_case("corner", H=H, G=G, L=L, S=S, D=D)

@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 from polyattn.conformance import CASES, Checked, Subject, deviation, make_case, oracle
-from polyattn.conformance.cases import Draw, alibi, bent, bias_with, two_in_three
-from polyattn.conformance.gradients import (
-    GRADIENT_CASES,
-    check_gradients,
-    cotangent,
-    gradient_yardsticks,
-    gradients,
-)
+from polyattn.conformance.case import Draw
+from polyattn.conformance.differentiate import GRADIENT_CASES, check_gradients
+from polyattn.conformance.draws import alibi, bent, bias_with, two_in_three
+from polyattn.conformance.gradients import cotangent, gradient_yardsticks, gradients
 from polyattn.kernels import Dense
 
 SMALL = {"dtype": "float64", "batch": (1,), "L": 3, "S": 4, "D": 2, "E": 3}

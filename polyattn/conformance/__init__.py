@@ -8,7 +8,8 @@ It needs more than the rest of the package: ``pip install "polyattn[testing]"``.
 """
 
 try:
-    from polyattn.conformance.cases import CASES, ESSENTIAL, Case, make_case
+    from polyattn.conformance.case import Case, make_case
+    from polyattn.conformance.cases import CASES, ESSENTIAL
     from polyattn.conformance.oracle import Oracle, oracle
     from polyattn.conformance.subject import Checked, Subject
     from polyattn.conformance.tolerance import Deviation, assert_accurate, deviation

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.conformance.cases import TOPICS, Case
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases import TOPICS
 from polyattn.conformance.oracle import Array
 from polyattn.conformance.readings import Options, read
 from polyattn.conformance.subject import Subject

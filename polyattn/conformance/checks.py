@@ -19,7 +19,8 @@ import numpy as np
 
 from polyattn import attention_partial, registry
 from polyattn.arrays import facts_of
-from polyattn.conformance.cases import CASES, Case, Draw, make_case
+from polyattn.conformance.case import Case, Draw, make_case
+from polyattn.conformance.cases import CASES
 from polyattn.conformance.lazy import is_lazy
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.tolerance import (

@@ -10,34 +10,24 @@ formula of absolute values, with what errors in the scores can do to each weight
 
 from __future__ import annotations
 
-import importlib
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn import attention, explain
-from polyattn.arrays import facts_of
-from polyattn.conformance.cases import CASES, PAIRED, Case
+from polyattn.conformance.case import Case
 from polyattn.conformance.oracle import Array, as_called, heads_first
-from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.textbook import product_of
-from polyattn.conformance.tolerance import Deviation, Yardstick, deviation, yardstick
-from polyattn.errors import UnsupportedError
-from polyattn.plugin import Kernel
+from polyattn.conformance.tolerance import Yardstick, yardstick
 
 __all__ = [
-    "GRADIENT_CASES",
     "ORDERS",
-    "check_gradients",
     "cotangent",
     "gradient_yardsticks",
     "gradients",
-    "has_gradients",
 ]
 
 
@@ -320,138 +310,3 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
         name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], case.dtype)
         for name in exact
     }
-
-
-def has_gradients(subject: Subject) -> bool:
-    """Say whether the subject's library differentiates, as far as this module knows.
-
-    Parameters
-    ----------
-    subject : Subject
-        The backend.
-    """
-    return subject.library.partition(".")[0] in BY
-
-
-def check_gradients(subject: Subject, checked: Checked, case: Case) -> dict[str, Deviation] | None:
-    """Hold a kernel to gradients as accurate as the textbook's.
-
-    Parameters
-    ----------
-    subject : Subject
-        The backend.
-    checked : Checked
-        Its kernel.
-    case : Case
-        The call; one of `GRADIENT_CASES`.
-
-    Returns
-    -------
-    dict of str to Deviation, or None
-        How far each gradient is off; None if the library has no gradients, or the kernel refuses
-        the call or the gradients of it.
-
-    Raises
-    ------
-    AssertionError
-        If an element is off by more than its limit.
-    """
-    given = subject.arguments(case)
-    by = BY.get(facts_of(given[0][0]).library)
-    found = None if by is None else by(subject, case, checked.for_case(case), given)
-    if found is None:
-        return None
-    deviations = {}
-    for name, yard in gradient_yardsticks(case).items():
-        off = deviation(subject.back(found[name]), yard, f"{case}: gradient of {name}")
-        assert off.fault is None, off.fault
-        deviations[name] = off
-    return deviations
-
-
-Given = tuple[list[Any], dict[str, Any]]
-
-
-def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that have gradients, by name."""
-    named = dict(zip(("query", "key", "value"), arrays, strict=True))
-    return named | {name: options[name] for name in ("bias", "sinks") if name in options}
-
-
-def by_torch(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
-    """The gradients by torch's autograd, or None if the kernel refuses."""
-    torch = importlib.import_module("torch")
-    arrays, options = given
-    inputs = differentiable(arrays, options)
-    for x in inputs.values():
-        x.requires_grad_()
-    if explain(*arrays, **options, backend=subject.backend, kernel=kernel).chosen is None:
-        return None
-    output = subject.call(case, kernel, given=given)
-    assert output.requires_grad, f"{case}: the output has lost the graph of its gradients"
-    along = subject.to(cotangent(case))
-    found = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(inputs.items(), found, strict=True)
-    }
-
-
-def by_jax(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
-    """The same by JAX's."""
-    jax = importlib.import_module("jax")
-    along = subject.to(cotangent(case))
-
-    def differentiated(*arrays: Any, **options: Any) -> Any:
-        inputs = differentiable(arrays, options)
-        others = {name: x for name, x in options.items() if name not in inputs}
-        _, back = jax.vjp(lambda inputs: attention(**inputs, **others), inputs)
-        return back(along)[0]
-
-    try:
-        found: dict[str, Any] = subject.call(case, kernel, differentiated, given)
-    except UnsupportedError:
-        # Nothing tells that an array of JAX is to be differentiated until it is.
-        return None
-    return found
-
-
-BY = {"torch": by_torch, "jax": by_jax}
-
-NAMES = (
-    *PAIRED,
-    "plain",
-    "padding mask",
-    "mask (L, 1)",
-    "bias (H, 1, S)",
-    "bias (B, 1, L, 1)",
-    "bias as mask",
-    "sink of -inf",
-    "offset below 0",
-    "scale below 0",
-    "one key/value head",
-    "key without batch axes",
-    "value alone in a batch",
-    "decode",
-    "mask hides some rows",
-    "mask hides some rows, sinks",
-    "mask hides all",
-    "causal, L > S",
-    "bias hides some rows",
-    "sink of -inf in an empty row",
-    "S = 0",
-    "equal scores",
-    "many",
-    "65 x 65, causal",
-    "64 x 65",
-)
-
-
-def in_both_dtypes(names: Iterable[str]) -> Iterator[Case]:
-    for name in names:
-        yield CASES[name]
-        yield replace(CASES[name], name=f"{name}, float64", dtype="float64")
-
-
-#: Calls whose gradients are worth checking, by their names.
-GRADIENT_CASES = {case.name: case for case in in_both_dtypes(NAMES)}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.conformance.cases import Case
+from polyattn.conformance.case import Case
 from polyattn.conformance.oracle import Array, heads_first, lift
 from polyattn.conformance.tolerance import deviation, output_yardstick
 

@@ -15,7 +15,8 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import polyattn
-from polyattn.conformance.cases import TOPICS, Case
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases import TOPICS
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.tolerance import Deviation
 from polyattn.explain import table

@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeVar
 
 from polyattn import registry
 from polyattn.conformance import checks
-from polyattn.conformance.cases import CASES, Case
-from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients, has_gradients
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases import CASES
+from polyattn.conformance.differentiate import GRADIENT_CASES, check_gradients, has_gradients
 from polyattn.conformance.readings import read
 from polyattn.conformance.report import (
     EXTREME,

@@ -18,7 +18,7 @@ import numpy as np
 
 from polyattn import attention, explain, registry
 from polyattn.arrays import facts_of
-from polyattn.conformance.cases import Case, Draw
+from polyattn.conformance.case import Case, Draw
 from polyattn.errors import BackendUnavailableError
 from polyattn.explain import Explanation
 from polyattn.plugin import Kernel

@@ -21,8 +21,9 @@ from typing import Any, ClassVar
 import pytest
 
 from polyattn.conformance import checks
-from polyattn.conformance.cases import CASES, ESSENTIAL, Case
-from polyattn.conformance.gradients import GRADIENT_CASES, check_gradients, has_gradients
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases import CASES, ESSENTIAL
+from polyattn.conformance.differentiate import GRADIENT_CASES, check_gradients, has_gradients
 from polyattn.conformance.lazy import is_lazy, lazily
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.registry import ARRAY_API

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.conformance.cases import Case, finfo
+from polyattn.conformance.case import Case, finfo
 from polyattn.conformance.oracle import Array, Oracle, lift, oracle
 from polyattn.conformance.textbook import ORDERS, textbook
 
