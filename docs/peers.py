@@ -30,11 +30,10 @@ from polyattn.conformance.callables import (
     RAISES,
     Finding,
     NoArgumentError,
-    Row,
     arguments_for,
     check_callable,
-    summarise,
 )
+from polyattn.conformance.departures import Row, summarise
 from polyattn.conformance.tolerance import deviation, exact, output_yardstick
 
 PAGE = Path(__file__).with_name("peers.md")

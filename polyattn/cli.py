@@ -244,7 +244,7 @@ def _json(found: Any) -> str:
 
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
-    from polyattn.conformance import callables, page, run
+    from polyattn.conformance import callables, departures, page, run
 
     for name, given in (("a backend", options.backends), ("--kernel", options.kernel)):
         if given:
@@ -253,12 +253,12 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     function = callables.load(options.callable)
     subject = callables.subject_of(options.callable, options.library)
     bar = partial(run.bar, describe=lambda case: options.callable)
-    rows = callables.summarise(function, cases.values(), subject.to, subject.back, bar)
+    rows = departures.summarise(function, cases.values(), subject.to, subject.back, bar)
     if options.json:
-        print(_json([callables.as_dict(row) for row in rows]))
+        print(_json([departures.as_dict(row) for row in rows]))
     else:
         print(f"{options.callable} on arrays of {subject.library}\n")
-        print(*callables.lines(rows), sep="\n")
+        print(*departures.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
     departs = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)

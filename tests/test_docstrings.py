@@ -9,6 +9,7 @@ from numpydoc.validate import validate
 import polyattn
 import polyattn.conformance
 import polyattn.conformance.callables
+import polyattn.conformance.departures
 import polyattn.conformance.suite
 import polyattn.dialects
 import polyattn.plugin
@@ -17,6 +18,7 @@ MODULES = (
     polyattn,
     polyattn.conformance,
     polyattn.conformance.callables,
+    polyattn.conformance.departures,
     polyattn.conformance.suite,
     polyattn.dialects,
     polyattn.plugin,

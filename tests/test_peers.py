@@ -17,9 +17,9 @@ from polyattn.conformance.callables import (
     arguments_for,
     check_callable,
     load,
-    summarise,
 )
 from polyattn.conformance.cases import PAIRED
+from polyattn.conformance.departures import summarise
 from polyattn.dialects import scaled_dot_product_attention
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from html import escape
 
 import polyattn
-from polyattn.conformance.callables import AGREES, DIFFERS, RAISES, Row, summary
+from polyattn.conformance.callables import AGREES, DIFFERS, RAISES
+from polyattn.conformance.departures import Row, summary
 from polyattn.conformance.report import PROMISES, ROWS, Cell, Report, Section, cell_text
 from polyattn.conformance.subject import Checked
 
@@ -86,8 +87,8 @@ def callable_page(name: str, rows: Iterable[Row]) -> str:
     ----------
     name : str
         The function.
-    rows : iterable of callables.Row
-        What `callables.summarise` found.
+    rows : iterable of departures.Row
+        What `departures.summarise` found.
 
     Returns
     -------
