@@ -187,11 +187,17 @@ class _Misspelt(Kernel):
     features = frozenset({"casual"})
 
 
+class _Listed(Kernel):
+    name = "listed"
+    features = "causal"
+
+
 @pytest.mark.parametrize(
     ("kernel", "flaw"),
     [
         (_Nameless(), "its kernel _Nameless has no name"),
         (Plain, "must be instances of Kernel"),
+        (_Listed(), "must declare its features as a set; got 'causal'"),
         (_Misspelt(), "unknown feature 'casual'; did you mean 'causal'?"),
     ],
 )

@@ -1,7 +1,10 @@
 """`polyattn check`: the table, the page, the exit code, and what it charges a failure to."""
 
+import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from html.parser import HTMLParser
 
@@ -118,6 +121,17 @@ def deaf(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_
 """
 
 
+BLANK = """
+def blank(query, key, value):
+    return right(query, key, value) * float("nan")
+"""
+
+
+def strict_json(text):
+    """JSON as others read it: Python's own reader takes Infinity for a number."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
 def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -129,8 +143,14 @@ def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     assert "scale is ignored (1)" in capsys.readouterr().out
     assert Page(page.read_text(encoding="utf-8")).outside == []
     assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
     assert rows["scale"]["cases"]["scale"]["reading"] == "scale is ignored"
+    (tmp_path / "mine.py").write_text(FUNCTIONS + BLANK, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "mine")
+    importlib.invalidate_caches()
+    assert main(["check", "--callable", "mine:blank", "--quick", "--json"]) == 1
+    rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
+    assert rows["float64"]["cases"]["plain, float64"]["deviation"]["units"] is None
 
 
 # ---- what a failure is charged to ----
@@ -195,19 +215,46 @@ def test_an_error_of_the_kernel_is_a_failure_with_its_text():
     assert "test_report.py:" in str(found)
 
 
-def test_a_declaration_that_nothing_exercises_is_a_failure():
+@pytest.mark.parametrize("feature", ["sinks", "logsumexp"])
+def test_a_declaration_that_nothing_exercises_is_a_failure(feature):
     class Reluctant(Dense):
         name = "reluctant"
 
         def reasons_against(self, problem):
-            return ["it hides"] if "sinks" in problem.features else []
+            return ["it hides"] if feature in problem.features else []
 
     checked = Checked(Reluctant())
     section = report.Section(Subject("numpy"), (checked,))
     cases = [case for case in ESSENTIAL.values() if case.poison is None]
     found = run.run([run.Step(section, checked, case) for case in cases])
-    assert [failure.charged for failure in found.sections[0].failures] == ["sinks"]
+    assert [failure.charged for failure in found.sections[0].failures] == [feature]
     assert "no case that it takes needs it" in str(found)
+
+
+def test_a_kernel_that_takes_nothing_is_a_failure():
+    class Absent(Dense):
+        name = "absent"
+
+        def reasons_against(self, problem):
+            return ["it is not at home"]
+
+    checked = Checked(Absent())
+    section = report.Section(Subject("numpy"), (checked,))
+    found = run.run([run.Step(section, checked, CASES["plain"])])
+    assert found.failed == 1
+    assert "no case is taken by absent" in str(found)
+
+
+def test_a_terminal_without_the_letters_shows_something():
+    done = subprocess.run(
+        [sys.executable, "-m", "polyattn", *QUICK],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in units of eps ? ? w|v|" in done.stdout
 
 
 def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):

@@ -162,6 +162,24 @@ def test_an_expected_failure_is_strict_and_names_a_test(python):
     assert "FAILED test_xfails.py::TestBroken::test_case[drops_softcap-softcap]" not in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("library = 'numpy'", 'TestOdd must name a backend, such as backend = "numpy"'),
+        (
+            "backend, xfails = 'numpy', ['test_case[dense-plain]']",
+            "xfails must map the names of tests",
+        ),
+    ],
+)
+def test_a_suite_that_is_not_one_is_told_how_to_be(lines, message, python):
+    head = "from polyattn.conformance.suite import BackendSuite\nclass TestOdd(BackendSuite):\n"
+    (python.folder / "test_odd.py").write_text(f"{head}    {lines}\n", encoding="utf-8")
+    done = python(*PYTEST, "test_odd.py")
+    assert done.returncode not in (0, 5)
+    assert message in done.stdout + done.stderr
+
+
 WITHOUT_CODE = (
     *("-p", "polyattn.conformance.options", "--pyargs", "polyattn.conformance"),
     "--polyattn-backend",

@@ -243,10 +243,15 @@ def _as_if(subject: Subject, checked: Checked, case: Case) -> str:
 def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
     for checked in section.kernels:
         cells = [section.cell(row.name, checked) for row in ROWS if row.group == "dtypes"]
-        if asked and not any(cell.agreed + len(cell.failures) for cell in cells):
-            text = f"no case is taken by {checked}"
-            section.failures.append(Failure(str(checked), "plain", text))
-        for feature in sorted(checked.kernel.features & asked):
+        agreed = sum(cell.agreed for cell in cells)
+        if not agreed + sum(len(cell.failures) for cell in cells):
+            if any(cell.refused for cell in cells):
+                text = f"no case is taken by {checked}"
+                section.failures.append(Failure(str(checked), "plain", text))
+            continue
+        # Every case that agrees is asked for its logsumexp.
+        wanted = asked | {"logsumexp"} if agreed else asked
+        for feature in sorted(checked.kernel.features & wanted):
             cell = section.cell(feature, checked)
             if not cell.agreed + cell.elsewhere + len(cell.failures):
                 text = f"it declares {feature}, and no case that it takes needs it"
