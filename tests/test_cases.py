@@ -12,6 +12,7 @@ IDLE = {
     "is_causal": {
         *("decode", "offset past the end", "offset beyond int32", "long offset beyond int32"),
         *("1 x 1, causal", "1 x 2, causal", "1 x 700, causal"),
+        "1 x 700 with causal",
     },
     "window": {"window of none bound", "long window of none bound"},
     "sinks": {

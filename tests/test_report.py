@@ -257,6 +257,17 @@ def test_a_terminal_without_the_letters_shows_something():
     assert "in units of eps ? ? w|v|" in done.stdout
 
 
+def test_each_reason_has_one_number():
+    footnotes = {}
+    one = report.Cell(agreed=1, refused=2, units=2.0)
+    one.reasons.update(["it is narrow; it is short", "it is short"])
+    other = report.Cell(refused=1)
+    other.reasons.update(["it is short"])
+    assert report.cell_text(one, footnotes) == "2 [1][2]"
+    assert report.cell_text(other, footnotes) == "[2]"
+    assert list(footnotes) == ["it is narrow", "it is short"]
+
+
 def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
     genuine = run.checks.check_case
     done = []

@@ -11,9 +11,11 @@ import pytest
 from broken_plugin import DROPPING, IDLE, OTHERS
 
 from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
-from polyattn.conformance.checks import cases_for, check_case, takes
+from polyattn.conformance.cases import TOPICS
+from polyattn.conformance.checks import cases_for, check_case, covering, takes
 from polyattn.kernels import Dense
 from polyattn.plugin import FEATURES
+from polyattn.problem import DTYPES
 
 TESTS = Path(__file__).parent
 BROKEN = """
@@ -225,6 +227,16 @@ def test_the_report_finds_the_same(python):
     assert found["failed"] == len(failures) + 1  # and its spec imports NumPy
     assert found["backends"][0]["plugin"]["finding the plugin imports no array library"] == "no"
     assert len(ESSENTIAL) >= kernel["rows"]["float32"]["agreed"] > 50
+
+
+def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
+    subject, dense = Subject("numpy"), Checked(Dense())
+    few = covering(subject, dense, cases_for(subject, dense, CASES))
+    assert len(few) < 20
+    assert {case.topic for case in few} == set(TOPICS)
+    assert {case.dtype for case in few} == set(DTYPES)
+    assert set().union(*(case.features for case in few)) == set(FEATURES) - {"logsumexp", "dropout"}
+    assert any(not case.features for case in few)
 
 
 class Narrow(Dense):

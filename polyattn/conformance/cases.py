@@ -73,15 +73,12 @@ ALONE: Group = {
     "window of none bound": {"window": (None, None)},
     "window ahead": {"window": (0, 2), "query_offset": 1},
     "window beyond int32": {"window": (2**40, 0)},
-    "window, mask and sinks": {
-        **{**PAIRED["window"], **PAIRED["mask array"], **PAIRED["sinks"]},
-    },
-    "softcap and bias": {**PAIRED["softcap"], **PAIRED["bias"]},
-    "score_mod and bias": {**PAIRED["score_mod"], **PAIRED["bias"]},
-    "causal, mask and bias, grouped": {
-        **{**PAIRED["causal"], **PAIRED["mask array"], **PAIRED["bias"]},
-        **PAIRED["grouped heads"],
-    },
+    "window, mask and sinks": PAIRED["window"] | PAIRED["mask array"] | PAIRED["sinks"],
+    "softcap and bias": PAIRED["softcap"] | PAIRED["bias"],
+    "score_mod and bias": PAIRED["score_mod"] | PAIRED["bias"],
+    "causal, mask and bias, grouped": (
+        PAIRED["causal"] | PAIRED["mask array"] | PAIRED["bias"] | PAIRED["grouped heads"]
+    ),
     "mask (L, S)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, case.S)))},
     "mask (S,)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
     "mask (L, 1)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, 1)))},
@@ -340,8 +337,10 @@ def make_long_cases() -> Iterator[Case]:
             yield long(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
     for name, fields in PAIRED.items():
         if not fields.keys() & {"L", "S", "D", "batch"}:
-            yield long(f"1 x 700, {name}", **LONG | {"H": 2, "L": 1} | fields)
-            yield long(f"150 x 40, {name}", **LONG | {"H": 2, "L": 150, "S": 40, "D": 16} | fields)
+            yield long(f"1 x 700 with {name}", **LONG | {"H": 2, "L": 1} | fields)
+            yield long(
+                f"150 x 40 with {name}", **LONG | {"H": 2, "L": 150, "S": 40, "D": 16} | fields
+            )
     yield long("513 x 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
     yield long("150 x 160, offset array", **LONG | {"batch": (2,), "L": 150, "S": 160} | OFFSETS)
     yield long("1030 x 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))

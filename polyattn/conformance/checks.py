@@ -158,10 +158,12 @@ def _check_partial(subject: Subject, kernel: Kernel, case: Case, given: Any) -> 
         output, logsumexp = subject.call(case, kernel, attention_partial, given)
     what = f"{case}: output of the partial"
     _check_like_query(what, output, given[0][0], case.dtype)
+    _check_own(subject, what, output, given)
     off = deviation(subject.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     what = f"{case}: logsumexp"
     _check_like_query(what, logsumexp, given[0][0], accumulation_dtype(case.dtype))
+    _check_own(subject, what, logsumexp, given)
     off = deviation(subject.back(logsumexp), logsumexp_yardstick(case), what)
     assert off.fault is None, off.fault
     return off

@@ -106,11 +106,11 @@ def hiding_a_third(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def hiding_every_third_row(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return hidden(score, (i % 3 == 0) | (j < 0))
+    return hidden(score, i % 3 == 0)
 
 
 def hiding_all(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return hidden(score, (i >= 0) | (j >= 0))
+    return hidden(score, i >= 0)
 
 
 def hiding_3_and_4(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

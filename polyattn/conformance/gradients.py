@@ -51,8 +51,6 @@ class Order(NamedTuple):
 
 #: The options of `gradients` that change the order of evaluation and nothing else.
 ORDERS = Order._fields
-#: Those of a loop over the keys that keeps no weights.
-FLASH = ("sums_in_turn", "divide_last", "delta_of_output")
 
 
 class Steps(NamedTuple):
@@ -303,8 +301,7 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
         The call.
     """
     exact, condition = gradients(case, np.longdouble), conditions(case)
-    together = ((), *((order,) for order in ORDERS), FLASH)
-    orders = [dict.fromkeys(order, True) for order in together]
+    orders = [{}, *({order: True} for order in ORDERS)]
     results = [gradients(case, case.dtype, **order) for order in orders]
     return {
         name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], case.dtype)

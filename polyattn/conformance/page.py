@@ -154,8 +154,7 @@ def _section(section: Section) -> Iterator[str]:
         yield "</ol>"
     if section.failures:
         yield f"<details open><summary>{len(section.failures)} failures</summary><ul>"
-        for kernel, _, text in section.failures:
-            yield f"<li><code>{escape(f'{kernel}: {text}' if kernel else text)}</code></li>"
+        yield from (f"<li><code>{escape(str(f))}</code></li>" for f in section.failures)
         yield "</ul></details>"
     yield "<ul>"
     for promise, found in section.plugin.items():

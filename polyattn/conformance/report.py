@@ -143,6 +143,9 @@ class Failure(NamedTuple):
     charged: str
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.text}" if self.kernel else self.text
+
 
 @dataclass
 class Section:
@@ -276,13 +279,13 @@ def _lines(section: Section) -> Iterator[str]:
 
 def _failure_lines(failures: list[Failure]) -> Iterator[str]:
     """The first two of each kind, and how many more there are."""
-    kinds: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for kernel, charged, text in failures:
-        kinds[kernel, charged].append(text)
-    for (kernel, charged), texts in kinds.items():
-        yield from (f"  FAIL {kernel}: {text}".replace(" : ", " ") for text in texts[:2])
-        if len(texts) > 2:
-            yield f"       and {len(texts) - 2} more of {charged}; --json and --html have all"
+    kinds: dict[tuple[str, str], list[Failure]] = defaultdict(list)
+    for failure in failures:
+        kinds[failure.kernel, failure.charged].append(failure)
+    for (_, charged), those in kinds.items():
+        yield from (f"  FAIL {failure}" for failure in those[:2])
+        if len(those) > 2:
+            yield f"       and {len(those) - 2} more of {charged}; --json and --html have all"
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:

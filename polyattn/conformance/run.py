@@ -31,7 +31,30 @@ from polyattn.registry import ARRAY_API
 __all__ = ["bar", "default_subjects", "progress", "run", "steps"]
 
 #: What is asked of a plugin as a whole.
-PLUGIN = (IMPORTS := "finding the plugin imports no array library",)
+IMPORTS = "finding the plugin imports no array library"
+
+
+class Promise(NamedTuple):
+    """What a kernel may promise, beside results."""
+
+    applies: Callable[[Checked], bool]
+    check: Callable[[Subject, Checked], None]
+    otherwise: str
+
+
+CHECKED = {
+    "deterministic": Promise(
+        lambda checked: checked.kernel.deterministic, checks.check_determinism, "not declared"
+    ),
+    "batch invariant": Promise(
+        lambda checked: checked.kernel.batch_invariant,
+        checks.check_batch_invariance,
+        "not declared",
+    ),
+    "eight threads at once": Promise(
+        checks.is_worth_threads, checks.check_first_call_from_threads, "not checked"
+    ),
+}
 
 
 class Step(NamedTuple):
@@ -73,7 +96,8 @@ def steps(
         section = Section(subject, checked)
         for each in checked:
             found += [Step(section, each, what) for what in _work(subject, each, cases)]
-        found += [Step(section, None, what) for what in PLUGIN]
+        if subject.backend != ARRAY_API:
+            found.append(Step(section, None, IMPORTS))
     return found
 
 
@@ -149,8 +173,7 @@ def _do_case(section: Section, checked: Checked, case: Case) -> list[_Failed]:
 
 def _do_plugin(section: Section, what: str) -> None:
     try:
-        if what == IMPORTS and section.subject.backend != ARRAY_API:
-            checks.check_import_hygiene(section.subject.backend.partition(":")[0])
+        checks.check_import_hygiene(section.subject.backend.partition(":")[0])
         section.plugin[what] = "yes"
     except Exception as error:
         section.plugin[what] = "no"
@@ -159,26 +182,14 @@ def _do_plugin(section: Section, what: str) -> None:
 
 def _do_promise(section: Section, checked: Checked, name: str) -> None:
     subject, cell = section.subject, section.cell(name, checked)
-    declared = {
-        "deterministic": checked.kernel.deterministic,
-        "batch invariant": checked.kernel.batch_invariant,
-    }
     try:
         if name == "gradients":
             _do_gradients(subject, checked, cell)
-        elif name in declared and not declared[name]:
-            cell.note = "not declared"
-        elif name == "eight threads at once":
-            cell.note = "not checked"
-            if checks.is_worth_threads(checked):
-                checks.check_first_call_from_threads(subject, checked)
-                cell.note = "holds"
-        elif name == "deterministic":
-            checks.check_determinism(subject, checked)
+        elif CHECKED[name].applies(checked):
+            CHECKED[name].check(subject, checked)
             cell.note = "holds"
         else:
-            checks.check_batch_invariance(subject, checked)
-            cell.note = "holds"
+            cell.note = CHECKED[name].otherwise
     except Exception as error:
         cell.failures.append(_text(error))
         section.failures.append(Failure(str(checked), name, _text(error)))
