@@ -129,6 +129,13 @@ def read_only(dense, p, x, backend):
     return output, logsumexp
 
 
+def read_only_partial(dense, p, x, backend):
+    output, logsumexp = dense(p, x, backend)
+    if logsumexp is not None:
+        logsumexp.flags.writeable = False
+    return output, logsumexp
+
+
 WORKSPACE = {}
 
 
@@ -195,6 +202,7 @@ OTHERS = [
     Sabotaged("raising", raising),
     Sabotaged("aliasing", aliasing),
     Sabotaged("read_only", read_only),
+    Sabotaged("read_only_partial", read_only_partial),
     Sabotaged("reusing", reusing),
     Sabotaged("wide_partial", wide_partial),
     Sabotaged("offset_of_the_first_item", offset_of_the_first_item),

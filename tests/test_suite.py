@@ -105,6 +105,7 @@ def test_a_kernel_that_drops_a_feature_fails_the_cases_of_it(feature, failures):
         ("aliasing", "test_case", "extreme values"),
         ("reusing", "test_first_call_from_eight_threads", None),
         ("read_only", "test_case", "formula"),
+        ("read_only_partial", "test_case", "formula"),
         ("wide_partial", "test_case", "formula"),
         ("offset_of_the_first_item", "test_case", "formula"),
         ("deaf_to_score_mod", "test_case", "rows without a visible key"),

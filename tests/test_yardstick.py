@@ -155,6 +155,13 @@ def test_what_must_be_exact_is_exact():
         assert_accurate(exact(case).output + 1e-30, case)
 
 
+def test_where_there_is_no_unit_nothing_but_the_exact_result_will_do():
+    yard = output_yardstick(CASES["plain"])
+    yard = yard._replace(unit=np.full_like(yard.unit, np.nan))
+    assert deviation(yard.exact, yard, "plain").fault is None
+    assert "must be" in deviation(yard.exact + 1e-9, yard, "plain").fault
+
+
 def test_a_failure_says_what_and_how_much():
     yard = output_yardstick(CASES["plain"])
     wrong = yard.exact.copy()

@@ -280,6 +280,7 @@ EDGES += [p for n, m in pairwise(LENGTHS) for p in ((n, m), (m, n))]
 EDGES += [(1, 700), (700, 1), (7, 513), (513, 33), (65, 700), (700, 65), (129, 513)]
 
 LONG: Fields = {"batch": (1,), "H": 1, "D": 4, "L": 65, "S": 700}
+TALL: Fields = LONG | {"H": 2, "L": 150, "S": 40, "D": 16}
 MANY: Fields = {
     **{"is_causal": True, "window": (10, None), "mask": two_in_three, "softcap": 2.0},
     **{"score_mod": bent, **PAIRED["bias"], **PAIRED["sinks"], **PAIRED["grouped heads"]},
@@ -338,9 +339,7 @@ def make_long_cases() -> Iterator[Case]:
     for name, fields in PAIRED.items():
         if not fields.keys() & {"L", "S", "D", "batch"}:
             yield long(f"1 x 700 with {name}", **LONG | {"H": 2, "L": 1} | fields)
-            yield long(
-                f"150 x 40 with {name}", **LONG | {"H": 2, "L": 150, "S": 40, "D": 16} | fields
-            )
+            yield long(f"150 x 40 with {name}", **TALL | fields)
     yield long("513 x 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
     yield long("150 x 160, offset array", **LONG | {"batch": (2,), "L": 150, "S": 160} | OFFSETS)
     yield long("1030 x 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
