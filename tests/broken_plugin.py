@@ -214,9 +214,10 @@ OTHERS = [
 
 
 class Refusing(Dense):
-    """Declares what it then refuses."""
+    """Takes no call at all."""
 
     name = "refusing"
+    features = frozenset()
 
     def reasons_against(self, problem):
         return ["it never does"]
