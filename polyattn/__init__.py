@@ -11,6 +11,7 @@ from polyattn.explain import Explanation
 from polyattn.listing import list_backends
 from polyattn.partial import Partial, merge
 from polyattn.selection import use_backend
+from polyattn.threads import use_threads
 
 __version__ = "0.1.0"
 
@@ -27,4 +28,5 @@ __all__ = [
     "list_backends",
     "merge",
     "use_backend",
+    "use_threads",
 ]

@@ -30,11 +30,27 @@ class Indices:
         An array on the device where the indices are wanted.
     rows, columns : Span
         The query rows and the keys of the tile.
+    items, heads : Span, optional
+        The batch items, counted flat over all batch axes, and the query heads of the tile, for a
+        kernel that takes some at a time. Such a tile has one batch axis.
     """
 
-    def __init__(self, problem: Problem, xp: Any, like: Array, rows: Span, columns: Span) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        xp: Any,
+        like: Array,
+        rows: Span,
+        columns: Span,
+        *,
+        items: Span | None = None,
+        heads: Span | None = None,
+    ) -> None:
         self._problem, self._xp, self._like = problem, xp, like
         self._rows, self._columns = rows, columns
+        self._batch = problem.batch if items is None else (items.length,)
+        self._items = items or Span(0, math.prod(problem.batch))
+        self._heads = heads or Span(0, problem.heads)
 
     def _range(self, start: int, stop: int, *shape: int) -> Array:
         return self._xp.reshape(index_range(self._xp, start, stop, self._like), shape)
@@ -42,13 +58,12 @@ class Indices:
     @property
     def batch(self) -> Array:
         """The flat index over all batch axes, shape (..., 1, 1, 1)."""
-        batch = self._problem.batch
-        return self._range(0, math.prod(batch), *batch, 1, 1, 1)
+        return self._range(*self._items, *self._batch, 1, 1, 1)
 
     @property
     def head(self) -> Array:
         """The query head, shape (H, 1, 1)."""
-        return self._range(0, self._problem.heads, self._problem.heads, 1, 1)
+        return self._range(*self._heads, self._heads.length, 1, 1)
 
     @property
     def row(self) -> Array:
@@ -96,10 +111,10 @@ class Indices:
             Broadcasts to (..., H, l, s); a key takes part where all of them hold.
         """
         if callable(x.mask):
-            yield self._from_rule(x.mask)
+            yield self.from_rule(x.mask)
         elif x.mask is not None:
             yield self.cut(x.mask)
-        if banded and not self._problem.features.isdisjoint(("causal", "window")):
+        if banded and self._problem.masks_by_position:
             rows, offset = self.row, None
             if self._problem.query_offset is None:
                 offset = cast(self._xp, x.query_offset, rows.dtype)
@@ -131,7 +146,19 @@ class Indices:
             result = self._xp.broadcast_to(result, whole)
         return cast(self._xp, result, scores.dtype)
 
-    def _from_rule(self, rule: Callable[..., Array]) -> Array:
+    def from_rule(self, rule: Callable[..., Array]) -> Array:
+        """Call a mask function.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (b, h, i, j).
+
+        Returns
+        -------
+        Array of bool
+            What it returns, which broadcasts to (..., H, l, s).
+        """
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):
             return self._xp.full_like(self.column, seen, dtype=self._xp.bool)
@@ -150,12 +177,7 @@ class Indices:
                 f"{name} was called with arrays of {self._problem.library} and must return one; it"
                 f" returned one of {facts.library}"
             )
-        tile = (
-            *self._problem.batch,
-            self._problem.heads,
-            self._rows.length,
-            self._columns.length,
-        )
+        tile = (*self._batch, self._heads.length, self._rows.length, self._columns.length)
         if len(facts.shape) > len(tile) or broadcast_shapes(facts.shape, tile) != tile:
             raise ValueError(
                 f"what {name} returns must broadcast to {tile}, the shape that its index arrays"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from polyattn.arrays import Array
 from polyattn.problem import Problem
 
-__all__ = ["Span", "band", "column_span", "in_band", "is_full"]
+__all__ = ["Span", "band", "column_span", "full_span", "in_band", "is_full"]
 
 # Beyond any length, and far enough from the end of int32 to be added to a length.
 FAR = 2**30
@@ -88,6 +88,20 @@ def column_span(problem: Problem, rows: Span) -> Span:
     low, high = band(problem)
     start = 0 if low is None else max(0, rows.start + low)
     stop = problem.key_length if high is None else min(problem.key_length, rows.stop + high)
+    return Span(start, max(start, stop))
+
+
+def full_span(problem: Problem, rows: Span) -> Span:
+    """Return the keys of which causal and window hide none from any row of `rows`."""
+    low, high = band(problem)
+    if low is None and high is None:
+        return Span(0, problem.key_length)
+    if problem.query_offset is None:
+        return Span(0, 0)
+    start = 0 if low is None else max(0, rows.stop - 1 + low)
+    stop = problem.key_length
+    if high is not None:
+        stop = min(stop, rows.start + high + 1)
     return Span(start, max(start, stop))
 
 

@@ -46,8 +46,9 @@ from typing import Any, ClassVar
 import polyattn.arrays as arrays
 from polyattn.arrays import Array
 from polyattn.indices import Indices
-from polyattn.masks import Span, in_band, is_full
+from polyattn.masks import Span, band, column_span, full_span, in_band, is_full
 from polyattn.problem import DTYPES, FEATURES, Operands, Problem
+from polyattn.threads import thread_count
 
 __all__ = [
     "API_VERSION",
@@ -60,8 +61,12 @@ __all__ = [
     "Operands",
     "Problem",
     "Span",
+    "band",
+    "column_span",
+    "full_span",
     "in_band",
     "is_full",
+    "thread_count",
 ]
 
 API_VERSION = 1

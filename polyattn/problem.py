@@ -117,6 +117,11 @@ class Problem(NamedTuple):
         return (*self.batch, self.heads, self.query_length, self.key_length)
 
     @property
+    def masks_by_position(self) -> bool:
+        """Whether causal or window is given."""
+        return not self.features.isdisjoint(("causal", "window"))
+
+    @property
     def masks(self) -> bool:
         """Whether any key may be absent for any row."""
         return not self.features.isdisjoint(

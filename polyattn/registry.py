@@ -190,8 +190,13 @@ def array_api_backend(array: Array) -> Backend:
 
 
 def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
-    """Return a backend's own kernels, and the array-API kernels that close every list."""
-    return _CLOSING_KERNELS if backend is None else (*backend.kernels, *_CLOSING_KERNELS)
+    """Return a backend's own kernels, and the array-API kernels that close every list.
+
+    Of those, one whose name a backend's own kernel has is left out: the own one is it, done better.
+    """
+    own = () if backend is None else backend.kernels
+    names = {kernel.name for kernel in own}
+    return (*own, *(kernel for kernel in _CLOSING_KERNELS if kernel.name not in names))
 
 
 @constant_when_traced

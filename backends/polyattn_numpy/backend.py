@@ -8,12 +8,15 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Problem
+from polyattn_numpy.tiled import Tiled
 
 __all__ = ["NumpyBackend"]
 
 
 class NumpyBackend(Backend):
     """NumPy arrays on the CPU."""
+
+    kernels = (Tiled(),)
 
     def __init__(self) -> None:
         super().__init__(xp)

@@ -1,0 +1,187 @@
+"""How a call is cut: into pieces, which threads take in any order, and a piece into tiles.
+
+Where an item of a batch is cut depends on nothing but its own shape: neither on how many items
+there are nor on how many threads. So its result has the same bits whatever they are.
+
+Sizes
+-----
+A tile is a block of about 512 query rows (grouped heads count as rows) by 512 keys: 1 MiB of
+float32, which stays in a core's second-level cache through the two products and the exponential,
+and half a millisecond of work, beside which what Python does between the calls is nothing. Where
+the rows of one head do not fill a tile, several heads, and then several items, share the calls.
+Only where a band cuts a tile is it cut further, into strips of 64 rows: the corners that are
+computed for nothing are then half as large as a strip is tall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from polyattn.plugin import Problem, Span, column_span, full_span, is_full
+
+__all__ = ["Piece", "Tile", "pieces", "split", "tiles"]
+
+STRIP = 64
+# Below this many pieces an item's keys are split as well, so that threads have something to share.
+FEW = 8
+# Keys of a part: enough that joining the parts costs nothing beside them.
+PART = 8192
+# Multiply-adds that are worth a thread's waking, about a quarter of a millisecond.
+TASK = 2**24
+
+
+class Piece(NamedTuple):
+    """Some rows of some heads of some batch items, over all the keys they see or a part of them.
+
+    Attributes
+    ----------
+    outer : tuple of int
+        An index into all batch axes but the last.
+    batch, heads : Span
+        Along the last batch axis, and the key/value heads.
+    rows, columns : Span
+        The query rows, and the keys outside which they see none of this piece.
+    part, parts : int
+        Which part of the keys of these rows it has, of how many.
+    """
+
+    outer: tuple[int, ...]
+    batch: Span
+    heads: Span
+    rows: Span
+    columns: Span
+    part: int
+    parts: int
+
+    @property
+    def units(self) -> int:
+        """The number of key/value heads in it, over all items."""
+        return self.batch.length * self.heads.length
+
+    def alone(self) -> Iterator[Piece]:
+        """Return the same piece a head at a time."""
+        for item, head in product(range(*self.batch), range(*self.heads)):
+            yield self._replace(batch=Span(item, item + 1), heads=Span(head, head + 1))
+
+
+class Tile(NamedTuple):
+    """Some rows and keys, and whether the band hides some of these from some of those."""
+
+    rows: Span
+    columns: Span
+    ragged: bool
+
+
+def even(length: int, most: int) -> int:
+    """Return a size of at most `most` that cuts `length` into as few blocks, and about equal."""
+    blocks = -(-length // most)
+    return min(most, -(-length // (16 * blocks)) * 16)
+
+
+def split(whole: Span, size: int) -> Iterator[Span]:
+    """Cut a span into spans of a size; the last may be shorter."""
+    for first in range(whole.start, whole.stop, size):
+        yield Span(first, min(first + size, whole.stop))
+
+
+@lru_cache(maxsize=128)
+def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
+    """Cut a call into pieces, those with most work first.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    tile : int
+        How many scores a tile may hold.
+    threads : int
+        How many threads will share the pieces.
+
+    Returns
+    -------
+    tuple of Piece
+        The pieces; parts of the same rows stand in the order of their keys.
+    """
+    side = math.isqrt(tile)
+    members = problem.heads // problem.key_heads
+    rows = even(problem.query_length, max(1, side // members))
+    blocks = [
+        (block, column_span(problem, block)) for block in split(Span(0, problem.query_length), rows)
+    ]
+    blocks.sort(key=lambda block: -block[1].length)
+    part = problem.key_length
+    if problem.key_heads * len(blocks) < FEW:
+        part = max(PART * tile // 2**18, 1)
+    stack = max(1, tile // (rows * members * min(side, problem.key_length)))
+    *outer, items = problem.batch or (1,)
+    if threads > 1:
+        # Two pieces a thread and more, as long as each is worth a thread's waking.
+        units = math.prod(outer) * items * problem.key_heads * len(blocks)
+        head = rows * members * problem.key_length * (problem.head_size + problem.value_size)
+        stack = max(1, min(stack, max(units // (2 * threads), TASK // head)))
+    heads = even_count(problem.key_heads, stack)
+    batch = max(1, stack // heads) if heads == problem.key_heads else 1
+    found = []
+    for block, columns in blocks:
+        parts = list(split(columns, part)) or [columns]
+        if len(parts) > 1:
+            batch = heads = 1
+        found += [
+            Piece(index, some, few, block, keys, number, len(parts))
+            for index in product(*map(range, outer))
+            for some in split(Span(0, items), batch)
+            for few in split(Span(0, problem.key_heads), heads)
+            for number, keys in enumerate(parts)
+        ]
+    return tuple(found)
+
+
+def even_count(number: int, most: int) -> int:
+    """Return a count of at most `most` that deals `number` out evenly."""
+    return -(-number // -(-number // most))
+
+
+def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
+    """Cut a piece into tiles; none that the band leaves empty is among them.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    piece : Piece
+        The piece.
+    tile : int
+        How many scores a tile may hold.
+
+    Yields
+    ------
+    Tile
+        First those of all the piece's rows, then those of strips of them.
+    """
+    side = math.isqrt(tile)
+    width = even(piece.columns.length, side) if piece.columns.length else side
+    common = full_span(problem, piece.rows)
+    common = Span(
+        max(common.start, piece.columns.start),
+        max(min(common.stop, piece.columns.stop), max(common.start, piece.columns.start)),
+    )
+    for columns in split(common, width):
+        yield Tile(piece.rows, columns, False)
+    if common == piece.columns:
+        return
+    height = max(1, STRIP * side // 512)
+    if problem.query_offset is None:  # nothing is known of where the band lies
+        height = piece.rows.length
+    for strip in split(piece.rows, height):
+        seen = column_span(problem, strip)
+        start, stop = max(seen.start, piece.columns.start), min(seen.stop, piece.columns.stop)
+        edges = [Span(start, common.start), Span(common.stop, stop)]
+        if not common.length:
+            edges = [Span(start, stop)]
+        for edge in edges:
+            for columns in split(edge, side):
+                yield Tile(strip, columns, not is_full(problem, strip, columns))

@@ -1,0 +1,402 @@
+"""One pass over the tiles of a piece, in scratch memory that its thread keeps.
+
+There are two ways to go. The plain one takes exponentials as they come, without a row's maximum: it
+needs no pass for it and none to subtract it. What comes out proves whether that was right. The sum
+of a row's weights bounds each of them, so where all sums and outputs are finite nothing overflowed,
+and where no sum is small nothing that counts was lost below. Where the proof fails, for large
+scores or for a NaN or infinity behind a mask, the piece is done again with care: with the running
+maximum, and with absent keys and values left out whatever they hold.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.plugin import Array, Indices, Operands, Problem, Span, band, in_band
+from polyattn_numpy.blocks import Piece, Tile, tiles
+
+__all__ = ["Call", "Running", "Sweep", "join"]
+
+# Sums of weights below this may have lost what lies below float32's range.
+LEAST = 2.0**-20
+# So few rows that a product by vectors reads each key once from memory and then from cache.
+VECTORS = 8
+LOG2_E = math.log2(math.e)
+
+
+class Running(NamedTuple):
+    """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r)."""
+
+    output: Array  # (b, k, rows · g, E)
+    reference: Array  # (b, k, rows · g, 1)
+    total: Array  # (b, k, rows · g, 1)
+
+
+class Call(NamedTuple):
+    """A call, its arrays with the axes (outer..., batch, G, H/G, length, size).
+
+    Key and value have no axis H/G; mask and bias have length 1 along what they broadcast.
+    """
+
+    problem: Problem
+    x: Operands
+    xp: Any
+    query: Array
+    key: Array
+    value: Array
+    mask: Array | None
+    bias: Array | None
+    tile: int
+    goes_on: Callable[[], bool]
+
+    def cut(self, array: Array, piece: Piece, *spans: Span | None) -> Array:
+        """Return a view of what of an array belongs to a piece, and to spans of its last axes."""
+        index: list[Any] = [
+            0 if n == 1 else i for i, n in zip(piece.outer, array.shape, strict=False)
+        ]
+        axes = array.shape[len(index) :]
+        for span, n in zip((piece.batch, piece.heads, *spans), axes, strict=False):
+            index.append(slice(None) if span is None or n == 1 else slice(*span))
+        return array[tuple(index)]
+
+
+# ---- memory and tables that are kept -----------------------------------------------------------
+
+_kept = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return this thread's memory of a name, with what was left in it."""
+    size = math.prod(shape)
+    key = (name, dtype)
+    memory = _kept.__dict__.get(key)
+    if memory is None or memory.size < size:
+        memory = _kept.__dict__[key] = np.empty(size, dtype)
+    return memory[:size].reshape(shape)
+
+
+@lru_cache(maxsize=64)
+def band_tile(rows: int, columns: int, low: int | None, high: int | None) -> Array:
+    """Return which of `columns` keys each of `rows` rows sees, shape (rows, 1, columns)."""
+    away = np.arange(columns) - np.arange(rows)[:, None, None]
+    seen = np.ones(away.shape, bool)
+    if low is not None:
+        seen &= away >= low
+    if high is not None:
+        seen &= away <= high
+    return seen
+
+
+@lru_cache(maxsize=8)
+def ones(length: int, dtype: Any) -> Array:
+    """Return a column of ones, which sums rows faster by a product than a reduction does."""
+    return np.ones((length, 1), dtype)
+
+
+@lru_cache(maxsize=2)
+def fast_exp2(dtype: Any) -> bool:
+    """Whether exp2 has vector instructions of its own here, which exp then takes twice as long as.
+
+    Only AVX-512 has them; elsewhere exp is the faster one.
+    """
+    if dtype != np.float32 or not hasattr(np.lib, "introspect"):
+        return False
+    found = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")
+    loops = found.get("exp2", {}).values()
+    return bool(loops) and not any(loop["current"].startswith("baseline") for loop in loops)
+
+
+# ---- the pass ----------------------------------------------------------------------------------
+
+
+class Sweep:
+    """A pass over the tiles of a piece.
+
+    Parameters
+    ----------
+    call : Call
+        The call.
+    piece : Piece
+        Which part of it.
+    careful : bool
+        Whether to subtract maxima and to mind what absent keys and values hold.
+    """
+
+    def __init__(self, call: Call, piece: Piece, *, careful: bool) -> None:
+        problem = call.problem
+        self.call, self.piece, self.problem, self.careful = call, piece, problem, careful
+        self.dtype = np.dtype(problem.accumulator)
+        in_nats = careful or problem.bias is not None or "score_mod" in problem.features
+        self.unit = LOG2_E if not in_nats and fast_exp2(self.dtype) else 1.0
+        self.exp = np.exp if self.unit == 1.0 else np.exp2
+        self.key = call.cut(call.key, piece)
+        self.value = call.cut(call.value, piece)
+        query = call.cut(call.query, piece, None, piece.rows).swapaxes(2, 3)
+        *self.shape, self.members, size = query.shape
+        factor = problem.scale * self.unit
+        if problem.softcap is not None:
+            factor = problem.scale / problem.softcap
+        self.query = self._scratch("query", self.shape[2], size)
+        np.multiply(query, self.dtype.type(factor), out=self.query.reshape(query.shape))
+
+    def _scratch(self, name: str, rows: int, size: int) -> Array:
+        return scratch(name, (*self.shape[:2], rows * self.members, size), self.dtype)
+
+    def run(self) -> Running:
+        """Go over all the tiles."""
+        running, started = self._start()
+        for tile in tiles(self.problem, self.piece, self.call.tile):
+            if not self.call.goes_on():
+                raise InterruptedError
+            seen = self._seen(tile)
+            if seen is not None:
+                if not seen.any():
+                    continue
+                seen = None if seen.all() else seen
+            self._add(running, tile, seen, started)
+            started = True
+        if not started:
+            running.output[...] = 0
+            running.total[...] = 0
+        return running
+
+    def is_proven(self, running: Running) -> bool:
+        """Say whether a plain pass was right."""
+        total = running.total
+        if not (np.isfinite(running.output).all() and (total < math.inf).all()):
+            return False
+        enough = total >= LEAST
+        if enough.all():
+            return True
+        # Where a row sees no key there is nothing to lose, but a sink.
+        return self.call.x.sinks is None and bool((enough | self._sees_nothing()).all())
+
+    def _start(self) -> tuple[Running, bool]:
+        """Return the state before any key, and whether later tiles are to be added to it."""
+        problem, rows = self.problem, self.shape[2]
+        output = self._scratch("output", rows, problem.value_size)
+        total = self._scratch("total", rows, 1)
+        if self.careful:
+            reference = self._scratch("reference", rows, 1)
+            reference[...] = -math.inf
+        else:
+            reference = np.zeros((1, 1, 1, 1), self.dtype)
+        has_sinks = self.call.x.sinks is not None and self.piece.part == 0
+        # Where the first tile has all the rows it may write what the others add to.
+        if not (self.careful or has_sinks or problem.masks_by_position):
+            return Running(output, reference, total), False
+        output[...] = 0
+        total[...] = 0
+        if has_sinks:
+            self._add_sinks(reference, total)
+        return Running(output, reference, total), True
+
+    def _add_sinks(self, reference: Array, total: Array) -> None:
+        shape = (self.problem.key_heads, 1, self.members, 1)
+        sinks = self.call.x.sinks.astype(self.dtype).reshape(shape)[slice(*self.piece.heads)]
+        by_head = (*self.shape, self.members, 1)
+        if self.careful:
+            reference.reshape(by_head)[...] = sinks
+            total.reshape(by_head)[...] = sinks != -math.inf
+        else:
+            total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.unit))
+
+    # ---- one tile ----
+
+    def _add(self, running: Running, tile: Tile, seen: Array | None, started: bool) -> None:
+        """Add what the keys of a tile give its rows."""
+        rows, size = tile.rows.length, tile.columns.length
+        first = (tile.rows.start - self.piece.rows.start) * self.members
+        own = slice(first, first + rows * self.members)
+        columns = slice(*tile.columns)
+        s = self._scores(own, columns, rows, size)
+        by_head = s.reshape(*self.shape[:2], rows, self.members, size)
+        self._modify(by_head, tile)
+        value = self._block("values", self.value, columns)
+        output, reference, total = (x[:, :, own] for x in running)
+        if self.careful:
+            self._hide(by_head, tile, seen)
+            product = self._shift_and_sum(s, value, output, reference, total)
+        else:
+            self.exp(s, out=s)
+            if seen is not None:
+                by_head *= seen
+            if tile.ragged:
+                self._cut_corners(by_head, tile)
+            into = (
+                output
+                if not started
+                else self._scratch("product", rows, output.shape[-1])
+            )
+            product = np.matmul(s, value, out=into)
+        sums = np.matmul(
+            s, ones(size, self.dtype), out=self._scratch("sums", rows, 1) if started else total
+        )
+        if started:
+            output += product
+            total += sums
+
+    def _block(self, name: str, array: Array, columns: slice) -> Array:
+        """Return keys or values of a tile as the products take them."""
+        block = array[:, :, columns]
+        if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
+            return block
+        copy = scratch(name, block.shape, self.dtype)
+        np.copyto(copy, block, casting="unsafe")
+        return copy
+
+    def _scores(self, own: slice, columns: slice, rows: int, size: int) -> Array:
+        """Return scale · q·k, or what becomes of it by softcap."""
+        key, query = self._block("keys", self.key, columns), self.query[:, :, own]
+        s = self._scratch("scores", rows, size)
+        if query.shape[2] <= VECTORS:
+            np.matmul(key[:, :, None], query[..., None], out=s[..., None])
+        else:
+            np.matmul(query, key.swapaxes(2, 3), out=s)
+        if self.problem.softcap is not None:
+            np.tanh(s, out=s)
+            s *= self.dtype.type(self.problem.softcap * self.unit)
+        return s
+
+    def _modify(self, s: Array, tile: Tile) -> None:
+        """Let a score function and a bias have the scores, with the axes (b, k, row, g, key)."""
+        if self.call.x.score_mod is not None:
+            heads_first = s.swapaxes(2, 3)
+            b, k, g, rows, size = heads_first.shape
+            scores = heads_first.reshape(b, k * g, rows, size)
+            changed = self._indices(tile).modified(self.call.x.score_mod, scores)
+            heads_first[...] = np.broadcast_to(changed, scores.shape).reshape(heads_first.shape)
+        if self.call.bias is not None:
+            bias = self._on(tile, self.call.bias)
+            s += bias
+            if self.careful:
+                np.copyto(s, -math.inf, where=bias == -math.inf)
+
+    def _shift_and_sum(
+        self, s: Array, value: Array, output: Array, reference: Array, total: Array
+    ) -> Array:
+        """Make weights of scores, relative to a maximum that may rise, and return w·v."""
+        present = s != -math.inf
+        highest = np.maximum(reference, s.max(axis=-1, keepdims=True))
+        shift = np.where(highest == -math.inf, 0, highest)
+        s -= shift
+        np.exp(s, out=s)
+        shrink = np.exp(reference - shift)
+        output *= shrink
+        total *= shrink
+        reference[...] = highest
+        if np.isfinite(value).all():
+            return np.matmul(s, value)
+        return spoilt_product(s, present, value)
+
+    # ---- which keys are seen ----
+
+    def _indices(self, tile: Tile) -> Indices:
+        flat = 0
+        for axis, index in zip(self.problem.batch, self.piece.outer, strict=False):
+            flat = flat * axis + index
+        first = flat * (self.problem.batch or (1,))[-1] + self.piece.batch.start
+        items = Span(first, first + self.piece.batch.length)
+        heads = Span(*(end * self.members for end in self.piece.heads))
+        rows, columns = tile.rows, tile.columns
+        return Indices(self.problem, self.call.xp, None, rows, columns, items=items, heads=heads)
+
+    def _on(self, tile: Tile, array: Array) -> Array:
+        """Return what of a mask or bias falls on a tile, with the axes (b, k, row, g, key)."""
+        cut = self.call.cut(array, self.piece, None, tile.rows, tile.columns)
+        return cut.swapaxes(2, 3)
+
+    def _seen(self, tile: Tile) -> Array | None:
+        """Return which keys of a tile a mask lets be seen, or None where there is none."""
+        seen = None
+        if self.call.mask is not None:
+            seen = self._on(tile, self.call.mask)
+        elif callable(self.call.x.mask):
+            seen = self._by_head(self._indices(tile).from_rule(self.call.x.mask))
+        if tile.ragged and self.problem.query_offset is None:
+            offset = self.call.x.query_offset
+            items = np.broadcast_to(offset, (*self.problem.batch, 1, 1, 1))
+            items = items.reshape(*(self.problem.batch or (1,)), 1, 1, 1)[self.piece.outer]
+            indices = self._indices(tile)
+            near = in_band(
+                self.problem, indices.row, indices.column, items[slice(*self.piece.batch)]
+            )
+            near = self._by_head(near)
+            seen = near if seen is None else seen & near
+        return seen
+
+    def _by_head(self, seen: Array) -> Array:
+        """Turn what broadcasts to (b, H, row, key) into the axes (b, k, row, g, key)."""
+        seen = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
+        b, heads, rows, size = seen.shape
+        split = (1, 1) if heads == 1 else (heads // self.members, self.members)
+        return seen.reshape(b, *split, rows, size).swapaxes(2, 3)
+
+    def _cut_corners(self, weights: Array, tile: Tile) -> None:
+        """Set the weights of the keys to 0 that the band hides, with the axes of `_on`."""
+        for columns, seen in self._corners(tile):
+            weights[..., columns] *= seen
+
+    def _hide(self, s: Array, tile: Tile, seen: Array | None) -> None:
+        """Set the scores of absent keys to −inf, with the axes of `_on`."""
+        if seen is not None:
+            np.copyto(s, -math.inf, where=~seen)
+        if tile.ragged:
+            for columns, corner in self._corners(tile):
+                np.copyto(s[..., columns], -math.inf, where=~corner)
+
+    def _corners(self, tile: Tile) -> Iterator[tuple[slice, Array]]:
+        """Yield where the band hides keys of some of the rows, and which it shows, a side each."""
+        if self.problem.query_offset is None:
+            return
+        low, high = band(self.problem)
+        (first, last), (start, stop) = tile.rows, tile.columns
+        if low is not None and start < last - 1 + low:
+            edge = min(stop, last - 1 + low)
+            yield slice(0, edge - start), band_tile(last - first, edge - start, first + low - start, None)
+        if high is not None and stop > first + high + 1:
+            edge = max(start, first + high + 1)
+            yield slice(edge - start, stop - start), band_tile(last - first, stop - edge, None, first + high - edge)
+
+    def _sees_nothing(self) -> Array:
+        """Return which rows see no key, by mask and band, with the axes of a sum of weights."""
+        found = np.zeros((*self.shape, self.members), bool)
+        for tile in tiles(self.problem, self.piece, self.call.tile):
+            rows, size = tile.rows.length, tile.columns.length
+            own = slice(tile.rows.start - self.piece.rows.start, tile.rows.stop - self.piece.rows.start)
+            seen = np.ones((*self.shape[:2], rows, self.members, size), bool)
+            mask = self._seen(tile)
+            if mask is not None:
+                seen &= mask
+            if tile.ragged:
+                self._cut_corners(seen, tile)
+            found[:, :, own] |= seen.any(axis=-1)
+        return ~found.reshape(*self.shape[:2], -1, 1)
+
+
+def spoilt_product(weights: Array, present: Array, value: Array) -> Array:
+    """Return weights · value where a value that is not finite spoils the rows that see it alone."""
+    result = np.matmul(weights, np.where(np.isfinite(value), value, 0))
+    for infinity in (math.inf, -math.inf):
+        # NaN counts as both infinities, whose sum it is.
+        spoils = ((value == infinity) | np.isnan(value)).astype(value.dtype)
+        result[np.matmul(present.astype(value.dtype), spoils) > 0] += infinity
+    return result
+
+
+def join(one: Running, other: Running) -> Running:
+    """Return the state of two sets of keys together."""
+    highest = np.maximum(one.reference, other.reference)
+    shift = np.where(highest == -math.inf, 0, highest)
+    shrink_one, shrink_other = np.exp(one.reference - shift), np.exp(other.reference - shift)
+    return Running(
+        one.output * shrink_one + other.output * shrink_other,
+        highest,
+        one.total * shrink_one + other.total * shrink_other,
+    )

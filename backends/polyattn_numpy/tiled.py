@@ -1,0 +1,145 @@
+"""Attention in NumPy at the speed of a compiled kernel, in memory for a few tiles a thread.
+
+A call is cut into pieces of rows and heads (`blocks`), which threads take in turn (`threads`); each
+piece is a pass over tiles of keys (`sweep`).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
+from polyattn_numpy import threads
+from polyattn_numpy.blocks import TASK, Piece, pieces
+from polyattn_numpy.sweep import Call, Running, Sweep, join
+
+__all__ = ["Tiled"]
+
+# OpenBLAS starts no threads of its own for products of fewer multiply-adds.
+SMALL_PRODUCT = 2**18
+
+
+class Tiled(Kernel):
+    """Tiles of the scores by BLAS, on threads."""
+
+    name = "tiled"
+    features = frozenset(FEATURES) - {"dropout"}
+    batch_invariant = True
+    tile = 2**18
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        output = np.empty((*problem.scores[:-1], problem.value_size), operands.query.dtype)
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
+        result = Result(problem, output, logsumexp)
+        if 0 in problem.scores:
+            result.leave_empty(operands.sinks)
+            return output, logsumexp
+        work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
+        count = min(thread_count(threads.default), work // TASK) if work >= 2 * TASK else 1
+        cut = pieces(problem, self.tile, count)
+        state = threads.Shared()
+        call = call_of(problem, operands, backend.xp, self.tile, state.goes_on)
+        if len(cut) == 1 and work < SMALL_PRODUCT:
+            attend(call, result, cut[0])
+        else:
+            threads.each(lambda piece: attend(call, result, piece), cut, count, state)
+        result.join_parts()
+        return output, logsumexp
+
+
+def attend(call: Call, result: Result, piece: Piece) -> None:
+    """Compute a piece: the plain way, and where that proves wrong, with care."""
+    sweep = Sweep(call, piece, careful=False)
+    running = sweep.run()
+    if sweep.is_proven(running):
+        result.write(piece, running)
+    elif piece.units > 1:
+        for unit in piece.alone():
+            attend(call, result, unit)
+    else:
+        result.write(piece, Sweep(call, piece, careful=True).run())
+
+
+def call_of(problem: Problem, x: Operands, xp: Any, tile: int, goes_on: Any) -> Call:
+    """Return the call with its arrays' axes as pieces are cut from them."""
+    batch = problem.batch or (1,)
+    groups, members = problem.key_heads, problem.heads // problem.key_heads
+
+    def spread(array: Array) -> Array:
+        return np.broadcast_to(array, (*batch, *array.shape[-3:]))
+
+    def by_head(array: Array | None) -> Array | None:
+        if not isinstance(array, np.ndarray):
+            return None
+        array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
+        *leading, heads, rows, columns = array.shape
+        split = (1, 1) if heads == 1 else (groups, members)
+        return array.reshape(*leading, *split, rows, columns)
+
+    query = spread(x.query)
+    query = query.reshape(*batch, groups, members, *query.shape[-2:])
+    return Call(
+        problem, x, xp, query, spread(x.key), spread(x.value), by_head(x.mask), by_head(x.bias),
+        tile, goes_on,
+    )  # fmt: skip
+
+
+class Result:
+    """Where the pieces write what they found."""
+
+    def __init__(self, problem: Problem, output: Array, logsumexp: Array | None) -> None:
+        batch = problem.batch or (1,)
+        split = (*batch, problem.key_heads, problem.heads // problem.key_heads)
+        self.output = output.reshape(*split, *output.shape[-2:])
+        self.logsumexp = None
+        if logsumexp is not None:
+            self.logsumexp = logsumexp.reshape(*split, logsumexp.shape[-1])
+        self.parts: dict[Piece, Running] = {}
+
+    def leave_empty(self, sinks: Array | None) -> None:
+        """Write what rows are given that see no key."""
+        self.output[...] = 0
+        if self.logsumexp is not None:
+            self.logsumexp[...] = -math.inf
+            if sinks is not None:
+                self.logsumexp[...] = sinks.reshape(*self.logsumexp.shape[-3:-1], 1)
+
+    def write(self, piece: Piece, running: Running) -> None:
+        """Divide, and write; keep what is only a part."""
+        if piece.parts > 1:
+            # Of its own, for the scratch memory will be written to again.
+            self.parts[piece] = Running(*(np.array(array) for array in running))
+            return
+        index = (*piece.outer, slice(*piece.batch), slice(*piece.heads), slice(None))
+        output = self.output[(*index, slice(*piece.rows))].swapaxes(-2, -3)
+        by_head = (*output.shape[:-1], 1)
+        total = running.total.reshape(by_head)
+        if self.logsumexp is not None:
+            logsumexp = np.log(running.total) + running.reference
+            rows = self.logsumexp[(*index, slice(*piece.rows))].swapaxes(-1, -2)
+            rows[...] = logsumexp.reshape(rows.shape)
+        # A row that sees no key has 0 of 0.
+        np.copyto(total, 1, where=total == 0)
+        np.divide(
+            running.output.reshape(output.shape), total, out=output, dtype=total.dtype,
+            casting="unsafe",
+        )  # fmt: skip
+
+    def join_parts(self) -> None:
+        """Join the parts of the same rows, in the order of their keys."""
+        rows: dict[Piece, list[tuple[int, Running]]] = {}
+        for piece, running in self.parts.items():
+            whole = piece._replace(columns=piece.rows, part=0, parts=1)
+            rows.setdefault(whole, []).append((piece.part, running))
+        for whole, parts in rows.items():
+            in_order = sorted(parts, key=lambda part: part[0])
+            self.write(whole, reduce(join, (running for _, running in in_order)))
