@@ -25,7 +25,7 @@ from polyattn.plugin import Problem, Span, column_span, full_span, is_full
 
 __all__ = ["Piece", "Tile", "pieces", "split", "tiles"]
 
-STRIP = 64
+STRIP = 128
 # Below this many pieces an item's keys are split as well, so that threads have something to share.
 FEW = 8
 # Keys of a part: enough that joining the parts costs nothing beside them.
@@ -69,8 +69,9 @@ class Piece(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some rows and keys, and whether the band hides some of these from some of those."""
+    """Some heads, rows and keys, and whether the band hides some of these from some of those."""
 
+    heads: Span
     rows: Span
     columns: Span
     ragged: bool
@@ -116,7 +117,8 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     part = problem.key_length
     if problem.key_heads * len(blocks) < FEW:
         part = max(PART * tile // 2**18, 1)
-    stack = max(1, tile // (rows * members * min(side, problem.key_length)))
+    height = strip_of(problem, rows, tile) if problem.masks_by_position else rows
+    stack = max(1, tile // (height * members * min(side, problem.key_length)))
     *outer, items = problem.batch or (1,)
     if threads > 1:
         # Two pieces a thread and more, as long as each is worth a thread's waking.
@@ -145,6 +147,21 @@ def even_count(number: int, most: int) -> int:
     return -(-number // -(-number // most))
 
 
+def strip_of(problem: Problem, rows: int, tile: int) -> int:
+    """Return how many of `rows` rows are taken at a time where a band cuts a tile."""
+    if problem.query_offset is None:  # nothing is known of where it lies
+        return rows
+    return min(rows, max(1, STRIP * math.isqrt(tile) // 512))
+
+
+def within(span: Span, bounds: Span) -> Span:
+    """Return what of a span lies in bounds, its ends moved inwards to where vectors begin."""
+    start, stop = max(span.start, bounds.start), min(span.stop, bounds.stop)
+    start = start if start == bounds.start else -(-start // 16) * 16
+    stop = stop if stop == bounds.stop else stop // 16 * 16
+    return Span(start, stop) if start < stop else Span(bounds.start, bounds.start)
+
+
 def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
     """Cut a piece into tiles; none that the band leaves empty is among them.
 
@@ -163,20 +180,16 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
         First those of all the piece's rows, then those of strips of them.
     """
     side = math.isqrt(tile)
+    members = problem.heads // problem.key_heads
     width = even(piece.columns.length, side) if piece.columns.length else side
-    common = full_span(problem, piece.rows)
-    common = Span(
-        max(common.start, piece.columns.start),
-        max(min(common.stop, piece.columns.stop), max(common.start, piece.columns.start)),
-    )
+    common = within(full_span(problem, piece.rows), piece.columns)
     for columns in split(common, width):
-        yield Tile(piece.rows, columns, False)
+        few = tile // (piece.batch.length * piece.rows.length * members * columns.length)
+        for heads in split(piece.heads, max(1, few)):
+            yield Tile(heads, piece.rows, columns, False)
     if common == piece.columns:
         return
-    height = max(1, STRIP * side // 512)
-    if problem.query_offset is None:  # nothing is known of where the band lies
-        height = piece.rows.length
-    for strip in split(piece.rows, height):
+    for strip in split(piece.rows, strip_of(problem, piece.rows.length, tile)):
         seen = column_span(problem, strip)
         start, stop = max(seen.start, piece.columns.start), min(seen.stop, piece.columns.stop)
         edges = [Span(start, common.start), Span(common.stop, stop)]
@@ -184,4 +197,4 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
             edges = [Span(start, stop)]
         for edge in edges:
             for columns in split(edge, side):
-                yield Tile(strip, columns, not is_full(problem, strip, columns))
+                yield Tile(piece.heads, strip, columns, not is_full(problem, strip, columns))

@@ -142,15 +142,15 @@ class Sweep:
         factor = problem.scale * self.unit
         if problem.softcap is not None:
             factor = problem.scale / problem.softcap
-        self.query = self._scratch("query", self.shape[2], size)
+        self.query = self._scratch("query", self.shape[1], self.shape[2], size)
         np.multiply(query, self.dtype.type(factor), out=self.query.reshape(query.shape))
 
-    def _scratch(self, name: str, rows: int, size: int) -> Array:
-        return scratch(name, (*self.shape[:2], rows * self.members, size), self.dtype)
+    def _scratch(self, name: str, heads: int, rows: int, size: int) -> Array:
+        return scratch(name, (self.shape[0], heads, rows * self.members, size), self.dtype)
 
     def run(self) -> Running:
         """Go over all the tiles."""
-        running, started = self._start()
+        running = self._start()
         for tile in tiles(self.problem, self.piece, self.call.tile):
             if not self.call.goes_on():
                 raise InterruptedError
@@ -159,43 +159,39 @@ class Sweep:
                 if not seen.any():
                     continue
                 seen = None if seen.all() else seen
-            self._add(running, tile, seen, started)
-            started = True
-        if not started:
-            running.output[...] = 0
-            running.total[...] = 0
+            self._add(running, tile, seen)
         return running
 
     def is_proven(self, running: Running) -> bool:
         """Say whether a plain pass was right."""
         total = running.total
-        if not (np.isfinite(running.output).all() and (total < math.inf).all()):
+        # A sum is finite only if all are, and is read but once.
+        if not math.isfinite(running.output.sum()) or not total.max() < math.inf:
             return False
-        enough = total >= LEAST
-        if enough.all():
+        if total.min() >= LEAST:
             return True
         # Where a row sees no key there is nothing to lose, but a sink.
-        return self.call.x.sinks is None and bool((enough | self._sees_nothing()).all())
+        if self.call.x.sinks is not None:
+            return False
+        return bool(((total >= LEAST) | self._sees_nothing()).all())
 
-    def _start(self) -> tuple[Running, bool]:
-        """Return the state before any key, and whether later tiles are to be added to it."""
-        problem, rows = self.problem, self.shape[2]
-        output = self._scratch("output", rows, problem.value_size)
-        total = self._scratch("total", rows, 1)
+    def _start(self) -> Running:
+        """Return the state before any key."""
+        rows, has_sinks = self.shape[2], self.call.x.sinks is not None and self.piece.part == 0
+        output = self._scratch("output", self.shape[1], rows, self.problem.value_size)
+        total = self._scratch("total", self.shape[1], rows, 1)
+        reference = np.zeros((1, 1, 1, 1), self.dtype)
         if self.careful:
-            reference = self._scratch("reference", rows, 1)
+            reference = self._scratch("reference", self.shape[1], rows, 1)
             reference[...] = -math.inf
-        else:
-            reference = np.zeros((1, 1, 1, 1), self.dtype)
-        has_sinks = self.call.x.sinks is not None and self.piece.part == 0
-        # Where the first tile has all the rows it may write what the others add to.
-        if not (self.careful or has_sinks or problem.masks_by_position):
-            return Running(output, reference, total), False
-        output[...] = 0
-        total[...] = 0
+        # What every row of a plain pass is given by the first keys need not be added to anything.
+        self.filled = self.careful or has_sinks or self.problem.masks
+        if self.filled:
+            output[...] = 0
+            total[...] = 0
         if has_sinks:
             self._add_sinks(reference, total)
-        return Running(output, reference, total), True
+        return Running(output, reference, total)
 
     def _add_sinks(self, reference: Array, total: Array) -> None:
         shape = (self.problem.key_heads, 1, self.members, 1)
@@ -209,52 +205,53 @@ class Sweep:
 
     # ---- one tile ----
 
-    def _add(self, running: Running, tile: Tile, seen: Array | None, started: bool) -> None:
+    def _add(self, running: Running, tile: Tile, seen: Array | None) -> None:
         """Add what the keys of a tile give its rows."""
-        rows, size = tile.rows.length, tile.columns.length
+        rows, size, heads = tile.rows.length, tile.columns.length, tile.heads.length
         first = (tile.rows.start - self.piece.rows.start) * self.members
-        own = slice(first, first + rows * self.members)
-        columns = slice(*tile.columns)
-        s = self._scores(own, columns, rows, size)
-        by_head = s.reshape(*self.shape[:2], rows, self.members, size)
+        own_rows = slice(first, first + rows * self.members)
+        start = tile.heads.start - self.piece.heads.start
+        own = (slice(None), slice(start, start + heads))
+        output, total = running.output[(*own, own_rows)], running.total[(*own, own_rows)]
+        columns = (*own, slice(*tile.columns))
+        s = self._scores(self.query[(*own, own_rows)], self._block("keys", self.key[columns]))
+        by_head = s.reshape(self.shape[0], heads, rows, self.members, size)
         self._modify(by_head, tile)
-        value = self._block("values", self.value, columns)
-        output, reference, total = (x[:, :, own] for x in running)
         if self.careful:
             self._hide(by_head, tile, seen)
-            product = self._shift_and_sum(s, value, output, reference, total)
+            shrink, present = self._shift(s, running.reference[(*own, own_rows)])
+            output *= shrink
+            total *= shrink
         else:
             self.exp(s, out=s)
             if seen is not None:
                 by_head *= seen
             if tile.ragged:
                 self._cut_corners(by_head, tile)
-            into = (
-                output
-                if not started
-                else self._scratch("product", rows, output.shape[-1])
-            )
-            product = np.matmul(s, value, out=into)
-        sums = np.matmul(
-            s, ones(size, self.dtype), out=self._scratch("sums", rows, 1) if started else total
-        )
-        if started:
-            output += product
+        adds = self.filled or tile.columns.start > self.piece.columns.start
+        sums = self._scratch("sums", heads, rows, 1) if adds else total
+        np.matmul(s, ones(size, self.dtype), out=sums)
+        product = self._scratch("product", heads, rows, output.shape[-1]) if adds else output
+        value = self._block("values", self.value[columns])
+        if self.careful and not np.isfinite(value).all():
+            product = spoilt_product(s, present, value)
+        else:
+            np.matmul(s, value, out=product)
+        if adds:
             total += sums
+            output += product
 
-    def _block(self, name: str, array: Array, columns: slice) -> Array:
+    def _block(self, name: str, block: Array) -> Array:
         """Return keys or values of a tile as the products take them."""
-        block = array[:, :, columns]
         if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
             return block
         copy = scratch(name, block.shape, self.dtype)
         np.copyto(copy, block, casting="unsafe")
         return copy
 
-    def _scores(self, own: slice, columns: slice, rows: int, size: int) -> Array:
+    def _scores(self, query: Array, key: Array) -> Array:
         """Return scale · q·k, or what becomes of it by softcap."""
-        key, query = self._block("keys", self.key, columns), self.query[:, :, own]
-        s = self._scratch("scores", rows, size)
+        s = scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
         if query.shape[2] <= VECTORS:
             np.matmul(key[:, :, None], query[..., None], out=s[..., None])
         else:
@@ -278,22 +275,19 @@ class Sweep:
             if self.careful:
                 np.copyto(s, -math.inf, where=bias == -math.inf)
 
-    def _shift_and_sum(
-        self, s: Array, value: Array, output: Array, reference: Array, total: Array
-    ) -> Array:
-        """Make weights of scores, relative to a maximum that may rise, and return w·v."""
+    def _shift(self, s: Array, reference: Array) -> tuple[Array, Array]:
+        """Make weights of scores by a maximum that may rise.
+
+        Return by how much that shrinks what there was, and which keys are present.
+        """
         present = s != -math.inf
         highest = np.maximum(reference, s.max(axis=-1, keepdims=True))
         shift = np.where(highest == -math.inf, 0, highest)
         s -= shift
         np.exp(s, out=s)
         shrink = np.exp(reference - shift)
-        output *= shrink
-        total *= shrink
         reference[...] = highest
-        if np.isfinite(value).all():
-            return np.matmul(s, value)
-        return spoilt_product(s, present, value)
+        return shrink, present
 
     # ---- which keys are seen ----
 
@@ -303,13 +297,14 @@ class Sweep:
             flat = flat * axis + index
         first = flat * (self.problem.batch or (1,))[-1] + self.piece.batch.start
         items = Span(first, first + self.piece.batch.length)
-        heads = Span(*(end * self.members for end in self.piece.heads))
+        heads = Span(*(end * self.members for end in tile.heads))
         rows, columns = tile.rows, tile.columns
         return Indices(self.problem, self.call.xp, None, rows, columns, items=items, heads=heads)
 
     def _on(self, tile: Tile, array: Array) -> Array:
         """Return what of a mask or bias falls on a tile, with the axes (b, k, row, g, key)."""
-        cut = self.call.cut(array, self.piece, None, tile.rows, tile.columns)
+        piece = self.piece._replace(heads=tile.heads)
+        cut = self.call.cut(array, piece, None, tile.rows, tile.columns)
         return cut.swapaxes(2, 3)
 
     def _seen(self, tile: Tile) -> Array | None:
@@ -369,14 +364,16 @@ class Sweep:
         found = np.zeros((*self.shape, self.members), bool)
         for tile in tiles(self.problem, self.piece, self.call.tile):
             rows, size = tile.rows.length, tile.columns.length
-            own = slice(tile.rows.start - self.piece.rows.start, tile.rows.stop - self.piece.rows.start)
-            seen = np.ones((*self.shape[:2], rows, self.members, size), bool)
+            first = tile.rows.start - self.piece.rows.start
+            start = tile.heads.start - self.piece.heads.start
+            own = (slice(start, start + tile.heads.length), slice(first, first + rows))
+            seen = np.ones((self.shape[0], tile.heads.length, rows, self.members, size), bool)
             mask = self._seen(tile)
             if mask is not None:
                 seen &= mask
             if tile.ragged:
                 self._cut_corners(seen, tile)
-            found[:, :, own] |= seen.any(axis=-1)
+            found[(slice(None), *own)] |= seen.any(axis=-1)
         return ~found.reshape(*self.shape[:2], -1, 1)
 
 

@@ -88,16 +88,16 @@ class Pool:
 
     def submit(self, helpers: int, work: Callable[[], None]) -> list[Future[None]]:
         """Let `helpers` threads do the same work, each in the caller's context."""
+        if helpers < 1:
+            return []
         with self._lock:
-            if helpers > self._size:
-                old, self._size = self._executor, helpers
+            if self._executor is None or helpers > self._size:
+                if self._executor is not None:
+                    self._executor.shutdown(wait=False)
                 self._executor = ThreadPoolExecutor(helpers, "polyattn")
-                if old is not None:
-                    old.shutdown(wait=False)
-            assert self._executor is not None
-            return [
-                self._executor.submit(contextvars.copy_context().run, work) for _ in range(helpers)
-            ]
+                self._size = helpers
+            submit = self._executor.submit
+            return [submit(contextvars.copy_context().run, work) for _ in range(helpers)]
 
 
 _blas, _pool = Blas(), Pool()

@@ -75,7 +75,8 @@ def call_of(problem: Problem, x: Operands, xp: Any, tile: int, goes_on: Any) -> 
     groups, members = problem.key_heads, problem.heads // problem.key_heads
 
     def spread(array: Array) -> Array:
-        return np.broadcast_to(array, (*batch, *array.shape[-3:]))
+        shape = (*batch, *array.shape[-3:])
+        return array if array.shape == shape else np.broadcast_to(array, shape)
 
     def by_head(array: Array | None) -> Array | None:
         if not isinstance(array, np.ndarray):
@@ -129,10 +130,11 @@ class Result:
             rows[...] = logsumexp.reshape(rows.shape)
         # A row that sees no key has 0 of 0.
         np.copyto(total, 1, where=total == 0)
-        np.divide(
-            running.output.reshape(output.shape), total, out=output, dtype=total.dtype,
-            casting="unsafe",
-        )  # fmt: skip
+        weighted = running.output.reshape(output.shape)
+        if output.dtype != total.dtype:
+            np.divide(weighted, total, out=output, dtype=total.dtype, casting="unsafe")
+        else:
+            np.divide(weighted, total, out=output)
 
     def join_parts(self) -> None:
         """Join the parts of the same rows, in the order of their keys."""
