@@ -69,12 +69,16 @@ class Piece(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some heads, rows and keys, and whether the band hides some of these from some of those."""
+    """Some heads, rows and keys, and whether the band hides some of these from some of those.
+
+    It may be wider than a tile is meant to be: `width` says by how many keys to go through it.
+    """
 
     heads: Span
     rows: Span
     columns: Span
     ragged: bool
+    width: int
 
 
 def even(length: int, most: int) -> int:
@@ -177,16 +181,16 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
     Yields
     ------
     Tile
-        First those of all the piece's rows, then those of strips of them.
+        First of all the piece's rows, then of strips of them.
     """
     side = math.isqrt(tile)
     members = problem.heads // problem.key_heads
-    width = even(piece.columns.length, side) if piece.columns.length else side
     common = within(full_span(problem, piece.rows), piece.columns)
-    for columns in split(common, width):
-        few = tile // (piece.batch.length * piece.rows.length * members * columns.length)
+    if common.length:
+        width = even(common.length, side)
+        few = tile // (piece.batch.length * piece.rows.length * members * width)
         for heads in split(piece.heads, max(1, few)):
-            yield Tile(heads, piece.rows, columns, False)
+            yield Tile(heads, piece.rows, common, False, width)
     if common == piece.columns:
         return
     for strip in split(piece.rows, strip_of(problem, piece.rows.length, tile)):
@@ -196,5 +200,6 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
         if not common.length:
             edges = [Span(start, stop)]
         for edge in edges:
-            for columns in split(edge, side):
-                yield Tile(piece.heads, strip, columns, not is_full(problem, strip, columns))
+            if edge.length > 0:
+                ragged = not is_full(problem, strip, edge)
+                yield Tile(piece.heads, strip, edge, ragged, even(edge.length, side))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Operands, Problem, Span, band, in_band
-from polyattn_numpy.blocks import Piece, Tile, tiles
+from polyattn_numpy.blocks import Piece, Tile, split, tiles
 
 __all__ = ["Call", "Running", "Sweep", "join"]
 
@@ -129,37 +129,33 @@ class Sweep:
     """
 
     def __init__(self, call: Call, piece: Piece, *, careful: bool) -> None:
-        problem = call.problem
+        problem, x = call.problem, call.x
         self.call, self.piece, self.problem, self.careful = call, piece, problem, careful
         self.dtype = np.dtype(problem.accumulator)
-        in_nats = careful or problem.bias is not None or "score_mod" in problem.features
+        self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
+        self.masked = x.mask is not None or problem.query_offset is None
+        self.plain = not (careful or self.modified or self.masked)
+        in_nats = careful or x.score_mod is not None or x.bias is not None
         self.unit = LOG2_E if not in_nats and fast_exp2(self.dtype) else 1.0
         self.exp = np.exp if self.unit == 1.0 else np.exp2
-        self.key = call.cut(call.key, piece)
-        self.value = call.cut(call.value, piece)
+        self.key, self.value = call.cut(call.key, piece), call.cut(call.value, piece)
         query = call.cut(call.query, piece, None, piece.rows).swapaxes(2, 3)
         *self.shape, self.members, size = query.shape
         factor = problem.scale * self.unit
         if problem.softcap is not None:
             factor = problem.scale / problem.softcap
-        self.query = self._scratch("query", self.shape[1], self.shape[2], size)
+        self.query = self._scratch("query", size)
         np.multiply(query, self.dtype.type(factor), out=self.query.reshape(query.shape))
 
-    def _scratch(self, name: str, heads: int, rows: int, size: int) -> Array:
-        return scratch(name, (self.shape[0], heads, rows * self.members, size), self.dtype)
+    def _scratch(self, name: str, size: int) -> Array:
+        batch, heads, rows = self.shape
+        return scratch(name, (batch, heads, rows * self.members, size), self.dtype)
 
     def run(self) -> Running:
         """Go over all the tiles."""
         running = self._start()
         for tile in tiles(self.problem, self.piece, self.call.tile):
-            if not self.call.goes_on():
-                raise InterruptedError
-            seen = self._seen(tile)
-            if seen is not None:
-                if not seen.any():
-                    continue
-                seen = None if seen.all() else seen
-            self._add(running, tile, seen)
+            self._add(running, tile)
         return running
 
     def is_proven(self, running: Running) -> bool:
@@ -175,18 +171,19 @@ class Sweep:
             return False
         return bool(((total >= LEAST) | self._sees_nothing()).all())
 
+    # ---- sums ----
+
     def _start(self) -> Running:
         """Return the state before any key."""
-        rows, has_sinks = self.shape[2], self.call.x.sinks is not None and self.piece.part == 0
-        output = self._scratch("output", self.shape[1], rows, self.problem.value_size)
-        total = self._scratch("total", self.shape[1], rows, 1)
+        output, total = self._scratch("output", self.problem.value_size), self._scratch("total", 1)
         reference = np.zeros((1, 1, 1, 1), self.dtype)
         if self.careful:
-            reference = self._scratch("reference", self.shape[1], rows, 1)
+            reference = self._scratch("reference", 1)
             reference[...] = -math.inf
-        # What every row of a plain pass is given by the first keys need not be added to anything.
-        self.filled = self.careful or has_sinks or self.problem.masks
-        if self.filled:
+        has_sinks = self.call.x.sinks is not None and self.piece.part == 0
+        # Where every tile has all the rows, the first may write what the others add to.
+        self.adds = has_sinks or not self.plain or self.problem.masks_by_position
+        if self.adds:
             output[...] = 0
             total[...] = 0
         if has_sinks:
@@ -194,8 +191,8 @@ class Sweep:
         return Running(output, reference, total)
 
     def _add_sinks(self, reference: Array, total: Array) -> None:
-        shape = (self.problem.key_heads, 1, self.members, 1)
-        sinks = self.call.x.sinks.astype(self.dtype).reshape(shape)[slice(*self.piece.heads)]
+        sinks = self.call.x.sinks.astype(self.dtype).reshape(-1, 1, self.members, 1)
+        sinks = sinks[slice(*self.piece.heads)]
         by_head = (*self.shape, self.members, 1)
         if self.careful:
             reference.reshape(by_head)[...] = sinks
@@ -203,46 +200,51 @@ class Sweep:
         else:
             total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.unit))
 
-    # ---- one tile ----
-
-    def _add(self, running: Running, tile: Tile, seen: Array | None) -> None:
+    def _add(self, running: Running, tile: Tile) -> None:
         """Add what the keys of a tile give its rows."""
-        rows, size, heads = tile.rows.length, tile.columns.length, tile.heads.length
-        first = (tile.rows.start - self.piece.rows.start) * self.members
-        own_rows = slice(first, first + rows * self.members)
-        start = tile.heads.start - self.piece.heads.start
-        own = (slice(None), slice(start, start + heads))
-        output, total = running.output[(*own, own_rows)], running.total[(*own, own_rows)]
-        columns = (*own, slice(*tile.columns))
-        s = self._scores(self.query[(*own, own_rows)], self._block("keys", self.key[columns]))
-        by_head = s.reshape(self.shape[0], heads, rows, self.members, size)
-        self._modify(by_head, tile)
-        if self.careful:
-            self._hide(by_head, tile, seen)
-            shrink, present = self._shift(s, running.reference[(*own, own_rows)])
-            output *= shrink
-            total *= shrink
-        else:
-            self.exp(s, out=s)
-            if seen is not None:
-                by_head *= seen
-            if tile.ragged:
-                self._cut_corners(by_head, tile)
-        adds = self.filled or tile.columns.start > self.piece.columns.start
-        sums = self._scratch("sums", heads, rows, 1) if adds else total
-        np.matmul(s, ones(size, self.dtype), out=sums)
-        product = self._scratch("product", heads, rows, output.shape[-1]) if adds else output
-        value = self._block("values", self.value[columns])
-        if self.careful and not np.isfinite(value).all():
-            product = spoilt_product(s, present, value)
-        else:
-            np.matmul(s, value, out=product)
-        if adds:
-            total += sums
-            output += product
+        heads, rows = self._own(tile)
+        own = (slice(None), heads, slice(rows.start * self.members, rows.stop * self.members))
+        query, output, total = self.query[own], running.output[own], running.total[own]
+        keys, values = self.key[:, heads], self.value[:, heads]
+        product = scratch("product", output.shape, self.dtype)
+        sums = scratch("sums", total.shape, self.dtype)
+        for columns in split(tile.columns, tile.width):
+            if not self.call.goes_on():
+                raise InterruptedError
+            part, seen = tile._replace(columns=columns), None
+            if self.masked:
+                seen = self._seen(part)
+                if seen is not None and not seen.any():
+                    continue
+            s = self._scores(query, self._block("keys", keys[:, :, slice(*columns)]))
+            present = None
+            if self.careful:
+                present = self._weigh_carefully(s, part, seen, running, own)
+            elif self.plain and not tile.ragged:
+                self.exp(s, s)
+            else:
+                self._weigh(s, part, seen)
+            value = self._block("values", values[:, :, slice(*columns)])
+            adds = self.adds or columns.start > tile.columns.start
+            np.matmul(s, ones(columns.length, self.dtype), sums if adds else total)
+            if present is not None and not np.isfinite(value).all():
+                product = spoilt_product(s, present, value)
+            else:
+                np.matmul(s, value, product if adds else output)
+            if adds:
+                np.add(total, sums, total)
+                np.add(output, product, output)
+
+    def _own(self, tile: Tile) -> tuple[slice, Span]:
+        """Return which of the piece's heads and rows a tile has."""
+        first, row = self.piece.heads.start, self.piece.rows.start
+        heads = slice(tile.heads.start - first, tile.heads.stop - first)
+        return heads, Span(tile.rows.start - row, tile.rows.stop - row)
+
+    # ---- scores and weights of a tile ----
 
     def _block(self, name: str, block: Array) -> Array:
-        """Return keys or values of a tile as the products take them."""
+        """Return keys or values as the products take them."""
         if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
             return block
         copy = scratch(name, block.shape, self.dtype)
@@ -250,19 +252,61 @@ class Sweep:
         return copy
 
     def _scores(self, query: Array, key: Array) -> Array:
-        """Return scale · q·k, or what becomes of it by softcap."""
+        """Return scale · q·k, in the unit of the exponential."""
         s = scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
         if query.shape[2] <= VECTORS:
-            np.matmul(key[:, :, None], query[..., None], out=s[..., None])
+            np.matmul(key[:, :, None], query[..., None], s[..., None])
         else:
-            np.matmul(query, key.swapaxes(2, 3), out=s)
-        if self.problem.softcap is not None:
-            np.tanh(s, out=s)
-            s *= self.dtype.type(self.problem.softcap * self.unit)
+            np.matmul(query, key.swapaxes(2, 3), s)
         return s
 
+    def _by_head(self, s: Array) -> Array:
+        """Return a view of scores with the axes (b, k, row, g, key)."""
+        batch, heads, rows, size = s.shape
+        return s.reshape(batch, heads, rows // self.members, self.members, size)
+
+    def _weigh(self, s: Array, tile: Tile, seen: Array | None) -> None:
+        """Make weights of scores, relative to no maximum."""
+        if self.modified:
+            self._modify(self._by_head(s), tile)
+        self.exp(s, s)
+        if seen is not None and not seen.all():
+            by_head = self._by_head(s)
+            by_head *= seen
+        if tile.ragged:
+            self._cut_corners(self._by_head(s), tile)
+
+    def _weigh_carefully(
+        self, s: Array, tile: Tile, seen: Array | None, running: Running, own: Any
+    ) -> Array:
+        """Make weights of scores, relative to a maximum that may rise; return which are present."""
+        by_head = self._by_head(s)
+        if self.modified:
+            self._modify(by_head, tile)
+        if self.call.bias is not None:
+            np.copyto(by_head, -math.inf, where=self._on(tile, self.call.bias) == -math.inf)
+        if seen is not None:
+            np.copyto(by_head, -math.inf, where=~seen)
+        if tile.ragged:
+            for columns, corner in self._corners(tile):
+                np.copyto(by_head[..., columns], -math.inf, where=~corner)
+        present: Array = s != -math.inf
+        reference = running.reference[own]
+        highest = np.maximum(reference, s.max(axis=-1, keepdims=True))
+        shift = np.where(highest == -math.inf, 0, highest)
+        s -= shift
+        np.exp(s, s)
+        shrink = np.exp(reference - shift)
+        for sums in (running.output[own], running.total[own]):
+            sums *= shrink
+        reference[...] = highest
+        return present
+
     def _modify(self, s: Array, tile: Tile) -> None:
-        """Let a score function and a bias have the scores, with the axes (b, k, row, g, key)."""
+        """Let softcap, a score function and a bias have the scores, by head."""
+        if self.problem.softcap is not None:
+            np.tanh(s, s)
+            s *= self.dtype.type(self.problem.softcap * self.unit)
         if self.call.x.score_mod is not None:
             heads_first = s.swapaxes(2, 3)
             b, k, g, rows, size = heads_first.shape
@@ -270,24 +314,7 @@ class Sweep:
             changed = self._indices(tile).modified(self.call.x.score_mod, scores)
             heads_first[...] = np.broadcast_to(changed, scores.shape).reshape(heads_first.shape)
         if self.call.bias is not None:
-            bias = self._on(tile, self.call.bias)
-            s += bias
-            if self.careful:
-                np.copyto(s, -math.inf, where=bias == -math.inf)
-
-    def _shift(self, s: Array, reference: Array) -> tuple[Array, Array]:
-        """Make weights of scores by a maximum that may rise.
-
-        Return by how much that shrinks what there was, and which keys are present.
-        """
-        present = s != -math.inf
-        highest = np.maximum(reference, s.max(axis=-1, keepdims=True))
-        shift = np.where(highest == -math.inf, 0, highest)
-        s -= shift
-        np.exp(s, out=s)
-        shrink = np.exp(reference - shift)
-        reference[...] = highest
-        return shrink, present
+            s += self._on(tile, self.call.bias)
 
     # ---- which keys are seen ----
 
@@ -313,20 +340,18 @@ class Sweep:
         if self.call.mask is not None:
             seen = self._on(tile, self.call.mask)
         elif callable(self.call.x.mask):
-            seen = self._by_head(self._indices(tile).from_rule(self.call.x.mask))
+            seen = self._split_heads(self._indices(tile).from_rule(self.call.x.mask))
         if tile.ragged and self.problem.query_offset is None:
             offset = self.call.x.query_offset
             items = np.broadcast_to(offset, (*self.problem.batch, 1, 1, 1))
             items = items.reshape(*(self.problem.batch or (1,)), 1, 1, 1)[self.piece.outer]
             indices = self._indices(tile)
-            near = in_band(
-                self.problem, indices.row, indices.column, items[slice(*self.piece.batch)]
-            )
-            near = self._by_head(near)
+            items = items[slice(*self.piece.batch)].astype(indices.row.dtype)
+            near = self._split_heads(in_band(self.problem, indices.row, indices.column, items))
             seen = near if seen is None else seen & near
         return seen
 
-    def _by_head(self, seen: Array) -> Array:
+    def _split_heads(self, seen: Array) -> Array:
         """Turn what broadcasts to (b, H, row, key) into the axes (b, k, row, g, key)."""
         seen = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
         b, heads, rows, size = seen.shape
@@ -334,17 +359,9 @@ class Sweep:
         return seen.reshape(b, *split, rows, size).swapaxes(2, 3)
 
     def _cut_corners(self, weights: Array, tile: Tile) -> None:
-        """Set the weights of the keys to 0 that the band hides, with the axes of `_on`."""
+        """Set to 0 what the band hides, by head."""
         for columns, seen in self._corners(tile):
             weights[..., columns] *= seen
-
-    def _hide(self, s: Array, tile: Tile, seen: Array | None) -> None:
-        """Set the scores of absent keys to −inf, with the axes of `_on`."""
-        if seen is not None:
-            np.copyto(s, -math.inf, where=~seen)
-        if tile.ragged:
-            for columns, corner in self._corners(tile):
-                np.copyto(s[..., columns], -math.inf, where=~corner)
 
     def _corners(self, tile: Tile) -> Iterator[tuple[slice, Array]]:
         """Yield where the band hides keys of some of the rows, and which it shows, a side each."""
@@ -354,26 +371,32 @@ class Sweep:
         (first, last), (start, stop) = tile.rows, tile.columns
         if low is not None and start < last - 1 + low:
             edge = min(stop, last - 1 + low)
-            yield slice(0, edge - start), band_tile(last - first, edge - start, first + low - start, None)
+            yield (
+                slice(0, edge - start),
+                band_tile(last - first, edge - start, first + low - start, None),
+            )
         if high is not None and stop > first + high + 1:
             edge = max(start, first + high + 1)
-            yield slice(edge - start, stop - start), band_tile(last - first, stop - edge, None, first + high - edge)
+            yield (
+                slice(edge - start, stop - start),
+                band_tile(last - first, stop - edge, None, first + high - edge),
+            )
 
     def _sees_nothing(self) -> Array:
         """Return which rows see no key, by mask and band, with the axes of a sum of weights."""
         found = np.zeros((*self.shape, self.members), bool)
         for tile in tiles(self.problem, self.piece, self.call.tile):
-            rows, size = tile.rows.length, tile.columns.length
-            first = tile.rows.start - self.piece.rows.start
-            start = tile.heads.start - self.piece.heads.start
-            own = (slice(start, start + tile.heads.length), slice(first, first + rows))
-            seen = np.ones((self.shape[0], tile.heads.length, rows, self.members, size), bool)
+            heads, rows = self._own(tile)
+            size = tile.columns.length
+            seen = np.ones(
+                (self.shape[0], tile.heads.length, rows.length, self.members, size), bool
+            )
             mask = self._seen(tile)
             if mask is not None:
                 seen &= mask
             if tile.ragged:
                 self._cut_corners(seen, tile)
-            found[(slice(None), *own)] |= seen.any(axis=-1)
+            found[:, heads, slice(*rows)] |= seen.any(axis=-1)
         return ~found.reshape(*self.shape[:2], -1, 1)
 
 
