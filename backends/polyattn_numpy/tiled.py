@@ -39,10 +39,12 @@ class Tiled(Kernel):
         logsumexp = None
         if "logsumexp" in problem.features:
             logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
-        result = Result(problem, output, logsumexp)
         if 0 in problem.scores:
-            result.leave_empty(operands.sinks)
+            output[...] = 0
+            if logsumexp is not None:
+                logsumexp[...] = -math.inf if operands.sinks is None else operands.sinks[:, None]
             return output, logsumexp
+        result = Result(problem, output, logsumexp)
         work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
         count = min(thread_count(threads.default), work // TASK) if work >= 2 * TASK else 1
         cut = pieces(problem, self.tile, count)
@@ -105,14 +107,6 @@ class Result:
         if logsumexp is not None:
             self.logsumexp = logsumexp.reshape(*split, logsumexp.shape[-1])
         self.parts: dict[Piece, Running] = {}
-
-    def leave_empty(self, sinks: Array | None) -> None:
-        """Write what rows are given that see no key."""
-        self.output[...] = 0
-        if self.logsumexp is not None:
-            self.logsumexp[...] = -math.inf
-            if sinks is not None:
-                self.logsumexp[...] = sinks.reshape(*self.logsumexp.shape[-3:-1], 1)
 
     def write(self, piece: Piece, running: Running) -> None:
         """Divide, and write; keep what is only a part."""

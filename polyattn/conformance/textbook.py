@@ -19,7 +19,8 @@ from polyattn.conformance.oracle import as_called, heads_first, lift
 __all__ = ["ORDERS", "textbook"]
 
 #: The options of `textbook` that change the order of evaluation and nothing else, as they go
-#: together: the last two are how a loop over the keys goes that is written in C.
+#: together: how a loop over the keys goes that is written in C, and how kernels go that subtract no
+#: maximum where scores are small.
 ORDERS = (
     ("coordinates_in_turn",),
     ("keys_reversed",),
@@ -28,7 +29,11 @@ ORDERS = (
     ("divide_last",),
     ("keys_in_turn", "divide_last"),
     ("coordinates_in_turn", "keys_reversed", "keys_in_turn", "divide_last"),
+    ("without_maximum", "divide_last"),
 )
+
+#: Scores whose exponentials neither overflow nor lose digits, in any dtype that is summed in.
+SMALL = 20.0
 
 
 def textbook(
@@ -51,10 +56,11 @@ def textbook(
     keys_in_turn: bool = False,
     scale_first: bool = False,
     divide_last: bool = False,
+    without_maximum: bool = False,
 ) -> tuple[Any, Any]:
     """Attention as a page of NumPy, wholly in the inputs' dtype: `(output, logsumexp)`.
 
-    The last five options are the same formula in another order of evaluation: see `ORDERS`. What
+    The last six options are the same formula in another order of evaluation: see `ORDERS`. What
     they change in the result is rounding and nothing else.
     """
     dtype = np.asarray(query).dtype
@@ -100,6 +106,8 @@ def textbook(
         sink = rounded(sinks)[:, None, None]
         highest = np.maximum(highest, sink)
     highest = np.where(np.isneginf(lift(highest)), rounded(0), highest)
+    if without_maximum:
+        highest = np.where(np.abs(lift(highest)) < SMALL, rounded(0), highest)
     weights = rounded(np.exp(s - highest))
     ones = np.ones_like(v, shape=(*v.shape[:-1], 1))
     denominator = product_of(weights, ones, keys_in_turn)
