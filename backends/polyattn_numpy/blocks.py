@@ -32,6 +32,8 @@ FEW = 8
 PART = 8192
 # Multiply-adds that are worth a thread's waking, about a quarter of a millisecond.
 TASK = 2**24
+# Pieces for each thread, if they are worth it: so many that none waits long for the last.
+SHARES = 3
 
 
 class Piece(NamedTuple):
@@ -122,25 +124,26 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     if problem.key_heads * len(blocks) < FEW:
         part = max(PART * tile // 2**18, 1)
     height = strip_of(problem, rows, tile) if problem.masks_by_position else rows
-    stack = max(1, tile // (height * members * min(side, problem.key_length)))
     *outer, items = problem.batch or (1,)
+    # How many heads fill a tile, and of how many one piece holds the sums.
+    fit = max(1, tile // (height * members * min(side, problem.key_length)))
+    most = max(fit, tile // (rows * members * max(problem.value_size, 64)))
     if threads > 1:
-        # Two pieces a thread and more, as long as each is worth a thread's waking.
         units = math.prod(outer) * items * problem.key_heads * len(blocks)
         head = rows * members * problem.key_length * (problem.head_size + problem.value_size)
-        stack = max(1, min(stack, max(units // (2 * threads), TASK // head)))
-    heads = even_count(problem.key_heads, stack)
-    batch = max(1, stack // heads) if heads == problem.key_heads else 1
+        share = max(1, units // (SHARES * threads), TASK // max(head, 1))
+        fit, most = min(fit, share), min(most, share)
+    heads = even_count(problem.key_heads, most)
+    batch = max(1, fit // heads) if heads == problem.key_heads else 1
     found = []
     for block, columns in blocks:
         parts = list(split(columns, part)) or [columns]
-        if len(parts) > 1:
-            batch = heads = 1
+        whole = len(parts) == 1
         found += [
             Piece(index, some, few, block, keys, number, len(parts))
             for index in product(*map(range, outer))
-            for some in split(Span(0, items), batch)
-            for few in split(Span(0, problem.key_heads), heads)
+            for some in split(Span(0, items), batch if whole else 1)
+            for few in split(Span(0, problem.key_heads), heads if whole else 1)
             for number, keys in enumerate(parts)
         ]
     return tuple(found)

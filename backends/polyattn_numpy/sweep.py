@@ -1,11 +1,14 @@
-"""One pass over the tiles of a piece, in scratch memory that its thread keeps.
+"""A pass over the tiles of a piece, in scratch memory that its thread keeps.
 
-There are two ways to go. The plain one takes exponentials as they come, without a row's maximum: it
-needs no pass for it and none to subtract it. What comes out proves whether that was right. The sum
-of a row's weights bounds each of them, so where all sums and outputs are finite nothing overflowed,
-and where no sum is small nothing that counts was lost below. Where the proof fails, for large
-scores or for a NaN or infinity behind a mask, the piece is done again with care: with the running
-maximum, and with absent keys and values left out whatever they hold.
+There are three ways to go. The plain one takes exponentials as they come, without a row's maximum:
+it needs no pass to find it and none to subtract it. What comes out proves, row by row, whether that
+was right. The sum of a row's weights bounds each of them, so where it and the output are finite
+nothing overflowed, and where it is not small nothing that counts was lost below. A NaN or infinity
+behind a mask spoils that proof, and a clean pass gives the same numbers without what is hidden.
+Rows that remain, for they have large scores or see no number, are done again with care: with the
+running maximum.
+
+Which way a row goes depends on what it sees and on nothing else, and so does each of its bits.
 """
 
 from __future__ import annotations
@@ -68,16 +71,24 @@ class Call(NamedTuple):
 
 # ---- memory and tables that are kept -----------------------------------------------------------
 
-_kept = threading.local()
+
+class Kept(threading.local):
+    """What each thread keeps."""
+
+    def __init__(self) -> None:
+        self.memory: dict[tuple[str, Any], Array] = {}
+
+
+_kept = Kept()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
     """Return this thread's memory of a name, with what was left in it."""
     size = math.prod(shape)
     key = (name, dtype)
-    memory = _kept.__dict__.get(key)
+    memory = _kept.memory.get(key)
     if memory is None or memory.size < size:
-        memory = _kept.__dict__[key] = np.empty(size, dtype)
+        memory = _kept.memory[key] = np.empty(size, dtype)
     return memory[:size].reshape(shape)
 
 
@@ -124,17 +135,22 @@ class Sweep:
         The call.
     piece : Piece
         Which part of it.
+    clean : bool
+        Whether to mind what absent keys and values hold.
     careful : bool
-        Whether to subtract maxima and to mind what absent keys and values hold.
+        Whether to subtract maxima.
     """
 
-    def __init__(self, call: Call, piece: Piece, *, careful: bool) -> None:
+    def __init__(
+        self, call: Call, piece: Piece, *, clean: bool = False, careful: bool = False
+    ) -> None:
         problem, x = call.problem, call.x
-        self.call, self.piece, self.problem, self.careful = call, piece, problem, careful
+        self.call, self.piece, self.problem = call, piece, problem
+        self.clean, self.careful = clean, careful
         self.dtype = np.dtype(problem.accumulator)
         self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
         self.masked = x.mask is not None or problem.query_offset is None
-        self.plain = not (careful or self.modified or self.masked)
+        self.plain = not (clean or careful or self.modified or self.masked)
         in_nats = careful or x.score_mod is not None or x.bias is not None
         self.unit = LOG2_E if not in_nats and fast_exp2(self.dtype) else 1.0
         self.exp = np.exp if self.unit == 1.0 else np.exp2
@@ -158,18 +174,25 @@ class Sweep:
             self._add(running, tile)
         return running
 
-    def is_proven(self, running: Running) -> bool:
-        """Say whether a plain pass was right."""
-        total = running.total
+    def proven(self, running: Running) -> Array | bool:
+        """Say where a pass without maxima was right: everywhere, or in which rows."""
+        output, total = running.output, running.total
         # A sum is finite only if all are, and is read but once.
-        if not math.isfinite(running.output.sum()) or not total.max() < math.inf:
-            return False
-        if total.min() >= LEAST:
+        if math.isfinite(output.sum()) and total.min() >= LEAST and total.max() < math.inf:
             return True
+        enough = total >= LEAST
         # Where a row sees no key there is nothing to lose, but a sink.
-        if self.call.x.sinks is not None:
+        if self.call.x.sinks is None and not enough.all():
+            enough |= self._sees_nothing()
+        right: Array = enough & (total < math.inf) & np.isfinite(output).all(axis=-1, keepdims=True)
+        return right
+
+    def hides_only_numbers(self) -> bool:
+        """Say whether nothing that may be hidden is known to be NaN or infinite."""
+        x = self.call.x
+        if x.bias is not None or x.score_mod is not None:
             return False
-        return bool(((total >= LEAST) | self._sees_nothing()).all())
+        return all(np.isfinite(x.astype(self.dtype)).all() for x in (self.key, self.value))
 
     # ---- sums ----
 
@@ -191,7 +214,7 @@ class Sweep:
         return Running(output, reference, total)
 
     def _add_sinks(self, reference: Array, total: Array) -> None:
-        sinks = self.call.x.sinks.astype(self.dtype).reshape(-1, 1, self.members, 1)
+        sinks = np.asarray(self.call.x.sinks, self.dtype).reshape(-1, 1, self.members, 1)
         sinks = sinks[slice(*self.piece.heads)]
         by_head = (*self.shape, self.members, 1)
         if self.careful:
@@ -218,10 +241,10 @@ class Sweep:
                     continue
             s = self._scores(query, self._block("keys", keys[:, :, slice(*columns)]))
             present = None
-            if self.careful:
-                present = self._weigh_carefully(s, part, seen, running, own)
-            elif self.plain and not tile.ragged:
+            if self.plain and not tile.ragged:
                 self.exp(s, s)
+            elif self.clean:
+                present = self._weigh_what_is_seen(s, part, seen, running, own)
             else:
                 self._weigh(s, part, seen)
             value = self._block("values", values[:, :, slice(*columns)])
@@ -276,10 +299,10 @@ class Sweep:
         if tile.ragged:
             self._cut_corners(self._by_head(s), tile)
 
-    def _weigh_carefully(
+    def _weigh_what_is_seen(
         self, s: Array, tile: Tile, seen: Array | None, running: Running, own: Any
     ) -> Array:
-        """Make weights of scores, relative to a maximum that may rise; return which are present."""
+        """Make weights of scores, whatever the absent ones are; return which are present."""
         by_head = self._by_head(s)
         if self.modified:
             self._modify(by_head, tile)
@@ -291,16 +314,20 @@ class Sweep:
             for columns, corner in self._corners(tile):
                 np.copyto(by_head[..., columns], -math.inf, where=~corner)
         present: Array = s != -math.inf
-        reference = running.reference[own]
+        if self.careful:
+            self._shift(s, *(array[own] for array in running))
+        self.exp(s, s)
+        return present
+
+    def _shift(self, s: Array, output: Array, reference: Array, total: Array) -> None:
+        """Subtract from scores a maximum that may rise, and let the sums shrink by that."""
         highest = np.maximum(reference, s.max(axis=-1, keepdims=True))
         shift = np.where(highest == -math.inf, 0, highest)
         s -= shift
-        np.exp(s, s)
         shrink = np.exp(reference - shift)
-        for sums in (running.output[own], running.total[own]):
-            sums *= shrink
+        output *= shrink
+        total *= shrink
         reference[...] = highest
-        return present
 
     def _modify(self, s: Array, tile: Tile) -> None:
         """Let softcap, a score function and a bias have the scores, by head."""
@@ -342,7 +369,7 @@ class Sweep:
         elif callable(self.call.x.mask):
             seen = self._split_heads(self._indices(tile).from_rule(self.call.x.mask))
         if tile.ragged and self.problem.query_offset is None:
-            offset = self.call.x.query_offset
+            offset = np.asarray(self.call.x.query_offset)
             items = np.broadcast_to(offset, (*self.problem.batch, 1, 1, 1))
             items = items.reshape(*(self.problem.batch or (1,)), 1, 1, 1)[self.piece.outer]
             indices = self._indices(tile)
@@ -412,6 +439,10 @@ def spoilt_product(weights: Array, present: Array, value: Array) -> Array:
 
 def join(one: Running, other: Running) -> Running:
     """Return the state of two sets of keys together."""
+    # A sum of nothing has no reference, whichever it was made with.
+    one, other = (
+        x._replace(reference=np.where(x.total == 0, -math.inf, x.reference)) for x in (one, other)
+    )
     highest = np.maximum(one.reference, other.reference)
     shift = np.where(highest == -math.inf, 0, highest)
     shrink_one, shrink_other = np.exp(one.reference - shift), np.exp(other.reference - shift)

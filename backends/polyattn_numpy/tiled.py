@@ -19,6 +19,8 @@ from polyattn_numpy.sweep import Call, Running, Sweep, join
 
 __all__ = ["Tiled"]
 
+# Scores of an item up to which the array-API kernel's few calls are the faster ones.
+TINY = 2**12
 # OpenBLAS starts no threads of its own for products of fewer multiply-adds.
 SMALL_PRODUCT = 2**18
 
@@ -30,6 +32,13 @@ class Tiled(Kernel):
     features = frozenset(FEATURES) - {"dropout"}
     batch_invariant = True
     tile = 2**18
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Little work goes faster with less around it."""
+        # By the shape of one item, so that a batch of many is computed as each of them is.
+        if problem.heads * problem.query_length * problem.key_length <= TINY:
+            return "an item has so few scores that dense, with less around it, is faster"
+        return None
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -59,16 +68,23 @@ class Tiled(Kernel):
 
 
 def attend(call: Call, result: Result, piece: Piece) -> None:
-    """Compute a piece: the plain way, and where that proves wrong, with care."""
-    sweep = Sweep(call, piece, careful=False)
+    """Compute a piece: the plain way, and where that proves wrong, with more care."""
+    sweep = Sweep(call, piece)
     running = sweep.run()
-    if sweep.is_proven(running):
-        result.write(piece, running)
-    elif piece.units > 1:
+    proven = sweep.proven(running)
+    if proven is not True and piece.units > 1:
         for unit in piece.alone():
             attend(call, result, unit)
-    else:
-        result.write(piece, Sweep(call, piece, careful=True).run())
+        return
+    if proven is not True and not sweep.hides_only_numbers():
+        sweep = Sweep(call, piece, clean=True)
+        running = sweep.run()
+        proven = sweep.proven(running)
+    if not np.all(proven):
+        kept = Running(*map(np.array, running))
+        careful = Sweep(call, piece, clean=True, careful=True).run()
+        running = Running(*(np.where(proven, *both) for both in zip(kept, careful, strict=True)))
+    result.write(piece, running)
 
 
 def call_of(problem: Problem, x: Operands, xp: Any, tile: int, goes_on: Any) -> Call:
