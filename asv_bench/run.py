@@ -11,9 +11,10 @@ import json
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
+
+from benchmarks.machine import processor, versions
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / ".asv" / "results"
@@ -46,7 +47,7 @@ def main() -> int:
 def show(results: dict) -> int:
     """Print a table for each benchmark; return 1 if a column that must be there is empty."""
     columns = results["result_columns"]
-    print(f"\n{_processor()}; Python {platform.python_version()}; {_versions()}")
+    print(f"\n{processor()}; Python {platform.python_version()}; {versions()}")
     code = 0
     for name, row in results["results"].items():
         entry = dict(zip(columns, row, strict=False))
@@ -76,25 +77,6 @@ def _cell(seconds: float | None, reference: float | None) -> str:
 def _output(*command: str) -> str:
     run = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True)
     return run.stdout.strip()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _versions() -> str:
-    found = []
-    for package in ("numpy", "torch", "jax", "cupy"):
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
 
 
 if __name__ == "__main__":

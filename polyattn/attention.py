@@ -253,8 +253,8 @@ def explain(
     attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
     needs:     causal
     selected by backend='numpy'
-      numpy  tiled  on request  one tile holds all the scores: dense does the same
-      numpy  dense  CHOSEN
+      numpy  tiled  CHOSEN
+      numpy  dense  next
     """
 
     def shaped(given: Any, dtype: str = dtype) -> Any:

@@ -39,7 +39,15 @@ class Span(NamedTuple):
 def band(problem: Problem) -> tuple[int | None, int | None]:
     """Return the ends (low, high) of the band: row i sees the keys i + low <= j <= i + high.
 
-    An end is None where it hides nothing. Where an array gives the query offset, it is to be added.
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+
+    Returns
+    -------
+    low, high : int or None
+        None where an end hides nothing. Where an array gives the query offset, it is to be added.
     """
     left, right = problem.window
     right = 0 if problem.is_causal else right
@@ -82,7 +90,20 @@ def in_band(problem: Problem, rows: Array, columns: Array, offset: Array | None)
 
 
 def column_span(problem: Problem, rows: Span) -> Span:
-    """Return the keys outside which no row of `rows` sees any."""
+    """Return the keys outside which no row of `rows` sees any.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows : Span
+        Some query rows.
+
+    Returns
+    -------
+    Span
+        All keys where an array gives the query offset.
+    """
     if problem.query_offset is None:
         return Span(0, problem.key_length)
     low, high = band(problem)
@@ -92,7 +113,20 @@ def column_span(problem: Problem, rows: Span) -> Span:
 
 
 def full_span(problem: Problem, rows: Span) -> Span:
-    """Return the keys of which causal and window hide none from any row of `rows`."""
+    """Return the keys of which causal and window hide none from any row of `rows`.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows : Span
+        Some query rows.
+
+    Returns
+    -------
+    Span
+        Empty where a band's place is given by an array, so that it cannot be known.
+    """
     low, high = band(problem)
     if low is None and high is None:
         return Span(0, problem.key_length)

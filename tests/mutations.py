@@ -20,6 +20,8 @@ DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
 MASKS, GROUPS = "polyattn/masks.py", "polyattn/kernels/groups.py"
 RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
+BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
+PIECES = "backends/polyattn_numpy/tiled.py"
 
 
 class Mutation(NamedTuple):
@@ -130,6 +132,37 @@ MUTATIONS = (
              "array[..., : rows.stop - rows.start, :]"),
     mutation("row indices from 0", INDICES, "self._range(*self._rows, self._rows.length, 1)",
              "self._range(0, self._rows.length, self._rows.length, 1)"),
+    # NumPy's own tiled kernel
+    mutation("keys skipped at a tile's edge", BLOCKS, "yield Span(first, min(first + size,",
+             "yield Span(first + (first > whole.start), min(first + size,"),
+    mutation("a hidden key taken for seen by all", BLOCKS, "-(-start // 16) * 16",
+             "start // 16 * 16"),
+    mutation("a common key counted twice", BLOCKS, "Span(common.stop, stop)]",
+             "Span(common.stop - 1, stop)]"),
+    mutation("sums of a tile replace those before", SWEEP, "np.add(total, sums, total)",
+             "np.copyto(total, sums)"),
+    mutation("products of a tile replace those before", SWEEP, "np.add(output, product, output)",
+             "np.copyto(output, product)"),
+    mutation("a sink in every part", SWEEP, "self.piece.part == 0", "True"),
+    mutation("small sums trusted", SWEEP, "LEAST = 2.0**-20", "LEAST = 0.0"),
+    mutation("overflowing sums trusted", SWEEP, "total.min() >= LEAST and total.max() < math.inf:",
+             "total.min() >= LEAST:", "enough & (total < math.inf) &", "enough &"),
+    mutation("an output of a running maximum not shrunk", SWEEP, "output *= shrink", "pass"),
+    mutation("a total of a running maximum not shrunk", SWEEP, "total *= shrink", "pass"),
+    mutation("a part of nothing counts", SWEEP, "np.where(x.total == 0, -math.inf, x.reference)",
+             "x.reference"),
+    mutation("hidden values spoil", SWEEP, "present is not None and not", "False and not"),
+    mutation("corners left on", SWEEP, "weights[..., columns] *= seen", "pass"),
+    mutation("a mask left out of a plain pass", SWEEP, "by_head *= seen", "pass"),
+    mutation("heads of a function from its group", SWEEP, "end * self.members for end in",
+             "end for end in"),
+    mutation("softcap after the bias", SWEEP, "factor = problem.scale / problem.softcap",
+             "factor = problem.scale"),
+    mutation("rows of nothing divided", PIECES, "np.copyto(total, 1, where=total == 0)", "pass"),
+    mutation("rows kept that were not proven", PIECES, "np.where(proven, *both)",
+             "np.where(True, *both)"),
+    mutation("parts in no order of their own", PIECES, "reduce(join, (running for _, running in"
+             " in_order))", "in_order[0][1])"),
 )  # fmt: skip
 
 SUITE = (

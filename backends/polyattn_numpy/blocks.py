@@ -95,7 +95,7 @@ def split(whole: Span, size: int) -> Iterator[Span]:
         yield Span(first, min(first + size, whole.stop))
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     """Cut a call into pieces, those with most work first.
 

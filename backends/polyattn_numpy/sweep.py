@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 from polyattn.plugin import Array, Indices, Operands, Problem, Span, band, in_band
 from polyattn_numpy.blocks import Piece, Tile, split, tiles
 
-__all__ = ["Call", "Running", "Sweep", "join"]
+__all__ = ["Call", "Memory", "Running", "Sweep", "borrowed_memory", "join"]
 
 # Sums of weights below this may have lost what lies below float32's range.
 LEAST = 2.0**-20
@@ -56,7 +57,7 @@ class Call(NamedTuple):
     mask: Array | None
     bias: Array | None
     tile: int
-    goes_on: Callable[[], bool]
+    check: Callable[[], None]  # raises where nobody waits for the result any more
 
     def cut(self, array: Array, piece: Piece, *spans: Span | None) -> Array:
         """Return a view of what of an array belongs to a piece, and to spans of its last axes."""
@@ -72,24 +73,37 @@ class Call(NamedTuple):
 # ---- memory and tables that are kept -----------------------------------------------------------
 
 
-class Kept(threading.local):
-    """What each thread keeps."""
+class Memory:
+    """Arrays that are written to again and again, by name."""
 
     def __init__(self) -> None:
-        self.memory: dict[tuple[str, Any], Array] = {}
+        self._arrays: dict[tuple[str, Any], Array] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return the array of a name, with what was left in it."""
+        size, key = math.prod(shape), (name, dtype)
+        array = self._arrays.get(key)
+        if array is None or array.size < size:
+            array = self._arrays[key] = np.empty(size, dtype)
+        return array[:size].reshape(shape)
 
 
-_kept = Kept()
+class _Free(threading.local):
+    def __init__(self) -> None:
+        self.memories: list[Memory] = []
 
 
-def scratch(name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Return this thread's memory of a name, with what was left in it."""
-    size = math.prod(shape)
-    key = (name, dtype)
-    memory = _kept.memory.get(key)
-    if memory is None or memory.size < size:
-        memory = _kept.memory[key] = np.empty(size, dtype)
-    return memory[:size].reshape(shape)
+_free = _Free()
+
+
+@contextmanager
+def borrowed_memory() -> Iterator[Memory]:
+    """Lend memory of this thread, which a call made from inside another one finds taken."""
+    memory = _free.memories.pop() if _free.memories else Memory()
+    try:
+        yield memory
+    finally:
+        _free.memories.append(memory)
 
 
 @lru_cache(maxsize=64)
@@ -135,6 +149,8 @@ class Sweep:
         The call.
     piece : Piece
         Which part of it.
+    memory : Memory
+        Where the result is, until it is lent again.
     clean : bool
         Whether to mind what absent keys and values hold.
     careful : bool
@@ -142,10 +158,16 @@ class Sweep:
     """
 
     def __init__(
-        self, call: Call, piece: Piece, *, clean: bool = False, careful: bool = False
+        self,
+        call: Call,
+        piece: Piece,
+        memory: Memory,
+        *,
+        clean: bool = False,
+        careful: bool = False,
     ) -> None:
         problem, x = call.problem, call.x
-        self.call, self.piece, self.problem = call, piece, problem
+        self.call, self.piece, self.problem, self.scratch = call, piece, problem, memory.take
         self.clean, self.careful = clean, careful
         self.dtype = np.dtype(problem.accumulator)
         self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
@@ -165,7 +187,7 @@ class Sweep:
 
     def _scratch(self, name: str, size: int) -> Array:
         batch, heads, rows = self.shape
-        return scratch(name, (batch, heads, rows * self.members, size), self.dtype)
+        return self.scratch(name, (batch, heads, rows * self.members, size), self.dtype)
 
     def run(self) -> Running:
         """Go over all the tiles."""
@@ -229,11 +251,10 @@ class Sweep:
         own = (slice(None), heads, slice(rows.start * self.members, rows.stop * self.members))
         query, output, total = self.query[own], running.output[own], running.total[own]
         keys, values = self.key[:, heads], self.value[:, heads]
-        product = scratch("product", output.shape, self.dtype)
-        sums = scratch("sums", total.shape, self.dtype)
+        product = self.scratch("product", output.shape, self.dtype)
+        sums = self.scratch("sums", total.shape, self.dtype)
         for columns in split(tile.columns, tile.width):
-            if not self.call.goes_on():
-                raise InterruptedError
+            self.call.check()
             part, seen = tile._replace(columns=columns), None
             if self.masked:
                 seen = self._seen(part)
@@ -270,13 +291,13 @@ class Sweep:
         """Return keys or values as the products take them."""
         if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
             return block
-        copy = scratch(name, block.shape, self.dtype)
+        copy = self.scratch(name, block.shape, self.dtype)
         np.copyto(copy, block, casting="unsafe")
         return copy
 
     def _scores(self, query: Array, key: Array) -> Array:
         """Return scale · q·k, in the unit of the exponential."""
-        s = scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
+        s = self.scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
         if query.shape[2] <= VECTORS:
             np.matmul(key[:, :, None], query[..., None], s[..., None])
         else:

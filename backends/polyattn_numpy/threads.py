@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["Shared", "default", "each"]
+__all__ = ["Shared", "StoppedError", "blas", "default", "each"]
 
 T = TypeVar("T")
 
@@ -100,33 +100,40 @@ class Pool:
             return [submit(contextvars.copy_context().run, work) for _ in range(helpers)]
 
 
-_blas, _pool = Blas(), Pool()
+#: NumPy's BLAS in this process.
+blas = Blas()
+_pool = Pool()
 
 
 def _after_fork() -> None:
     global _pool
     _pool = Pool()
-    _blas.forget_users()
+    blas.forget_users()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class StoppedError(Exception):
+    """Nobody waits for the result any more."""
+
+
 class Shared:
-    """Whether the threads that share a call are to go on."""
+    """What the threads that share a call know of one another."""
 
     def __init__(self) -> None:
         self.stopped = False
 
-    def goes_on(self) -> bool:
-        """Say whether nothing has stopped the call."""
-        return not self.stopped
+    def check(self) -> None:
+        """Raise `StoppedError` if one of them has failed or been interrupted."""
+        if self.stopped:
+            raise StoppedError
 
 
 def default() -> int:
     """Return how many threads are right if nobody says: no more than BLAS has been given."""
-    return max(1, _blas.threads())
+    return max(1, blas.threads())
 
 
 def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Shared) -> None:
@@ -147,26 +154,31 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
 
     def drain() -> None:
         try:
-            while state.goes_on():
+            while not state.stopped:
                 try:
                     item = left.popleft()
                 except IndexError:
                     return
                 work(item)
+        except StoppedError:
+            return  # the one that stopped it has the error
         except BaseException:
             state.stopped = True
             raise
 
-    if not _blas.libraries():
+    if not blas.libraries():
         threads = 1  # its own threads would fight with ours
-    with _blas:
+    with blas:
         helpers = _pool.submit(min(threads, len(items)) - 1, drain)
         try:
             drain()
-        except InterruptedError:
-            pass  # by a helper, whose error comes out below
         finally:
-            running = [helper for helper in helpers if not helper.cancel()]
-            wait(running)
-        for helper in running:
+            # Nothing of this call runs on when it ends, however it ends.
+            begun = [helper for helper in helpers if not helper.cancel()]
+            try:
+                wait(begun)
+            except BaseException:
+                state.stopped = True
+                raise
+        for helper in begun:
             helper.result()

@@ -15,7 +15,7 @@ import numpy as np
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import TASK, Piece, pieces
-from polyattn_numpy.sweep import Call, Running, Sweep, join
+from polyattn_numpy.sweep import Call, Memory, Running, Sweep, borrowed_memory, join
 
 __all__ = ["Tiled"]
 
@@ -58,36 +58,41 @@ class Tiled(Kernel):
         count = min(thread_count(threads.default), work // TASK) if work >= 2 * TASK else 1
         cut = pieces(problem, self.tile, count)
         state = threads.Shared()
-        call = call_of(problem, operands, backend.xp, self.tile, state.goes_on)
+        call = call_of(problem, operands, backend.xp, self.tile, state.check)
+
+        def attend_to(piece: Piece) -> None:
+            with borrowed_memory() as memory:
+                attend(call, result, piece, memory)
+
         if len(cut) == 1 and work < SMALL_PRODUCT:
-            attend(call, result, cut[0])
+            attend_to(cut[0])
         else:
-            threads.each(lambda piece: attend(call, result, piece), cut, count, state)
+            threads.each(attend_to, cut, count, state)
         result.join_parts()
         return output, logsumexp
 
 
-def attend(call: Call, result: Result, piece: Piece) -> None:
+def attend(call: Call, result: Result, piece: Piece, memory: Memory) -> None:
     """Compute a piece: the plain way, and where that proves wrong, with more care."""
-    sweep = Sweep(call, piece)
+    sweep = Sweep(call, piece, memory)
     running = sweep.run()
     proven = sweep.proven(running)
     if proven is not True and piece.units > 1:
         for unit in piece.alone():
-            attend(call, result, unit)
+            attend(call, result, unit, memory)
         return
     if proven is not True and not sweep.hides_only_numbers():
-        sweep = Sweep(call, piece, clean=True)
+        sweep = Sweep(call, piece, memory, clean=True)
         running = sweep.run()
         proven = sweep.proven(running)
     if not np.all(proven):
         kept = Running(*map(np.array, running))
-        careful = Sweep(call, piece, clean=True, careful=True).run()
+        careful = Sweep(call, piece, memory, clean=True, careful=True).run()
         running = Running(*(np.where(proven, *both) for both in zip(kept, careful, strict=True)))
     result.write(piece, running)
 
 
-def call_of(problem: Problem, x: Operands, xp: Any, tile: int, goes_on: Any) -> Call:
+def call_of(problem: Problem, x: Operands, xp: Any, tile: int, check: Any) -> Call:
     """Return the call with its arrays' axes as pieces are cut from them."""
     batch = problem.batch or (1,)
     groups, members = problem.key_heads, problem.heads // problem.key_heads
@@ -108,7 +113,7 @@ def call_of(problem: Problem, x: Operands, xp: Any, tile: int, goes_on: Any) -> 
     query = query.reshape(*batch, groups, members, *query.shape[-2:])
     return Call(
         problem, x, xp, query, spread(x.key), spread(x.value), by_head(x.mask), by_head(x.bias),
-        tile, goes_on,
+        tile, check,
     )  # fmt: skip
 
 
