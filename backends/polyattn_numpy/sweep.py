@@ -1,4 +1,4 @@
-"""A pass over the tiles of a piece, in scratch memory that its thread keeps.
+"""A pass over the tiles of a piece, in memory that its thread keeps.
 
 There are three ways to go. The plain one takes exponentials as they come, without a row's maximum:
 it needs no pass to find it and none to subtract it. What comes out proves, row by row, whether that
@@ -14,23 +14,23 @@ Which way a row goes depends on what it sees and on nothing else, and so does ea
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Operands, Problem, Span, band, in_band
 from polyattn_numpy.blocks import Piece, Tile, split, tiles
+from polyattn_numpy.kept import Memory, band_tile, fast_exp2, has_small_products, ones
 
-__all__ = ["Call", "Memory", "Running", "Sweep", "borrowed_memory", "join"]
+__all__ = ["Call", "Running", "Sweep", "join"]
 
 # Sums of weights below this may have lost what lies below float32's range.
 LEAST = 2.0**-20
 # So few rows that a product by vectors reads each key once from memory and then from cache.
 VECTORS = 8
+# Multiply-adds of a product that is small.
+SMALL_PRODUCT = 2**19
 LOG2_E = math.log2(math.e)
 
 
@@ -68,73 +68,6 @@ class Call(NamedTuple):
         for span, n in zip((piece.batch, piece.heads, *spans), axes, strict=False):
             index.append(slice(None) if span is None or n == 1 else slice(*span))
         return array[tuple(index)]
-
-
-# ---- memory and tables that are kept -----------------------------------------------------------
-
-
-class Memory:
-    """Arrays that are written to again and again, by name."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[tuple[str, Any], Array] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the array of a name, with what was left in it."""
-        size, key = math.prod(shape), (name, dtype)
-        array = self._arrays.get(key)
-        if array is None or array.size < size:
-            array = self._arrays[key] = np.empty(size, dtype)
-        return array[:size].reshape(shape)
-
-
-class _Free(threading.local):
-    def __init__(self) -> None:
-        self.memories: list[Memory] = []
-
-
-_free = _Free()
-
-
-@contextmanager
-def borrowed_memory() -> Iterator[Memory]:
-    """Lend memory of this thread, which a call made from inside another one finds taken."""
-    memory = _free.memories.pop() if _free.memories else Memory()
-    try:
-        yield memory
-    finally:
-        _free.memories.append(memory)
-
-
-@lru_cache(maxsize=64)
-def band_tile(rows: int, columns: int, low: int | None, high: int | None) -> Array:
-    """Return which of `columns` keys each of `rows` rows sees, shape (rows, 1, columns)."""
-    away = np.arange(columns) - np.arange(rows)[:, None, None]
-    seen = np.ones(away.shape, bool)
-    if low is not None:
-        seen &= away >= low
-    if high is not None:
-        seen &= away <= high
-    return seen
-
-
-@lru_cache(maxsize=8)
-def ones(length: int, dtype: Any) -> Array:
-    """Return a column of ones, which sums rows faster by a product than a reduction does."""
-    return np.ones((length, 1), dtype)
-
-
-@lru_cache(maxsize=2)
-def fast_exp2(dtype: Any) -> bool:
-    """Whether exp2 has vector instructions of its own here, which exp then takes twice as long as.
-
-    Only AVX-512 has them; elsewhere exp is the faster one.
-    """
-    if dtype != np.float32 or not hasattr(np.lib, "introspect"):
-        return False
-    found = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")
-    loops = found.get("exp2", {}).values()
-    return bool(loops) and not any(loop["current"].startswith("baseline") for loop in loops)
 
 
 # ---- the pass ----------------------------------------------------------------------------------
@@ -253,28 +186,29 @@ class Sweep:
         keys, values = self.key[:, heads], self.value[:, heads]
         product = self.scratch("product", output.shape, self.dtype)
         sums = self.scratch("sums", total.shape, self.dtype)
+        is_plain = self.plain and not tile.ragged
+        seen = present = None
         for columns in split(tile.columns, tile.width):
             self.call.check()
-            part, seen = tile._replace(columns=columns), None
+            span, adds = slice(*columns), self.adds or columns.start > tile.columns.start
+            part = tile if is_plain else tile._replace(columns=columns)
             if self.masked:
                 seen = self._seen(part)
                 if seen is not None and not seen.any():
                     continue
-            s = self._scores(query, self._block("keys", keys[:, :, slice(*columns)]))
-            present = None
-            if self.plain and not tile.ragged:
+            s = self._scores(query, self._block("keys", keys[:, :, span]))
+            if is_plain:
                 self.exp(s, s)
             elif self.clean:
                 present = self._weigh_what_is_seen(s, part, seen, running, own)
             else:
                 self._weigh(s, part, seen)
-            value = self._block("values", values[:, :, slice(*columns)])
-            adds = self.adds or columns.start > tile.columns.start
+            value = self._block("values", values[:, :, span])
             np.matmul(s, ones(columns.length, self.dtype), sums if adds else total)
             if present is not None and not np.isfinite(value).all():
-                product = spoilt_product(s, present, value)
+                product[...] = spoilt_product(s, present, value)
             else:
-                np.matmul(s, value, product if adds else output)
+                weighted_sum(s, value, product if adds else output)
             if adds:
                 np.add(total, sums, total)
                 np.add(output, product, output)
@@ -446,6 +380,17 @@ class Sweep:
                 self._cut_corners(seen, tile)
             found[:, heads, slice(*rows)] |= seen.any(axis=-1)
         return ~found.reshape(*self.shape[:2], -1, 1)
+
+
+def weighted_sum(weights: Array, value: Array, out: Array) -> None:
+    """Write weights · value."""
+    batch, heads, rows, size = weights.shape
+    few = SMALL_PRODUCT // max(size * value.shape[-1], 1)
+    if few < 4 or rows % few or not has_small_products(weights.dtype):
+        np.matmul(weights, value, out)
+        return
+    strips = (batch, heads, rows // few, few)
+    np.matmul(weights.reshape(*strips, size), value[:, :, None], out.reshape(*strips, -1))
 
 
 def spoilt_product(weights: Array, present: Array, value: Array) -> Array:

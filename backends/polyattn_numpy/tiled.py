@@ -15,7 +15,8 @@ import numpy as np
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import TASK, Piece, pieces
-from polyattn_numpy.sweep import Call, Memory, Running, Sweep, borrowed_memory, join
+from polyattn_numpy.kept import Memory, borrowed_memory
+from polyattn_numpy.sweep import Call, Running, Sweep, join
 
 __all__ = ["Tiled"]
 
