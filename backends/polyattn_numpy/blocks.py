@@ -30,10 +30,13 @@ STRIP = 128
 FEW = 8
 # Keys of a part: enough that joining the parts costs nothing beside them.
 PART = 8192
-# Multiply-adds that are worth a thread's waking, about a quarter of a millisecond.
-TASK = 2**24
-# Pieces for each thread, if they are worth it: so many that none waits long for the last.
-SHARES = 3
+# Multiply-adds that are worth a thread's waking, about half a millisecond.
+TASK = 2**25
+# Multiply-adds of a piece, about two milliseconds, beside which what Python does around it is
+# nothing: Python runs on one thread at a time.
+PIECE = 2**27
+# Pieces for each thread, where they are as large: enough that none waits long for the last.
+ROUNDS = 3
 
 
 class Piece(NamedTuple):
@@ -131,7 +134,8 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     if threads > 1:
         units = math.prod(outer) * items * problem.key_heads * len(blocks)
         head = rows * members * problem.key_length * (problem.head_size + problem.value_size)
-        share = max(1, units // (SHARES * threads), TASK // max(head, 1))
+        rounds = min(max(units * head // (threads * PIECE), 1), ROUNDS)
+        share = -(-units // (threads * rounds))
         fit, most = min(fit, share), min(most, share)
     heads = even_count(problem.key_heads, most)
     batch = max(1, fit // heads) if heads == problem.key_heads else 1
