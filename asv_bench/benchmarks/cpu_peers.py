@@ -1,10 +1,10 @@
 """Attention on a CPU against its peers, as ratios of alternating runs in one process.
 
 A shared machine's milliseconds are worth little, and ratios of what ran side by side a great deal.
-Each round gives every contender a window of calls, in turn and then in reverse, so that none always
-follows another whose threads still spin; a ratio is the median over the rounds of one window's time
-to torch's of the same round. Every contender may use the same number of threads, and the largest
-error of each against float64 stands beside its time.
+Each round gives every contender a window of calls, in turn and then in reverse, after a rest in
+which threads that spin for more work give up, and a warm-up; a ratio is the median over the rounds
+of one window's time to torch's of the same round. Every contender may use the same number of
+threads, and the largest error of each against float64 stands beside its time.
 
 ``make bench-cpu`` prints the tables and draws the plot; ``asv run --bench AgainstTorch`` keeps some
 of the ratios over time.
@@ -82,6 +82,8 @@ CASES = (
 )
 QUICK = (*both(1, 4, 256, 64), Case(1, 8, 2, 1, 512, 64), Case(1, 4, 4, 256, 256, 64, "window"))
 PLOTTED = (128, 256, 512, 1024, 2048, 4096, 8192)
+# Seconds between two contenders: OpenBLAS's threads spin for more work for a tenth of one.
+REST = 0.1
 # Above so many scores, those that hold all of them or are many times slower sit out.
 MOST_SCORES = 2.5e8
 
@@ -255,7 +257,13 @@ def measure(case: Case, threads: int, rounds: int, window: float) -> dict[str, T
 
 
 def _one_window(call: Contender, window: float) -> float:
-    call()  # whoever ran before may have left the caches, and threads that spin, to themselves
+    if window:
+        time.sleep(REST)
+        _seconds_a_call(call, window / 2)
+    return _seconds_a_call(call, window)
+
+
+def _seconds_a_call(call: Contender, window: float) -> float:
     calls, start = 0, time.perf_counter()
     while True:
         call()
@@ -314,6 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="small shapes once: a check, no measure"
     )
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with this in them")
     parser.add_argument("--rounds", type=int, default=9, help="alternating rounds (default: 9)")
     parser.add_argument("--threads", type=int, default=0, help="of every contender (default: all)")
     parser.add_argument("--plot", type=Path, default=None, help="a PNG file to draw")
@@ -328,6 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     with polyattn.use_threads(threads):
         for case in QUICK if options.quick else CASES:
+            if options.cases not in f"{case.shape} {case.kind}":
+                continue
             timings = measure(case, threads, rounds, window)
             results.append((case, timings, floor_of(case, found, threads)))
             print("\n".join(lines_of(*results[-1])), flush=True)

@@ -9,8 +9,8 @@ A tile is a block of about 512 query rows (grouped heads count as rows) by 512 k
 float32, which stays in a core's second-level cache through the two products and the exponential,
 and half a millisecond of work, beside which what Python does between the calls is nothing. Where
 the rows of one head do not fill a tile, several heads, and then several items, share the calls.
-Only where a band cuts a tile is it cut further, into strips of 64 rows: the corners that are
-computed for nothing are then half as large as a strip is tall.
+Only where a band cuts a tile is it cut further, into strips of 128 rows: what is computed for
+nothing is then half a strip's square.
 """
 
 from __future__ import annotations
