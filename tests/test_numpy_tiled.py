@@ -282,6 +282,18 @@ def test_what_is_hidden_is_left_out_in_a_clean_pass(qkv, ways):
     assert np.isnan(got[0, 2:4, -1]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, ways):
+    q, k, v = (randn(1, 2, 512, size, seed=seed).astype(dtype) for seed in range(3))
+    want = attention(q, k, v, is_causal=True)
+    v[0, 0, 300], v[0, 1, 511] = math.nan, -math.inf
+    got = attention(q, k, v, is_causal=True)
+    assert "clean" in ways
+    assert bits([got[:, 0, :300], got[:, 1, :511]]) == bits([want[:, 0, :300], want[:, 1, :511]])
+    assert not np.isfinite(got[:, 0, 300:]).any()
+
+
 def test_large_scores_need_a_maximum(qkv, ways):
     q, k, v = qkv
     attention(q * 100, k, v)

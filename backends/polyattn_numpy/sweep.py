@@ -147,7 +147,7 @@ class Sweep:
         x = self.call.x
         if x.bias is not None or x.score_mod is not None:
             return False
-        return all(np.isfinite(x.astype(self.dtype)).all() for x in (self.key, self.value))
+        return all(math.isfinite(x.sum(dtype=self.dtype)) for x in (self.key, self.value))
 
     # ---- sums ----
 
@@ -395,7 +395,8 @@ def weighted_sum(weights: Array, value: Array, out: Array) -> None:
 
 def spoilt_product(weights: Array, present: Array, value: Array) -> Array:
     """Return weights · value where a value that is not finite spoils the rows that see it alone."""
-    result = np.matmul(weights, np.where(np.isfinite(value), value, 0))
+    result = np.empty((*weights.shape[:-1], value.shape[-1]), weights.dtype)
+    weighted_sum(weights, np.where(np.isfinite(value), value, 0), result)
     for infinity in (math.inf, -math.inf):
         # NaN counts as both infinities, whose sum it is.
         spoils = ((value == infinity) | np.isnan(value)).astype(value.dtype)
