@@ -369,16 +369,16 @@ class Sweep:
         found = np.zeros((*self.shape, self.members), bool)
         for tile in tiles(self.problem, self.piece, self.call.tile):
             heads, rows = self._own(tile)
-            size = tile.columns.length
-            seen = np.ones(
-                (self.shape[0], tile.heads.length, rows.length, self.members, size), bool
-            )
-            mask = self._seen(tile)
-            if mask is not None:
-                seen &= mask
-            if tile.ragged:
-                self._cut_corners(seen, tile)
-            found[:, heads, slice(*rows)] |= seen.any(axis=-1)
+            for columns in split(tile.columns, tile.width):
+                part = tile._replace(columns=columns)
+                shape = (tile.heads.length, rows.length, self.members, columns.length)
+                seen = np.ones((self.shape[0], *shape), bool)
+                mask = self._seen(part)
+                if mask is not None:
+                    seen &= mask
+                if tile.ragged:
+                    self._cut_corners(seen, part)
+                found[:, heads, slice(*rows)] |= seen.any(axis=-1)
         return ~found.reshape(*self.shape[:2], -1, 1)
 
 
