@@ -7,6 +7,7 @@ library's integers overflow, however far a window or an offset reaches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from polyattn.arrays import Array
@@ -34,6 +35,22 @@ class Span(NamedTuple):
     def length(self) -> int:
         """Their number."""
         return self.stop - self.start
+
+    def split(self, size: int) -> Iterator[Span]:
+        """Cut it up.
+
+        Parameters
+        ----------
+        size : int
+            How many a part has at most.
+
+        Yields
+        ------
+        Span
+            The parts in order, all but the last of that size.
+        """
+        for first in range(self.start, self.stop, size):
+            yield Span(first, min(first + size, self.stop))
 
 
 def band(problem: Problem) -> tuple[int | None, int | None]:

@@ -21,7 +21,7 @@ MASKS, GROUPS = "polyattn/masks.py", "polyattn/kernels/groups.py"
 RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
-PIECES = "backends/polyattn_numpy/tiled.py"
+PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/sums.py"
 
 
 class Mutation(NamedTuple):
@@ -80,20 +80,20 @@ MUTATIONS = (
              "value = cast(xp, xp.flip(x.value, axis=-2)["),
     mutation("no keys not thought of", DENSE, "if 0 in problem.scores:", "if False:"),
     # tiled.py, line by line
-    mutation("tile too wide by one", TILED, "yield Span(first, min(first + size,",
+    mutation("tile too wide by one", MASKS, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + size + 1,"),
-    mutation("tile too narrow by one", TILED, "yield Span(first, min(first + size,",
+    mutation("tile too narrow by one", MASKS, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + max(size - 1, 1),"),
-    mutation("last tile left out", TILED, "range(whole.start, whole.stop, size)",
-             "range(whole.start, max(whole.stop - size, whole.start + 1), size)"),
+    mutation("last tile left out", MASKS, "range(self.start, self.stop, size)",
+             "range(self.start, max(self.stop - size, self.start + 1), size)"),
     mutation("tiles not joined", TILED, "running = join(xp, running, tile)", "running = tile"),
     mutation("all tiles taken for full", TILED, "not is_full(problem, rows, columns)", "False"),
     mutation("rows of the query off by one", TILED, "x.query[..., rows.start : rows.stop, :]",
              "xp.roll(x.query, 1, axis=-2)[..., rows.start : rows.stop, :]"),
     mutation("sink counted in every tile", TILED, "running = join(xp, running, tile)",
              "running = join(xp, join(xp, running, tile), start(problem, x, xp, rows))"),
-    mutation("keys from the first on", TILED, "in _split(column_span(problem, rows), column_block)",
-             "in _split(Span(0, column_span(problem, rows).length), column_block)"),
+    mutation("keys from the first on", TILED, "in column_span(problem, rows).split(column_block)",
+             "in Span(0, column_span(problem, rows).length).split(column_block)"),
     mutation("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
     # what both are made of
     mutation("< for <= in causal", MASKS, "columns <= position + high",
@@ -133,8 +133,8 @@ MUTATIONS = (
     mutation("row indices from 0", INDICES, "self._range(*self._rows, self._rows.length, 1)",
              "self._range(0, self._rows.length, self._rows.length, 1)"),
     # NumPy's own tiled kernel
-    mutation("keys skipped at a tile's edge", BLOCKS, "yield Span(first, min(first + size,",
-             "yield Span(first + (first > whole.start), min(first + size,"),
+    mutation("keys skipped at a tile's edge", MASKS, "yield Span(first, min(first + size,",
+             "yield Span(first + (first > self.start), min(first + size,"),
     mutation("a hidden key taken for seen by all", BLOCKS, "-(-start // 16) * 16",
              "start // 16 * 16"),
     mutation("a common key counted twice", BLOCKS, "Span(common.stop, stop)]",
@@ -149,7 +149,7 @@ MUTATIONS = (
              "total.min() >= LEAST:", "enough & (total < math.inf) &", "enough &"),
     mutation("an output of a running maximum not shrunk", SWEEP, "output *= shrink", "pass"),
     mutation("a total of a running maximum not shrunk", SWEEP, "total *= shrink", "pass"),
-    mutation("a part of nothing counts", SWEEP, "np.where(x.total == 0, -math.inf, x.reference)",
+    mutation("a part of nothing counts", SUMS, "np.where(x.total == 0, -math.inf, x.reference)",
              "x.reference"),
     mutation("hidden values spoil", SWEEP, "present is not None and not", "False and not"),
     mutation("corners left on", SWEEP, "weights[..., columns] *= seen", "pass"),

@@ -377,6 +377,21 @@ def test_the_work_of_a_band_grows_with_what_is_visible():
         assert area / 2 < most * visible
 
 
+def test_the_longest_pieces_come_first():
+    work = [
+        piece.columns.length for piece in pieces(problem_of(4096, 4096, is_causal=True), 2**18, 2)
+    ]
+    assert work == sorted(work, reverse=True)
+    assert work[0] > work[-1]
+
+
+def test_the_plugins_own_kernel_stands_in_the_place_of_the_cores():
+    shape = (1, 2, 64, 8)
+    names = [c.kernel for c in polyattn.explain(shape, shape, shape, backend="numpy").candidates]
+    assert names == ["tiled", "dense"]
+    assert isinstance(polyattn.registry.kernels_of(polyattn.registry.loaded("numpy"))[0], Tiled)
+
+
 def test_few_queries_of_many_keys_are_cut_by_keys():
     q, k, v = randn(1, 4, 1, 16), randn(1, 2, 40000, 16, seed=1), randn(1, 2, 40000, 16, seed=2)
     problem = polyattn.explain(q, k, v).problem

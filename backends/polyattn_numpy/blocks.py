@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from polyattn.plugin import Problem, Span, column_span, full_span, is_full
 
-__all__ = ["Piece", "Tile", "pieces", "split", "tiles"]
+__all__ = ["Piece", "Tile", "pieces", "tiles"]
 
 STRIP = 128
 # Below this many pieces an item's keys are split as well, so that threads have something to share.
@@ -92,12 +92,6 @@ def even(length: int, most: int) -> int:
     return min(most, -(-length // (16 * blocks)) * 16)
 
 
-def split(whole: Span, size: int) -> Iterator[Span]:
-    """Cut a span into spans of a size; the last may be shorter."""
-    for first in range(whole.start, whole.stop, size):
-        yield Span(first, min(first + size, whole.stop))
-
-
 @lru_cache(maxsize=32)
 def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     """Cut a call into pieces, those with most work first.
@@ -120,7 +114,7 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     members = problem.heads // problem.key_heads
     rows = even(problem.query_length, max(1, side // members))
     blocks = [
-        (block, column_span(problem, block)) for block in split(Span(0, problem.query_length), rows)
+        (block, column_span(problem, block)) for block in Span(0, problem.query_length).split(rows)
     ]
     blocks.sort(key=lambda block: -block[1].length)
     part = problem.key_length
@@ -141,13 +135,13 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     batch = max(1, fit // heads) if heads == problem.key_heads else 1
     found = []
     for block, columns in blocks:
-        parts = list(split(columns, part)) or [columns]
+        parts = list(columns.split(part)) or [columns]
         whole = len(parts) == 1
         found += [
             Piece(index, some, few, block, keys, number, len(parts))
             for index in product(*map(range, outer))
-            for some in split(Span(0, items), batch if whole else 1)
-            for few in split(Span(0, problem.key_heads), heads if whole else 1)
+            for some in Span(0, items).split(batch if whole else 1)
+            for few in Span(0, problem.key_heads).split(heads if whole else 1)
             for number, keys in enumerate(parts)
         ]
     return tuple(found)
@@ -196,11 +190,11 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
     if common.length:
         width = even(common.length, side)
         few = tile // (piece.batch.length * piece.rows.length * members * width)
-        for heads in split(piece.heads, max(1, few)):
+        for heads in piece.heads.split(max(1, few)):
             yield Tile(heads, piece.rows, common, False, width)
     if common == piece.columns:
         return
-    for strip in split(piece.rows, strip_of(problem, piece.rows.length, tile)):
+    for strip in piece.rows.split(strip_of(problem, piece.rows.length, tile)):
         seen = column_span(problem, strip)
         start, stop = max(seen.start, piece.columns.start), min(seen.stop, piece.columns.stop)
         edges = [Span(start, common.start), Span(common.stop, stop)]

@@ -20,26 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Operands, Problem, Span, band, in_band
-from polyattn_numpy.blocks import Piece, Tile, split, tiles
-from polyattn_numpy.kept import Memory, band_tile, fast_exp2, has_small_products, ones
+from polyattn_numpy.blocks import Piece, Tile, tiles
+from polyattn_numpy.kept import Memory, band_tile, fast_exp2, ones
+from polyattn_numpy.sums import Running, spoilt_product, weighted_sum
 
-__all__ = ["Call", "Running", "Sweep", "join"]
+__all__ = ["Call", "Sweep"]
 
 # Sums of weights below this may have lost what lies below float32's range.
 LEAST = 2.0**-20
 # So few rows that a product by vectors reads each key once from memory and then from cache.
 VECTORS = 8
-# Multiply-adds of a product that is small.
-SMALL_PRODUCT = 2**19
 LOG2_E = math.log2(math.e)
-
-
-class Running(NamedTuple):
-    """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r)."""
-
-    output: Array  # (b, k, rows · g, E)
-    reference: Array  # (b, k, rows · g, 1)
-    total: Array  # (b, k, rows · g, 1)
 
 
 class Call(NamedTuple):
@@ -188,7 +179,7 @@ class Sweep:
         sums = self.scratch("sums", total.shape, self.dtype)
         is_plain = self.plain and not tile.ragged
         seen = present = None
-        for columns in split(tile.columns, tile.width):
+        for columns in tile.columns.split(tile.width):
             self.call.check()
             span, adds = slice(*columns), self.adds or columns.start > tile.columns.start
             part = tile if is_plain else tile._replace(columns=columns)
@@ -369,7 +360,7 @@ class Sweep:
         found = np.zeros((*self.shape, self.members), bool)
         for tile in tiles(self.problem, self.piece, self.call.tile):
             heads, rows = self._own(tile)
-            for columns in split(tile.columns, tile.width):
+            for columns in tile.columns.split(tile.width):
                 part = tile._replace(columns=columns)
                 shape = (tile.heads.length, rows.length, self.members, columns.length)
                 seen = np.ones((self.shape[0], *shape), bool)
@@ -380,41 +371,3 @@ class Sweep:
                     self._cut_corners(seen, part)
                 found[:, heads, slice(*rows)] |= seen.any(axis=-1)
         return ~found.reshape(*self.shape[:2], -1, 1)
-
-
-def weighted_sum(weights: Array, value: Array, out: Array) -> None:
-    """Write weights · value."""
-    batch, heads, rows, size = weights.shape
-    few = SMALL_PRODUCT // max(size * value.shape[-1], 1)
-    if few < 4 or rows % few or not has_small_products(weights.dtype):
-        np.matmul(weights, value, out)
-        return
-    strips = (batch, heads, rows // few, few)
-    np.matmul(weights.reshape(*strips, size), value[:, :, None], out.reshape(*strips, -1))
-
-
-def spoilt_product(weights: Array, present: Array, value: Array) -> Array:
-    """Return weights · value where a value that is not finite spoils the rows that see it alone."""
-    result = np.empty((*weights.shape[:-1], value.shape[-1]), weights.dtype)
-    weighted_sum(weights, np.where(np.isfinite(value), value, 0), result)
-    for infinity in (math.inf, -math.inf):
-        # NaN counts as both infinities, whose sum it is.
-        spoils = ((value == infinity) | np.isnan(value)).astype(value.dtype)
-        result[np.matmul(present.astype(value.dtype), spoils) > 0] += infinity
-    return result
-
-
-def join(one: Running, other: Running) -> Running:
-    """Return the state of two sets of keys together."""
-    # A sum of nothing has no reference, whichever it was made with.
-    one, other = (
-        x._replace(reference=np.where(x.total == 0, -math.inf, x.reference)) for x in (one, other)
-    )
-    highest = np.maximum(one.reference, other.reference)
-    shift = np.where(highest == -math.inf, 0, highest)
-    shrink_one, shrink_other = np.exp(one.reference - shift), np.exp(other.reference - shift)
-    return Running(
-        one.output * shrink_one + other.output * shrink_other,
-        highest,
-        one.total * shrink_one + other.total * shrink_other,
-    )

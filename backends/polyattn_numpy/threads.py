@@ -46,7 +46,7 @@ class Blas:
     def threads(self) -> int:
         """Return how many threads BLAS has when nobody holds it; 0 if it cannot be held."""
         with self._lock:
-            counts = self._counts or [library.num_threads for library in self.libraries()]
+            counts = self._counts or [library.get_num_threads() for library in self.libraries()]
         return min(counts, default=0)
 
     def __enter__(self) -> None:

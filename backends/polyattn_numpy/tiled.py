@@ -16,14 +16,15 @@ from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem,
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import TASK, Piece, pieces
 from polyattn_numpy.kept import Memory, borrowed_memory
-from polyattn_numpy.sweep import Call, Running, Sweep, join
+from polyattn_numpy.sums import Running, join
+from polyattn_numpy.sweep import Call, Sweep
 
 __all__ = ["Tiled"]
 
 # Scores of an item up to which the array-API kernel's few calls are the faster ones.
 TINY = 2**12
 # OpenBLAS starts no threads of its own for products of fewer multiply-adds.
-SMALL_PRODUCT = 2**18
+UNTHREADED = 2**18
 
 
 class Tiled(Kernel):
@@ -65,7 +66,7 @@ class Tiled(Kernel):
             with borrowed_memory() as memory:
                 attend(call, result, piece, memory)
 
-        if len(cut) == 1 and work < SMALL_PRODUCT:
+        if len(cut) == 1 and work < UNTHREADED:
             attend_to(cut[0])
         else:
             threads.each(attend_to, cut, count, state)

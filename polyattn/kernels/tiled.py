@@ -7,7 +7,6 @@ empty are never visited; full ones are not masked by position.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from polyattn.arrays import Array
@@ -54,7 +53,7 @@ class Tiled(Kernel):
                 operands.query.dtype,
                 xp,
             )
-            for rows in _split(Span(0, problem.query_length), row_block)
+            for rows in Span(0, problem.query_length).split(row_block)
         )
         return backend.stack_rows(problem, operands.query, blocks)
 
@@ -67,18 +66,13 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     return rows, area // rows
 
 
-def _split(whole: Span, size: int) -> Iterator[Span]:
-    for first in range(whole.start, whole.stop, size):
-        yield Span(first, min(first + size, whole.stop))
-
-
 def _attend_rows(
     problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
 ) -> Running:
     xp: Any = backend.xp
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     running = start(problem, x, xp, rows)
-    for columns in _split(column_span(problem, rows), column_block):
+    for columns in column_span(problem, rows).split(column_block):
         banded = not is_full(problem, rows, columns)
         tile = attend(problem, x, backend, query, rows, columns, banded=banded)
         running = join(xp, running, tile)
