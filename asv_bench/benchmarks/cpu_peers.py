@@ -298,10 +298,29 @@ def rates(window: float) -> dict[str, float]:
         by_values = min(_one_window(lambda: np.matmul(scores, key, product), window) for _ in "123")
         scores /= 8
         exponential = min(_one_window(lambda: exp(scores, weights), window) for _ in "123")
-    return {
+    found = {
         "query·key GFLOP/s": flops / by_keys / 1e9,
         "weights·value GFLOP/s": flops / by_values / 1e9,
         f"{exp.__name__} ns": exponential / scores.size * 1e9,
+    }
+    return found | _torch_rates(query, key, scores, window)
+
+
+def _torch_rates(query: Array, key: Array, scores: Array, window: float) -> dict[str, float]:
+    """Return the same products' rates in torch, on one thread, if it is here."""
+    try:
+        import torch
+    except ImportError:
+        return {}
+    torch.set_num_threads(1)
+    q, k, s = map(torch.from_numpy, (query, key, scores))
+    weights, product = torch.empty_like(s), torch.empty_like(q)
+    flops = 2 * scores.size * query.shape[-1]
+    by_keys = min(_one_window(lambda: torch.mm(q, k.T, out=weights), window) for _ in "123")
+    by_values = min(_one_window(lambda: torch.mm(s, k, out=product), window) for _ in "123")
+    return {
+        "torch's query·key": flops / by_keys / 1e9,
+        "torch's weights·value": flops / by_values / 1e9,
     }
 
 
