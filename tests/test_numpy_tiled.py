@@ -176,6 +176,7 @@ import os, signal, threading, time
 import numpy as np
 import polyattn
 from polyattn_numpy import threads
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background ignores it
 x = np.ones((1, 8, 16384, 64), np.float32)
 small = np.ones((1, 8, 600, 64), np.float32)
 with polyattn.use_threads(2):
