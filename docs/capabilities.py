@@ -1,11 +1,17 @@
 """Writes capabilities.md: what each kernel declares, from the declarations themselves."""
 
+import importlib
 from pathlib import Path
 
+import polyattn_cupy
+import polyattn_jax
+import polyattn_numpy
+import polyattn_torch
 from polyattn import registry
-from polyattn.plugin import FEATURES, Kernel
+from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")
+SPECS = (polyattn_numpy.SPEC, polyattn_torch.SPEC, polyattn_cupy.SPEC, polyattn_jax.SPEC)
 YES = "●"
 PROMISES = {
     "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
@@ -22,14 +28,15 @@ shapes and dtypes. That each declaration is true, `polyattn check` shows.
 
 def ours() -> dict[str, tuple[Kernel, ...]]:
     """The kernels of each plugin of this package, and those that close every list."""
-    own = {
-        name: registry.loaded(name).kernels
-        for name in ("numpy", "torch")
-        if registry.load(name) is None
-    }
-    return {name: kernels for name, kernels in own.items() if kernels} | {
-        "every library": registry.kernels_of(None)
-    }
+    own = {spec.name: implementation(spec).kernels for spec in SPECS}
+    return own | {"every library": registry.kernels_of(None)}
+
+
+def implementation(spec: BackendSpec) -> type[Backend]:
+    """The class of a backend, which need not run here."""
+    module, _, name = spec.implementation.partition(":")
+    found: type[Backend] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
@@ -50,10 +57,9 @@ def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
 
 def dtypes() -> list[str]:
     """A sentence for each plugin on what it takes."""
-    specs = [registry.spec_of(name) for name in ("numpy", "torch")]
     return [
         f"- **{spec.name}** takes {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
-        for spec in specs
+        for spec in SPECS
     ]
 
 

@@ -185,19 +185,28 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     return ArrayFacts(
         library.name,
         _dtype_name(library.name, array.dtype),
-        _device_name(library.name, array),
+        _device_name(library, array),
         tuple(array.shape),
         bool(getattr(array, "requires_grad", False)),
         library.traced,
     )
 
 
-def _device_name(library: str, array: Array) -> str:
-    if library == "jax":
-        return ""  # it places arrays itself: shardings, uncommitted arrays, tracers without any
-    if library == "cupy":
+def _device_name(library: Library, array: Array) -> str:
+    if library.name == "jax":
+        # It places arrays itself, but for those that were put somewhere on purpose.
+        return _jax_device_name(array.device) if not library.traced and array.committed else ""
+    if library.name == "cupy":
         return f"cuda:{array.device.id}"
     return str(getattr(array, "device", ""))
+
+
+def _jax_device_name(device: Any) -> str:
+    platform = getattr(device, "platform", None)
+    if platform is None:  # a sharding over several
+        return ""
+    # What JAX calls a "gpu" may be CUDA's or ROCm's, which its text tells: "cuda:0".
+    return str(device) if platform == "gpu" else f"{platform}:{device.id}"
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:

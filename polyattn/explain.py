@@ -30,12 +30,15 @@ class Candidate:
         that cannot be loaded here.
     reasons : tuple of str
         Why it was refused, or waits.
+    remark : str or None
+        What the kernel says of how it would run.
     """
 
     backend: str
     kernel: str | None
     status: str
     reasons: tuple[str, ...] = ()
+    remark: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Explanation:
                     "kernel": c.kernel,
                     "status": c.status,
                     "reasons": list(c.reasons),
+                    "remark": c.remark,
                 }
                 for c in self.candidates
             ],
@@ -106,7 +110,7 @@ class Explanation:
                 c.backend,
                 c.kernel or "",
                 "CHOSEN" if c.status == "chosen" else c.status,
-                "; ".join(c.reasons),
+                "; ".join(c.reasons) or c.remark or "",
             )
             for c in self.candidates
         ]

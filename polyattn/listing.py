@@ -23,9 +23,11 @@ class BackendInfo:
     available : bool
         Whether it can be used here.
     versions : dict of str to str
-        The versions of the modules that it needs, of those that are installed.
+        The versions of the modules that it needs and of the engines that it calls.
     devices : tuple of str
         The devices at hand, the default first.
+    hardware : dict of str to dict
+        What is known of each device: its name, memory in bytes, compute capability.
     kernels : tuple of str
         Its kernels, best first.
     reason : str or None
@@ -36,8 +38,20 @@ class BackendInfo:
     available: bool
     versions: dict[str, str]
     devices: tuple[str, ...]
+    hardware: dict[str, dict[str, str | int]]
     kernels: tuple[str, ...]
     reason: str | None
+
+    def device(self, name: str) -> str:
+        """Return a device's name with what is known of it, as the table shows it."""
+        known = dict(self.hardware.get(name, {}))
+        memory, capability = known.pop("memory", None), known.pop("compute_capability", None)
+        said = [str(value) for value in known.values()]
+        if memory is not None:
+            said.append(f"{int(memory) / 2**30:.0f} GiB")
+        if capability is not None:
+            said.append(f"compute capability {capability}")
+        return f"{name} ({', '.join(said)})" if said else name
 
 
 class BackendTable(tuple[BackendInfo, ...]):
@@ -51,7 +65,7 @@ class BackendTable(tuple[BackendInfo, ...]):
             (
                 info.name,
                 ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
-                ", ".join(info.devices) or "the arrays' own",
+                ", ".join(map(info.device, info.devices)) or "the arrays' own",
                 ", ".join(info.kernels),
             )
             if info.available
@@ -88,13 +102,17 @@ def _rows() -> Iterator[BackendInfo]:
     for name in registry.names():
         reason = registry.load(name)
         if reason is not None:
-            yield BackendInfo(name, False, {}, (), (), reason)
+            yield BackendInfo(name, False, {}, (), {}, (), reason)
             continue
-        kernels = tuple(kernel.name for kernel in registry.kernels_of(registry.loaded(name)))
-        versions = _versions(registry.spec_of(name).requires)
-        yield BackendInfo(name, True, versions, registry.devices_of(name), kernels, None)
+        backend = registry.loaded(name)
+        kernels = tuple(kernel.name for kernel in registry.kernels_of(backend))
+        versions = _versions(registry.spec_of(name).requires) | backend.engines()
+        devices = registry.devices_of(name)
+        hardware = {device: backend.hardware(device) for device in devices}
+        yield BackendInfo(name, True, versions, devices, hardware, kernels, None)
     closing = tuple(kernel.name for kernel in registry.kernels_of(None))
-    yield BackendInfo(registry.ARRAY_API, True, _versions(("array-api-compat",)), (), closing, None)
+    versions = _versions(("array-api-compat",))
+    yield BackendInfo(registry.ARRAY_API, True, versions, (), {}, closing, None)
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

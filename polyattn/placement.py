@@ -198,7 +198,8 @@ def _to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
         [
             name
             for name, facts in call.arrays()
-            if facts.library not in spec.namespaces or (device and facts.device != device)
+            if facts.library not in spec.namespaces
+            or (device and facts.device != device and not facts.traced)
         ]
     )
 

@@ -153,6 +153,8 @@ class Kernel:
         Whether the same call twice gives the same bits.
     compiles : bool
         Whether it compiles for each new shape and option, so that a first call takes seconds.
+    devices : frozenset of str or None
+        The kinds of device that it runs on, or None for all that its backend does.
     tile : int or None
         Of a kernel that works in tiles, how many scores one holds at most, and what it reads when
         it is called: `polyattn.conformance` sets it low on a copy, so that small arrays have edges.
@@ -164,6 +166,7 @@ class Kernel:
     batch_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
+    devices: ClassVar[frozenset[str] | None] = None
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -193,6 +196,21 @@ class Kernel:
         -------
         str or None
             The reason, or None if it need not be named.
+        """
+        return None
+
+    def remark(self, problem: Problem) -> str | None:
+        """Say what a person may want to know of how a problem would run, for `explain` to show.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of a call that the kernel takes.
+
+        Returns
+        -------
+        str or None
+            A clause, such as which engine of a library is at work; or None.
         """
         return None
 
@@ -254,6 +272,31 @@ class Backend:
             Their names as the library's arrays give them, the default first.
         """
         return []
+
+    def hardware(self, device: str) -> dict[str, str | int]:
+        """Describe a device.
+
+        Parameters
+        ----------
+        device : str
+            One of `devices`.
+
+        Returns
+        -------
+        dict
+            What is known of it: ``name``; ``memory``, in bytes; ``compute_capability``.
+        """
+        return {}
+
+    def engines(self) -> dict[str, str]:
+        """List what the kernels call beside the library itself.
+
+        Returns
+        -------
+        dict of str to str
+            The versions of those that are here, such as cuDNN's, by name.
+        """
+        return {}
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array of this library on `device`, without a copy where it can be.

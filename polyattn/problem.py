@@ -74,6 +74,8 @@ class Problem(NamedTuple):
         Whether an array carries a graph of gradients.
     transforms : frozenset of str
         Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are at work.
+    traced : bool
+        Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
     """
@@ -99,6 +101,7 @@ class Problem(NamedTuple):
     features: frozenset[str]
     requires_grad: bool
     transforms: frozenset[str]
+    traced: bool = False
     converted: bool = False
 
     @property
@@ -181,6 +184,7 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
         features=frozenset(),
         requires_grad=any(facts.requires_grad for _, facts in arrays),
         transforms=call.transforms,
+        traced=any(facts.traced for _, facts in arrays),
     )
     features = _features(call, problem, default_scale)
     return problem._replace(features=features)
@@ -247,7 +251,8 @@ def _check_one_place(call: Call) -> None:
                 ' backend="numpy"'
             )
     for name, facts in call.arrays():
-        if facts.device != call.query.device:
+        # One that is nowhere in particular goes where the others are.
+        if facts.device and call.query.device and facts.device != call.query.device:
             raise ValueError(
                 f"query is on {call.query.device} and {name} on {facts.device}; move one of them,"
                 ' or name the backend that is to take them all, for example backend="numpy"'

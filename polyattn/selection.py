@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import NamedTuple
 
 from polyattn import registry
@@ -294,6 +295,8 @@ def _weigh(
         offered = _offered(site.kernels, insisted)
         for kernel in offered:
             candidate = _judge(name, kernel, site.problem, insisted is not None, chosen is not None)
+            if whole and candidate.status in ("chosen", "next"):
+                candidate = replace(candidate, remark=kernel.remark(site.problem))
             candidates.append(candidate)
             if candidate.status == "chosen":
                 chosen = Plan(kernel, site, call.query.device)
@@ -328,8 +331,11 @@ def _judge(
     backend: str, kernel: Kernel, problem: Problem, insisted: bool, taken: bool
 ) -> Candidate:
     missing = sorted(problem.features - kernel.features)
+    kinds = kernel.devices
     if missing:
         reasons = [f"it does not compute {', '.join(missing)}"]
+    elif kinds is not None and problem.device and problem.device_kind not in kinds:
+        reasons = [f"it runs on {', '.join(sorted(kinds))}, and this is on {problem.device_kind}"]
     else:
         reasons = kernel.reasons_against(problem)
         if not isinstance(reasons, list):

@@ -43,8 +43,7 @@ class TestStrict(BackendSuite):
 class TestJax(BackendSuite):
     """With and without jit: `test_lazy` is under it."""
 
-    backend = "array-api"
-    library = "jax.numpy"
+    backend = "jax"
     thorough = False
 
     def pytest_generate_tests(self, metafunc):

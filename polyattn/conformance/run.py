@@ -271,6 +271,9 @@ def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
 
 
 def _note_what_does_not_apply(section: Section) -> None:
+    for kernel in section.subject.elsewhere:
+        kinds = ", ".join(sorted(kernel.devices or ()))
+        section.plugin[f"the kernel {kernel.name}"] = f"not checked: it runs on {kinds}"
     for checked in section.kernels:
         for dtype in DTYPES:
             if dtype not in section.subject.dtypes:

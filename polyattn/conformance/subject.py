@@ -27,6 +27,9 @@ from polyattn.problem import DTYPES
 __all__ = ["Checked", "Subject"]
 
 
+CALLS_REMEMBERED = 100
+
+
 class Checked(NamedTuple):
     """A kernel as it is checked: as it is, or with tiles so small that short arrays have many.
 
@@ -113,6 +116,7 @@ class Subject:
                 )
         self.library = library or own
         self._known: dict[str, bool] = {}
+        self._calls = 0
         self._mover = self._find_mover()
         if self._mover is None:
             self._asarray = _maker(self.library)
@@ -201,9 +205,19 @@ class Subject:
     @cached_property
     def kernels(self) -> tuple[Checked, ...]:
         """The backend's kernels, and those that work in tiles once more, with small ones."""
-        kernels = registry.kernels_of(self._plugin)
+        kernels = [k for k in registry.kernels_of(self._plugin) if k not in self.elsewhere]
         small = [Checked(kernel, True) for kernel in kernels if kernel.tile is not None]
         return (*map(Checked, kernels), *small)
+
+    @cached_property
+    def elsewhere(self) -> tuple[Kernel, ...]:
+        """The backend's kernels that run on none of the devices at hand, so cannot be checked."""
+        if self._plugin is None:
+            return ()
+        at_hand = [self.device] if self.device else registry.devices_of(self._stem)
+        kinds = {device.partition(":")[0] for device in at_hand}
+        kernels = self._plugin.kernels
+        return tuple(k for k in kernels if k.devices is not None and not k.devices & kinds)
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         """Make the arguments of a call, in the library.
@@ -270,6 +284,7 @@ class Subject:
         Any
             What the function returns.
         """
+        self._forget_compiled()
         arrays, options = given or self.arguments(case)
         drawn = {name for name, option in case.options if isinstance(option, Draw)}
         traced = {name: x for name, x in options.items() if name in drawn}
@@ -279,6 +294,15 @@ class Subject:
             return function(*arrays, **options, **others, backend=self.backend, kernel=kernel)
 
         return (self.transform or (lambda f: f))(run)(arrays, traced)
+
+    def _forget_compiled(self) -> None:
+        """Let JAX forget what it compiled for calls long ago, each with memory maps of its own.
+
+        A process has no more than so many of those.
+        """
+        self._calls += 1
+        if self._calls % CALLS_REMEMBERED == 0 and self.library.partition(".")[0] == "jax":
+            importlib.import_module("jax").clear_caches()
 
 
 def _maker(library: str) -> Callable[[Any], Any]:

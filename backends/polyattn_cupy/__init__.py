@@ -1,0 +1,14 @@
+"""CuPy on CUDA. Importing this must not import CuPy."""
+
+from polyattn.plugin import BackendSpec
+
+__all__ = ["SPEC"]
+
+SPEC = BackendSpec(
+    name="cupy",
+    namespaces=("cupy",),
+    implementation="polyattn_cupy.backend:CupyBackend",
+    requires=("cupy",),
+    install='pip install "polyattn[cupy-cuda13x]", or cupy-cuda12x for a driver of CUDA 12',
+    devices=("cuda",),
+)

@@ -1,0 +1,98 @@
+"""JAX's devices and primitives.
+
+Everything here may be traced: nothing reads a value or waits for one, but `fetch` and
+`synchronize`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from polyattn.plugin import Array, Backend
+from polyattn_jax.cudnn import Cudnn
+from polyattn_jax.devices import all_devices, device_of
+from polyattn_jax.xla import Xla
+
+__all__ = ["JaxBackend"]
+
+ENGINES = {
+    "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+    "cuda plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
+}
+
+
+class JaxBackend(Backend):
+    """JAX arrays on any of its devices, traced ones included."""
+
+    kernels = (Cudnn(), Xla())
+
+    def __init__(self) -> None:
+        super().__init__(jnp)
+
+    def devices(self) -> list[str]:
+        """Return the devices at hand, JAX's default first."""
+        return list(all_devices())
+
+    def hardware(self, device: str) -> dict[str, str | int]:
+        """Return what JAX knows of a device."""
+        found: Any = device_of(device)
+        known: dict[str, str | int] = {}
+        if found.platform != "cpu":  # of which JAX knows only that it is one
+            known["name"] = found.device_kind
+        memory = (found.memory_stats() or {}).get("bytes_limit")
+        if memory is not None:
+            known["memory"] = memory
+        capability = getattr(found, "compute_capability", None)
+        if capability is not None:
+            known["compute_capability"] = str(capability)
+        return known
+
+    def engines(self) -> dict[str, str]:
+        """Return the versions of cuDNN and of JAX's CUDA plugin, if they are installed."""
+        found = {}
+        for engine, packages in ENGINES.items():
+            for package in packages:
+                try:
+                    found[engine] = importlib.metadata.version(package)
+                    break
+                except importlib.metadata.PackageNotFoundError:
+                    continue
+        return found
+
+    def place(self, array: Array, device: str | None) -> jax.Array:
+        """Return `array` as a JAX array, on the same memory where it can be."""
+        result: jax.Array = array if isinstance(array, jax.Array) else _import(array)
+        return result if device is None else jax.device_put(result, device_of(device))
+
+    def fetch(self, array: Array) -> Any:
+        """Return a JAX array as a NumPy array."""
+        return np.asarray(array)
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work on the device is done."""
+        # A device runs what it is given in order, so the last thing waits for all before it.
+        where = jax.devices()[0] if device is None else device_of(device)
+        (jax.device_put(0.0, where) + 0).block_until_ready()
+
+    def matmul(self, a: Array, b: Array) -> jax.Array:
+        """Return the matrix product of two stacks of matrices, in the whole of their precision."""
+        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _import(array: Array) -> jax.Array:
+    if not isinstance(array, (np.ndarray, np.generic)):
+        try:
+            return jnp.from_dlpack(array)
+        except Exception:  # a layout, dtype or device that JAX does not take by DLPack
+            array = np.from_dlpack(array)
+    if array.dtype == np.float64 != jax.dtypes.canonicalize_dtype(np.float64):
+        raise TypeError(
+            "JAX has float64 only after jax.config.update('jax_enable_x64', True); it would make"
+            " float32 of these arrays"
+        )
+    return jnp.asarray(array)

@@ -1,0 +1,180 @@
+"""One tile of scores: the formula's steps, and what they add to the sums of its rows.
+
+Maxima are constants to a gradient: the result does not depend on what is subtracted, and what does
+not matter need not be differentiated.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from polyattn.plugin import Array, Indices, Operands, Problem, Span
+
+__all__ = ["At", "Running", "add_tile", "finish", "scaled", "start"]
+
+# Elsewhere than on a CPU, XLA would else take float32 products at the precision of TF32.
+HIGHEST = lax.Precision.HIGHEST
+
+
+class Running(NamedTuple):
+    """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r)."""
+
+    output: Array  # (..., H, l, E)
+    reference: Array  # (..., H, l, 1)
+    total: Array  # (..., H, l, 1)
+
+
+class At(Indices):
+    """The (b, h, i, j) of a tile whose place is known only when it is computed."""
+
+    def __init__(
+        self, problem: Problem, like: Array, row: Any, rows: int, column: Any, columns: int
+    ) -> None:
+        super().__init__(problem, jnp, like, Span(0, rows), Span(0, columns))
+        self._first, self._lengths = (row, column), (rows, columns)
+
+    @property
+    def row(self) -> Array:
+        """The query row, shape (l, 1)."""
+        return super().row + self._first[0]
+
+    @property
+    def column(self) -> Array:
+        """The key, shape (1, s)."""
+        return super().column + self._first[1]
+
+    def keys(self, array: Array) -> Array:
+        """Cut out of key or value what is the tile's."""
+        return lax.dynamic_slice_in_dim(array, self._first[1], self._lengths[1], axis=-2)
+
+    def cut(self, array: Array) -> Array:
+        """Cut out of a mask or bias what falls on the tile."""
+        for axis, first, length in zip((-2, -1), self._first, self._lengths, strict=True):
+            if array.ndim >= -axis and array.shape[axis] != 1:
+                array = lax.dynamic_slice_in_dim(array, first, length, axis=axis)
+        return array
+
+
+def scaled(problem: Problem, query: Array) -> Array:
+    """Return scale · query, at least in float32, the heads of a group folded into its rows."""
+    return fold(problem, query.astype(problem.accumulator) * problem.scale)
+
+
+def fold(problem: Problem, array: Array) -> Array:
+    """Turn (..., H, l, n) into (..., G, H/G · l, n)."""
+    *batch, heads, rows, size = array.shape
+    groups = problem.key_heads
+    return array.reshape(*batch, groups, heads // groups * rows, size)
+
+
+def unfold(problem: Problem, array: Array) -> Array:
+    """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
+    *batch, groups, rows, size = array.shape
+    return array.reshape(*batch, problem.heads, groups * rows // problem.heads, size)
+
+
+def start(problem: Problem, x: Operands, rows: int) -> Running:
+    """Return the state before any key: empty, or the sink, a weight that has no value."""
+    dtype = problem.accumulator
+    shape = (*problem.batch, problem.heads, rows)
+    reference = jnp.full((*shape, 1), -math.inf, dtype)
+    total = jnp.zeros((*shape, 1), dtype)
+    if x.sinks is not None:
+        sinks = x.sinks.astype(dtype)[:, None, None]
+        highest = lax.stop_gradient(sinks)
+        reference = jnp.broadcast_to(highest, reference.shape)
+        total = jnp.broadcast_to(jnp.exp(sinks - or_zero(highest)), total.shape)
+    return Running(jnp.zeros((*shape, problem.value_size), dtype), reference, total)
+
+
+def or_zero(reference: Array) -> Array:
+    """Return the reference, and 0 where it is −inf, so that a row without keys makes no NaN."""
+    return jnp.where(reference == -math.inf, 0, reference)
+
+
+def add_tile(
+    problem: Problem, x: Operands, running: Running, query: Array, at: At, new: Array | None
+) -> Running:
+    """Add what the keys of a tile give its rows.
+
+    Parameters
+    ----------
+    problem, x
+        As a kernel is given them.
+    running : Running
+        The sums so far.
+    query : Array
+        What `scaled` made of these rows of the query.
+    at : At
+        Where the tile is.
+    new : Array or None
+        The first key that has not been added before, if some have.
+    """
+    s = scores(problem, x, query, at)
+    if new is not None:
+        s = jnp.where(at.column >= new, s, -math.inf)
+    highest = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
+    reference = jnp.maximum(running.reference, highest)
+    shift = or_zero(reference)
+    weights = jnp.exp(s - shift)
+    shrink = jnp.exp(running.reference - shift)
+    absent = problem.masks or new is not None
+    value = at.keys(x.value).astype(s.dtype)
+    return Running(
+        running.output * shrink + weighted_sum(problem, weights, s, value, absent),
+        reference,
+        running.total * shrink + jnp.sum(weights, axis=-1, keepdims=True),
+    )
+
+
+def scores(problem: Problem, x: Operands, query: Array, at: At) -> Array:
+    """Return the scores of a tile, −inf where a key is absent."""
+    key = at.keys(x.key).astype(query.dtype)
+    s = unfold(problem, jnp.matmul(query, key.mT, precision=HIGHEST))
+    if problem.softcap is not None:
+        s = problem.softcap * jnp.tanh(s / problem.softcap)
+    if x.score_mod is not None:
+        s = at.modified(x.score_mod, s)
+    if x.bias is not None:
+        bias = at.cut(x.bias).astype(s.dtype)
+        s = jnp.where(bias == -math.inf, -math.inf, s + bias)
+    for seen in at.visible(x, banded=True):
+        s = jnp.where(seen, s, -math.inf)
+    return s
+
+
+def weighted_sum(problem: Problem, weights: Array, s: Array, value: Array, absent: bool) -> Array:
+    """Return weights · value, in which an absent key's value takes no part."""
+    weights = fold(problem, weights)
+    if not absent:
+        return unfold(problem, jnp.matmul(weights, value, precision=HIGHEST))
+    # Values that are not finite spoil those rows alone that see them; most often there are none.
+    finite = jnp.isfinite(value)
+    result = jnp.matmul(weights, jnp.where(finite, value, 0), precision=HIGHEST)
+    seen = fold(problem, s != -math.inf).astype(value.dtype)
+
+    def spoilt() -> Array:
+        # NaN counts as both infinities, whose sum it is.
+        nothing = jnp.zeros_like(result)
+        for infinity in (math.inf, -math.inf):
+            spoils = ((value == infinity) | jnp.isnan(value)).astype(value.dtype)
+            nothing += jnp.where(jnp.matmul(seen, spoils) > 0, infinity, 0)
+        return nothing
+
+    spoils = lax.cond(jnp.all(finite), lambda: jnp.zeros_like(result), spoilt)
+    return unfold(problem, result + lax.stop_gradient(spoils))
+
+
+def finish(problem: Problem, running: Running, dtype: Any) -> tuple[Array, Array | None]:
+    """Divide, and return the output in `dtype` and the logsumexp if the problem asks for it."""
+    empty = running.total == 0
+    total = jnp.where(empty, 1, running.total)
+    output = (running.output / total).astype(dtype)
+    if "logsumexp" not in problem.features:
+        return output, None
+    logsumexp = jnp.where(empty, -math.inf, or_zero(running.reference) + jnp.log(total))
+    return output, logsumexp[..., 0]
