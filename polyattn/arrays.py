@@ -50,8 +50,9 @@ def is_compiling() -> bool:
 
 
 def _torch() -> Any:
-    # Another thread may be in the midst of importing it. A tensor in hand says that it is done.
-    return sys.modules["torch"] if _tensors else None
+    # Not from sys.modules: another thread may be in the midst of importing it, and torch.compile
+    # cannot trace a table that grows. A tensor that was seen says that it is whole.
+    return _modules.get("torch")
 
 
 def torch_transforms() -> frozenset[str]:
@@ -110,6 +111,7 @@ class ArrayFacts(NamedTuple):
 # repeats the work.
 _libraries: dict[type, Library] = {}
 _tensors: dict[type, Library] = {}
+_modules: dict[str, Any] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
@@ -138,8 +140,8 @@ def _is_tensor(cls: type) -> bool:
     if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
         return False
     xp = importlib.import_module("array_api_compat.torch")
-    strided = sys.modules["torch"].strided
-    _tensors[cls] = Library("torch", xp, cls.__name__ == "FakeTensor", strided)
+    torch = _modules["torch"] = sys.modules["torch"]
+    _tensors[cls] = Library("torch", xp, cls.__name__ == "FakeTensor", torch.strided)
     return True
 
 

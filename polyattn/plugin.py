@@ -39,8 +39,9 @@ bring `Kernel` objects, better primitives for the array-API kernels, and device 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import polyattn.arrays as arrays
@@ -155,6 +156,8 @@ class Kernel:
         Whether it compiles for each new shape and option, so that a first call takes seconds.
     devices : frozenset of str or None
         The kinds of device that it runs on, or None for all that its backend does.
+    only_on : mapping of str to frozenset of str
+        Features that it computes on some of those alone, and on which.
     tile : int or None
         Of a kernel that works in tiles, how many scores one holds at most, and what it reads when
         it is called: `polyattn.conformance` sets it low on a copy, so that small arrays have edges.
@@ -167,6 +170,7 @@ class Kernel:
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
+    only_on: ClassVar[Mapping[str, frozenset[str]]] = MappingProxyType({})
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

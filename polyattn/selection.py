@@ -331,13 +331,10 @@ def _judge(
     backend: str, kernel: Kernel, problem: Problem, insisted: bool, taken: bool
 ) -> Candidate:
     missing = sorted(problem.features - kernel.features)
-    kinds = kernel.devices
     if missing:
         reasons = [f"it does not compute {', '.join(missing)}"]
-    elif kinds is not None and problem.device and problem.device_kind not in kinds:
-        reasons = [f"it runs on {', '.join(sorted(kinds))}, and this is on {problem.device_kind}"]
     else:
-        reasons = kernel.reasons_against(problem)
+        reasons = _out_of_place(kernel, problem) or kernel.reasons_against(problem)
         if not isinstance(reasons, list):
             raise TypeError(
                 f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
@@ -349,3 +346,15 @@ def _judge(
     if waits is not None:
         return Candidate(backend, kernel.name, "on request", (waits,))
     return Candidate(backend, kernel.name, "next" if taken else "chosen")
+
+
+def _out_of_place(kernel: Kernel, problem: Problem) -> list[str]:
+    """Return why a kernel is not for the device of a problem, where that is known."""
+    here = problem.device_kind
+    only = {"": kernel.devices} | {f: kernel.only_on.get(f) for f in sorted(problem.features)}
+    return [
+        f"it {f'computes {what}' if what else 'runs'} on {', '.join(sorted(kinds))} alone, and this"
+        f" is on {here}"
+        for what, kinds in only.items()
+        if here and kinds is not None and here not in kinds
+    ]

@@ -148,7 +148,7 @@ def contenders(case: Case, threads: int) -> Iterator[tuple[str, Contender]]:
         bias = options.get("bias")
         mask = visible_of(case, options)
         yield "textbook", lambda: textbook(*arrays, visible=mask, bias=bias)
-        peers = (("jax", _jax), ("onnxruntime", _onnxruntime))
+        peers = (("polyattn jax", _our_jax), ("jax", _jax), ("onnxruntime", _onnxruntime))
         for name, make in peers if case.kind in ("full", "causal") else ():
             peer = make(arrays, case, threads)
             if peer is not None:
@@ -181,6 +181,18 @@ def _jax(arrays: list[Array], case: Case, threads: int) -> Contender | None:
     attend = jax.nn.dot_product_attention
     compiled = jax.jit(lambda q, k, v: attend(q, k, v, is_causal=case.kind == "causal"))
     return lambda: compiled(*turned).block_until_ready().swapaxes(1, 2)
+
+
+def _our_jax(arrays: list[Array], case: Case, threads: int) -> Contender | None:
+    try:
+        import jax
+    except ImportError:
+        return None
+    on_cpu = jax.devices("cpu")[0]
+    placed = [jax.device_put(array, on_cpu) for array in arrays]
+    causal = case.kind == "causal"
+    compiled = jax.jit(lambda q, k, v: polyattn.attention(q, k, v, is_causal=causal))
+    return lambda: compiled(*placed).block_until_ready()
 
 
 def _onnxruntime(arrays: list[Array], case: Case, threads: int) -> Contender | None:

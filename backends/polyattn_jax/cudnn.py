@@ -42,9 +42,8 @@ class Cudnn(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN, or what `jax.nn` makes of it, cannot take the problem."""
-        kind = problem.device_kind or default_kind()
-        if kind != "cuda":
-            return [f"it runs on CUDA, and this on {kind}"]
+        if not problem.device and default_kind() != "cuda":
+            return [f"it runs on cuda alone, and JAX would put this on {default_kind()}"]
         reasons = mismatches(problem)
         return reasons or trial(problem)
 

@@ -100,9 +100,15 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile, wide where rows are few."""
     heads = math.prod(problem.batch) * problem.heads
     area = max(tile // heads, min(tile, SMALLEST))
-    rows = min(problem.query_length, max(1, math.isqrt(area)))
-    columns = min(problem.key_length, max(1, area // rows))
-    return min(problem.query_length, max(1, area // columns)), columns
+    rows = even(problem.query_length, math.isqrt(area))
+    columns = even(problem.key_length, area // rows)
+    return even(problem.query_length, area // columns), columns
+
+
+def even(length: int, most: int) -> int:
+    """Return a size of at most `most` that cuts `length` into as few blocks, and about equal."""
+    blocks = -(-length // max(1, most))
+    return -(-length // blocks)
 
 
 def attend(problem: Problem, tile: int, x: Operands) -> tuple[Array, Array | None]:

@@ -5,6 +5,7 @@ Autocast must not reach a kernel: it would turn float32 products into 16-bit one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +36,28 @@ class TorchBackend(Backend):
             count = torch.accelerator.device_count()
             found += [f"{accelerator.type}:{number}" for number in range(count)]
         return found
+
+    def hardware(self, device: str) -> dict[str, str | int]:
+        """Return what torch knows of an accelerator, and nothing of the CPU."""
+        known: dict[str, str | int] = {}
+        with contextlib.suppress(Exception):  # it is not here, or cannot be asked
+            if device.startswith(("cuda", "xpu")):
+                properties = getattr(torch, device.partition(":")[0]).get_device_properties(device)
+                known = {"name": properties.name, "memory": properties.total_memory}
+            if device.startswith("cuda") and torch.version.hip is None:
+                known["compute_capability"] = f"{properties.major}.{properties.minor}"
+            if device.startswith("mps"):
+                known = {"memory": torch.mps.recommended_max_memory()}
+        return known
+
+    def engines(self) -> dict[str, str]:
+        """Return the versions of CUDA or ROCm and of cuDNN, of those that torch is built with."""
+        known = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": None}
+        with contextlib.suppress(Exception):  # a build with it on a machine without
+            number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+            if number is not None and torch.version.hip is None:
+                known["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+        return {name: version for name, version in known.items() if version is not None}
 
     def place(self, array: Array, device: str | None) -> torch.Tensor:
         """Return `array` as a tensor on `device`, on the same memory where it is there already."""

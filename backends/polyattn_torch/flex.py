@@ -1,14 +1,18 @@
 """torch's FlexAttention, compiled for each problem.
 
-Compiling takes seconds and a C++ compiler on the CPU, so there it waits to be asked for by name.
+Compiling takes seconds, so a call must be worth it or ask for it by name: a mask or score function
+over many scores on CUDA is, where the array-API kernels write each step to memory. On the CPU it
+takes a C++ compiler and gains less.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import types
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +21,18 @@ from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, in_band
 from polyattn_torch.batched import one_batch_axis, whole_score_axes
 
 __all__ = ["Flex"]
+
+try:
+    from torch.nn.attention.flex_attention import AuxRequest
+except ImportError:  # torch 2.9 and before
+    AuxRequest = None  # type: ignore[assignment, misc]
+
+WITHOUT_GRADIENT = {"cpu": "the CPU", "mps": "MPS"}
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+# From this many scores on (64 MiB of float32), those of L = S = 1024 with 16 heads, a call on CUDA
+# is worth compiling for. One row at a time, of which each length would compile anew, is below.
+WORTH_COMPILING = 2**24
 
 
 class Flex(Kernel):
@@ -29,6 +45,7 @@ class Flex(Kernel):
             "bias",
             "causal",
             "grouped_heads",
+            "logsumexp",
             "mask",
             "mask_mod",
             "query_offset",
@@ -40,11 +57,20 @@ class Flex(Kernel):
             "window",
         }
     )
+    only_on = MappingProxyType({"logsumexp": frozenset({"cuda"})})
     poison_safe = False
     compiles = True
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Compiling is not for a call that did not ask for it."""
+        """Compiling is not for a call that did not ask for it, unless it is worth it."""
+        by_function = not problem.features.isdisjoint(("mask_mod", "score_mod"))
+        if (
+            by_function
+            and problem.device_kind == "cuda"
+            and problem.query_length > 1
+            and math.prod(problem.scores) >= WORTH_COMPILING
+        ):
+            return None
         return "it compiles for seconds at the first call of each shape"
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -56,8 +82,15 @@ class Flex(Kernel):
             reasons.append("it takes no empty arrays")
         if problem.device_kind == "cpu" and problem.dtype == "float64":
             reasons.append("it has no float64 on the CPU")
-        if problem.device_kind == "cpu" and problem.requires_grad:
-            reasons.append("it has no gradient on the CPU (pytorch#169646)")
+        if problem.device_kind == "cuda":
+            reasons += _reasons_on_cuda(problem)
+        if problem.device_kind == "meta":
+            reasons.append("it takes no tensors without data")
+        if problem.device_kind in WITHOUT_GRADIENT and problem.requires_grad:
+            where = WITHOUT_GRADIENT[problem.device_kind]
+            reasons.append(f"it has no gradient on {where} (pytorch#169646)")
+        if AuxRequest is None and "logsumexp" in problem.features:
+            reasons.append("this release of torch returns no logsumexp from it")
         if problem.converted and not problem.features.isdisjoint(("mask_mod", "score_mod")):
             reasons.append("it compiles mask and score functions, which are of another library")
         return reasons
@@ -65,21 +98,39 @@ class Flex(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output."""
+        """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
         flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
+        aux: Any = {"return_aux": AuxRequest(lse=True)} if "logsumexp" in problem.features else {}
         output = flex(
             query, key, value, _score_mod(problem, operands), problem.scale,
-            "grouped_heads" in problem.features,
+            "grouped_heads" in problem.features, **aux,
         )  # fmt: skip
-        return output.reshape(*problem.batch, *output.shape[-3:]), None
+        logsumexp = None
+        if aux:
+            output, auxiliary = output
+            logsumexp = auxiliary.lse.reshape(*problem.batch, *output.shape[-3:-1])
+        return output.reshape(*problem.batch, *output.shape[-3:]), logsumexp
 
 
-def _call(query: Any, key: Any, value: Any, score_mod: Any, scale: float, enable_gqa: bool) -> Any:
+def _reasons_on_cuda(problem: Problem) -> list[str]:
+    reasons = []
+    if not HAS_TRITON:
+        reasons.append("it is compiled by Triton, which is not installed")
+    if problem.dtype == "float64":
+        reasons.append("it has no float64 on CUDA")
+    if min(problem.head_size, problem.value_size) < 16:
+        reasons.append("it takes vectors of 16 and more on CUDA")
+    return reasons
+
+
+def _call(
+    query: Any, key: Any, value: Any, score_mod: Any, scale: float, enable_gqa: bool, **aux: Any
+) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention(
-        query, key, value, score_mod=score_mod, scale=scale, enable_gqa=enable_gqa
+        query, key, value, score_mod=score_mod, scale=scale, enable_gqa=enable_gqa, **aux
     )
 
 

@@ -1,18 +1,22 @@
 """torch's own scaled_dot_product_attention, for what it computes by the semantics exactly.
 
-Its is_causal counts from the first key, so it is used for square scores alone; any other band is
-passed as a mask. On the CPU a row without keys gives 0, as it should (torch >= 2.5).
+On the CPU a row without keys gives 0, as it should (torch >= 2.5). What torch does not hand on, or
+computes wrongly, goes another way, which is looked up once and costs the plain call nothing.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.nn.functional as F
 
-from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, is_full
-from polyattn_torch.batched import one_batch_axis, whole_score_axes
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_torch.attn_mask import attn_mask, made_mask
+from polyattn_torch.batched import one_batch_axis
+from polyattn_torch.detours import Arrays, detoured, returned
+from polyattn_torch.facts import facts_of
+from polyattn_torch.quirks import refusals
+from polyattn_torch.remark import remark_on
+from polyattn_torch.route import route_of, why_no_engine
+from polyattn_torch.selftest import TESTED, disagreement
 
 __all__ = ["Sdpa"]
 
@@ -31,6 +35,7 @@ class Sdpa(Kernel):
             "bias",
             "causal",
             "grouped_heads",
+            "logsumexp",
             "mask",
             "mask_mod",
             "query_offset",
@@ -45,19 +50,18 @@ class Sdpa(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute something else, or too dearly."""
-        reasons = []
+        reasons = refusals(problem, facts_of(problem.device))
         if "jvp" in problem.transforms:
             reasons.append("it has no forward derivative")
-        made = _made_mask(problem)
+        without = why_no_engine(problem)
+        if without is not None:
+            return [*reasons, without]
+        made = made_mask(problem, banded=route_of(problem).banded)
         if made > LARGEST_MADE_MASK:
             reasons.append(f"it needs a mask made for it, here of {made:,} elements")
-        if (
-            problem.bias_dtype not in (None, problem.dtype)
-            and problem.dtype in ("float16", "bfloat16")
-            and problem.device_kind != "cpu"
-        ):
-            # pytorch#191612: cuDNN reads the bits of a float32 mask as 16-bit numbers.
-            reasons.append(f"it cannot add a {problem.bias_dtype} bias to {problem.dtype} scores")
+        if problem.device_kind in TESTED and not reasons:
+            found = disagreement(problem.device_kind, self)
+            reasons += [] if found is None else [found]
         return reasons
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -66,70 +70,36 @@ class Sdpa(Kernel):
             return "torch.func.vmap would call it item by item"
         return None
 
+    def remark(self, problem: Problem) -> str | None:
+        """Name the engine that torch would take."""
+        return remark_on(problem, route_of(problem))
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output."""
-        mask = _mask(problem, operands, backend) if problem.masks else None
-        output = F.scaled_dot_product_attention(
-            one_batch_axis(problem, operands.query),
-            one_batch_axis(problem, operands.key),
-            one_batch_axis(problem, operands.value),
-            attn_mask=mask,
-            # A plain bool, where torch.compile would make a symbol of the lengths compared.
-            is_causal=True if mask is None and _is_square_causal(problem) else False,  # noqa: SIM210
-            scale=problem.scale,
-            enable_gqa="grouped_heads" in problem.features,
-        )
+        """Return the output, and the logsumexp if the problem asks for it."""
+        route = route_of(problem)
+        query = one_batch_axis(problem, operands.query)
+        key = one_batch_axis(problem, operands.key)
+        value = one_batch_axis(problem, operands.value)
+        mask, empty, logsumexp = None, None, None
+        if route.masked:
+            mask = attn_mask(problem, operands, backend, banded=route.banded)
+        if route.detours:
+            (query, key, value, mask), empty = detoured(
+                problem, route.detours, Arrays(query, key, value, mask)
+            )
+        if route.engine is None:
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=route.is_causal,
+                scale=problem.scale, enable_gqa=route.enable_gqa,
+            )  # fmt: skip
+        else:
+            output, logsumexp = route.engine.call(problem, query, key, value, mask)
+        if route.detours:
+            output, logsumexp = returned(problem, output, logsumexp, empty)
         if len(problem.batch) != 1:
             output = output.reshape(*problem.batch, *output.shape[-3:])
-        return output, None
-
-
-def _is_square_causal(problem: Problem) -> bool:
-    """Whether torch's is_causal means just what this problem's band means."""
-    return (
-        problem.is_causal
-        and problem.window[0] is None
-        and problem.query_offset == 0
-        and problem.query_length == problem.key_length
-        and problem.features.isdisjoint(("mask", "mask_mod", "bias"))
-    )
-
-
-def _hides_nothing(problem: Problem) -> bool:
-    return is_full(problem, Span(0, problem.query_length), Span(0, problem.key_length))
-
-
-def _needs_mask(problem: Problem) -> bool:
-    return not (_hides_nothing(problem) or _is_square_causal(problem))
-
-
-def _made_mask(problem: Problem) -> int:
-    """Return how many elements a mask may have that is not there yet."""
-    scores = problem.query_length * problem.key_length
-    if "mask_mod" in problem.features:
-        return scores * math.prod(problem.batch) * problem.heads
-    if not _needs_mask(problem):
-        return 0
-    return scores * (math.prod(problem.batch) if problem.query_offset is None else 1)
-
-
-def _mask(problem: Problem, x: Operands, backend: Backend) -> torch.Tensor | None:
-    """Return all that hides keys and the bias as one attn_mask, or None."""
-    mask: torch.Tensor | None = None
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    indices = Indices(problem, backend.xp, x.query, rows, columns)
-    for seen in indices.visible(x, banded=_needs_mask(problem)):
-        mask = seen if mask is None else mask & seen
-    if x.bias is not None:
-        bias = _as_scores(problem, x.bias)
-        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-    return None if mask is None else whole_score_axes(problem, mask)
-
-
-def _as_scores(problem: Problem, bias: torch.Tensor) -> torch.Tensor:
-    """Return the bias in a dtype that sdpa takes and that loses nothing of the scores' own."""
-    if problem.bias_dtype == problem.dtype:
-        return bias
-    return bias.to(getattr(torch, problem.accumulator))
+            if logsumexp is not None:
+                logsumexp = logsumexp.reshape(*problem.batch, *logsumexp.shape[-2:])
+        return output, logsumexp

@@ -246,7 +246,7 @@ def check_declarations(subject: Subject, checked: Checked, cases: Mapping[str, C
     """
     taken = [c for c in cases_for(subject, checked, cases) if takes(subject, checked, c)]
     assert taken, f"no case is taken by {checked}"
-    idle = set(checked.kernel.features).difference(*(case.features for case in taken))
+    idle = set(subject.declared(checked.kernel)).difference(*(case.features for case in taken))
     kernels = {case: checked.for_case(case) for case in taken}
     if any(subject.explain(c, k, logsumexp=True).chosen is not None for c, k in kernels.items()):
         idle -= {"logsumexp"}

@@ -262,7 +262,7 @@ def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
             continue
         # Every case that agrees is asked for its logsumexp.
         wanted = asked | {"logsumexp"} if agreed else asked
-        for feature in sorted(checked.kernel.features & wanted):
+        for feature in sorted(section.subject.declared(checked.kernel) & wanted):
             cell = section.cell(feature, checked)
             if not cell.agreed + cell.elsewhere + len(cell.failures):
                 text = f"it declares {feature}, and no case that it takes needs it"

@@ -212,12 +212,27 @@ class Subject:
     @cached_property
     def elsewhere(self) -> tuple[Kernel, ...]:
         """The backend's kernels that run on none of the devices at hand, so cannot be checked."""
+        own = () if self._plugin is None else self._plugin.kernels
+        return tuple(k for k in own if k.devices is not None and not k.devices & self.kinds)
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of device that are checked; none where they cannot be named."""
         if self._plugin is None:
-            return ()
+            return frozenset()
         at_hand = [self.device] if self.device else registry.devices_of(self._stem)
-        kinds = {device.partition(":")[0] for device in at_hand}
-        kernels = self._plugin.kernels
-        return tuple(k for k in kernels if k.devices is not None and not k.devices & kinds)
+        return frozenset(device.partition(":")[0] for device in at_hand)
+
+    def declared(self, kernel: Kernel) -> frozenset[str]:
+        """Return the features that a kernel declares for the kinds of device that are checked.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            The kernel.
+        """
+        elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
+        return frozenset(kernel.features) - elsewhere
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
         """Make the arguments of a call, in the library.

@@ -1,0 +1,148 @@
+"""CuPy's devices and primitives.
+
+Arrays of other libraries that are on a CUDA device come by DLPack, on the same memory; all others
+by way of NumPy. Nothing here waits for a device but `fetch` and `synchronize`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import array_api_compat.cupy as xp
+import cupy
+import numpy as np
+
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_cupy import loading
+from polyattn_cupy.cudnn import Cudnn
+from polyattn_cupy.fused import Fused
+
+__all__ = ["CupyBackend"]
+
+ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
+
+
+class CupyBackend(Backend):
+    """CuPy arrays on CUDA devices.
+
+    Raises
+    ------
+    RuntimeError
+        If there is no device, or no driver for one.
+    """
+
+    kernels = (Cudnn(), Fused())
+
+    def __init__(self) -> None:
+        super().__init__(xp)
+        count, cause = 0, ""
+        try:
+            count = cupy.cuda.runtime.getDeviceCount()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            cause = f" ({error})"
+        if not count:
+            raise RuntimeError(
+                f"CUDA finds no device{cause}: CuPy needs an NVIDIA GPU and its driver"
+            )
+        self._devices = [f"cuda:{number}" for number in range(count)]
+
+    def devices(self) -> list[str]:
+        """Return the CUDA devices at hand."""
+        return list(self._devices)
+
+    def hardware(self, device: str) -> dict[str, str | int]:
+        """Return the name, memory and compute capability of a device."""
+        found = cupy.cuda.runtime.getDeviceProperties(_number(device))
+        return {
+            "name": found["name"].decode(),
+            "memory": int(found["totalGlobalMem"]),
+            "compute_capability": f"{found['major']}.{found['minor']}",
+        }
+
+    def engines(self) -> dict[str, str]:
+        """Return the versions of CUDA, cuDNN and its frontend."""
+        version = cupy.cuda.runtime.runtimeGetVersion()
+        return {"cuda": f"{version // 1000}.{version % 1000 // 10}", **loading.versions()}
+
+    def place(self, array: Array, device: str | None) -> Array:
+        """Return `array` as CuPy's on `device`, on the same memory where it is there already."""
+        if not isinstance(array, cupy.ndarray):
+            array = _import(array, 0 if device is None else _number(device))
+        if device is None or array.device.id == _number(device):
+            return array
+        with cupy.cuda.Device(_number(device)):
+            return array.copy()
+
+    def fetch(self, array: Array) -> Any:
+        """Return an array as NumPy's, once it is computed."""
+        return cupy.asnumpy(array)
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work on the device is done."""
+        cupy.cuda.Device(None if device is None else _number(device)).synchronize()
+
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return the matrix product of two stacks of matrices."""
+        return cupy.matmul(a, b)
+
+    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
+        """Return the undivided softmax, with one array as large as the scores."""
+        maximum = scores.max(axis=-1, keepdims=True)
+        weights = scores - cupy.where(maximum == -cupy.inf, 0, maximum)
+        cupy.exp(weights, out=weights)
+        return weights, maximum, weights.sum(axis=-1, keepdims=True)
+
+    def stack_rows(
+        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
+    ) -> tuple[Array, Array | None]:
+        """Write each block of rows where it belongs, so that none is held twice."""
+        output = cupy.empty((*problem.scores[:-1], problem.value_size), like.dtype)
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            logsumexp = cupy.empty(problem.scores[:-1], problem.accumulator)
+        return self.write_rows(output, logsumexp, blocks)
+
+    def is_eager(self, array: Array) -> bool:
+        """Reading a value would wait for the device."""
+        return False
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel on the device of the query, whichever is the current one."""
+        with operands.query.device:
+            return kernel(problem, operands, self)
+
+
+def _number(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _import(array: Array, device: int) -> Array:
+    """Return an array of another library as CuPy's, on the device where it is or on `device`."""
+    if not isinstance(array, np.ndarray | np.generic):
+        kind, number = map(int, array.__dlpack_device__())
+        if kind in ON_CUDA:
+            with cupy.cuda.Device(number):
+                return cupy.from_dlpack(array)
+        array = _as_numpy(array)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    with cupy.cuda.Device(device):
+        return cupy.asarray(array)
+
+
+def _as_numpy(array: Array) -> Any:
+    """Return an array that lies in the host's memory as NumPy's."""
+    torch = sys.modules.get("torch")
+    if torch is not None and getattr(array, "dtype", None) is torch.bfloat16:
+        import ml_dtypes
+
+        # NumPy, whose bfloat16 is another package's, takes it by no DLPack.
+        return array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    try:
+        return np.from_dlpack(array)
+    except (AttributeError, BufferError, RuntimeError, TypeError):
+        return np.asarray(array)

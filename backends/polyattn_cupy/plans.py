@@ -1,0 +1,146 @@
+"""cuDNN's plans: built once for each graph, run on the caller's stream.
+
+A plan and its handle belong to one thread and one device: cuDNN writes to both while it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import cupy
+
+from polyattn_cupy import graphs, loading
+from polyattn_cupy.graphs import Graph
+
+__all__ = ["compute_capability", "run", "why_unsupported"]
+
+# Of one thread on one device, for callers whose shapes hardly repeat.
+MOST_PLANS = 256
+
+
+class _Plan:
+    """A graph that cuDNN supports, compiled when it first runs."""
+
+    def __init__(self, graph: Graph, handle: Any) -> None:
+        self.graph = graphs.build(graph, handle=handle)
+        self.workspace: int | None = None
+        self.execute: Any = None
+
+    def run(self, pointers: dict[int, int], handle: Any) -> None:
+        """Queue it on the handle's stream."""
+        if self.workspace is None:
+            self.graph.build_plans()
+            self.execute = self._direct() or self._public
+            self.workspace = int(self.graph.get_workspace_size())
+        # CuPy's pool gives memory back to no other stream, so it may be let go at once.
+        workspace = cupy.cuda.alloc(self.workspace) if self.workspace else None
+        self.execute(pointers, 0 if workspace is None else workspace.ptr, handle)
+
+    def _public(self, pointers: dict[int, int], workspace: int, handle: Any) -> None:
+        self.graph.execute(pointers, workspace, handle=handle)
+
+    def _direct(self) -> Any:
+        """Return a way past `execute`, which looks at every pointer for 40 µs, or None.
+
+        Where the frontend is made otherwise, or one of its own engines is at work, there is none.
+        """
+        graph = self.graph
+        queue = getattr(getattr(graph, "_lowered_graph", None), "_execute_plan_at_index", None)
+        chosen, choices = getattr(graph, "_plan_index", 0), getattr(graph, "plans", None)
+        index = getattr(choices[chosen], "cpp_index", None) if choices else None
+        if queue is None or index is None or getattr(graph, "selected_engine", None) is not None:
+            return None
+
+        def direct(pointers: dict[int, int], workspace: int, handle: Any) -> None:
+            queue(pointers, workspace, index, handle.backend_handle, None, None, None)
+
+        return direct
+
+
+# ---- one thread on one device ------------------------------------------------------------------
+
+
+class _Engine:
+    """A handle and the plans that were built with it, those not used for longest forgotten."""
+
+    def __init__(self) -> None:
+        self.handle = loading.library().create_handle()
+        self.stream: int | None = None
+        self.plans: OrderedDict[Graph, _Plan] = OrderedDict()
+
+    def __del__(self) -> None:
+        # When Python ends, the driver may be gone before; it then has freed all.
+        handle = getattr(self, "handle", None)
+        if handle is not None and not sys.is_finalizing():
+            loading.library().destroy_handle(handle)
+
+    def plan(self, graph: Graph) -> _Plan:
+        """Return the plan of a graph."""
+        plan = self.plans.get(graph)
+        if plan is None:
+            plan = self.plans[graph] = _Plan(graph, self.handle)
+            if len(self.plans) > MOST_PLANS:
+                self.plans.popitem(last=False)
+        else:
+            self.plans.move_to_end(graph)
+        return plan
+
+    def follow(self, stream: int) -> None:
+        """Put what follows on a stream, which costs cuDNN some questions to the driver."""
+        if stream != self.stream:
+            loading.library().set_stream(handle=self.handle, stream=stream)
+            self.stream = stream
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.engines: dict[int, _Engine] = {}
+
+
+_local = _Local()
+
+
+def _engine() -> _Engine:
+    device = cupy.cuda.runtime.getDevice()
+    engine = _local.engines.get(device)
+    if engine is None:
+        engine = _local.engines[device] = _Engine()
+    return engine
+
+
+def run(graph: Graph, pointers: dict[int, int]) -> None:
+    """Compute a graph on the current device and stream, without waiting.
+
+    Parameters
+    ----------
+    graph : Graph
+        What is to be computed.
+    pointers : dict of int to int
+        The addresses of its arrays, by `QUERY`, `KEY` and so on.
+    """
+    engine = _engine()
+    plan = engine.plan(graph)
+    engine.follow(cupy.cuda.get_current_stream().ptr)
+    plan.run(pointers, engine.handle)
+
+
+@functools.lru_cache(maxsize=1024)
+def why_unsupported(graph: Graph, device: int) -> str | None:
+    """Return why cuDNN cannot compute a graph on a device, or None."""
+    with cupy.cuda.Device(device):
+        try:
+            _engine().plan(graph)
+        except Exception as error:  # whatever it is, cuDNN has no plan
+            return f"cuDNN says: {loading.first_line(error)}"
+    return None
+
+
+@functools.cache
+def compute_capability(device: int) -> tuple[int, int]:
+    """Return the version (major, minor) of what a device can do."""
+    digits = cupy.cuda.Device(device).compute_capability
+    return int(digits[:-1]), int(digits[-1])

@@ -1,0 +1,31 @@
+"""Arrays with one batch axis, which is all that cuBLAS and cuDNN take."""
+
+from __future__ import annotations
+
+import math
+
+import cupy
+
+from polyattn.plugin import Array, Problem
+
+__all__ = ["one_batch_axis", "with_score_axes"]
+
+
+def one_batch_axis(problem: Problem, array: Array) -> Array:
+    """Return query, key or value with its batch axes broadcast and made one, copied if need be."""
+    batch, shape = problem.batch, array.shape
+    if len(shape) == 4 and shape[:1] == batch:
+        return array
+    if shape[:-3] != batch:
+        array = cupy.broadcast_to(array, (*batch, *shape[-3:]))
+    return array.reshape(math.prod(batch), *shape[-3:])
+
+
+def with_score_axes(problem: Problem, array: Array) -> Array:
+    """Return a mask or bias with the axes (batch item, head, row, key), each whole or 1."""
+    rank = len(problem.batch) + 3
+    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
+    last = array.shape[-3:]
+    if math.prod(array.shape[:-3]) > 1:
+        array = cupy.broadcast_to(array, (*problem.batch, *last))
+    return array.reshape(-1, *last)

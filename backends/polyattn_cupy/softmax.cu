@@ -1,0 +1,144 @@
+// Steps 2 to 7 of the formula on a block of rows of scores: one thread block a row.
+//
+// The weights take the place of the scores. Weights of 16 bits take the first half of their row's
+// memory, so each batch of threads must have read its scores before it writes: hence the
+// __syncthreads() of the last loop.
+
+typedef long long integer;
+
+// Without CUDA's headers, which not every installation has.
+#ifdef __CUDACC__
+struct float16 {
+    unsigned short bits;
+    __device__ float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+    __device__ operator float() const
+    {
+        float x;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+        return x;
+    }
+};
+#else
+typedef _Float16 float16;
+#endif
+
+struct bfloat16 {
+    unsigned short bits;
+    __device__ bfloat16(float x)
+    {
+        unsigned int whole = __float_as_uint(x);
+        whole += 0x7fff + (whole >> 16 & 1);  // to the nearest, ties to even
+        bits = x == x ? whole >> 16 : 0x7fff;
+    }
+    __device__ operator float() const { return __uint_as_float((unsigned int)bits << 16); }
+};
+
+// Strides of an array that broadcasts to (batch item, head, row, key), in elements.
+struct Strides {
+    integer item, head, row, key;
+};
+
+// Every member has eight bytes: the same memory as the NumPy record that it is filled from.
+struct Rows {
+    void *scores;           // as many rows as the grid has blocks
+    void *logsumexp;        // of the whole call, (items, heads, length), or null
+    const bool *mask;       // or null
+    const void *bias;       // or null
+    const void *sinks;      // one per head, or null
+    const integer *offset;  // one per batch item, or null
+    Strides mask_strides, bias_strides;
+    integer pitch;           // from one row of scores to the next
+    integer unit, row, key;  // the first of this block: pair of item and key head, folded row, key
+    integer rows, keys;      // how many of this block
+    integer length;          // query rows of one head
+    integer groups;          // key heads
+    integer members;         // query heads of one key head, folded into its rows
+    integer low, high;       // the band: i + low <= j <= i + high
+    double softcap;          // or 0
+    double lift;             // the weights are written this many times as large
+};
+
+// What has been seen of a row: its greatest score, and the sum of exp(score - top).
+template <class Real> struct Running {
+    Real top, sum;
+
+    __device__ void add(Real score, Real none)
+    {
+        if (score > top) {
+            sum = sum * exp(top - score) + 1;
+            top = score;
+        } else if (score != none) {
+            sum += exp(score - top);
+        }
+    }
+
+    __device__ void join(const Running &other, Real none)
+    {
+        Real both = top > other.top ? top : other.top;
+        // A sum beside a top of -inf is 0, or NaN, which has to stay.
+        sum = (top == none ? sum : sum * exp(top - both))
+            + (other.top == none ? other.sum : other.sum * exp(other.top - both));
+        top = both;
+    }
+};
+
+template <class Weight, class Real, class Bias> __global__ void softmax(const Rows x)
+{
+    const Real none = __uint_as_float(0xff800000);  // -inf: the score of an absent key
+    const integer unit = x.unit + blockIdx.x / x.rows, folded = x.row + blockIdx.x % x.rows;
+    const integer item = unit / x.groups;
+    const integer head = unit % x.groups * x.members + folded / x.length;
+    const integer i = folded % x.length;
+    const integer place = i + (x.offset ? x.offset[item] : 0);
+
+    Real *scores = (Real *)x.scores + blockIdx.x * x.pitch;
+    const Strides m = x.mask_strides, b = x.bias_strides;
+    const bool *mask = x.mask ? x.mask + item * m.item + head * m.head + i * m.row : 0;
+    const Bias *bias = (const Bias *)x.bias;
+    bias = bias ? bias + item * b.item + head * b.head + i * b.row : 0;
+    const Real softcap = (Real)x.softcap;
+
+    auto score = [&](integer column) -> Real {
+        const integer j = x.key + column;
+        if (j < place + x.low || j > place + x.high || (mask && !mask[j * m.key])) return none;
+        Real s = scores[column];
+        if (softcap > 0) s = softcap * tanh(s / softcap);
+        if (!bias) return s;
+        const Real added = (Real)bias[j * b.key];
+        return added == none ? none : s + added;
+    };
+
+    Running<Real> mine = {none, 0};
+    if (x.sinks && threadIdx.x == 0) mine.add(((const Real *)x.sinks)[head], none);
+    for (integer j = threadIdx.x; j < x.keys; j += blockDim.x) mine.add(score(j), none);
+
+    __shared__ Real tops[MOST_THREADS], sums[MOST_THREADS];
+    tops[threadIdx.x] = mine.top, sums[threadIdx.x] = mine.sum;
+    for (unsigned int half = blockDim.x / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) {
+            const Running<Real> other = {tops[threadIdx.x + half], sums[threadIdx.x + half]};
+            mine.join(other, none);
+            tops[threadIdx.x] = mine.top, sums[threadIdx.x] = mine.sum;
+        }
+    }
+    __syncthreads();
+    const Real top = tops[0], sum = sums[0], lift = (Real)x.lift;
+
+    if (x.logsumexp && threadIdx.x == 0) {
+        const integer heads = x.groups * x.members;
+        Real *logsumexp = (Real *)x.logsumexp + (item * heads + head) * x.length + i;
+        *logsumexp = sum == 0 ? none : top + log(sum);
+    }
+    Weight *weights = (Weight *)scores;
+    for (integer first = 0; first < x.keys; first += blockDim.x) {
+        const integer j = first + threadIdx.x;
+        Real weight = 0;
+        if (j < x.keys) {
+            const Real s = score(j);
+            if (s != none) weight = exp(s - top) / sum * lift;
+        }
+        if (sizeof(Weight) < sizeof(Real)) __syncthreads();
+        if (j < x.keys) weights[j] = (Weight)weight;
+    }
+}

@@ -1,0 +1,120 @@
+"""What cuDNN says of the graphs that are made for it, on a machine without a GPU.
+
+cuDNN itself is asked whether it supports each case on a device of compute capability 9.0, whose
+properties are in sm90_device.json. No driver is needed: one is made up, which fails at everything.
+
+``make cudnn-plans`` fetches cuDNN and cuBLAS, about 1 GB, into a folder that it hands to this. It ends
+with 1 where cuDNN answers otherwise than is written here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+LONG = (2, 8, 512, 64)
+SHORT = (2, 8, 100, 64)
+GROUPED = (2, 2, 512, 64)
+YES = ""
+#: Query, key and value, options, and a part of cuDNN's refusal.
+CASES = {
+    "plain": ((LONG, LONG, LONG), {}, YES),
+    "one head": (((512, 64), (300, 64), (300, 64)), {}, YES),
+    "grouped": ((LONG, GROUPED, GROUPED), {}, YES),
+    "logsumexp": ((LONG, GROUPED, GROUPED), {"logsumexp": True}, YES),
+    "value size": ((LONG, GROUPED, (2, 2, 512, 40)), {}, YES),
+    "size 8": (((2, 8, 77, 8),) * 3, {}, YES),
+    "size 128": (((2, 8, 77, 128),) * 3, {}, YES),
+    "size 256": (((2, 8, 77, 256),) * 3, {}, YES),
+    "causal": ((SHORT, GROUPED, GROUPED), {"is_causal": True}, YES),
+    "causal, square": ((LONG, GROUPED, GROUPED), {"is_causal": True}, YES),
+    "causal, from the first": (
+        (SHORT, GROUPED, GROUPED),
+        {"is_causal": True, "query_offset": 0},
+        YES,
+    ),
+    "causal, more queries": ((LONG, SHORT, SHORT), {"is_causal": True}, YES),
+    "causal, elsewhere": ((SHORT, GROUPED, GROUPED), {"is_causal": True, "query_offset": 9}, YES),
+    "left window": ((SHORT, GROUPED, GROUPED), {"window": (7, None)}, YES),
+    "right window": ((SHORT, GROUPED, GROUPED), {"window": (None, 7)}, YES),
+    "window": ((LONG, GROUPED, GROUPED), {"window": (7, 3), "logsumexp": True}, YES),
+    "window, more queries": ((LONG, SHORT, SHORT), {"window": (7, 3)}, YES),
+    "offsets": ((SHORT, GROUPED, GROUPED), {"is_causal": True, "query_offset": (2,)}, YES),
+    "decode": (((2, 8, 1, 64), GROUPED, GROUPED), {"is_causal": True}, YES),
+    "one query, one key": (((2, 8, 1, 64), (2, 2, 1, 64), (2, 2, 1, 64)), {}, YES),
+    "few keys": (((2, 8, 3, 64), (2, 2, 7, 64), (2, 2, 7, 64)), {"window": (2, 0)}, YES),
+    "mask of keys": ((SHORT, GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
+    "mask, odd": ((SHORT, (2, 2, 511, 64), (2, 2, 511, 64)), {"mask": (100, 511)}, YES),
+    "mask, decode": (((2, 8, 1, 64), GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
+    "mask and causal": (
+        (SHORT, GROUPED, GROUPED),
+        {"mask": (2, 1, 1, 512), "is_causal": True},
+        YES,
+    ),
+    "mask and causal, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "is_causal": True}, YES),
+    "mask and window, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "window": (9, 9)}, YES),
+    "bias": ((LONG, GROUPED, GROUPED), {"bias": (8, 512, 512)}, YES),
+    "bias of an item": ((SHORT, GROUPED, GROUPED), {"bias": (2, 8, 100, 512)}, YES),
+    "softcap": ((LONG, GROUPED, GROUPED), {"softcap": 30.0}, YES),
+    "size 12": (((2, 8, 77, 12),) * 3, {}, "multiple of 8"),
+}
+
+
+def main(folder: Path) -> int:
+    """Make up a driver, and ask again where the libraries are found."""
+    with tempfile.TemporaryDirectory() as made:
+        compiler = Path(sysconfig.get_path("purelib")) / "nvidia/cu13/lib"
+        libraries = [folder / "nvidia/cudnn/lib", folder / "nvidia/cu13/lib", compiler]
+        make_driver(libraries, Path(made))
+        paths = [made, *map(str, libraries)]
+        environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(paths)}
+        return subprocess.run([sys.executable, __file__, "--ask"], env=environment).returncode
+
+
+def make_driver(folders: list[Path], where: Path) -> None:
+    """Write a libcuda.so.1 that has all that the libraries look for, and says NOT_SUPPORTED."""
+    names: set[bytes] = set()
+    for library in (path for folder in folders for path in folder.glob("*.so.*")):
+        names.update(re.findall(rb"\0(cu[A-Z][A-Za-z0-9_]{2,60})(?=\0)", library.read_bytes()))
+    source = where / "driver.c"
+    source.write_text("".join(f"int {name.decode()}(void) {{ return 801; }}\n" for name in names))
+    library = where / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
+
+
+def ask() -> int:
+    """Print what cuDNN says of each case."""
+    import cudnn
+
+    from polyattn import explain
+    from polyattn_cupy import graphs, loading
+    from polyattn_cupy.cudnn import _graph
+
+    properties = cudnn.create_device_properties((HERE / "sm90_device.json").read_text())
+    print(", ".join(f"{name} {version}" for name, version in loading.versions().items()))
+    wrong = 0
+    for dtype in ("float16", "bfloat16"):
+        for name, (shapes, options, expected) in CASES.items():
+            facts = explain(*shapes, library="numpy", device="cpu", dtype=dtype, **options)
+            graph, said, engine = _graph(facts.problem), YES, ""
+            try:
+                plan = graphs.build(graph, sm_version=90, device_property=properties)
+                engine = plan.get_plan_name_at_index(0)
+            except Exception as error:
+                said = str(error).splitlines()[0]
+            right = expected in said if expected else not said
+            wrong += not right
+            verdict = "as written" if right else "OTHERWISE"
+            print(f"{verdict:10}  {dtype:8}  {name:26}  {said or engine}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(ask() if sys.argv[1:] == ["--ask"] else main(Path(sys.argv[1]).resolve()))

@@ -1,0 +1,264 @@
+"""torch on CUDA: the suite, the engines called by name, and the ways round its quirks."""
+
+import contextlib
+
+import pytest
+import torch
+
+from polyattn import attention, attention_partial, explain, list_backends, registry
+from polyattn.conformance.suite import BackendSuite
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device", allow_module_level=True)
+
+CUDA = "cuda:0"
+CAPABILITY = torch.cuda.get_device_capability(CUDA)
+RNG = torch.Generator().manual_seed(0)
+HALF = [torch.float16, torch.bfloat16]
+needs_flash = pytest.mark.skipif(CAPABILITY < (8, 0), reason="flash needs compute capability 8.0")
+
+
+class TestTorchCuda(BackendSuite):
+    backend = "torch:cuda"
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=RNG).to(CUDA, dtype)
+
+
+def exact(q, k, v, **options):
+    """Return the formula's output and logsumexp in float64, on the host."""
+    options = {
+        name: x.cpu().double() if name == "bias" else x.cpu() if hasattr(x, "cpu") else x
+        for name, x in options.items()
+    }
+    arrays = (x.detach().cpu().double() for x in (q, k, v))
+    return attention_partial(*arrays, kernel="dense", **options)
+
+
+def agree(found, expected, dtype):
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-3}[dtype]
+    torch.testing.assert_close(
+        found.detach().cpu().double(), expected, rtol=tolerance, atol=tolerance
+    )
+
+
+@contextlib.contextmanager
+def no_waiting():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- bands and logsumexp ----
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal from the first": {"is_causal": True, "query_offset": 0},
+    "rows without keys": {"is_causal": True, "query_offset": -40},
+    "window": {"window": (30, 5)},
+    "window to the left": {"window": (30, None)},
+    "causal window": {"is_causal": True, "window": (17, None)},
+    "scale": {"scale": -0.2, "is_causal": True},
+    "mask": {"mask": torch.rand(2, 1, 130, 195, generator=RNG) > 0.4},
+    "rows masked": {"mask": (torch.arange(130) % 3 > 0)[:, None].expand(130, 195)},
+    "bias": {"bias": torch.randn(8, 130, 195, generator=RNG)},
+}
+
+
+def on_device(options, dtype):
+    there = {name: x.to(CUDA) if hasattr(x, "to") else x for name, x in options.items()}
+    return {name: x.to(dtype) if name == "bias" else x for name, x in there.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(64, 64), (40, 24), (128, 128), (20, 20), (160, 160)])
+@pytest.mark.parametrize("case", OPTIONS)
+def test_output_and_logsumexp_equal_the_formula(case, sizes, dtype):
+    options = on_device(OPTIONS[case], dtype)
+    q, k = randn(2, 8, 130, sizes[0], dtype=dtype), randn(2, 2, 195, sizes[0], dtype=dtype)
+    v = randn(2, 2, 195, sizes[1], dtype=dtype)
+    expected = exact(q, k, v, **options)
+    agree(attention(q, k, v, kernel="sdpa", **options), expected.output, dtype)
+    found = attention_partial(q, k, v, kernel="sdpa", **options)
+    agree(found.output, expected.output, dtype)
+    assert found.logsumexp.dtype == torch.float32
+    tolerance = 2e-3 if dtype == torch.float32 else 1e-4  # float32 products may be TF32
+    torch.testing.assert_close(
+        found.logsumexp.cpu().double(), expected.logsumexp, rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("lengths", [(195, 130), (1, 195), (130, 130), (130, 1)])
+@pytest.mark.parametrize("dtype", HALF)
+def test_bands_of_other_lengths(lengths, dtype):
+    q, k = randn(2, 8, lengths[0], 64, dtype=dtype), randn(2, 2, lengths[1], 64, dtype=dtype)
+    for options in ({"is_causal": True}, {"window": (9, 3)}, {"window": (0, 0)}):
+        expected = exact(q, k, k, **options)
+        agree(attention(q, k, k, kernel="sdpa", **options), expected.output, dtype)
+        found = attention_partial(q, k, k, kernel="sdpa", **options).logsumexp
+        torch.testing.assert_close(found.cpu().double(), expected.logsumexp, rtol=1e-4, atol=1e-4)
+
+
+@needs_flash
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (30, 5)}])
+def test_a_band_has_a_gradient_and_no_mask(options):
+    q, k, v = (randn(1, 4, n, 64, dtype=torch.bfloat16) for n in (2048, 4096, 4096))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(q, k, v, kernel="sdpa", **options)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 2048 * 4096
+    q, k, v = (x[:, :, :96].clone().requires_grad_() for x in (q, k, v))
+    found = torch.autograd.grad(
+        attention(q, k, v, kernel="sdpa", **options, query_offset=0).float().sum(),
+        (q, k, v),
+    )
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(
+        attention(*doubles, kernel="dense", **options, query_offset=0).sum(), doubles
+    )
+    for one, other in zip(found, expected, strict=True):
+        agree(one, other.cpu(), torch.bfloat16)
+
+
+# ---- quirks ----
+
+
+def test_a_float32_bias_of_16_bit_scores_is_kept_exact():
+    q, k = (randn(2, 8, n, 64, dtype=torch.bfloat16) for n in (64, 96))
+    bias = 300 + randn(64, 96)
+    found = explain(q, k, k, bias=bias)
+    assert found.chosen.kernel != "sdpa"
+    assert "pytorch#191612" in str(found)
+    agree(attention(q, k, k, bias=bias), exact(q, k, k, bias=bias).output, torch.bfloat16)
+
+
+@pytest.mark.parametrize("keys", [64, 192, 128, 100])
+def test_a_gradient_under_a_mask_is_finite(keys):
+    q, k, v = (
+        (3 * randn(2, h, n, 64, dtype=torch.bfloat16)).requires_grad_()
+        for h, n in ((8, 96), (2, keys), (2, keys))
+    )
+    bias = randn(96, keys, dtype=torch.bfloat16) - 200  # logsumexp below −88.7
+    mask = torch.rand(96, keys, generator=RNG).to(CUDA) > 0.5
+    mask[5] = False
+    for options in ({"bias": bias}, {"mask": mask}):
+        output = attention(q, k, v, kernel="sdpa", **options)
+        found = torch.autograd.grad(output.float().sum(), (q, k, v))
+        doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        exactly = attention(
+            *doubles,
+            kernel="dense",
+            **{n: x.double() if n == "bias" else x for n, x in options.items()},
+        )
+        expected = torch.autograd.grad(exactly.sum(), doubles)
+        for one, other in zip(found, expected, strict=True):
+            assert one.isfinite().all()
+            scale = other.abs().max().cpu()
+            agree(one / scale, (other / scale.to(CUDA)).cpu(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keys", [33, 65, 64])
+def test_expanded_keys_under_a_mask(keys, dtype):
+    q = randn(2, 8, 50, 64, dtype=dtype)
+    k, v = (randn(1, 1, keys, 64, dtype=dtype).expand(2, 8, -1, -1) for _ in "kv")
+    mask = torch.rand(50, keys, generator=RNG).to(CUDA) > 0.3
+    agree(attention(q, k, v, mask=mask, kernel="sdpa"), exact(q, k, v, mask=mask).output, dtype)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads(groups, masked):
+    q, k = (randn(2, h, 96, 64, dtype=torch.bfloat16) for h in (16, groups))
+    options = {"mask": torch.rand(96, 96, generator=RNG).to(CUDA) > 0.3} if masked else {}
+    agree(
+        attention(q, k, k, kernel="sdpa", **options), exact(q, k, k, **options).output,
+        torch.bfloat16,
+    )  # fmt: skip
+
+
+# ---- no hidden waiting, and what is said ----
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("case", OPTIONS)
+def test_nothing_waits_for_the_device(case):
+    options = on_device(OPTIONS[case], torch.bfloat16)
+    q, k = (randn(2, h, n, 64, dtype=torch.bfloat16) for h, n in ((8, 130), (2, 195)))
+    for call in (attention, attention_partial):
+        call(q, k, k, kernel="sdpa", **options)  # a first call may load a library
+        with no_waiting():
+            call(q, k, k, kernel="sdpa", **options)
+
+
+def test_explain_names_the_engine():
+    q = randn(2, 8, 128, 64, dtype=torch.bfloat16)
+    remark = explain(q, q, q).chosen.remark
+    assert remark.startswith("torch's engine: ")
+    assert "math" not in remark.partition(";")[0]
+    single = q.float()
+    assert "float32 matmul precision" in explain(single, single, single).chosen.remark
+    mask = torch.ones(128, 128, dtype=torch.bool, device=CUDA)
+    assert "flash: " in explain(q, q, q, mask=mask).chosen.remark  # it takes no mask
+    assert explain(q, q, q, logsumexp=True).chosen.remark.endswith("called by name")
+
+
+def test_the_device_is_described():
+    torch_row = next(row for row in list_backends() if row.name == "torch")
+    known = torch_row.hardware[CUDA]
+    assert known["name"] == torch.cuda.get_device_name(CUDA)
+    assert known["memory"] > 2**30
+    assert known["compute_capability"] == "{}.{}".format(*CAPABILITY)
+    assert torch_row.versions["cuda"] == torch.version.cuda
+
+
+def test_tensors_on_the_device_are_placed_without_a_copy():
+    backend, tensor = registry.loaded("torch"), randn(4, 8)
+
+    class Foreign:
+        dtype = None
+
+        def __dlpack__(self, **options):
+            return tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return tensor.__dlpack_device__()
+
+    assert backend.place(Foreign(), CUDA).data_ptr() == tensor.data_ptr()
+    assert backend.place(tensor, CUDA) is tensor
+    assert str(backend.place(tensor.cpu().numpy(), CUDA).device) == CUDA
+
+
+# ---- flex ----
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flex_runs_by_itself_and_gives_a_logsumexp_with_a_gradient():
+    pytest.importorskip("triton")
+    q = randn(2, 8, 1024, 64, dtype=torch.bfloat16)
+
+    def rule(score, b, h, i, j):
+        return torch.where((i >= j) & (i != 3), score - 0.01 * (i - j), -torch.inf)
+
+    assert explain(q, q, q, score_mod=rule).chosen.kernel == "flex"
+    found = attention_partial(q, q, q, score_mod=rule)
+    expected = exact(q, q, q, score_mod=rule)
+    agree(found.output, expected.output, torch.bfloat16)
+    torch.testing.assert_close(
+        found.logsumexp.cpu().double(), expected.logsumexp, rtol=1e-3, atol=1e-3
+    )
+    single = q[:1, :2, :256].float().requires_grad_()
+    options = {"score_mod": rule, "is_causal": True}
+    total = attention_partial(single, single, single, kernel="flex", **options).logsumexp
+    rows = [n for n in range(256) if n != 3]
+    (gradient,) = torch.autograd.grad(total[..., rows].sum(), single)
+    double = single.detach().double().requires_grad_()
+    total = attention_partial(double, double, double, kernel="dense", **options).logsumexp
+    agree(gradient, torch.autograd.grad(total[..., rows].sum(), double)[0].cpu(), torch.float32)
