@@ -41,7 +41,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import polyattn.arrays as arrays
@@ -170,7 +169,7 @@ class Kernel:
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
-    only_on: ClassVar[Mapping[str, frozenset[str]]] = MappingProxyType({})
+    only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -78,7 +78,7 @@ def _read(entry: EntryPoint) -> Registered:
     try:
         spec = entry.load()
     except Exception as error:
-        plugin.failure = f"its plugin cannot be imported: {error!r}"
+        plugin.failure = f"its plugin cannot be imported: {type(error).__name__}: {error}"
         return plugin
     if not isinstance(spec, BackendSpec):
         plugin.failure = f"its entry point {entry.value} is no BackendSpec"
@@ -123,7 +123,7 @@ def load(name: str) -> str | None:
                     plugin.failure = _flaw(backend)
                     plugin.backend = None if plugin.failure else backend
             except Exception as error:
-                plugin.failure = f"it cannot be loaded: {error!r}"
+                plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
 
 

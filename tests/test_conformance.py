@@ -67,5 +67,5 @@ def test_every_plugin_of_ours_is_in_the_matrix():
     from importlib.metadata import entry_points
 
     ours = {e.name for e in entry_points(group="polyattn.backends") if e.dist.name == "polyattn"}
-    # NumPy's is the default of the suite that needs no code; CuPy's needs a GPU, and is in tests/gpu.
+    # NumPy's is the default of the suite that needs no code; CuPy's, in tests/gpu, needs a GPU.
     assert ours - {"numpy", "cupy"} <= {s.backend for s in BackendSuite.__subclasses__()}

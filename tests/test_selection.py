@@ -232,7 +232,7 @@ def _spec(name="acme", **changes):
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
         (_spec(api_version=2), "version 2 of the plugin contract"),
         (_spec(name="emca"), "named 'emca'"),
-        (ImportError("broken"), "its plugin cannot be imported: ImportError('broken')"),
+        (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (object(), "no BackendSpec"),
     ],
 )

@@ -241,6 +241,8 @@ def test_attention_compiles_without_a_break(case, dynamic):
 
 
 def test_a_growing_cache_is_compiled_once():
+    import torch._dynamo.testing
+
     counter = torch._dynamo.testing.CompileCounter()
     torch.compiler.reset()
     step = torch.compile(

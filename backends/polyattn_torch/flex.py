@@ -11,9 +11,8 @@ import functools
 import importlib.util
 import math
 import types
-from collections.abc import Callable
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -57,7 +56,7 @@ class Flex(Kernel):
             "window",
         }
     )
-    only_on = MappingProxyType({"logsumexp": frozenset({"cuda"})})
+    only_on: ClassVar[Mapping[str, frozenset[str]]] = {"logsumexp": frozenset({"cuda"})}
     poison_safe = False
     compiles = True
 

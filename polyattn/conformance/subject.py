@@ -212,8 +212,13 @@ class Subject:
     @cached_property
     def elsewhere(self) -> tuple[Kernel, ...]:
         """The backend's kernels that run on none of the devices at hand, so cannot be checked."""
-        own = () if self._plugin is None else self._plugin.kernels
-        return tuple(k for k in own if k.devices is not None and not k.devices & self.kinds)
+        kernels = (k for k in self.own if k.devices is not None)
+        return tuple(k for k in kernels if not (k.devices or frozenset()) & self.kinds)
+
+    @property
+    def own(self) -> tuple[Kernel, ...]:
+        """The kernels that the backend brings itself."""
+        return () if self._plugin is None else self._plugin.kernels
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -230,6 +235,11 @@ class Subject:
         ----------
         kernel : Kernel
             The kernel.
+
+        Returns
+        -------
+        frozenset of str
+            Those, of `FEATURES`.
         """
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
         return frozenset(kernel.features) - elsewhere

@@ -3,8 +3,8 @@
 cuDNN itself is asked whether it supports each case on a device of compute capability 9.0, whose
 properties are in sm90_device.json. No driver is needed: one is made up, which fails at everything.
 
-``make cudnn-plans`` fetches cuDNN and cuBLAS, about 1 GB, into a folder that it hands to this. It ends
-with 1 where cuDNN answers otherwise than is written here.
+``make cudnn-plans`` fetches cuDNN and cuBLAS, about 1 GB, into a folder that it hands to this.
+It ends with 1 where cuDNN answers otherwise than is written here.
 """
 
 from __future__ import annotations
