@@ -112,7 +112,9 @@ def _check(partials: tuple[Partial, ...]) -> None:
                 f" and output {output}, logsumexp {logsumexp}"
             )
         for one in (output, logsumexp):
-            if (one.library, one.device) != (first.library, first.device):
+            # One that is nowhere in particular goes where the others are.
+            elsewhere = one.device and first.device and one.device != first.device
+            if one.library != first.library or elsewhere:
                 raise TypeError(
                     "partials must be of one library and on one device; got"
                     f" {first.library} {first.device} and {one.library} {one.device}"

@@ -171,6 +171,13 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
         if found is None:
             at_hand = ", ".join(registry.devices_of(stem)) or "none"
             return Refusal("refused", f"there is no device {device!r} here; there is {at_hand}")
+        unplaced = [name for name, facts in call.arrays() if facts.traced and not facts.device]
+        if unplaced and found != registry.devices_of(stem)[0]:
+            reason = (
+                f"{unplaced[0]} is traced, and is computed wherever the whole of what is traced"
+                f" is: put that on {found}, and name the backend without a device"
+            )
+            return Refusal("refused", reason)
     elif call.query.library in spec.namespaces:
         found = call.query.device
     else:
@@ -185,7 +192,9 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
 
 def _own_site(call: Call, problem: Problem, query: Array | None, device: str) -> Site | Refusal:
     places = sorted({(facts.library, facts.device) for _, facts in call.arrays()})
-    if device or len(places) > 1:
+    places = [place for place in places if place[1]] or places[:1]
+    libraries = {facts.library for _, facts in call.arrays()}
+    if device or len(places) > 1 or len(libraries) > 1:
         given = " and ".join(f"{library} {where}".strip() for library, where in places)
         reason = f"it computes where the arrays are and moves none; they are on {given}"
         return Refusal("refused", reason)
@@ -213,7 +222,15 @@ def _refusal(
         return f"it does not run on {device}"
     if moved and is_compiling():
         return "inside torch.compile no array can be converted or moved"
+    lacking = registry.loaded(spec.name).lacks(problem.dtype)
+    if lacking is not None:
+        return lacking
     for name, facts in call.arrays():
+        if facts.traced and "query" in moved and name not in moved:
+            return (
+                f"{name} is traced, and the result has no values yet to take back to"
+                f" {call.query.library}: pass arrays of one library"
+            )
         if name in moved and facts.device == "meta":
             return f"{name} is on the device meta, without values to move"
         lost = None if facts.library in spec.namespaces else _loss(name, facts, problem.transforms)

@@ -301,6 +301,21 @@ class Backend:
         """
         return {}
 
+    def lacks(self, dtype: str) -> str | None:
+        """Say why arrays of a dtype cannot be had at the moment, though the library has it.
+
+        Parameters
+        ----------
+        dtype : str
+            One of the spec's dtypes.
+
+        Returns
+        -------
+        str or None
+            A clause about the backend, with how to mend it; or None.
+        """
+        return None
+
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array of this library on `device`, without a copy where it can be.
 

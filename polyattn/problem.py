@@ -250,11 +250,13 @@ def _check_one_place(call: Call) -> None:
                 " convert one of them, or name the backend that is to take them all, for example"
                 ' backend="numpy"'
             )
-    for name, facts in call.arrays():
-        # One that is nowhere in particular goes where the others are.
-        if facts.device and call.query.device and facts.device != call.query.device:
+    # One that is nowhere in particular goes where the others are.
+    placed = [(name, facts) for name, facts in call.arrays() if facts.device]
+    for name, facts in placed:
+        first, where = placed[0]
+        if facts.device != where.device:
             raise ValueError(
-                f"query is on {call.query.device} and {name} on {facts.device}; move one of them,"
+                f"{first} is on {where.device} and {name} on {facts.device}; move one of them,"
                 ' or name the backend that is to take them all, for example backend="numpy"'
             )
 

@@ -20,6 +20,9 @@ from polyattn_jax.xla import Xla
 
 __all__ = ["JaxBackend"]
 
+# Without jax_enable_x64 these come as 32 bits, of which a query offset needs no more than FAR.
+NARROWED = {"float64", "int64", "uint64", "uint32"}
+FAR = 2**29
 ENGINES = {
     "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     "cuda plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -64,14 +67,20 @@ class JaxBackend(Backend):
                     continue
         return found
 
+    def lacks(self, dtype: str) -> str | None:
+        """JAX has float64 only if it is told so, and would make float32 of it without a word."""
+        if dtype != "float64" or _has_float64():
+            return None
+        return "JAX has float64 only after jax.config.update('jax_enable_x64', True)"
+
     def place(self, array: Array, device: str | None) -> jax.Array:
         """Return `array` as a JAX array, on the same memory where it can be."""
         result: jax.Array = array if isinstance(array, jax.Array) else _import(array)
         return result if device is None else jax.device_put(result, device_of(device))
 
     def fetch(self, array: Array) -> Any:
-        """Return a JAX array as a NumPy array."""
-        return np.asarray(array)
+        """Return a JAX array as a NumPy array of the caller's own, which JAX's memory is not."""
+        return np.array(array)
 
     def synchronize(self, device: str | None = None) -> None:
         """Wait until all work on the device is done."""
@@ -84,15 +93,22 @@ class JaxBackend(Backend):
         return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
+def _has_float64() -> bool:
+    return bool(jax.dtypes.canonicalize_dtype(np.float64) == np.float64)
+
+
 def _import(array: Array) -> jax.Array:
+    """Return an array of another library; without float64, bias and sinks lose what it has more."""
     if not isinstance(array, (np.ndarray, np.generic)):
-        try:
-            return jnp.from_dlpack(array)
-        except Exception:  # a layout, dtype or device that JAX does not take by DLPack
-            array = np.from_dlpack(array)
-    if array.dtype == np.float64 != jax.dtypes.canonicalize_dtype(np.float64):
-        raise TypeError(
-            "JAX has float64 only after jax.config.update('jax_enable_x64', True); it would make"
-            " float32 of these arrays"
-        )
+        if _has_float64() or str(array.dtype).rpartition(".")[2] not in NARROWED:
+            try:
+                return jnp.from_dlpack(array)
+            except Exception:  # a layout, dtype or device that JAX does not take by DLPack
+                pass
+        array = np.from_dlpack(array)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if array.dtype.kind in "iu" and not _has_float64():
+        range_ = np.iinfo(array.dtype)
+        array = np.clip(array, max(-FAR, range_.min), min(FAR, range_.max))
     return jnp.asarray(array)

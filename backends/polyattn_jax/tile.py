@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -47,10 +48,6 @@ class At(Indices):
         """The key, shape (1, s)."""
         return super().column + self._first[1]
 
-    def keys(self, array: Array) -> Array:
-        """Cut out of key or value what is the tile's."""
-        return lax.dynamic_slice_in_dim(array, self._first[1], self._lengths[1], axis=-2)
-
     def cut(self, array: Array) -> Array:
         """Cut out of a mask or bias what falls on the tile."""
         for axis, first, length in zip((-2, -1), self._first, self._lengths, strict=True):
@@ -67,14 +64,18 @@ def scaled(problem: Problem, query: Array) -> Array:
 def fold(problem: Problem, array: Array) -> Array:
     """Turn (..., H, l, n) into (..., G, H/G · l, n)."""
     *batch, heads, rows, size = array.shape
-    groups = problem.key_heads
-    return array.reshape(*batch, groups, heads // groups * rows, size)
+    groups, members = problem.key_heads, heads // problem.key_heads
+    # In two steps, each of which JAX can do to an array that is sharded by heads.
+    array = array.reshape(*batch, groups, members, rows, size)
+    return array.reshape(*batch, groups, members * rows, size)
 
 
 def unfold(problem: Problem, array: Array) -> Array:
     """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
     *batch, groups, rows, size = array.shape
-    return array.reshape(*batch, problem.heads, groups * rows // problem.heads, size)
+    members = problem.heads // groups
+    array = array.reshape(*batch, groups, members, rows // members, size)
+    return array.reshape(*batch, problem.heads, rows // members, size)
 
 
 def start(problem: Problem, x: Operands, rows: int) -> Running:
@@ -97,7 +98,12 @@ def or_zero(reference: Array) -> Array:
 
 
 def add_tile(
-    problem: Problem, x: Operands, running: Running, query: Array, at: At, new: Array | None
+    problem: Problem,
+    x: Operands,
+    running: Running,
+    tile: tuple[Array, Array, Array],
+    at: At,
+    new: Array | None,
 ) -> Running:
     """Add what the keys of a tile give its rows.
 
@@ -107,14 +113,15 @@ def add_tile(
         As a kernel is given them.
     running : Running
         The sums so far.
-    query : Array
-        What `scaled` made of these rows of the query.
+    tile : tuple of Array
+        What `scaled` made of the tile's rows of the query, and its keys and values.
     at : At
         Where the tile is.
     new : Array or None
         The first key that has not been added before, if some have.
     """
-    s = scores(problem, x, query, at)
+    query, key, value = tile
+    s = scores(problem, x, query, key, at)
     if new is not None:
         s = jnp.where(at.column >= new, s, -math.inf)
     highest = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
@@ -123,7 +130,7 @@ def add_tile(
     weights = jnp.exp(s - shift)
     shrink = jnp.exp(running.reference - shift)
     absent = problem.masks or new is not None
-    value = at.keys(x.value).astype(s.dtype)
+    value = value.astype(s.dtype)
     return Running(
         running.output * shrink + weighted_sum(problem, weights, s, value, absent),
         reference,
@@ -131,10 +138,9 @@ def add_tile(
     )
 
 
-def scores(problem: Problem, x: Operands, query: Array, at: At) -> Array:
+def scores(problem: Problem, x: Operands, query: Array, key: Array, at: At) -> Array:
     """Return the scores of a tile, −inf where a key is absent."""
-    key = at.keys(x.key).astype(query.dtype)
-    s = unfold(problem, jnp.matmul(query, key.mT, precision=HIGHEST))
+    s = unfold(problem, jnp.matmul(query, key.astype(query.dtype).mT, precision=HIGHEST))
     if problem.softcap is not None:
         s = problem.softcap * jnp.tanh(s / problem.softcap)
     if x.score_mod is not None:
@@ -165,8 +171,22 @@ def weighted_sum(problem: Problem, weights: Array, s: Array, value: Array, absen
             nothing += jnp.where(jnp.matmul(seen, spoils) > 0, infinity, 0)
         return nothing
 
-    spoils = lax.cond(jnp.all(finite), lambda: jnp.zeros_like(result), spoilt)
+    spoils = lax.cond(all_finite(lax.stop_gradient(value)), lambda: jnp.zeros_like(result), spoilt)
     return unfold(problem, result + lax.stop_gradient(spoils))
+
+
+@jax.custom_batching.custom_vmap
+def all_finite(value: Array) -> Array:
+    """Return whether no value is NaN or infinite; under vmap, of all that are mapped over.
+
+    A condition that differed from one to the next would become a choice between two results.
+    """
+    return jnp.all(jnp.isfinite(value))
+
+
+@all_finite.def_vmap
+def _all_finite_of_all(size: int, batched: list[bool], value: Array) -> tuple[Array, bool]:
+    return all_finite(value), False
 
 
 def finish(problem: Problem, running: Running, dtype: Any) -> tuple[Array, Array | None]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, Span, column_span
@@ -27,6 +28,8 @@ SMALLEST = 2**12
 # Rows of a loop take as many steps as the one among them that takes most; into so many loops the
 # rows are split, so that few steps go over keys that a row does not see.
 LOOPS = 8
+# Offsets beyond this could leave int32 when a window is added to them.
+FURTHEST = 2**29
 
 
 class Xla(Kernel):
@@ -35,6 +38,12 @@ class Xla(Kernel):
     name = "xla"
     features = frozenset(FEATURES) - {"dropout"}
     tile = 2**21
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why the tiles of a problem cannot be laid out."""
+        if not all(isinstance(length, int) for length in problem.scores):
+            return ["it lays out tiles by lengths, and these are symbols"]
+        return []
 
     def only_on_request(self, problem: Problem) -> str | None:
         """What a function says is not kept, for it may mean something else at its next call."""
@@ -47,8 +56,7 @@ class Xla(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        if problem.query_offset is not None:  # it is in the problem, and no array
-            operands = operands._replace(query_offset=None)
+        problem, operands = one_form_of_offset(problem, operands, self.tile)
         if callable(operands.mask) or callable(operands.score_mod):
             return attend(problem, self.tile, operands)
         return compiled(problem, self.tile, operands)
@@ -96,6 +104,18 @@ def loops(problem: Problem, tile: int) -> Iterator[Loop]:
         )
 
 
+def one_form_of_offset(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operands]:
+    """Return a call that is compiled once for all offsets, where nothing is skipped by it."""
+    offset = problem.query_offset
+    if offset is None:
+        return problem, x
+    tiles = math.prod(problem.scores) > tile
+    if tiles or not problem.masks_by_position or abs(offset) > FURTHEST:
+        return problem, x._replace(query_offset=None)
+    array = jax.device_put(np.full((1, 1, 1), offset, np.int32))
+    return problem._replace(query_offset=None), x._replace(query_offset=array)
+
+
 def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile, wide where rows are few."""
     heads = math.prod(problem.batch) * problem.heads
@@ -127,24 +147,33 @@ compiled: Callable[..., tuple[Array, Array | None]] = jax.jit(attend, static_arg
 
 def attend_blocks(problem: Problem, x: Operands, loop: Loop) -> tuple[Array, Array | None]:
     """Return the rows of a loop's blocks, one after the other."""
+    # Of its own rows alone: the gradient of each loop is as large as what it is given.
+    rows = Span(loop.first_rows[0], loop.first_rows[-1] + loop.rows)
+    queries = lax.slice_in_dim(x.query, *rows, axis=-2)
     # Where the last block of keys would end beyond them it begins earlier, and says what is new.
     last = problem.key_length - loop.columns
     overlaps = max(loop.first_columns) + loop.columns * loop.steps > problem.key_length
 
     def attend_block(firsts: tuple[Array, Array]) -> tuple[Array, Array | None]:
         first_row, first_column = firsts
-        query = scaled(problem, lax.dynamic_slice_in_dim(x.query, first_row, loop.rows, axis=-2))
+        query = lax.dynamic_slice_in_dim(queries, first_row - rows.start, loop.rows, axis=-2)
+        query = scaled(problem, query)
 
         def step(running: Running, number: Array) -> tuple[Running, None]:
             new = first_column + number * loop.columns
             first = jnp.minimum(new, last) if overlaps else new
             at = At(problem, x.query, first_row, loop.rows, first, loop.columns)
-            return add_tile(problem, x, running, query, at, new if overlaps else None), None
+            key, value = (
+                lax.dynamic_slice_in_dim(array, first, loop.columns, axis=-2)
+                for array in (x.key, x.value)
+            )
+            tile = (query, key, value)
+            return add_tile(problem, x, running, tile, at, new if overlaps else None), None
 
         running = start(problem, x, loop.rows)
         if loop.steps == 1:
             running, _ = step(running, 0)
-        else:
+        elif loop.steps > 1:
             body = jax.checkpoint(step, prevent_cse=False)
             running, _ = lax.scan(body, running, jnp.arange(loop.steps))
         return finish(problem, running, x.query.dtype)
