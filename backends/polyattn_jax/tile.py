@@ -7,6 +7,7 @@ not matter need not be differentiated.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -121,9 +122,12 @@ def add_tile(
         The first key that has not been added before, if some have.
     """
     query, key, value = tile
-    s = scores(problem, x, query, key, at)
-    if new is not None:
-        s = jnp.where(at.column >= new, s, -math.inf)
+
+    def present() -> Array:
+        s = scores(problem, x, query, key, at)
+        return s if new is None else jnp.where(at.column >= new, s, -math.inf)
+
+    s = present()
     highest = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
     reference = jnp.maximum(running.reference, highest)
     shift = or_zero(reference)
@@ -132,7 +136,7 @@ def add_tile(
     absent = problem.masks or new is not None
     value = value.astype(s.dtype)
     return Running(
-        running.output * shrink + weighted_sum(problem, weights, s, value, absent),
+        running.output * shrink + weighted_sum(problem, weights, present, value, absent),
         reference,
         running.total * shrink + jnp.sum(weights, axis=-1, keepdims=True),
     )
@@ -153,17 +157,22 @@ def scores(problem: Problem, x: Operands, query: Array, key: Array, at: At) -> A
     return s
 
 
-def weighted_sum(problem: Problem, weights: Array, s: Array, value: Array, absent: bool) -> Array:
+def weighted_sum(
+    problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, absent: bool
+) -> Array:
     """Return weights · value, in which an absent key's value takes no part."""
     weights = fold(problem, weights)
     if not absent:
         return unfold(problem, jnp.matmul(weights, value, precision=HIGHEST))
     # Values that are not finite spoil those rows alone that see them; most often there are none.
-    finite = jnp.isfinite(value)
-    result = jnp.matmul(weights, jnp.where(finite, value, 0), precision=HIGHEST)
-    seen = fold(problem, s != -math.inf).astype(value.dtype)
+    # On a CPU, XLA would make one slow loop of their choice and the product, but for the barrier.
+    clean = jnp.where(jnp.isfinite(value), value, 0)
+    finite = lax.optimization_barrier(clean)  # type: ignore[no-untyped-call]
+    result = jnp.matmul(weights, finite, precision=HIGHEST)
 
     def spoilt() -> Array:
+        # Scores once more: to keep them for this would be dear, and this is rare.
+        seen = fold(problem, scores() != -math.inf).astype(value.dtype)
         # NaN counts as both infinities, whose sum it is.
         nothing = jnp.zeros_like(result)
         for infinity in (math.inf, -math.inf):
