@@ -192,9 +192,9 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
 
 def _own_site(call: Call, problem: Problem, query: Array | None, device: str) -> Site | Refusal:
     places = sorted({(facts.library, facts.device) for _, facts in call.arrays()})
-    places = [place for place in places if place[1]] or places[:1]
-    libraries = {facts.library for _, facts in call.arrays()}
-    if device or len(places) > 1 or len(libraries) > 1:
+    # One that is nowhere in particular goes where the others of its library are.
+    apart = len({library for library, _ in places}) > 1 or len([w for _, w in places if w]) > 1
+    if device or apart:
         given = " and ".join(f"{library} {where}".strip() for library, where in places)
         reason = f"it computes where the arrays are and moves none; they are on {given}"
         return Refusal("refused", reason)

@@ -16,13 +16,12 @@ import numpy as np
 from polyattn.plugin import Array, Backend
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
-from polyattn_jax.xla import Xla
+from polyattn_jax.xla import FURTHEST, Xla
 
 __all__ = ["JaxBackend"]
 
-# Without jax_enable_x64 these come as 32 bits, of which a query offset needs no more than FAR.
+# Without jax_enable_x64 these come as 32 bits.
 NARROWED = {"float64", "int64", "uint64", "uint32"}
-FAR = 2**29
 ENGINES = {
     "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     "cuda plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -110,5 +109,5 @@ def _import(array: Array) -> jax.Array:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind in "iu" and not _has_float64():
         range_ = np.iinfo(array.dtype)
-        array = np.clip(array, max(-FAR, range_.min), min(FAR, range_.max))
+        array = np.clip(array, max(-FURTHEST, range_.min), min(FURTHEST, range_.max))
     return jnp.asarray(array)

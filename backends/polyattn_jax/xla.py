@@ -21,14 +21,14 @@ from jax import lax
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, Span, column_span
 from polyattn_jax.tile import At, Running, add_tile, finish, scaled, start
 
-__all__ = ["Xla"]
+__all__ = ["FURTHEST", "Xla"]
 
 # No less than this for each head, however many heads there are.
 SMALLEST = 2**12
 # Rows of a loop take as many steps as the one among them that takes most; into so many loops the
 # rows are split, so that few steps go over keys that a row does not see.
 LOOPS = 8
-# Offsets beyond this could leave int32 when a window is added to them.
+# Query offsets beyond this could leave int32 when a window is added to them.
 FURTHEST = 2**29
 
 
