@@ -1,5 +1,6 @@
 """Attention for every array library: one function, one written meaning, backends by name."""
 
+from polyattn import masks, scores
 from polyattn.attention import attention, attention_partial, explain
 from polyattn.errors import (
     BackendError,
@@ -26,7 +27,9 @@ __all__ = [
     "attention_partial",
     "explain",
     "list_backends",
+    "masks",
     "merge",
+    "scores",
     "use_backend",
     "use_threads",
 ]

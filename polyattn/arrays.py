@@ -24,6 +24,7 @@ __all__ = [
     "constant_when_traced",
     "facts_of",
     "index_range",
+    "is_array",
     "is_compiling",
     "library_of",
     "quiet",
@@ -209,6 +210,11 @@ def _jax_device_name(device: Any) -> str:
         return ""
     # What JAX calls a "gpu" may be CUDA's or ROCm's, which its text tells: "cuda:0".
     return str(device) if platform == "gpu" else f"{platform}:{device.id}"
+
+
+def is_array(thing: Any) -> bool:
+    """Whether this is an array of some library, or the facts of one."""
+    return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -9,8 +9,10 @@ from polyattn.arrays import Array, ArrayFacts, facts_of, library_of
 from polyattn.call import Call, Operands, describe, lengths
 from polyattn.explain import Explanation
 from polyattn.partial import Partial
+from polyattn.patterns import Mask
 from polyattn.plugin import Kernel
 from polyattn.selection import decide, default_device, plan
+from polyattn.steps import Normalizer, ScaleRule, Score, Similarity
 
 __all__ = ["attention", "attention_partial", "explain"]
 
@@ -20,16 +22,18 @@ def attention(
     key: Array,
     value: Array,
     *,
-    mask: Array | Callable[..., Array] | None = None,
+    mask: Array | Mask | Callable[..., Array] | None = None,
     bias: Array | None = None,
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: int | Array | None = None,
-    scale: float | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
-    score_mod: Callable[..., Array] | None = None,
+    score_mod: Score | Callable[..., Array] | None = None,
     sinks: Array | None = None,
-    dropout: tuple[float, int] | None = None,
+    dropout: tuple[float, int | Array] | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
     kernel: str | Kernel | None = None,
@@ -49,10 +53,11 @@ def attention(
         Keys, shape (..., G, S, D), the dtype of the query. Query head h reads head h // (H // G).
     value : Array
         Values, shape (..., G, S, E), the dtype of the query.
-    mask : Array of bool, or callable, optional
+    mask : Array of bool, polyattn.masks value, or callable, optional
         Which keys take part, True for those that do: an array that broadcasts to (..., H, L, S),
-        of that rank or of at most 2; or a function ``mask(b, h, i, j)`` of index arrays. A key that
-        does not take part is absent, whatever it or its value holds.
+        of that rank or of at most 2; a value such as ``masks.window(256, 0) | masks.prefix(16)``;
+        or a function ``mask(b, h, i, j)`` of index arrays. A key that does not take part is absent,
+        whatever it or its value holds.
     bias : Array of float, optional
         Added to the scores; broadcasts to (..., H, L, S). Where it is −inf the key is absent.
     is_causal : bool
@@ -63,17 +68,24 @@ def attention(
     query_offset : int or Array of int, optional
         The position of the first query among the keys; an array gives one for each batch item. By
         default S − L: the queries are the newest tokens.
-    scale : float, optional
-        Multiplies the scores; 1/√D by default.
+    scale : float or polyattn.scores scale rule, optional
+        Multiplies the scores; 1/√D by default, and 1 with a `similarity`.
     softcap : float, optional
         Bounds the scaled scores by s = softcap · tanh(s / softcap), before `score_mod` and `bias`.
-    score_mod : callable, optional
-        A function ``score_mod(score, b, h, i, j)`` that returns the score to use, given index
-        arrays that broadcast with it: batch item (flat), query head, row and key.
+    score_mod : polyattn.scores value or callable, optional
+        A value such as ``scores.alibi(8)``; or a function ``score_mod(score, b, h, i, j)`` that
+        returns the score to use, given index arrays that broadcast with it: batch item (flat),
+        query head, row and key.
     sinks : Array of float, optional
         One more logit for each query head in the softmax's denominator, shape (H,), with no value.
     dropout : tuple of (float, int), optional
-        Rate and seed. No kernel computes it yet.
+        At which rate weights are dropped, and the seed: which ones is decided by it and by batch
+        item, head, row and key, the same on every backend. The seed may be an integer array of no
+        axes, so that a compiled training step takes a new one each time.
+    similarity : polyattn.scores similarity, optional
+        What stands in place of query·key, such as ``scores.cosine()``.
+    normalizer : polyattn.scores normalizer, optional
+        What makes weights of scores in place of softmax, such as ``scores.sparsemax()``.
     layout : {"...HLD", "...LHD"}
         The order of heads and length in query, key, value and output.
     backend : str or sequence of str, optional
@@ -123,12 +135,11 @@ def attention(
     >>> attention(query, key, value, is_causal=True).shape
     (2, 8, 5, 32)
     """
-    call = describe(
+    call, operands = describe(
         query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
         query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, layout=layout,
+        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
     )  # fmt: skip
-    operands = Operands(query, key, value, mask, bias, query_offset, score_mod, sinks)
     output, _ = _run(call, operands, backend, kernel)
     return output
 
@@ -138,16 +149,18 @@ def attention_partial(
     key: Array,
     value: Array,
     *,
-    mask: Array | Callable[..., Array] | None = None,
+    mask: Array | Mask | Callable[..., Array] | None = None,
     bias: Array | None = None,
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: int | Array | None = None,
-    scale: float | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
-    score_mod: Callable[..., Array] | None = None,
+    score_mod: Score | Callable[..., Array] | None = None,
     sinks: Array | None = None,
-    dropout: tuple[float, int] | None = None,
+    dropout: tuple[float, int | Array] | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
     kernel: str | Kernel | None = None,
@@ -161,8 +174,10 @@ def attention_partial(
     mask, bias, is_causal, window, query_offset, scale, softcap : optional
         As for `attention`; indices and positions count from the first of these keys, so
         `query_offset` says where the queries stand among them.
-    score_mod, sinks, dropout : optional
+    score_mod, sinks, dropout, similarity : optional
         As for `attention`. Give sinks with one part only.
+    normalizer : None
+        Must be None, for nothing but softmax has a logsumexp.
     layout, backend, kernel : optional
         As for `attention`.
 
@@ -185,12 +200,12 @@ def attention_partial(
     >>> output.shape, logsumexp.shape
     ((8, 5, 64), (8, 5))
     """
-    call = describe(
+    call, operands = describe(
         query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
         query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, layout=layout, logsumexp=True,
+        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
+        logsumexp=True,
     )  # fmt: skip
-    operands = Operands(query, key, value, mask, bias, query_offset, score_mod, sinks)
     return Partial(*_run(call, operands, backend, kernel))
 
 
@@ -199,16 +214,18 @@ def explain(
     key: Array | tuple[int, ...],
     value: Array | tuple[int, ...],
     *,
-    mask: Array | tuple[int, ...] | Callable[..., Array] | None = None,
+    mask: Array | tuple[int, ...] | Mask | Callable[..., Array] | None = None,
     bias: Array | tuple[int, ...] | None = None,
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: int | Array | tuple[int, ...] | None = None,
-    scale: float | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
-    score_mod: Callable[..., Array] | None = None,
+    score_mod: Score | Callable[..., Array] | None = None,
     sinks: Array | tuple[int, ...] | None = None,
-    dropout: tuple[float, int] | None = None,
+    dropout: tuple[float, int | Array] | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
     kernel: str | Kernel | None = None,
@@ -227,7 +244,7 @@ def explain(
         As for `attention`, or only their shapes.
     mask, bias, is_causal, window, query_offset, scale, softcap : optional
         As for `attention`; of mask, bias and query_offset the shape is enough.
-    score_mod, sinks, dropout : optional
+    score_mod, sinks, dropout, similarity, normalizer : optional
         As for `attention`; of sinks the shape is enough.
     layout, backend, kernel : optional
         As for `attention`.
@@ -266,11 +283,12 @@ def explain(
     def facts(given: Any, name: str) -> ArrayFacts:
         return given if isinstance(given, ArrayFacts) else facts_of(given, name)
 
-    call = describe(
+    call, _ = describe(
         shaped(query), shaped(key), shaped(value), mask=shaped(mask, "bool"), bias=shaped(bias),
         is_causal=is_causal, window=window, query_offset=shaped(query_offset, "int64"),
         scale=scale, softcap=softcap, score_mod=score_mod, sinks=shaped(sinks), dropout=dropout,
-        layout=layout, logsumexp=logsumexp, facts=facts,
+        similarity=similarity, normalizer=normalizer, layout=layout, logsumexp=logsumexp,
+        facts=facts,
     )  # fmt: skip
     only_shapes = isinstance(query, (tuple, list))
     return decide(call, None if only_shapes else query, backend, kernel)

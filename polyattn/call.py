@@ -12,12 +12,32 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_compiling, torch_transforms
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, is_compiling, torch_transforms
+from polyattn.patterns import And, Causal, Dense, Mask, Rule, Window
+from polyattn.steps import (
+    Chain,
+    Function,
+    Normalizer,
+    ScaleRule,
+    Score,
+    Similarity,
+    Softcap,
+)
+from polyattn.values import named
 
-__all__ = ["Call", "Operands", "Shape", "Window", "describe", "lengths"]
+__all__ = [
+    "Call",
+    "Ends",
+    "Operands",
+    "Shape",
+    "check_ends",
+    "check_takes",
+    "describe",
+    "lengths",
+]
 
 Shape = tuple[int, ...]
-Window = tuple[int | None, int | None]
+Ends = tuple[int | None, int | None]
 
 
 class Operands(NamedTuple):
@@ -27,16 +47,20 @@ class Operands(NamedTuple):
     ----------
     query, key, value : Array
         Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E).
-    mask : Array of bool, callable or None
-        Broadcasts to (..., H, L, S), or a function of (b, h, i, j).
+    mask : Array of bool, Mask, callable or None
+        Broadcasts to (..., H, L, S), or a value or function of (b, h, i, j).
     bias : Array or None
         Broadcasts to (..., H, L, S).
     query_offset : int, Array or None
         An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
-    score_mod : callable or None
-        A function of (score, b, h, i, j).
+    score_mod : Score, callable or None
+        A value or function of (score, b, h, i, j).
     sinks : Array or None
         Shape (H,).
+    similarity : Similarity or None
+        What stands in place of q·k.
+    seed : int, Array or None
+        What decides, with the indices, which weights are dropped.
     """
 
     query: Array
@@ -47,6 +71,8 @@ class Operands(NamedTuple):
     query_offset: int | Array | None
     score_mod: Callable[..., Array] | None
     sinks: Array | None
+    similarity: Similarity | None = None
+    seed: int | Array | None = None
 
 
 class Call(NamedTuple):
@@ -55,24 +81,32 @@ class Call(NamedTuple):
     query: ArrayFacts
     key: ArrayFacts
     value: ArrayFacts
-    mask: ArrayFacts | str | None
+    mask: ArrayFacts | Mask | str | None
     bias: ArrayFacts | None
     is_causal: bool
-    window: Window | None
+    window: Ends | None
     query_offset: ArrayFacts | int | None
-    scale: float | None
+    scale: float | ScaleRule | None
     softcap: float | None
-    score_mod: bool
+    score_mod: Score | str | None
     sinks: ArrayFacts | None
     dropout: float
+    seed: ArrayFacts | None
+    similarity: Similarity | None
+    normalizer: Normalizer | None
     layout: str
     logsumexp: bool
     transforms: frozenset[str]
 
     def arrays(self) -> list[tuple[str, ArrayFacts]]:
-        """Return the name and facts of each array that was given."""
-        pairs = zip(self._fields, self, strict=True)
-        return [(name, facts) for name, facts in pairs if isinstance(facts, ArrayFacts)]
+        """Return the name and facts of each array that was given, ``mask.key_ids`` inside one."""
+        found: list[tuple[str, ArrayFacts]] = []
+        for name, given in zip(self._fields, self, strict=True):
+            if isinstance(given, ArrayFacts):
+                found.append((name, given))
+            elif isinstance(given, (Mask, Score, Similarity)):
+                found += named(given, name)
+        return found
 
 
 def describe(
@@ -90,46 +124,145 @@ def describe(
     score_mod: Any = None,
     sinks: Any = None,
     dropout: Any = None,
+    similarity: Any = None,
+    normalizer: Any = None,
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
-) -> Call:
-    """Return the facts of a call, its options checked one by one; `examine` checks the whole."""
+) -> tuple[Call, Operands]:
+    """Return the facts of a call, its options checked one by one, and its operands.
+
+    What a value says that an option of its own says too is moved there, so that every kernel that
+    knows the option knows the value. `examine` checks the whole.
+    """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
-    mask_facts: ArrayFacts | str | None = None
-    if callable(mask):
-        _check_takes("the mask function", mask, "b, h, i, j")
-        mask_facts = "function"
-    elif mask is not None:
-        mask_facts = facts(mask, "mask")
-    if score_mod is not None:
-        if not callable(score_mod):
-            raise TypeError(
-                f"score_mod must be a function (score, b, h, i, j) -> score; {_got(score_mod)}"
-            )
-        _check_takes("score_mod", score_mod, "score, b, h, i, j")
-    return Call(
+    is_causal = is_causal if is_causal is False else _flag("is_causal", is_causal)
+    window = None if window is None else check_ends(window)
+    if isinstance(mask, Mask):
+        mask, is_causal, window = _without_band(mask, is_causal, window)
+    scale = scale if scale is None or isinstance(scale, ScaleRule) else _finite("scale", scale)
+    softcap = None if softcap is None else _softcap(softcap)
+    if isinstance(score_mod, Score):
+        score_mod, softcap = _without_softcap(score_mod, softcap)
+    _check_kind("similarity", similarity, Similarity, "scores.cosine()")
+    _check_kind("normalizer", normalizer, Normalizer, "scores.sparsemax()")
+    rate, seed = (0.0, None) if dropout is None else _dropout(dropout)
+    if rate == 0:
+        seed = None
+    call = Call(
         facts(query, "query"),
         facts(key, "key"),
         facts(value, "value"),
-        mask_facts,
+        _mask_facts(mask, facts),
         None if bias is None else facts(bias, "bias"),
-        is_causal if is_causal is False else _flag("is_causal", is_causal),
-        None if window is None else _window(window),
+        is_causal,
+        window,
         None if query_offset is None else _offset(query_offset, facts),
-        None if scale is None else _finite("scale", scale),
-        None if softcap is None else _softcap(softcap),
-        score_mod is not None,
+        scale,
+        softcap,
+        _score_facts(score_mod, facts),
         None if sinks is None else facts(sinks, "sinks"),
-        0.0 if dropout is None else _dropout(dropout),
+        rate,
+        facts(seed, "dropout's seed") if is_array(seed) else None,
+        None if similarity is None else similarity.form(facts),
+        normalizer,
         layout,
         logsumexp,
         torch_transforms(),
     )
+    operands = Operands(
+        query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed
+    )
+    return call, operands
 
 
-def _check_takes(name: str, function: Callable[..., Any], parameters: str) -> None:
+def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    if mask is None:
+        return None
+    if isinstance(mask, Mask):
+        for _, thing in mask.carried():
+            if not is_array(thing):
+                check_takes("the mask function", thing, "b, h, i, j")
+        return mask.form(facts)
+    if not callable(mask):
+        return facts(mask, "mask")
+    check_takes("the mask function", mask, "b, h, i, j")
+    return "function"
+
+
+def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    if score_mod is None:
+        return None
+    if isinstance(score_mod, (Similarity, ScaleRule, Normalizer)):
+        kinds = {Similarity: "similarity", ScaleRule: "scale", Normalizer: "normalizer"}
+        name = next(name for kind, name in kinds.items() if isinstance(score_mod, kind))
+        raise TypeError(f"{score_mod!r} goes in {name}=, not in score_mod=")
+    if not callable(score_mod):
+        raise TypeError(
+            "score_mod must be a function (score, b, h, i, j) -> score, or a value of"
+            f" polyattn.scores; {_got(score_mod)}"
+        )
+    if not isinstance(score_mod, Score):
+        check_takes("score_mod", score_mod, "score, b, h, i, j")
+        return "function"
+    for _, thing in score_mod.carried():
+        if not is_array(thing):
+            check_takes("score_mod", thing, "score, b, h, i, j")
+    return score_mod.form(facts)
+
+
+def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{name} must be a value of polyattn.scores such as {example}; {_got(given)}"
+        )
+
+
+def _without_band(
+    mask: Mask, is_causal: bool, window: Ends | None
+) -> tuple[Any, bool, Ends | None]:
+    """Move what causal and window say out of a mask; return what is left as simply as it goes."""
+    rest: list[Mask] = []
+    for part in mask.parts if isinstance(mask, And) else (mask,):
+        if isinstance(part, Causal):
+            is_causal = True
+        elif isinstance(part, Window):
+            window = _narrower(window or (None, None), (part.left, part.right))
+        else:
+            rest.append(part)
+    if not rest:
+        return None, is_causal, window
+    if len(rest) > 1:
+        return And(tuple(rest)), is_causal, window
+    left = rest[0]
+    if isinstance(left, Dense):
+        return left.array, is_causal, window
+    return left.function if isinstance(left, Rule) else left, is_causal, window
+
+
+def _narrower(one: Ends, other: Ends) -> Ends:
+    ends = [
+        b if a is None else a if b is None else min(a, b) for a, b in zip(one, other, strict=True)
+    ]
+    return ends[0], ends[1]
+
+
+def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
+    """Move a softcap that comes first out of a score value, and a function alone out of its."""
+    parts = score.parts if isinstance(score, Chain) else (score,)
+    first = parts[0]
+    if softcap is None and isinstance(first, Softcap):
+        parts, softcap = parts[1:], first.cap
+    if not parts:
+        return None, softcap
+    if len(parts) > 1:
+        return Chain(parts), softcap
+    return parts[0].rule if isinstance(parts[0], Function) else parts[0], softcap
+
+
+def check_takes(name: str, function: Callable[..., Any], parameters: str) -> None:
+    """Refuse a function that cannot be called with so many arguments."""
     if is_compiling():
         return
     try:
@@ -182,7 +315,8 @@ def _softcap(value: Any) -> float:
     return number
 
 
-def _window(value: Any) -> Window:
+def check_ends(value: Any) -> Ends:
+    """Return the ends of a window, checked."""
     hint = (
         "window must be a pair (left, right): how many keys before and after a row's own position"
         " it sees, the own not counted, None for no bound. A window of 256 tokens that ends at the"
@@ -211,16 +345,22 @@ def _offset(value: Any, facts: Callable[[Any, str], ArrayFacts]) -> ArrayFacts |
     return facts(value, "query_offset")
 
 
-def _dropout(value: Any) -> float:
+def _dropout(value: Any) -> tuple[float, Any]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(
             f"dropout must be a pair (rate, seed): nothing is random without a seed; {_got(value)}"
         )
-    rate = _finite("dropout rate", value[0])
+    rate, seed = _finite("dropout rate", value[0]), value[1]
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate must be in [0, 1); {_got(value)}")
+    if is_array(seed):
+        if tuple(seed.shape) != () or "int" not in str(seed.dtype):
+            raise TypeError(f"a dropout seed must be one integer; {_got(value)}")
+        return rate, seed
     try:
-        operator.index(value[1])
+        number = operator.index(seed)
     except TypeError:
         raise TypeError(f"a dropout seed must be an integer; {_got(value)}") from None
-    return rate
+    if not 0 <= number < 2**64:
+        raise ValueError(f"a dropout seed must be in [0, 2**64); {_got(value)}")
+    return rate, number

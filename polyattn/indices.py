@@ -1,4 +1,4 @@
-"""The indices of a tile, and what of mask, bias and band falls on it.
+"""The indices of a tile, and what of masks, scores and bias falls on it.
 
 Index arrays broadcast to (..., H, l, s) and live where the query lives. They are made when they are
 first asked for: most calls need none.
@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
-from polyattn.masks import Span, in_band
+from polyattn.band import Span, in_band
+from polyattn.dropout import WORDS, kept
+from polyattn.patterns import Mask
+from polyattn.places import FAR
 from polyattn.problem import Operands, Problem
+from polyattn.steps import Score
 
 __all__ = ["Indices"]
 
@@ -26,8 +30,8 @@ class Indices:
         The facts of the call.
     xp : module
         The standard's namespace of the library.
-    like : Array
-        An array on the device where the indices are wanted.
+    x : Operands
+        The arrays of the call.
     rows, columns : Span
         The query rows and the keys of the tile.
     items, heads : Span, optional
@@ -39,21 +43,22 @@ class Indices:
         self,
         problem: Problem,
         xp: Any,
-        like: Array,
+        x: Operands,
         rows: Span,
         columns: Span,
         *,
         items: Span | None = None,
         heads: Span | None = None,
     ) -> None:
-        self._problem, self._xp, self._like = problem, xp, like
+        self._problem, self.xp, self._x = problem, xp, x
         self._rows, self._columns = rows, columns
         self._batch = problem.batch if items is None else (items.length,)
+        self._some_items, self._some_heads = items is not None, heads is not None
         self._items = items or Span(0, math.prod(problem.batch))
         self._heads = heads or Span(0, problem.heads)
 
     def _range(self, start: int, stop: int, *shape: int) -> Array:
-        return self._xp.reshape(index_range(self._xp, start, stop, self._like), shape)
+        return self.xp.reshape(index_range(self.xp, start, stop, self._x.query), shape)
 
     @property
     def batch(self) -> Array:
@@ -75,6 +80,8 @@ class Indices:
         """The key, shape (1, s)."""
         return self._range(*self._columns, 1, self._columns.length)
 
+    # ---- what of an array falls on the tile ----
+
     def cut(self, array: Array) -> Array:
         """Cut out of an array what falls on the tile.
 
@@ -95,34 +102,169 @@ class Indices:
             array = array[..., rows.start : rows.stop, :]
         return array
 
-    def visible(self, x: Operands, *, banded: bool) -> Iterator[Array]:
+    def of_scores(self, array: Array) -> Array:
+        """Return what of an array that broadcasts to (..., H, L, S) is for the tile.
+
+        Parameters
+        ----------
+        array : Array
+            A mask or bias.
+
+        Returns
+        -------
+        Array
+            A view of it, which broadcasts to (..., H, l, s) of the tile's items and heads.
+        """
+        array = self.cut(array)
+        if self._some_heads and len(array.shape) > 2 and array.shape[-3] != 1:
+            array = array[..., slice(*self._heads), :, :]
+        return self._of_items(array)
+
+    def _of_items(self, array: Array) -> Array:
+        """Cut (..., H, l, s) down to the tile's batch items, which lie along the last axis."""
+        lead = array.shape[:-3]
+        if not self._some_items or not lead:
+            return array
+        first = self._items.start
+        at: list[int] = []
+        for length in reversed(self._problem.batch):
+            first, place = divmod(first, length)
+            at.insert(0, place)
+        *outer, item = at[len(at) - len(lead) :]
+        index = [0 if n == 1 else i for i, n in zip(outer, lead[:-1], strict=True)]
+        items = slice(0, 1) if lead[-1] == 1 else slice(item, item + self._items.length)
+        return array[(*index, items)]
+
+    def per_item(self, numbers: Any) -> Any:
+        """Return what is given for each batch item, shape (..., 1, 1, 1), or a number as it is."""
+        if isinstance(numbers, int):
+            return numbers
+        return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
+
+    def per_head(self, numbers: Array) -> Array:
+        """Return what is given for each query head, shape (H, 1, 1)."""
+        return self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads)]
+
+    def per_row(self, numbers: Array) -> Array:
+        """Return what is given for each row by an array (..., L), shape (..., 1, l, 1)."""
+        return self._of_items(self.cut(numbers[..., None])[..., None, :, :])
+
+    def per_key(self, numbers: Array) -> Array:
+        """Return what is given for each key by an array (..., S), shape (..., 1, 1, s)."""
+        return self._of_items(self.cut(numbers[..., None, :])[..., None, :, :])
+
+    def looked_up(self, table: Array, *indices: Array) -> Array:
+        """Return the entries of a table at arrays of indices, one for each axis of it.
+
+        Parameters
+        ----------
+        table : Array
+            The table.
+        *indices : Array
+            Indices of each of its axes, which broadcast with one another.
+
+        Returns
+        -------
+        Array
+            The entries, of the shape that the indices broadcast to.
+        """
+        flat: Any = 0
+        for index, length in zip(indices, table.shape, strict=True):
+            flat = flat * length + index
+        taken = self.xp.take(self.xp.reshape(table, (-1,)), self.xp.reshape(flat, (-1,)), axis=0)
+        return self.xp.reshape(taken, flat.shape)
+
+    # ---- where the rows stand among the keys ----
+
+    def position(self, shift: int = 0) -> Array:
+        """Return where the rows stand among the keys, moved by `shift`.
+
+        Parameters
+        ----------
+        shift : int
+            By how much.
+
+        Returns
+        -------
+        Array
+            Shape (l, 1), or (..., 1, l, 1) where an array gives the query offset.
+        """
+        offset = self._problem.query_offset
+        if offset is not None:
+            return self.row + max(-FAR, min(offset + shift, FAR))
+        return self.row + self._offsets() + max(-FAR, min(shift, FAR))
+
+    def away_from_row(self) -> Array:
+        """Return how far after the row's position the keys are, (..., H, l, s)."""
+        return self.column - self.position()
+
+    def _offsets(self) -> Array:
+        return self._of_items(cast(self.xp, self._x.query_offset, self.row.dtype))
+
+    # ---- dropout ----
+
+    def kept(self) -> Array:
+        """Return which weights dropout keeps, shape (..., H, l, s)."""
+        first, stop = self._columns.start // WORDS, -(-self._columns.stop // WORDS)
+        blocks = index_range(self.xp, first, stop, self._x.query)
+        found = self._kept_in(blocks)
+        start = self._columns.start - first * WORDS
+        return found[..., start : start + self._columns.length]
+
+    def _kept_in(self, blocks: Array) -> Array:
+        seed, rate = self._x.seed, self._problem.dropout
+        return kept(self.xp, seed, rate, self.batch, self.head, self.row, blocks)
+
+    # ---- masks and scores ----
+
+    def visible(self, *, banded: bool = True, masked: bool = True) -> Iterator[Array]:
         """Say by arrays which keys take part.
 
         Parameters
         ----------
-        x : Operands
-            The arrays of the call.
         banded : bool
             Whether causal and window may hide a key of this tile.
+        masked : bool
+            Whether ``mask=`` may.
 
         Yields
         ------
         Array of bool
             Broadcasts to (..., H, l, s); a key takes part where all of them hold.
         """
-        if callable(x.mask):
-            yield self.from_rule(x.mask)
-        elif x.mask is not None:
-            yield self.cut(x.mask)
+        mask = self._x.mask
+        if mask is not None and masked:
+            if isinstance(mask, Mask):
+                yield mask.seen(self)
+            else:
+                yield self.by_rule(mask) if callable(mask) else self.of_scores(mask)
         if banded and self._problem.masks_by_position:
-            rows, offset = self.row, None
-            if self._problem.query_offset is None:
-                offset = cast(self._xp, x.query_offset, rows.dtype)
-            seen = in_band(self._problem, rows, self.column, offset)
+            offset = None if self._problem.query_offset is not None else self._offsets()
+            seen = in_band(self._problem, self.row, self.column, offset)
             if seen is not None:
                 yield seen
 
-    def modified(self, rule: Callable[..., Array], scores: Array) -> Array:
+    def modified(self, scores: Array) -> Array:
+        """Let ``score_mod=`` have the scores.
+
+        Parameters
+        ----------
+        scores : Array
+            The scores of the tile, which broadcast to (..., H, l, s).
+
+        Returns
+        -------
+        Array
+            What it makes of them, in their dtype, with axes for H, l and s.
+        """
+        rule = self._x.score_mod
+        if rule is None:
+            return scores
+        return (
+            rule.apply(scores, self) if isinstance(rule, Score) else self.by_score_mod(rule, scores)
+        )
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a score function.
 
         Parameters
@@ -143,10 +285,10 @@ class Indices:
             raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
         if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
             whole = broadcast_shapes(facts.shape, scores.shape)
-            result = self._xp.broadcast_to(result, whole)
-        return cast(self._xp, result, scores.dtype)
+            result = self.xp.broadcast_to(result, whole)
+        return cast(self.xp, result, scores.dtype)
 
-    def from_rule(self, rule: Callable[..., Array]) -> Array:
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
         """Call a mask function.
 
         Parameters
@@ -161,7 +303,7 @@ class Indices:
         """
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):
-            return self._xp.full_like(self.column, seen, dtype=self._xp.bool)
+            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
         facts = self._check("the mask function", seen)
         if facts.dtype != "bool":
             raise TypeError(

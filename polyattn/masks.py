@@ -1,181 +1,423 @@
-"""Which keys a row may see by position, and what that makes of a tile.
+"""Masks as values: which keys each row may see, composed by ``&``, ``|`` and ``~``.
 
-Everything here speaks of positions alone: arrays and functions given as a mask are the kernel's to
-apply. Ends are compared as Python numbers and clamped to where they can matter, so that no
-library's integers overflow, however far a window or an offset reaches.
+Where a mask speaks of a row's own position, that is ``i + query_offset``, as for ``is_causal=`` and
+``window=``::
+
+    attention(q, k, v, mask=masks.causal() & masks.window(256, 0) | masks.prefix(16))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import importlib
+import operator
+from collections.abc import Callable
+from typing import Any
 
-from polyattn.arrays import Array
-from polyattn.problem import Problem
+from polyattn.arrays import Array, facts_of, index_range, is_array, library_of
+from polyattn.call import check_ends, check_takes
+from polyattn.patterns import (
+    Causal,
+    Compiled,
+    Dense,
+    Dilated,
+    GlobalTokens,
+    Mask,
+    Padding,
+    Prefix,
+    Rule,
+    Segments,
+    Window,
+    as_mask,
+)
+from polyattn.places import Called
 
-__all__ = ["Span", "band", "column_span", "full_span", "in_band", "is_full"]
-
-# Beyond any length, and far enough from the end of int32 to be added to a length.
-FAR = 2**30
-
-
-class Span(NamedTuple):
-    """Some rows or keys: a range that torch.compile can trace.
-
-    Attributes
-    ----------
-    start, stop : int
-        The first, and the one after the last.
-    """
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """Their number."""
-        return self.stop - self.start
-
-    def split(self, size: int) -> Iterator[Span]:
-        """Cut it up.
-
-        Parameters
-        ----------
-        size : int
-            How many a part has at most.
-
-        Yields
-        ------
-        Span
-            The parts in order, all but the last of that size.
-        """
-        for first in range(self.start, self.stop, size):
-            yield Span(first, min(first + size, self.stop))
+__all__ = [
+    "Mask",
+    "causal",
+    "compile",
+    "dense",
+    "dilated",
+    "global_tokens",
+    "padding",
+    "prefix",
+    "rule",
+    "segments",
+    "window",
+]
 
 
-def band(problem: Problem) -> tuple[int | None, int | None]:
-    """Return the ends (low, high) of the band: row i sees the keys i + low <= j <= i + high.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
+def causal() -> Mask:
+    """Show the keys up to the row's own position.
 
     Returns
     -------
-    low, high : int or None
-        None where an end hides nothing. Where an array gives the query offset, it is to be added.
+    Mask
+        Row i sees key j where ``j <= i + query_offset``.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> masks.causal() & masks.window(256, 0) | masks.prefix(16)
+    masks.causal() & masks.window(256, 0) | masks.prefix(16)
     """
-    left, right = problem.window
-    right = 0 if problem.is_causal else right
-    offset = problem.query_offset
-    if offset is None:
-        return None if left is None else -min(left, FAR), None if right is None else min(right, FAR)
-    low = None if left is None else min(offset - left, problem.key_length)
-    high = None if right is None else max(offset + right, -problem.query_length)
-    if low is not None and low + problem.query_length <= 1:
-        low = None
-    if high is not None and high + 1 >= problem.key_length:
-        high = None
-    return low, high
+    return Causal()
 
 
-def in_band(problem: Problem, rows: Array, columns: Array, offset: Array | None) -> Array | None:
-    """Return which keys are in the band, as a bool array, or None where all of them are.
+def window(left: int | None, right: int | None) -> Mask:
+    """Show the keys near the row's own position.
 
     Parameters
     ----------
-    problem : Problem
-        The facts of the call.
-    rows, columns : Array
-        Indices of query rows, shape (l, 1), and of keys, shape (1, s).
-    offset : Array or None
-        The query offset if an array gives it, shape (..., 1, 1, 1).
+    left, right : int or None
+        How many keys before and after it, the own not counted; None for no bound. A window of 256
+        tokens that ends at the own is ``window(255, 0)``.
 
     Returns
     -------
-    Array or None
-        Broadcasts to (..., H, l, s).
+    Mask
+        Row i sees key j where ``p - left <= j <= p + right``, with ``p = i + query_offset``.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> masks.window(255, 0)
+    masks.window(255, 0)
     """
-    low, high = band(problem)
-    position = rows if problem.query_offset is not None else rows + offset
-    after = None if high is None else columns <= position + high
-    before = None if low is None else columns >= position + low
-    if after is None or before is None:
-        return before if after is None else after
-    return after & before
+    return Window(*check_ends((left, right)))
 
 
-def column_span(problem: Problem, rows: Span) -> Span:
-    """Return the keys outside which no row of `rows` sees any.
+def prefix(lengths: int | Array) -> Mask:
+    """Show the first keys to every row: ``causal() | prefix(n)`` is a prefix language model.
 
     Parameters
     ----------
-    problem : Problem
-        The facts of the call.
-    rows : Span
-        Some query rows.
+    lengths : int or Array of int
+        How many; an array gives a number for each batch item, shape (...).
 
     Returns
     -------
-    Span
-        All keys where an array gives the query offset.
+    Mask
+        Every row sees key j where ``j < length``.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> masks.causal() | masks.prefix(16)
+    masks.causal() | masks.prefix(16)
     """
-    if problem.query_offset is None:
-        return Span(0, problem.key_length)
-    low, high = band(problem)
-    start = 0 if low is None else max(0, rows.start + low)
-    stop = problem.key_length if high is None else min(problem.key_length, rows.stop + high)
-    return Span(start, max(start, stop))
+    return Prefix(_lengths("masks.prefix: lengths", lengths))
 
 
-def full_span(problem: Problem, rows: Span) -> Span:
-    """Return the keys of which causal and window hide none from any row of `rows`.
+def padding(
+    key_lengths: int | Array | None = None, query_lengths: int | Array | None = None
+) -> Mask:
+    """Hide what is padding at the end of each batch item.
 
     Parameters
     ----------
-    problem : Problem
-        The facts of the call.
-    rows : Span
-        Some query rows.
+    key_lengths : int or Array of int, optional
+        How many keys are none; an array gives a number for each batch item, shape (...).
+    query_lengths : int or Array of int, optional
+        How many rows are none; those after them see nothing, and their output is 0.
 
     Returns
     -------
-    Span
-        Empty where a band's place is given by an array, so that it cannot be known.
+    Mask
+        Row i sees key j where ``j < key_length`` and ``i < query_length``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> x = np.ones((2, 8, 5, 64), dtype=np.float32)
+    >>> attention(x, x, x, mask=masks.padding(np.array([3, 5]))).shape
+    (2, 8, 5, 64)
     """
-    low, high = band(problem)
-    if low is None and high is None:
-        return Span(0, problem.key_length)
-    if problem.query_offset is None:
-        return Span(0, 0)
-    start = 0 if low is None else max(0, rows.stop - 1 + low)
-    stop = problem.key_length
-    if high is not None:
-        stop = min(stop, rows.start + high + 1)
-    return Span(start, max(start, stop))
-
-
-def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
-    """Say whether causal and window hide nothing of a tile.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    rows, columns : Span
-        The query rows and the keys of the tile.
-
-    Returns
-    -------
-    bool
-        False also where an array gives the query offset, so that it cannot be known.
-    """
-    low, high = band(problem)
-    if low is None and high is None:
-        return True
-    if problem.query_offset is None:
-        return False
-    return (high is None or columns.stop - 1 <= rows.start + high) and (
-        low is None or columns.start >= rows.stop - 1 + low
+    if key_lengths is None and query_lengths is None:
+        raise TypeError("masks.padding takes key_lengths, query_lengths, or both")
+    return Padding(
+        _lengths("masks.padding: key_lengths", key_lengths),
+        _lengths("masks.padding: query_lengths", query_lengths),
     )
+
+
+def segments(query_ids: Array, key_ids: Array | None = None) -> Mask:
+    """Show a row the keys of its own segment: documents that are packed into one sequence.
+
+    Parameters
+    ----------
+    query_ids : Array of int
+        Which segment each row belongs to, shape (..., L).
+    key_ids : Array of int, optional
+        Which one each key belongs to, shape (..., S); by default the queries'.
+
+    Returns
+    -------
+    Mask
+        Row i sees key j where ``query_ids[i] == key_ids[j]``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> x = np.ones((8, 6, 64), dtype=np.float32)
+    >>> documents = masks.segments(np.array([0, 0, 0, 1, 1, 2]))
+    >>> attention(x, x, x, mask=documents & masks.causal()).shape
+    (8, 6, 64)
+    """
+    for name, ids in (("query_ids", query_ids), ("key_ids", key_ids)):
+        if ids is not None or name == "query_ids":
+            _integers(f"masks.segments: {name}", ids, "an integer array")
+    return Segments(query_ids, key_ids)
+
+
+def dilated(step: int) -> Mask:
+    """Show every so many keys, counted from the row's own position.
+
+    Parameters
+    ----------
+    step : int
+        The distance from one to the next, at least 1.
+
+    Returns
+    -------
+    Mask
+        Row i sees key j where ``j - p`` is a multiple of `step`, with ``p = i + query_offset``.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> masks.window(64, 64) & masks.dilated(4)
+    masks.window(64, 64) & masks.dilated(4)
+    """
+    number = _whole("masks.dilated: step", step)
+    if number < 1:
+        raise ValueError(f"masks.dilated: step must be at least 1; got {step!r}")
+    return Dilated(number)
+
+
+def global_tokens(*positions: int) -> Mask:
+    """Show some tokens to every row, and every key to them.
+
+    Parameters
+    ----------
+    *positions : int
+        Where they are among the keys.
+
+    Returns
+    -------
+    Mask
+        Row i sees key j where j or ``i + query_offset`` is one of them.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> masks.window(64, 64) | masks.global_tokens(0, 1)
+    masks.window(64, 64) | masks.global_tokens(0, 1)
+    """
+    found = tuple(_whole("masks.global_tokens: a position", position) for position in positions)
+    if not found or min(found) < 0:
+        raise ValueError(f"masks.global_tokens takes positions of at least 0; got {positions!r}")
+    return GlobalTokens(found)
+
+
+def dense(array: Array) -> Mask:
+    """Take a bool array as a value that composes.
+
+    Parameters
+    ----------
+    array : Array of bool
+        True where a key takes part; broadcasts to (..., H, L, S), of that rank or of at most 2.
+
+    Returns
+    -------
+    Mask
+        What the array says.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import masks
+    >>> masks.causal() & masks.dense(np.array([True, False, True]))
+    masks.causal() & masks.dense(numpy.asarray([True, False, True], dtype=numpy.bool))
+    """
+    if not is_array(array) or facts_of(array).dtype != "bool":
+        got = facts_of(array) if is_array(array) else repr(array)
+        raise TypeError(f"masks.dense takes a bool array, True where a key takes part; got {got}")
+    return Dense(array)
+
+
+def rule(function: Callable[..., Array]) -> Mask:
+    """Take a function in FlexAttention's form as a value that composes.
+
+    Parameters
+    ----------
+    function : callable
+        A function ``(b, h, i, j) -> bool`` of index arrays that broadcast with one another.
+
+    Returns
+    -------
+    Mask
+        What the function says. Its tiles are known only if it is compiled: see `compile`.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> def even(b, h, i, j):
+    ...     return (i + j) % 2 == 0
+    >>> masks.rule(even) & masks.causal()
+    masks.rule(even) & masks.causal()
+    """
+    if not callable(function):
+        raise TypeError(f"masks.rule takes a function (b, h, i, j) -> bool; got {function!r}")
+    if isinstance(function, Mask):
+        return function
+    check_takes("the mask function", function, "b, h, i, j")
+    return Rule(function)
+
+
+# The name that FlexAttention's users look for; of Python's own nothing is wanted here.
+def compile(
+    mask: Mask | Callable[..., Array] | Array,
+    query_length: int,
+    key_length: int | None = None,
+    *,
+    query_offset: int | None = None,
+    like: Array | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    tile: int = 128,
+) -> Mask:
+    """Look at a mask once, and keep which of its tiles are empty, full and mixed.
+
+    For rules given as functions, whose tiles nothing tells: make it once, use it in every layer and
+    at every step. Kernels skip the empty tiles and do not ask about the full ones.
+
+    Parameters
+    ----------
+    mask : Mask, callable or Array of bool
+        What to look at.
+    query_length, key_length : int
+        L and S of the calls that it is for; S is L if it is not given.
+    query_offset : int, optional
+        The position of the first row among the keys, S − L by default.
+    like : Array, optional
+        An array of the library and device where the function works, if those of the arrays that the
+        mask carries, or else NumPy's, are not right.
+    batch, heads : int
+        How many batch items, counted flat, and query heads to ask about, for a mask that differs
+        among them.
+    tile : int
+        How many rows and keys a tile has. Few leave less to compute, and cost more to look up.
+
+    Returns
+    -------
+    Mask
+        The same mask, with the table of its tiles.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, masks
+    >>> def checkered(b, h, i, j):
+    ...     return (i // 256 + j // 256) % 2 == 0
+    >>> mask = masks.compile(checkered, 512)
+    >>> mask
+    masks.compile(masks.rule(checkered), 512, 512)
+    >>> x = np.ones((1, 512, 8), dtype=np.float32)
+    >>> attention(x, x, x, mask=mask).shape
+    (1, 512, 8)
+    """
+    mask = as_mask(mask)
+    names = ("query_length", "key_length", "batch", "heads", "tile")
+    given = (query_length, query_length if key_length is None else key_length, batch, heads, tile)
+    length, keys, items, heads, size = (
+        _whole(f"masks.compile: {name}", number) for name, number in zip(names, given, strict=True)
+    )
+    if min(length, keys, items, heads, size) < 1:
+        raise ValueError(f"masks.compile takes lengths and numbers of at least 1; got {given}")
+    offset = keys - length
+    if query_offset is not None:
+        offset = _whole("masks.compile: query_offset", query_offset)
+    arrays = [like, *(thing for _, thing in mask.carried() if is_array(thing))]
+    example = next((array for array in arrays if array is not None), None)
+    xp: Any = importlib.import_module("array_api_compat.numpy")
+    if example is not None:
+        xp = library_of(example).xp
+    if isinstance(mask, Compiled):
+        mask = mask.mask
+    shape, some, every = _look(mask, xp, example, (items, heads, length, keys), offset, size)
+    return Compiled(mask, length, keys, offset, size, shape, some, every)
+
+
+def _look(
+    mask: Mask,
+    xp: Any,
+    like: Array | None,
+    lengths: tuple[int, int, int, int],
+    offset: int,
+    size: int,
+) -> tuple[tuple[int, int, int, int], bytes, bytes]:
+    """Return the shape and the two halves of a table, a block of rows at a time."""
+    items, heads, length, keys = lengths
+
+    def indices(first: int, stop: int, *shape: int) -> Array:
+        return xp.reshape(index_range(xp, first, stop, like), shape)
+
+    b, h = indices(0, items, -1, 1, 1, 1), indices(0, heads, -1, 1, 1)
+    found: list[list[list[bool]]] = [[], []]
+    lead = (1, 1)
+    for first in range(0, length, size):
+        rows = indices(first, min(first + size, length), -1, 1)
+        seen = mask.seen(Called(b, h, rows, indices(0, keys, 1, -1), offset=offset))
+        seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
+        lead = seen.shape[:2]
+        seen = xp.broadcast_to(seen, (*lead, seen.shape[2], keys))
+        for half, reduce in zip(found, (xp.any, xp.all), strict=True):
+            by_key = reduce(seen, axis=2)
+            tiles = [
+                reduce(by_key[..., start : start + size], axis=-1) for start in range(0, keys, size)
+            ]
+            half.append(xp.reshape(xp.stack(tiles, axis=-1), (-1, len(tiles))))
+    down, across = -(-length // size), -(-keys // size)
+    halves = [bytes(_plain(xp, xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in found]
+    return (lead[0], lead[1], down, across), halves[0], halves[1]
+
+
+def _plain(xp: Any, flags: Array) -> list[bool]:
+    """Return an array of bools as Python's, from whatever device in one step where it can be."""
+    if hasattr(flags, "tolist"):
+        return list(flags.tolist())
+    return [bool(flags[n]) for n in range(flags.shape[0])]
+
+
+# ---- what is given -----------------------------------------------------------------------------
+
+
+def _whole(name: str, value: Any) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an integer; got {value!r}")
+
+
+def _lengths(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if is_array(value):
+        return _integers(name, value, "an integer or an integer array")
+    number = _whole(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must be at least 0; got {value!r}")
+    return number
+
+
+def _integers(name: str, value: Any, what: str) -> Any:
+    if not is_array(value):
+        raise TypeError(f"{name} must be {what}; got {value!r}")
+    facts = facts_of(value, name)
+    if "int" not in facts.dtype:
+        raise TypeError(f"{name} must be {what}; got {facts}")
+    return value

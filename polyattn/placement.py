@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn import registry
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_compiling, library_of
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, is_compiling, library_of
 from polyattn.call import Call, Operands
 from polyattn.errors import UnsupportedError
 from polyattn.plugin import Backend, BackendSpec, Kernel
 from polyattn.problem import Problem
+from polyattn.values import Value
 
 __all__ = ["Plan", "Refusal", "Site", "open_site"]
 
@@ -74,17 +75,27 @@ class Plan(NamedTuple):
         device = self.site.problem.device
         brought: dict[str, Any] = {}
         for name in self.site.moved:
-            array = getattr(operands, name)
-            brought[name] = _mover(_backend_of(array), backend, device)(array)
-        if "query" in self.site.moved:
-            back = _mover(backend, _backend_of(operands.query), self.home)
-            for name in ("mask", "score_mod"):
-                rule = getattr(operands, name)
-                if callable(rule):
-                    brought[name] = _abroad(
-                        rule, back, backend, device, self.site.problem.transforms
-                    )
+            given = getattr(operands, name)
+            if not isinstance(given, Value):
+                brought[name] = _mover(_backend_of(given), backend, device)(given)
+        for name in ("mask", "score_mod", "similarity"):
+            given = getattr(operands, name)
+            if isinstance(given, Value):
+                brought[name] = given.map(lambda _, thing: self._bring_one(thing, operands))
+            elif callable(given):
+                brought[name] = self._bring_one(given, operands)
         return operands._replace(**brought)
+
+    def _bring_one(self, thing: Any, operands: Operands) -> Any:
+        """Bring an array to the backend, or let a function be called from there."""
+        backend, problem = self.site.backend, self.site.problem
+        assert backend is not None
+        if is_array(thing):
+            return _mover(_backend_of(thing), backend, problem.device)(thing)
+        if "query" not in self.site.moved:
+            return thing
+        back = _mover(backend, _backend_of(operands.query), self.home)
+        return _abroad(thing, back, backend, problem.device, problem.transforms)
 
 
 def _abroad(
@@ -205,7 +216,7 @@ def _own_site(call: Call, problem: Problem, query: Array | None, device: str) ->
 def _to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
     return frozenset(
         [
-            name
+            name.partition(".")[0]  # of the argument, where the array is part of a value
             for name, facts in call.arrays()
             if facts.library not in spec.namespaces
             or (device and facts.device != device and not facts.traced)
@@ -226,12 +237,13 @@ def _refusal(
     if lacking is not None:
         return lacking
     for name, facts in call.arrays():
-        if facts.traced and "query" in moved and name not in moved:
+        is_moved = name.partition(".")[0] in moved
+        if facts.traced and "query" in moved and not is_moved:
             return (
                 f"{name} is traced, and the result has no values yet to take back to"
                 f" {call.query.library}: pass arrays of one library"
             )
-        if name in moved and facts.device == "meta":
+        if is_moved and facts.device == "meta":
             return f"{name} is on the device meta, without values to move"
         lost = None if facts.library in spec.namespaces else _loss(name, facts, problem.transforms)
         if lost is not None:

@@ -45,10 +45,13 @@ from typing import Any, ClassVar
 
 import polyattn.arrays as arrays
 from polyattn.arrays import Array
+from polyattn.band import Span, band, column_span, full_span, in_band, is_full
 from polyattn.indices import Indices
-from polyattn.masks import Span, band, column_span, full_span, in_band, is_full
+from polyattn.patterns import Mask
 from polyattn.problem import DTYPES, FEATURES, Operands, Problem
+from polyattn.steps import Score
 from polyattn.threads import thread_count
+from polyattn.tiles import Grid, Tile, every_mask
 
 __all__ = [
     "API_VERSION",
@@ -56,13 +59,18 @@ __all__ = [
     "Array",
     "Backend",
     "BackendSpec",
+    "Grid",
     "Indices",
     "Kernel",
+    "Mask",
     "Operands",
     "Problem",
+    "Score",
     "Span",
+    "Tile",
     "band",
     "column_span",
+    "every_mask",
     "full_span",
     "in_band",
     "is_full",

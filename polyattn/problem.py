@@ -11,7 +11,11 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arrays import ArrayFacts, broadcast_shapes
-from polyattn.call import Call, Operands, Shape, Window
+from polyattn.call import Call, Ends, Operands, Shape
+from polyattn.patterns import Mask
+from polyattn.places import Dims
+from polyattn.steps import ByNorm, LongSequence, Normalizer, Score, Similarity
+from polyattn.values import carries_function
 
 __all__ = ["DTYPES", "FEATURES", "Operands", "Problem", "examine"]
 
@@ -28,15 +32,26 @@ FEATURES: dict[str, str] = {
     "logsumexp": "the logsumexp of each row beside the output",
     "mask": "mask= as an array",
     "mask_mod": "mask= as a function",
+    "mask_value": "mask= as a value of polyattn.masks that no other option says",
+    "normalizer": "normalizer=, in place of softmax",
     "query_offset": "query_offset= as a number other than S − L",
     "query_offset_array": "query_offset= as an array",
     "scale": "scale= other than 1/√D",
-    "score_mod": "score_mod=",
+    "score_mod": "score_mod= as a function",
+    "score_norm": "scale=scores.by_norm()",
+    "score_value": "score_mod= as a value of polyattn.scores that no other option says",
+    "similarity": "similarity=, in place of q·k",
     "sinks": "sinks=",
     "softcap": "softcap=",
     "value_size": "value vectors of another size than query and key vectors",
     "window": "window=",
 }
+
+
+#: Those by which a key may be absent.
+MASKING = frozenset(
+    {"bias", "causal", "mask", "mask_mod", "mask_value", "score_mod", "score_value", "window"}
+)
 
 
 class Problem(NamedTuple):
@@ -78,6 +93,14 @@ class Problem(NamedTuple):
         Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
+    mask_form, score_form, similarity_form : Mask, Score, Similarity or None
+        The values given for mask, score_mod and similarity, with facts in place of arrays.
+    score_norm : ByNorm or None
+        What divides each row's scores by their norm.
+    normalizer : Normalizer or None
+        What stands in place of softmax.
+    dropout : float
+        The rate at which weights are dropped.
     """
 
     library: str
@@ -91,7 +114,7 @@ class Problem(NamedTuple):
     head_size: int
     value_size: int
     is_causal: bool
-    window: Window
+    window: Ends
     query_offset: int | None
     scale: float
     softcap: float | None
@@ -103,6 +126,12 @@ class Problem(NamedTuple):
     transforms: frozenset[str]
     traced: bool = False
     converted: bool = False
+    mask_form: Mask | None = None
+    score_form: Score | None = None
+    similarity_form: Similarity | None = None
+    score_norm: ByNorm | None = None
+    normalizer: Normalizer | None = None
+    dropout: float = 0.0
 
     @property
     def device_kind(self) -> str:
@@ -128,7 +157,16 @@ class Problem(NamedTuple):
     def masks(self) -> bool:
         """Whether any key may be absent for any row."""
         return not self.features.isdisjoint(
-            ("causal", "window", "mask", "mask_mod", "bias", "score_mod")
+            (
+                "causal",
+                "window",
+                "mask",
+                "mask_mod",
+                "mask_value",
+                "bias",
+                "score_mod",
+                "score_value",
+            )
         )
 
 
@@ -156,9 +194,14 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
     query_length, key_length, head_size, value_size = lengths_and_sizes
     scores = (*batch, heads, query_length, key_length)
     _check_operand_shapes(call, scores)
-    default_scale = 1 / math.sqrt(head_size) if head_size else 1.0
+    default_scale = 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
     offset = call.query_offset
-    positions_matter = call.is_causal or (call.window or (None, None)) != (None, None)
+    positions_matter = (
+        call.is_causal
+        or (call.window or (None, None)) != (None, None)
+        or isinstance(call.mask, Mask)
+        or isinstance(call.score_mod, Score)
+    )
     if offset is None or not positions_matter:
         offset = key_length - query_length
     arrays = call.arrays()
@@ -176,7 +219,7 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
         is_causal=call.is_causal,
         window=call.window or (None, None),
         query_offset=None if isinstance(offset, ArrayFacts) else offset,
-        scale=default_scale if call.scale is None else call.scale,
+        scale=_scale(call.scale, default_scale, key_length),
         softcap=call.softcap,
         mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
         bias=None if call.bias is None else call.bias.shape,
@@ -185,9 +228,40 @@ def examine(call: Call, *, conversion: bool = False) -> Problem:
         requires_grad=any(facts.requires_grad for _, facts in arrays),
         transforms=call.transforms,
         traced=any(facts.traced for _, facts in arrays),
+        mask_form=call.mask if isinstance(call.mask, Mask) else None,
+        score_form=call.score_mod if isinstance(call.score_mod, Score) else None,
+        similarity_form=call.similarity,
+        score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
+        normalizer=call.normalizer,
+        dropout=call.dropout,
     )
+    _check_values(call, problem)
     features = _features(call, problem, default_scale)
     return problem._replace(features=features)
+
+
+def _scale(given: Any, default: float, key_length: int) -> float:
+    if isinstance(given, LongSequence):
+        return default / math.sqrt(max(key_length, 1))
+    return default if given is None or isinstance(given, ByNorm) else float(given)
+
+
+def _check_values(call: Call, problem: Problem) -> None:
+    dims = Dims(
+        problem.batch, problem.heads, problem.query_length, problem.key_length, problem.query_offset
+    )
+    if problem.mask_form is not None:
+        problem.mask_form.check(dims)
+    if problem.score_form is not None:
+        problem.score_form.check(dims)
+    if problem.similarity_form is not None:
+        problem.similarity_form.check(problem.head_size)
+    if problem.normalizer is not None:
+        for name, given in (("sinks", call.sinks is not None), ("a logsumexp", call.logsumexp)):
+            if given:
+                raise ValueError(
+                    f"{name} is of softmax alone, and normalizer={problem.normalizer!r} was given"
+                )
 
 
 def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
@@ -201,12 +275,17 @@ def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[s
         "grouped_heads": problem.heads != problem.key_heads,
         "logsumexp": call.logsumexp,
         "mask": isinstance(call.mask, ArrayFacts),
-        "mask_mod": call.mask == "function",
+        "mask_mod": isinstance(call.mask, str) or carries_function(problem.mask_form),
+        "mask_value": problem.mask_form is not None,
+        "normalizer": call.normalizer is not None,
         "query_offset": problem.query_offset is not None
         and problem.query_offset != problem.key_length - problem.query_length,
         "query_offset_array": problem.query_offset is None,
         "scale": problem.scale != default_scale,
-        "score_mod": call.score_mod,
+        "score_mod": isinstance(call.score_mod, str) or carries_function(problem.score_form),
+        "score_norm": problem.score_norm is not None,
+        "score_value": problem.score_form is not None,
+        "similarity": problem.similarity_form is not None,
         "sinks": call.sinks is not None,
         "softcap": call.softcap is not None,
         "value_size": problem.value_size != problem.head_size,
@@ -275,7 +354,7 @@ def _check_range(call: Call) -> None:
     # Scores are float32 for all but float64.
     largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)
     for name, value in (("scale", call.scale), ("softcap", call.softcap)):
-        if value is not None and value != 0 and not smallest <= abs(value) <= largest:
+        if isinstance(value, float) and value != 0 and not smallest <= abs(value) <= largest:
             raise ValueError(
                 f"{name} must be within the range of the scores' dtype, {smallest} to {largest};"
                 f" got {value!r}"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
-MASKS, GROUPS = "polyattn/masks.py", "polyattn/kernels/groups.py"
+MASKS, GROUPS = "polyattn/band.py", "polyattn/kernels/groups.py"
 RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"

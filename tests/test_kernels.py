@@ -11,7 +11,7 @@ from libraries import tiles_of
 import polyattn
 from polyattn import attention, attention_partial
 from polyattn.kernels import Tiled, tiled
-from polyattn.masks import Span, column_span, is_full
+from polyattn.band import Span, column_span, is_full
 
 RNG = np.random.default_rng(0)
 
@@ -60,7 +60,7 @@ def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
     genuine = tiled.attend
 
     def attend(problem, x, backend, query, rows, columns, **options):
-        visited.append((rows, columns, options["banded"]))
+        visited.append((rows, columns, options["masked"]))
         return genuine(problem, x, backend, query, rows, columns, **options)
 
     monkeypatch.setattr(tiled, "attend", attend)

@@ -15,7 +15,7 @@ import pytest
 import polyattn
 import polyattn_numpy.tiled as module
 from polyattn import attention, attention_partial
-from polyattn.masks import Span, column_span
+from polyattn.band import Span, column_span
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import pieces, tiles
 from polyattn_numpy.tiled import Tiled

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import attention, attention_partial, explain, registry, selection
+from polyattn import attention, attention_partial, explain, masks, registry, scores, selection
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 RNG = np.random.default_rng(0)
@@ -110,7 +110,14 @@ def test_it_serves_its_library_by_default(acme):
         ({"softcap": 2.0}, "softcap"),
         ({"scale": 2.0}, "scale"),
         ({"mask": lambda b, h, i, j: i > j}, "mask_mod"),
+        ({"mask": masks.rule(lambda b, h, i, j: i > j) | masks.causal()}, "mask_mod"),
+        ({"mask": masks.prefix(3) | masks.causal()}, "mask_value"),
         ({"score_mod": lambda s, *_: s}, "score_mod"),
+        ({"score_mod": scores.alibi(4)}, "score_value"),
+        ({"similarity": scores.cosine()}, "similarity"),
+        ({"scale": scores.by_norm()}, "score_norm"),
+        ({"scale": scores.long_sequence()}, "scale"),
+        ({"normalizer": scores.sigmoid()}, "normalizer"),
         ({"mask": (5, 5)}, "mask"),
         ({"bias": (5, 5)}, "bias"),
         ({"sinks": (4,)}, "sinks"),

@@ -251,9 +251,9 @@ def _aligned(count: int) -> int:
 def _made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array]:
     """Return all that shifts and hides scores as one bias, and which rows see nothing."""
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    indices = Indices(problem, backend.xp, x.query, rows, columns)
+    indices = Indices(problem, backend.xp, x, rows, columns)
     seen: Any = None
-    for part in indices.visible(x, banded=band(problem) != (None, None)):
+    for part in indices.visible(banded=band(problem) != (None, None)):
         seen = part if seen is None else seen & part
     shift: Any = np.float32(0)
     if x.bias is not None:

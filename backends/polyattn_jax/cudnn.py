@@ -138,7 +138,7 @@ def absence(problem: Problem, x: Operands) -> tuple[Array | None, Array | None]:
     bias = jnp.zeros((), x.query.dtype)
     if x.bias is not None:
         visible, bias = x.bias != -math.inf, x.bias
-    for seen in Indices(problem, jnp, x.query, rows, columns).visible(x, banded=True):
+    for seen in Indices(problem, jnp, x, rows, columns).visible():
         visible = visible & seen
     bias = jnp.where(visible, bias, ABSENT)
     batch = (math.prod(problem.batch), *problem.scores[-3:])

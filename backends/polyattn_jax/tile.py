@@ -34,9 +34,9 @@ class At(Indices):
     """The (b, h, i, j) of a tile whose place is known only when it is computed."""
 
     def __init__(
-        self, problem: Problem, like: Array, row: Any, rows: int, column: Any, columns: int
+        self, problem: Problem, x: Operands, row: Any, rows: int, column: Any, columns: int
     ) -> None:
-        super().__init__(problem, jnp, like, Span(0, rows), Span(0, columns))
+        super().__init__(problem, jnp, x, Span(0, rows), Span(0, columns))
         self._first, self._lengths = (row, column), (rows, columns)
 
     @property
@@ -147,12 +147,11 @@ def scores(problem: Problem, x: Operands, query: Array, key: Array, at: At) -> A
     s = unfold(problem, jnp.matmul(query, key.astype(query.dtype).mT, precision=HIGHEST))
     if problem.softcap is not None:
         s = problem.softcap * jnp.tanh(s / problem.softcap)
-    if x.score_mod is not None:
-        s = at.modified(x.score_mod, s)
+    s = at.modified(s)
     if x.bias is not None:
         bias = at.cut(x.bias).astype(s.dtype)
         s = jnp.where(bias == -math.inf, -math.inf, s + bias)
-    for seen in at.visible(x, banded=True):
+    for seen in at.visible():
         s = jnp.where(seen, s, -math.inf)
     return s
 

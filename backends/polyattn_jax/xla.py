@@ -36,7 +36,14 @@ class Xla(Kernel):
     """Tiles of the scores in a loop that XLA compiles."""
 
     name = "xla"
-    features = frozenset(FEATURES) - {"dropout"}
+    features = frozenset(FEATURES) - {
+        "dropout",
+        "mask_value",
+        "normalizer",
+        "score_norm",
+        "score_value",
+        "similarity",
+    }
     tile = 2**21
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -162,7 +169,7 @@ def attend_blocks(problem: Problem, x: Operands, loop: Loop) -> tuple[Array, Arr
         def step(running: Running, number: Array) -> tuple[Running, None]:
             new = first_column + number * loop.columns
             first = jnp.minimum(new, last) if overlaps else new
-            at = At(problem, x.query, first_row, loop.rows, first, loop.columns)
+            at = At(problem, x, first_row, loop.rows, first, loop.columns)
             key, value = (
                 lax.dynamic_slice_in_dim(array, first, loop.columns, axis=-2)
                 for array in (x.key, x.value)

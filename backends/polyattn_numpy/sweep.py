@@ -284,7 +284,7 @@ class Sweep:
             heads_first = s.swapaxes(2, 3)
             b, k, g, rows, size = heads_first.shape
             scores = heads_first.reshape(b, k * g, rows, size)
-            changed = self._indices(tile).modified(self.call.x.score_mod, scores)
+            changed = self._indices(tile).modified(scores)
             heads_first[...] = np.broadcast_to(changed, scores.shape).reshape(heads_first.shape)
         if self.call.bias is not None:
             s += self._on(tile, self.call.bias)
@@ -299,7 +299,9 @@ class Sweep:
         items = Span(first, first + self.piece.batch.length)
         heads = Span(*(end * self.members for end in tile.heads))
         rows, columns = tile.rows, tile.columns
-        return Indices(self.problem, self.call.xp, None, rows, columns, items=items, heads=heads)
+        return Indices(
+            self.problem, self.call.xp, self.call.x, rows, columns, items=items, heads=heads
+        )
 
     def _on(self, tile: Tile, array: Array) -> Array:
         """Return what of a mask or bias falls on a tile, with the axes (b, k, row, g, key)."""
@@ -313,7 +315,7 @@ class Sweep:
         if self.call.mask is not None:
             seen = self._on(tile, self.call.mask)
         elif callable(self.call.x.mask):
-            seen = self._split_heads(self._indices(tile).from_rule(self.call.x.mask))
+            seen = self._split_heads(self._indices(tile).by_rule(self.call.x.mask))
         if tile.ragged and self.problem.query_offset is None:
             offset = np.asarray(self.call.x.query_offset)
             items = np.broadcast_to(offset, (*self.problem.batch, 1, 1, 1))

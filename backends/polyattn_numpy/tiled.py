@@ -31,7 +31,14 @@ class Tiled(Kernel):
     """Tiles of the scores by BLAS, on threads."""
 
     name = "tiled"
-    features = frozenset(FEATURES) - {"dropout"}
+    features = frozenset(FEATURES) - {
+        "dropout",
+        "mask_value",
+        "normalizer",
+        "score_norm",
+        "score_value",
+        "similarity",
+    }
     batch_invariant = True
     tile = 2**18
 

@@ -104,8 +104,8 @@ def attn_mask(
     """
     mask: torch.Tensor | None = None
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    indices = Indices(problem, backend.xp, x.query, rows, columns)
-    for seen in indices.visible(x, banded=banded):
+    indices = Indices(problem, backend.xp, x, rows, columns)
+    for seen in indices.visible(banded=banded):
         mask = seen if mask is None else mask & seen
     if x.bias is not None:
         bias = _as_scores(problem, x.bias)

@@ -14,10 +14,10 @@ from polyattn.kernels.groups import fold, unfold
 from polyattn.plugin import Backend
 from polyattn.problem import Problem
 
-__all__ = ["masked", "weighted_sum"]
+__all__ = ["hide", "weighted_sum"]
 
 
-def masked(xp: Any, scores: Array, seen: Array) -> Array:
+def hide(xp: Any, scores: Array, seen: Array) -> Array:
     """Return scores with −inf wherever a key is not seen, whatever stood there."""
     return xp.where(seen, scores, -math.inf)
 

@@ -10,22 +10,22 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array, cast
+from polyattn.band import Span
 from polyattn.indices import Indices
-from polyattn.kernels.absent import masked, weighted_sum
+from polyattn.kernels.absent import hide, weighted_sum
 from polyattn.kernels.groups import fold, unfold
 from polyattn.kernels.running import Running, finish, join, start
-from polyattn.masks import Span
 from polyattn.plugin import Backend, Kernel
 from polyattn.problem import FEATURES, Operands, Problem
 
-__all__ = ["Dense", "attend", "scaled"]
+__all__ = ["Dense", "attend", "scaled", "scores"]
 
 
 class Dense(Kernel):
     """The formula over all rows and keys at once, with memory for L × S scores."""
 
     name = "dense"
-    features = frozenset(FEATURES) - {"dropout"}
+    features = frozenset(FEATURES)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -45,7 +45,54 @@ class Dense(Kernel):
 def scaled(problem: Problem, query: Array, xp: Any) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
     query = cast(xp, query, getattr(xp, problem.accumulator))
-    return fold(problem, query * problem.scale, xp)
+    # Another similarity is scaled when it is known: it need not be linear in the query.
+    return fold(problem, query if problem.similarity_form else query * problem.scale, xp)
+
+
+def scores(
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    query: Array,
+    at: Indices,
+    columns: Span,
+    *,
+    masked: bool = True,
+) -> Array:
+    """Return the scores of a tile, −inf where a key is absent: steps 1 to 5.
+
+    Parameters
+    ----------
+    problem, x, backend
+        As a kernel is given them.
+    query : Array
+        What `scaled` made of the tile's rows of the query.
+    at : Indices
+        The indices of the tile.
+    columns : Span
+        Its keys.
+    masked : bool
+        Whether causal, window and mask may hide a key of the tile.
+    """
+    xp = backend.xp
+    key = cast(xp, x.key[..., columns.start : columns.stop, :], query.dtype)
+    if x.similarity is None:
+        s = unfold(problem, backend.matmul(query, xp.matrix_transpose(key)), xp)  # 1: scale · q·k
+    else:
+        s = x.similarity.between(query, key, backend.matmul, xp)
+        s = problem.scale * unfold(problem, s, xp)
+    hidden = list(at.visible()) if masked else []
+    if problem.score_norm is not None:
+        s = problem.score_norm.apply(s, hidden, xp)
+    if problem.softcap is not None:
+        s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
+    s = at.modified(s)  # 3
+    if x.bias is not None:
+        bias = cast(xp, at.cut(x.bias), s.dtype)
+        s = hide(xp, s + bias, bias != -math.inf)  # 4
+    for seen in hidden:
+        s = hide(xp, s, seen)  # 5
+    return s
 
 
 def attend(
@@ -56,20 +103,16 @@ def attend(
     rows: Span,
     columns: Span,
     *,
-    banded: bool = True,
+    masked: bool = True,
 ) -> Running:
     """Return what the keys of `columns` give the rows of `rows`, softmax not yet divided.
 
     Parameters
     ----------
-    problem, x, backend
-        As a kernel is given them.
-    query : Array
-        What `scaled` made of these rows of the query.
-    rows, columns : Span
-        Which query rows and which keys.
-    banded : bool
-        Whether causal and window may hide a key of these from a row of these.
+    problem, x, backend, query, columns, masked
+        As of `scores`.
+    rows : Span
+        The query rows.
 
     Returns
     -------
@@ -77,21 +120,16 @@ def attend(
         The weighted sum of values, and the maximum and sum of the weights.
     """
     xp = backend.xp
-    key = cast(xp, x.key[..., columns.start : columns.stop, :], query.dtype)
+    at = Indices(problem, xp, x, rows, columns)
+    s = scores(problem, x, backend, query, at, columns, masked=masked)  # 1 to 5
+    if problem.normalizer is None:
+        weights, maximum, total = backend.softmax(s)  # 7
+    else:
+        weights = problem.normalizer.weights(s, xp)
+        total = xp.ones_like(s[..., :1])
+        maximum = xp.zeros_like(total)
+    if problem.dropout:
+        weights = xp.where(at.kept(), weights / (1 - problem.dropout), xp.zeros_like(weights))  # 8
     value = cast(xp, x.value[..., columns.start : columns.stop, :], query.dtype)
-    at = Indices(problem, xp, x.query, rows, columns)
-
-    s = unfold(problem, backend.matmul(query, xp.matrix_transpose(key)), xp)  # 1: scale · q·k
-    if problem.softcap is not None:
-        s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
-    if x.score_mod is not None:
-        s = at.modified(x.score_mod, s)  # 3
-    if x.bias is not None:
-        bias = cast(xp, at.cut(x.bias), s.dtype)
-        s = masked(xp, s + bias, bias != -math.inf)  # 4
-    for seen in at.visible(x, banded=banded):
-        s = masked(xp, s, seen)  # 5
-
-    weights, maximum, total = backend.softmax(s)  # 7
     output = weighted_sum(problem, backend, weights, s, value)  # 9
     return Running(output, maximum, total)

@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast, index_range
-from polyattn.masks import Span
+from polyattn.band import Span
 from polyattn.problem import Operands, Problem
 
 __all__ = ["Running", "finish", "join", "start"]

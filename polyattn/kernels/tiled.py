@@ -1,7 +1,7 @@
 """The same result in memory for one tile of scores, whatever L and S are.
 
-A fold of `join` over blocks of keys, a block of rows at a time. Tiles that causal and window leave
-empty are never visited; full ones are not masked by position.
+A fold of `join` over blocks of keys, a block of rows at a time. Tiles that masks leave empty are
+never visited, and full ones are not masked: by static facts, and by arrays that can be read.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array
+from polyattn.band import Span, column_span
 from polyattn.kernels.dense import attend, scaled
 from polyattn.kernels.running import Running, finish, join, start
-from polyattn.masks import Span, column_span, is_full
+from polyattn.patterns import Mask
 from polyattn.plugin import Backend, Kernel
 from polyattn.problem import FEATURES, Operands, Problem
+from polyattn.tiles import Tile, every_mask
 
 __all__ = ["Tiled"]
 
@@ -26,7 +28,8 @@ class Tiled(Kernel):
     """The formula a tile of scores at a time, with memory for one tile beside the output."""
 
     name = "tiled"
-    features = frozenset(FEATURES) - {"dropout"}
+    # Of which a norm, and a normalizer, want a whole row at once.
+    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
     # Over all heads: 4 MiB of float32 with a few copies of it, where calls into the array library
     # cost little beside their work.
     tile = 2**20
@@ -46,10 +49,11 @@ class Tiled(Kernel):
             empty = start(problem, operands, xp, Span(0, problem.query_length))
             return finish(problem, empty, operands.query.dtype, xp)
         row_block, column_block = block_sizes(problem, self.tile)
+        mask = every_mask(problem, operands)
         blocks = (
             finish(
                 problem,
-                _attend_rows(problem, operands, backend, rows, column_block),
+                _attend_rows(problem, operands, backend, rows, column_block, mask),
                 operands.query.dtype,
                 xp,
             )
@@ -67,13 +71,24 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
 
 
 def _attend_rows(
-    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    rows: Span,
+    column_block: int,
+    mask: Mask | None,
 ) -> Running:
     xp: Any = backend.xp
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     running = start(problem, x, xp, rows)
+    reads = not problem.transforms and not problem.traced and backend.is_eager(x.query)
     for columns in column_span(problem, rows).split(column_block):
-        banded = not is_full(problem, rows, columns)
-        tile = attend(problem, x, backend, query, rows, columns, banded=banded)
+        masked = mask is not None
+        if mask is not None:
+            answer = Tile(problem, x, xp, rows, columns, reads=reads).of(mask)
+            if not answer.some:
+                continue
+            masked = not answer.every
+        tile = attend(problem, x, backend, query, rows, columns, masked=masked)
         running = join(xp, running, tile)
     return running

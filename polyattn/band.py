@@ -1,0 +1,179 @@
+"""Which keys a row may see by position, and what that makes of a tile.
+
+Everything here speaks of positions alone: arrays and functions given as a mask are the kernel's to
+apply. Ends are compared as Python numbers and clamped to where they can matter, so that no
+library's integers overflow, however far a window or an offset reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from polyattn.arrays import Array
+from polyattn.places import FAR
+from polyattn.problem import Problem
+
+__all__ = ["Span", "band", "column_span", "full_span", "in_band", "is_full"]
+
+
+class Span(NamedTuple):
+    """Some rows or keys: a range that torch.compile can trace.
+
+    Attributes
+    ----------
+    start, stop : int
+        The first, and the one after the last.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Their number."""
+        return self.stop - self.start
+
+    def split(self, size: int) -> Iterator[Span]:
+        """Cut it up.
+
+        Parameters
+        ----------
+        size : int
+            How many a part has at most.
+
+        Yields
+        ------
+        Span
+            The parts in order, all but the last of that size.
+        """
+        for first in range(self.start, self.stop, size):
+            yield Span(first, min(first + size, self.stop))
+
+
+def band(problem: Problem) -> tuple[int | None, int | None]:
+    """Return the ends (low, high) of the band: row i sees the keys i + low <= j <= i + high.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+
+    Returns
+    -------
+    low, high : int or None
+        None where an end hides nothing. Where an array gives the query offset, it is to be added.
+    """
+    left, right = problem.window
+    right = 0 if problem.is_causal else right
+    offset = problem.query_offset
+    if offset is None:
+        return None if left is None else -min(left, FAR), None if right is None else min(right, FAR)
+    low = None if left is None else min(offset - left, problem.key_length)
+    high = None if right is None else max(offset + right, -problem.query_length)
+    if low is not None and low + problem.query_length <= 1:
+        low = None
+    if high is not None and high + 1 >= problem.key_length:
+        high = None
+    return low, high
+
+
+def in_band(problem: Problem, rows: Array, columns: Array, offset: Array | None) -> Array | None:
+    """Return which keys are in the band, as a bool array, or None where all of them are.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows, columns : Array
+        Indices of query rows, shape (l, 1), and of keys, shape (1, s).
+    offset : Array or None
+        The query offset if an array gives it, shape (..., 1, 1, 1).
+
+    Returns
+    -------
+    Array or None
+        Broadcasts to (..., H, l, s).
+    """
+    low, high = band(problem)
+    position = rows if problem.query_offset is not None else rows + offset
+    after = None if high is None else columns <= position + high
+    before = None if low is None else columns >= position + low
+    if after is None or before is None:
+        return before if after is None else after
+    return after & before
+
+
+def column_span(problem: Problem, rows: Span) -> Span:
+    """Return the keys outside which no row of `rows` sees any.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows : Span
+        Some query rows.
+
+    Returns
+    -------
+    Span
+        All keys where an array gives the query offset.
+    """
+    if problem.query_offset is None:
+        return Span(0, problem.key_length)
+    low, high = band(problem)
+    start = 0 if low is None else max(0, rows.start + low)
+    stop = problem.key_length if high is None else min(problem.key_length, rows.stop + high)
+    return Span(start, max(start, stop))
+
+
+def full_span(problem: Problem, rows: Span) -> Span:
+    """Return the keys of which causal and window hide none from any row of `rows`.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows : Span
+        Some query rows.
+
+    Returns
+    -------
+    Span
+        Empty where a band's place is given by an array, so that it cannot be known.
+    """
+    low, high = band(problem)
+    if low is None and high is None:
+        return Span(0, problem.key_length)
+    if problem.query_offset is None:
+        return Span(0, 0)
+    start = 0 if low is None else max(0, rows.stop - 1 + low)
+    stop = problem.key_length
+    if high is not None:
+        stop = min(stop, rows.start + high + 1)
+    return Span(start, max(start, stop))
+
+
+def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
+    """Say whether causal and window hide nothing of a tile.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    rows, columns : Span
+        The query rows and the keys of the tile.
+
+    Returns
+    -------
+    bool
+        False also where an array gives the query offset, so that it cannot be known.
+    """
+    low, high = band(problem)
+    if low is None and high is None:
+        return True
+    if problem.query_offset is None:
+        return False
+    return (high is None or columns.stop - 1 <= rows.start + high) and (
+        low is None or columns.start >= rows.stop - 1 + low
+    )

@@ -1,0 +1,119 @@
+"""Which weights are dropped: a hash of the seed and the indices, the same bits everywhere.
+
+Philox 4×32-10 makes four words of a counter of four, keyed by the seed. The counter of the weight
+(b, h, i, j) is (j // 4, i, h, b), and its word the one of number j mod 4. So the decision depends
+on nothing but the seed and the indices, on no library, device or tile.
+
+References
+----------
+.. [1] J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.arrays import Array, cast, is_array
+
+__all__ = ["WORDS", "kept", "philox"]
+
+#: Words that a counter gives.
+WORDS = 4
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def kept(
+    xp: Any,
+    seed: int | Array,
+    rate: float,
+    batch: Array,
+    head: Array,
+    row: Array,
+    blocks: Array,
+) -> Array:
+    """Return which weights are kept.
+
+    Parameters
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    seed : int or Array
+        The seed, from 0 to 2**64 − 1.
+    rate : float
+        Which share of the weights is dropped.
+    batch, head, row : Array
+        Indices of flat batch items, query heads and rows, which broadcast with one another.
+    blocks : Array
+        Numbers of blocks of four keys, shape (n,).
+
+    Returns
+    -------
+    Array of bool
+        Of all their keys in order, shape (..., H, l, 4 · n).
+    """
+    dtype = _word_dtype(xp)
+    counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
+    words = philox(counter, _key(xp, seed, dtype))
+    threshold = min(round(rate * 2**32), _MASK)
+    found = xp.stack([word >= threshold for word in words], axis=-1)
+    return xp.reshape(found, (*found.shape[:-2], -1))
+
+
+def philox(counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...]:
+    """Return the four words of Philox 4×32-10.
+
+    Parameters
+    ----------
+    counter : tuple of Array
+        Four words that broadcast with one another, in an integer dtype that holds products of 32
+        bits: uint32 is enough, int64 serves where there is none.
+    key : tuple of (int or Array)
+        Two words.
+
+    Returns
+    -------
+    tuple of Array
+        Four words in that dtype, of the shape that the counter broadcasts to.
+    """
+    a, b, c, d = counter
+    first, second = key
+    for number in range(_ROUNDS):
+        if number:
+            first, second = (first + _WEYL[0]) & _MASK, (second + _WEYL[1]) & _MASK
+        high, low = _product(_MULTIPLIERS[0], a)
+        other_high, other_low = _product(_MULTIPLIERS[1], c)
+        a, b, c, d = other_high ^ b ^ first, other_low, high ^ d ^ second, low
+    return a, b, c, d
+
+
+def _product(multiplier: int, word: Array) -> tuple[Array, Array]:
+    """Return the high and low word of a product, by halves, of which none exceeds 32 bits."""
+    low, high = multiplier & 0xFFFF, multiplier >> 16
+    word_low, word_high = word & 0xFFFF, word >> 16
+    least = word_low * low
+    middle = word_high * low + (least >> 16)
+    other = word_low * high + (middle & 0xFFFF)
+    return (
+        word_high * high + (middle >> 16) + (other >> 16),
+        ((other & 0xFFFF) << 16) | (least & 0xFFFF),
+    )
+
+
+def _word_dtype(xp: Any) -> Any:
+    # torch has no arithmetic of uint32.
+    return xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32
+
+
+def _key(xp: Any, seed: int | Array, dtype: Any) -> tuple[Any, Any]:
+    if not is_array(seed):
+        return int(seed) & _MASK, int(seed) >> 32
+    # At least one axis, for arithmetic on an array wraps without a warning.
+    word = xp.reshape(seed, (1,))
+    wide = xp.iinfo(word.dtype).bits > 32
+    high = cast(xp, (word >> 32) & _MASK, dtype) if wide else cast(xp, word & 0, dtype)
+    low = cast(xp, word & _MASK, dtype) if wide else cast(xp, word, dtype) & _MASK
+    return low, high

@@ -1,0 +1,389 @@
+"""What happens to a score before softmax, and what may stand in place of the dot product and it.
+
+Score modifications compose by ``>>``, in the order in which they are done::
+
+    scores.temperature(2.0) >> scores.softcap(30.0) >> scores.alibi(8)
+
+and go in ``score_mod=``; a similarity goes in ``similarity=``, a scale rule in ``scale=`` and a
+normalizer in ``normalizer=``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from polyattn.arrays import Array, is_array
+from polyattn.steps import (
+    Additive,
+    Alibi,
+    ByNorm,
+    Cosine,
+    Distance,
+    LongSequence,
+    Normalizer,
+    RelativeBias,
+    ScaleRule,
+    Score,
+    Sigmoid,
+    Similarity,
+    Softcap,
+    Sparsemax,
+    Temperature,
+    as_score,
+)
+
+__all__ = [
+    "Normalizer",
+    "ScaleRule",
+    "Score",
+    "Similarity",
+    "additive",
+    "alibi",
+    "by_norm",
+    "cosine",
+    "distance",
+    "function",
+    "long_sequence",
+    "relative_bias",
+    "sigmoid",
+    "softcap",
+    "sparsemax",
+    "temperature",
+]
+
+
+def _above_zero(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
+    return float(value)
+
+
+# ---- score modifications -----------------------------------------------------------------------
+
+
+def softcap(cap: float) -> Score:
+    """Bound the scores smoothly: ``cap · tanh(s / cap)``.
+
+    Parameters
+    ----------
+    cap : float
+        The bound, above 0.
+
+    Returns
+    -------
+    Score
+        The modification.
+
+    References
+    ----------
+    .. [1] Gemma Team, "Gemma 2", 2024, arXiv:2408.00118, section 2.
+
+    Examples
+    --------
+    >>> from polyattn import scores
+    >>> scores.softcap(30.0)
+    scores.softcap(30.0)
+    """
+    return Softcap(_above_zero("scores.softcap: cap", cap))
+
+
+def temperature(t: float) -> Score:
+    """Divide the scores: above 1 the weights grow more alike, below 1 less.
+
+    Parameters
+    ----------
+    t : float
+        The temperature, above 0.
+
+    Returns
+    -------
+    Score
+        The modification.
+
+    Examples
+    --------
+    >>> from polyattn import scores
+    >>> scores.temperature(2.0) >> scores.softcap(30.0)
+    scores.temperature(2.0) >> scores.softcap(30.0)
+    """
+    return Temperature(_above_zero("scores.temperature: t", t))
+
+
+def alibi(slopes: int | Array) -> Score:
+    """Lower each score by its key's distance from the row, ``s − slope · |p − j|`` (ALiBi).
+
+    Parameters
+    ----------
+    slopes : int or Array of float
+        A slope for each query head, shape (H,); or H, for the published slopes.
+
+    Returns
+    -------
+    Score
+        The modification.
+
+    References
+    ----------
+    .. [1] O. Press et al., "Train Short, Test Long", 2022, arXiv:2108.12409.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> attention(x, x, x, is_causal=True, score_mod=scores.alibi(8)).shape
+    (8, 5, 64)
+    """
+    if is_array(slopes):
+        return Alibi(slopes)
+    if isinstance(slopes, bool) or not isinstance(slopes, int) or slopes < 1:
+        raise TypeError(
+            "scores.alibi takes the number of query heads, or an array of a slope for each; got"
+            f" {slopes!r}"
+        )
+    return Alibi(slopes)
+
+
+def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
+    """Add a learned bias by how far the key is from the row, in T5's buckets.
+
+    Parameters
+    ----------
+    table : Array of float
+        The biases, shape (buckets, H): T5's ``relative_attention_bias.weight``.
+    bidirectional : bool
+        Whether half of the buckets are for keys after the row; otherwise these share bucket 0.
+    max_distance : int
+        From where on all keys share a bucket.
+
+    Returns
+    -------
+    Score
+        The modification.
+
+    References
+    ----------
+    .. [1] C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+       Transformer", 2020, arXiv:1910.10683, section 2.1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x, table = np.ones((8, 5, 64), dtype=np.float32), np.zeros((32, 8), dtype=np.float32)
+    >>> attention(x, x, x, score_mod=scores.relative_bias(table)).shape
+    (8, 5, 64)
+    """
+    if not is_array(table) or len(table.shape) != 2:
+        raise TypeError(
+            "scores.relative_bias takes an array of shape (buckets, H); got"
+            f" {getattr(table, 'shape', None) or table!r}"
+        )
+    exact = table.shape[0] // (4 if bidirectional else 2)
+    if exact < 1 or max_distance <= exact:
+        raise ValueError(
+            f"scores.relative_bias needs at least {4 if bidirectional else 2} buckets and a"
+            f" max_distance above {exact}; got {table.shape[0]} and {max_distance!r}"
+        )
+    return RelativeBias(table, bool(bidirectional), int(max_distance))
+
+
+def function(rule: Callable[..., Array]) -> Score:
+    """Take a function in FlexAttention's form as a value that composes.
+
+    Parameters
+    ----------
+    rule : callable
+        A function ``(score, b, h, i, j) -> score`` of index arrays that broadcast with the scores.
+
+    Returns
+    -------
+    Score
+        The modification.
+
+    Examples
+    --------
+    >>> from polyattn import scores
+    >>> def squared(score, b, h, i, j):
+    ...     return score * score
+    >>> scores.temperature(2.0) >> squared
+    scores.temperature(2.0) >> scores.function(squared)
+    """
+    return as_score(rule)
+
+
+# ---- in place of the dot product ---------------------------------------------------------------
+
+
+def cosine() -> Similarity:
+    """Compare by the cosine of the angle, q·k / (‖q‖ ‖k‖); of a vector of 0 it is 0.
+
+    Returns
+    -------
+    Similarity
+        For ``similarity=``, best with a ``scale=`` of about 10: by itself it lies in [−1, 1].
+
+    References
+    ----------
+    .. [1] Z. Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> attention(x, x, x, similarity=scores.cosine(), scale=10.0).shape
+    (8, 5, 64)
+    """
+    return Cosine()
+
+
+def distance(p: int = 2) -> Similarity:
+    """Compare by distance, −‖q − k‖: the nearer, the larger.
+
+    Parameters
+    ----------
+    p : {1, 2}
+        The norm: the sum of absolute differences, or the root of the sum of their squares.
+
+    Returns
+    -------
+    Similarity
+        For ``similarity=``.
+
+    Examples
+    --------
+    >>> from polyattn import scores
+    >>> scores.distance(p=1)
+    scores.distance(1)
+    """
+    if p not in (1, 2) or isinstance(p, bool):
+        raise ValueError(f"scores.distance: p must be 1 or 2; got {p!r}")
+    return Distance(int(p))
+
+
+def additive(weight: Array) -> Similarity:
+    """Compare as Bahdanau does, ``weight · tanh(q + k)``, of queries and keys already projected.
+
+    Parameters
+    ----------
+    weight : Array of float
+        The vector, shape (D,).
+
+    Returns
+    -------
+    Similarity
+        For ``similarity=``.
+
+    References
+    ----------
+    .. [1] D. Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
+       Translate", 2015, arXiv:1409.0473, appendix A.1.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x, weight = np.ones((8, 5, 64), dtype=np.float32), np.ones(64, dtype=np.float32)
+    >>> attention(x, x, x, similarity=scores.additive(weight)).shape
+    (8, 5, 64)
+    """
+    if not is_array(weight) or len(weight.shape) != 1:
+        raise TypeError(f"scores.additive takes an array of shape (D,); got {weight!r}")
+    return Additive(weight)
+
+
+# ---- scale rules -------------------------------------------------------------------------------
+
+
+def long_sequence() -> ScaleRule:
+    """Scale by 1 / (√D · √S), which flattens the weights as the keys grow in number.
+
+    Returns
+    -------
+    ScaleRule
+        For ``scale=``.
+
+    Examples
+    --------
+    >>> from polyattn import scores
+    >>> scores.long_sequence()
+    scores.long_sequence()
+    """
+    return LongSequence()
+
+
+def by_norm(factor: float = 1.0) -> ScaleRule:
+    """Divide each row's scores by their Euclidean norm, over the keys that masks show.
+
+    Parameters
+    ----------
+    factor : float
+        What multiplies them then, and so is the norm of each row's scores.
+
+    Returns
+    -------
+    ScaleRule
+        For ``scale=``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> attention(x, x, x, scale=scores.by_norm()).shape
+    (8, 5, 64)
+    """
+    return ByNorm(_above_zero("scores.by_norm: factor", factor))
+
+
+# ---- in place of softmax -----------------------------------------------------------------------
+
+
+def sigmoid() -> Normalizer:
+    """Weigh each key by itself, 1 / (1 + exp(−s)); the weights of a row do not sum to 1.
+
+    Returns
+    -------
+    Normalizer
+        For ``normalizer=``, best with a ``bias=`` of about −log S.
+
+    References
+    ----------
+    .. [1] J. Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention",
+       2024, arXiv:2409.04431.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> attention(x, x, x, normalizer=scores.sigmoid()).shape
+    (8, 5, 64)
+    """
+    return Sigmoid()
+
+
+def sparsemax() -> Normalizer:
+    """Take the nearest point of the simplex, which leaves many keys a weight of exactly 0.
+
+    Returns
+    -------
+    Normalizer
+        For ``normalizer=``.
+
+    References
+    ----------
+    .. [1] A. Martins and R. Astudillo, "From Softmax to Sparsemax", 2016, arXiv:1602.02068.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention, scores
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> attention(x, x, x, normalizer=scores.sparsemax()).shape
+    (8, 5, 64)
+    """
+    return Sparsemax()
