@@ -13,6 +13,7 @@ from polyattn.listing import list_backends
 from polyattn.partial import Partial, merge
 from polyattn.selection import use_backend
 from polyattn.threads import use_threads
+from polyattn.weights import TopWeights, attention_weights
 
 __version__ = "0.1.0"
 
@@ -21,10 +22,12 @@ __all__ = [
     "BackendUnavailableError",
     "Explanation",
     "Partial",
+    "TopWeights",
     "UnknownBackendError",
     "UnsupportedError",
     "attention",
     "attention_partial",
+    "attention_weights",
     "explain",
     "list_backends",
     "masks",

@@ -214,6 +214,9 @@ def _jax_device_name(device: Any) -> str:
 
 def is_array(thing: Any) -> bool:
     """Whether this is an array of some library, or the facts of one."""
+    # Of a number that torch.compile keeps as a symbol nothing but its type can be asked.
+    if isinstance(thing, (bool, int, float)):
+        return False
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 

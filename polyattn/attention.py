@@ -14,7 +14,7 @@ from polyattn.plugin import Kernel
 from polyattn.selection import decide, default_device, plan
 from polyattn.steps import Normalizer, ScaleRule, Score, Similarity
 
-__all__ = ["attention", "attention_partial", "explain"]
+__all__ = ["attention", "attention_partial", "explain", "heads_first", "is_flat"]
 
 
 def attention(
@@ -304,24 +304,37 @@ def _run(
     kernel: str | Kernel | None,
 ) -> tuple[Array, Array | None]:
     chosen = plan(call, operands.query, backend, kernel)
+    output, logsumexp = chosen.run(heads_first(call, operands))
+    if is_flat(call):
+        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
+    if call.layout == "...LHD":
+        output = _swap(output, -2, -3)
+        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
+    return output, logsumexp
+
+
+def is_flat(call: Call) -> bool:
+    """Whether all arrays of a call are of rank 2, so that the result has no axis of heads."""
+    return len(call.query.shape) == len(call.key.shape) == len(call.value.shape) == 2
+
+
+def heads_first(call: Call, operands: Operands) -> Operands:
+    """Return the operands of a call with the axes that a kernel knows."""
     ranks = (len(call.query.shape), len(call.key.shape), len(call.value.shape))
-    flat = ranks == (2, 2, 2)
-    swapped = call.layout == "...LHD" and not flat
+    swapped = call.layout == "...LHD" and not is_flat(call)
     if isinstance(call.query_offset, ArrayFacts):
         operands = operands._replace(query_offset=_per_item(operands.query_offset))
+    known = operands.known_logsumexp
+    if known is not None and (swapped or is_flat(call)):
+        known = _swap(known, -1, -2) if swapped else known[None, ...]
+        operands = operands._replace(known_logsumexp=known)
     if swapped or 2 in ranks:
         operands = operands._replace(
             query=_heads_first(operands.query, swapped),
             key=_heads_first(operands.key, swapped),
             value=_heads_first(operands.value, swapped),
         )
-    output, logsumexp = chosen.run(operands)
-    if flat:
-        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
-    if swapped:
-        output = _swap(output, -2, -3)
-        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
-    return output, logsumexp
+    return operands
 
 
 def _per_item(offset: Array) -> Array:

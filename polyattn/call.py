@@ -61,6 +61,8 @@ class Operands(NamedTuple):
         What stands in place of q·k.
     seed : int, Array or None
         What decides, with the indices, which weights are dropped.
+    known_logsumexp : Array or None
+        Of a call for weights, the logsumexp that they are to be measured by, shape (..., H, L).
     """
 
     query: Array
@@ -73,6 +75,7 @@ class Operands(NamedTuple):
     sinks: Array | None
     similarity: Similarity | None = None
     seed: int | Array | None = None
+    known_logsumexp: Array | None = None
 
 
 class Call(NamedTuple):
@@ -94,6 +97,7 @@ class Call(NamedTuple):
     seed: ArrayFacts | None
     similarity: Similarity | None
     normalizer: Normalizer | None
+    known_logsumexp: ArrayFacts | None
     layout: str
     logsumexp: bool
     transforms: frozenset[str]
@@ -126,6 +130,7 @@ def describe(
     dropout: Any = None,
     similarity: Any = None,
     normalizer: Any = None,
+    known_logsumexp: Any = None,
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
@@ -167,13 +172,15 @@ def describe(
         facts(seed, "dropout's seed") if is_array(seed) else None,
         None if similarity is None else similarity.form(facts),
         normalizer,
+        None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
         layout,
         logsumexp,
         torch_transforms(),
     )
     operands = Operands(
-        query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed
-    )
+        query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
+        known_logsumexp,
+    )  # fmt: skip
     return call, operands
 
 
@@ -298,7 +305,10 @@ def _flag(name: str, value: Any) -> bool:
 
 def _finite(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number; {_got(value)}. An array can scale query itself")
+        rules = ", or a rule such as scores.long_sequence()" if name == "scale" else ""
+        raise TypeError(
+            f"{name} must be a number{rules}; {_got(value)}. An array can scale query itself"
+        )
     try:
         number = float(value)
     except OverflowError:

@@ -82,6 +82,7 @@ class Explanation:
             "library": self.problem.library,
             "device": self.problem.device,
             "needs": sorted(self.problem.features),
+            "values": {name: repr(value) for name, value in self._values().items()},
             "selected_by": self.source,
             "chosen": self.chosen
             and {"backend": self.chosen.backend, "kernel": self.chosen.kernel},
@@ -96,6 +97,18 @@ class Explanation:
                 for c in self.candidates
             ],
         }
+
+    def _values(self) -> dict[str, object]:
+        """Return the values that stand for steps, by what each stands for."""
+        problem = self.problem
+        given = {
+            "mask": problem.mask_form,
+            "score_mod": problem.score_form,
+            "similarity": problem.similarity_form,
+            "scale": problem.score_norm,
+            "normalizer": problem.normalizer,
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -114,10 +127,12 @@ class Explanation:
             )
             for c in self.candidates
         ]
+        values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
         return [
             f"attention: query {call.query.shape}, key {call.key.shape}, value {call.value.shape},"
             f" {problem.dtype}, {problem.library}{where}",
             f"needs:     {needs or 'nothing beyond the plain formula'}",
+            *values,
             f"selected by {self.source}",
             *table(cells),
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
 from polyattn.band import Span, in_band
@@ -38,6 +38,9 @@ class Indices:
         The batch items, counted flat over all batch axes, and the query heads of the tile, for a
         kernel that takes some at a time. Such a tile has one batch axis.
     """
+
+    #: About so many keys, from a multiple of it on, dropout decides at once.
+    decided: ClassVar[int] = WORDS
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class Indices:
         *outer, item = at[len(at) - len(lead) :]
         index = [0 if n == 1 else i for i, n in zip(outer, lead[:-1], strict=True)]
         items = slice(0, 1) if lead[-1] == 1 else slice(item, item + self._items.length)
-        return array[(*index, items)]
+        return array[(*index, items, ...)]
 
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item, shape (..., 1, 1, 1), or a number as it is."""
@@ -143,7 +146,7 @@ class Indices:
 
     def per_head(self, numbers: Array) -> Array:
         """Return what is given for each query head, shape (H, 1, 1)."""
-        return self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads)]
+        return self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads), ...]
 
     def per_row(self, numbers: Array) -> Array:
         """Return what is given for each row by an array (..., L), shape (..., 1, l, 1)."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.arrays import Array, facts_of, index_range, is_array, library_of
+from polyattn.band import Span
 from polyattn.call import check_ends, check_takes
 from polyattn.patterns import (
     Causal,
@@ -367,8 +368,8 @@ def _look(
     b, h = indices(0, items, -1, 1, 1, 1), indices(0, heads, -1, 1, 1)
     found: list[list[list[bool]]] = [[], []]
     lead = (1, 1)
-    for first in range(0, length, size):
-        rows = indices(first, min(first + size, length), -1, 1)
+    for block in Span(0, length).split(size):
+        rows = indices(*block, -1, 1)
         seen = mask.seen(Called(b, h, rows, indices(0, keys, 1, -1), offset=offset))
         seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
         lead = seen.shape[:2]
@@ -376,7 +377,7 @@ def _look(
         for half, reduce in zip(found, (xp.any, xp.all), strict=True):
             by_key = reduce(seen, axis=2)
             tiles = [
-                reduce(by_key[..., start : start + size], axis=-1) for start in range(0, keys, size)
+                reduce(by_key[..., slice(*span)], axis=-1) for span in Span(0, keys).split(size)
             ]
             half.append(xp.reshape(xp.stack(tiles, axis=-1), (-1, len(tiles))))
     down, across = -(-length // size), -(-keys // size)

@@ -150,16 +150,18 @@ class Mask(Value):
             The lengths of the call.
         """
 
-    def plot(self, query_length: int = 64, key_length: int | None = None, **options: Any) -> Any:
+    def plot(
+        self, query_length: int | None = None, key_length: int | None = None, **options: Any
+    ) -> Any:
         """Draw which keys the rows see, and which tiles are empty, full and mixed.
 
         Parameters
         ----------
-        query_length, key_length : int
-            L and S; S is L if it is not given.
+        query_length, key_length : int, optional
+            L and S; by default those of the mask's arrays, or 64.
         **options : Any
             As `polyattn.picture.draw_mask` takes them: ``query_offset``, ``tile``, ``batch``,
-            ``item``, ``head``, ``axes``.
+            ``item``, ``head``, ``like``, ``axes``.
 
         Returns
         -------
@@ -168,7 +170,7 @@ class Mask(Value):
         """
         from polyattn.picture import draw_mask
 
-        return draw_mask(self, query_length, key_length or query_length, **options)
+        return draw_mask(self, query_length, key_length, **options)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         return self.seen(Called(b, h, i, j))
@@ -464,16 +466,16 @@ class Dense(Mask):
                 f"masks.dense takes a bool array, True where a key takes part; got {facts}"
             )
         scores = dims.scores
-        if len(facts.shape) > len(scores) or broadcast_shapes(facts.shape, scores) != scores:
-            raise ValueError(
-                f"masks.dense: {facts.shape} does not broadcast to the scores (..., H, L, S) ="
-                f" {scores}"
-            )
         if 2 < len(facts.shape) < len(scores):
             raise ValueError(
                 f"masks.dense: {facts.shape} has {len(facts.shape)} axes for scores {scores}, so"
                 " its first could be batch or heads: write array[:, None] for a mask per batch"
                 " item, array[None] for one per head"
+            )
+        if len(facts.shape) > len(scores) or broadcast_shapes(facts.shape, scores) != scores:
+            raise ValueError(
+                f"masks.dense: {facts.shape} does not broadcast to the scores (..., H, L, S) ="
+                f" {scores}"
             )
 
 
@@ -542,7 +544,12 @@ class Compiled(Mask):
         rows, columns : tuple of int
             The first, and the one after the last.
         """
-        return Answer(*_tile(self.some, self.every, self.shape, self.size, rows, columns))
+        # Each by its number, of which torch.compile makes constants where a length is a symbol.
+        down, across = (
+            tuple(range(first // self.size, -(-stop // self.size)))
+            for first, stop in (rows, columns)
+        )
+        return Answer(*_tile(self.some, self.every, self.shape, down, across))
 
     def __repr__(self) -> str:
         given = f"{self.mask!r}, {self.query_length}, {self.key_length}"
@@ -556,16 +563,11 @@ def _tile(
     some: bytes,
     every: bytes,
     shape: tuple[int, int, int, int],
-    size: int,
-    rows: tuple[int, int],
-    columns: tuple[int, int],
+    down: tuple[int, ...],
+    across: tuple[int, ...],
 ) -> tuple[bool, bool]:
-    items, heads, down, across = shape
-    left, right = columns[0] // size, -(-columns[1] // size)
-    top, bottom = rows[0] // size, -(-rows[1] // size)
-    lines = [
-        slice((table * down + row) * across + left, (table * down + row) * across + right)
-        for table in range(items * heads)
-        for row in range(top, bottom)
-    ]
+    items, heads, height, width = shape
+    left, right = across[0], across[-1] + 1
+    starts = [(table * height + row) * width for table in range(items * heads) for row in down]
+    lines = [slice(start + left, start + right) for start in starts]
     return any(1 in some[line] for line in lines), all(0 not in every[line] for line in lines)

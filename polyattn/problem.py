@@ -257,7 +257,8 @@ def _check_values(call: Call, problem: Problem) -> None:
     if problem.similarity_form is not None:
         problem.similarity_form.check(problem.head_size)
     if problem.normalizer is not None:
-        for name, given in (("sinks", call.sinks is not None), ("a logsumexp", call.logsumexp)):
+        asked = call.logsumexp or call.known_logsumexp is not None
+        for name, given in (("sinks", call.sinks is not None), ("a logsumexp", asked)):
             if given:
                 raise ValueError(
                     f"{name} is of softmax alone, and normalizer={problem.normalizer!r} was given"
@@ -431,6 +432,15 @@ def _check_operand_shapes(call: Call, scores: Shape) -> None:
             f"sinks must hold one number per query head, shape ({scores[-3]},); got"
             f" {call.sinks.shape}"
         )
+    if call.known_logsumexp is not None:
+        known, whole = call.known_logsumexp, scores[:-1][-max(1, rank - 1) :]
+        if call.layout == "...LHD" and rank > 2:
+            whole = (*whole[:-2], whole[-1], whole[-2])
+        if known.shape != whole or known.dtype not in ("float32", "float64"):
+            raise ValueError(
+                f"logsumexp must be what attention_partial gave for this call, {whole} in float32"
+                f" or float64; got {known}"
+            )
     if isinstance(call.query_offset, ArrayFacts):
         offset, batch = call.query_offset.shape, scores[:-3]
         if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:

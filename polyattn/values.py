@@ -136,6 +136,8 @@ def shown(field: Any) -> str:
     """Return a field as it is written in code, where that is short enough to read."""
     if isinstance(field, ArrayFacts):
         return f"<{field.shape} {field.dtype}>"
+    if isinstance(field, str) and field == FUNCTION:
+        return "<function>"
     if is_array(field):
         return _shown_array(field)
     if isinstance(field, tuple):

@@ -88,7 +88,7 @@ def scores(
         s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
     s = at.modified(s)  # 3
     if x.bias is not None:
-        bias = cast(xp, at.cut(x.bias), s.dtype)
+        bias = cast(xp, at.of_scores(x.bias), s.dtype)
         s = hide(xp, s + bias, bias != -math.inf)  # 4
     for seen in hidden:
         s = hide(xp, s, seen)  # 5

@@ -14,7 +14,7 @@ from polyattn.arrays import Array, cast, index_range
 from polyattn.band import Span
 from polyattn.problem import Operands, Problem
 
-__all__ = ["Running", "finish", "join", "start"]
+__all__ = ["Running", "finish", "join", "or_zero", "start"]
 
 
 class Running(NamedTuple):

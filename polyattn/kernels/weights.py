@@ -1,0 +1,142 @@
+"""The weights themselves, for looking at: whole rows of them, a block of rows at a time.
+
+What is asked for decides what is held: beside it there are a few arrays of one block of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from polyattn.arrays import Array, cast
+from polyattn.band import Span
+from polyattn.indices import Indices
+from polyattn.kernels.dense import scaled, scores
+from polyattn.kernels.running import or_zero
+from polyattn.plugin import Backend, Kernel
+from polyattn.problem import FEATURES, Operands, Problem
+
+__all__ = ["Weights"]
+
+
+@dataclass(frozen=True)
+class Weights(Kernel):
+    """What each row makes of each key.
+
+    Attributes
+    ----------
+    rows, heads : tuple of Span or None
+        Which of them, in order; None for all.
+    top : int or None
+        How many of the largest weights of each row to return, with their keys, and no others.
+    per_key : bool
+        Whether to return the sums over the rows alone.
+    """
+
+    name: ClassVar[str] = "weights"
+    features = frozenset(FEATURES)
+
+    rows: tuple[Span, ...] | None = None
+    heads: tuple[Span, ...] | None = None
+    top: int | None = None
+    per_key: bool = False
+
+    # As many scores as the tiles of the array-API kernels have.
+    tile = 2**20
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the weights (..., H, L, S) or their sums; with `top`, the keys as well."""
+        if self.heads is None:
+            return self._of(problem, operands, backend, None)
+        one_head = problem._replace(heads=1, key_heads=1)
+        members = problem.heads // problem.key_heads
+        found = []
+        for head in (head for span in self.heads for head in range(*span)):
+            group = head // members
+            x = operands._replace(
+                query=operands.query[..., head : head + 1, :, :],
+                key=operands.key[..., group : group + 1, :, :],
+            )
+            found.append(self._of(one_head, x, backend, Span(head, head + 1)))
+        axis = -2 if self.per_key else -3
+        return _joined(backend.xp, found, axis)
+
+    def _of(
+        self, problem: Problem, x: Operands, backend: Backend, heads: Span | None
+    ) -> tuple[Array, Array | None]:
+        xp: Any = backend.xp
+        row = math.prod(problem.batch) * problem.heads * problem.key_length
+        size = max(1, self.tile // max(1, row))
+        spans = self.rows or (Span(0, problem.query_length),)
+        blocks = [block for span in spans for block in span.split(size)]
+        found = [self._look(weigh(problem, x, backend, rows, heads), xp) for rows in blocks]
+        if self.per_key:
+            total = found[0][0]
+            for sums, _ in found[1:]:
+                total = total + sums
+            return total, None
+        return _joined(xp, found, -2)
+
+    def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
+        """Return of a block of rows what is asked for."""
+        if self.per_key:
+            return xp.sum(weights, axis=-2), None
+        if self.top is None:
+            return weights, None
+        # + 0: an array of its own, where a view would keep the order of all keys in memory.
+        keys = xp.argsort(weights, axis=-1, descending=True)[..., : self.top] + 0
+        return xp.take_along_axis(weights, keys, axis=-1), keys
+
+
+def _joined(
+    xp: Any, found: list[tuple[Array, Array | None]], axis: int
+) -> tuple[Array, Array | None]:
+    if len(found) == 1:
+        return found[0]
+    weights, keys = zip(*found, strict=True)
+    return xp.concat(weights, axis=axis), None if keys[0] is None else xp.concat(keys, axis=axis)
+
+
+def weigh(
+    problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Span | None
+) -> Array:
+    """Return the weights of some rows, (..., H, l, S), 0 where a key is absent.
+
+    Parameters
+    ----------
+    problem, x, backend
+        As a kernel is given them.
+    rows : Span
+        Which rows.
+    heads : Span or None
+        Which query heads x.query holds, if not all.
+    """
+    xp, columns = backend.xp, Span(0, problem.key_length)
+    query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
+    at = Indices(problem, xp, x, rows, columns, heads=heads)
+    s = scores(problem, x, backend, query, at, columns)
+    if problem.normalizer is not None:
+        weights = problem.normalizer.weights(s, xp)
+    elif x.known_logsumexp is not None:
+        known = cast(xp, at.of_scores(x.known_logsumexp[..., None]), s.dtype)
+        weights = xp.exp(s - or_zero(xp, known))  # where it is −inf all scores are
+    else:
+        sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)
+        weights = _softmax(backend, s, sink)
+    if problem.dropout:
+        weights = xp.where(at.kept(), weights / (1 - problem.dropout), xp.zeros_like(weights))
+    return weights
+
+
+def _softmax(backend: Backend, scores: Array, sink: Array | None) -> Array:
+    """Return the weights of whole rows of scores, with a logit that has no key."""
+    xp = backend.xp
+    weights, maximum, total = backend.softmax(scores)
+    if sink is not None:
+        highest = or_zero(xp, xp.maximum(maximum, sink))
+        shrink = xp.exp(maximum - highest)
+        weights, total = weights * shrink, total * shrink + xp.exp(sink - highest)
+    return weights / xp.where(total == 0, xp.ones_like(total), total)

@@ -1,0 +1,395 @@
+"""Scores as values: what each does, and what may stand in place of the dot product and softmax."""
+
+import math
+
+import numpy
+import numpy as np
+import pytest
+import torch
+from libraries import LIBRARIES, STRICT, tiles_of
+
+from polyattn import UnsupportedError, attention, attention_partial, explain, masks, scores
+from polyattn.plugin import Score
+
+B, H, G, L, S, D = 2, 6, 3, 9, 14, 5
+RNG = np.random.default_rng(11)
+QUERY, KEY, VALUE = (RNG.normal(size=(B, h, n, D)) for h, n in ((H, L), (G, S), (G, S)))
+SLOPES, TABLE, WEIGHT = RNG.random(H), RNG.normal(size=(32, H)), RNG.normal(size=D)
+KEYS, VALUES = (np.repeat(x, H // G, 1) for x in (KEY, VALUE))
+PRODUCT = QUERY @ np.swapaxes(KEYS, -1, -2)
+AWAY = np.arange(S) - (np.arange(L)[:, None] + S - L)
+HEADS = np.arange(H)[:, None, None]
+
+
+def doubled(score, b, h, i, j):
+    return score + score
+
+
+def softmax(s):
+    weights = np.exp(s - s.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def published_slopes(heads):
+    """As the paper's own code has them."""
+    if math.log2(heads).is_integer():
+        start = 2 ** (-(2 ** -(math.log2(heads) - 3)))
+        return [start * start**i for i in range(heads)]
+    whole = 2 ** math.floor(math.log2(heads))
+    return published_slopes(whole) + published_slopes(2 * whole)[0::2][: heads - whole]
+
+
+def t5_bucket(away, bidirectional, buckets, furthest):
+    """As transformers' T5 has it, a number at a time, in more digits than a float."""
+    offset = 0
+    if bidirectional:
+        buckets //= 2
+        offset = buckets if away > 0 else 0
+        away = abs(away)
+    else:
+        away = -min(away, 0)
+    exact = buckets // 2
+    if away < exact:
+        return offset + away
+    ratio = math.log(away / exact) / math.log(furthest / exact) * (buckets - exact)
+    return offset + min(exact + math.floor(ratio + 1e-12), buckets - 1)
+
+
+def biases(bidirectional=True, furthest=128):
+    bucket = np.vectorize(lambda away: t5_bucket(away, bidirectional, 32, furthest))(AWAY)
+    return TABLE[bucket, HEADS]
+
+
+DEFAULT = PRODUCT / math.sqrt(D)
+#: A score value by a function of the library's arrays, and the scores that it makes.
+MADE = {
+    "softcap": (lambda to: scores.softcap(1.5), 1.5 * np.tanh(DEFAULT / 1.5)),
+    "temperature": (lambda to: scores.temperature(2.5), DEFAULT / 2.5),
+    "alibi": (
+        lambda to: scores.alibi(H),
+        DEFAULT - np.array(published_slopes(H)).reshape(-1, 1, 1) * abs(AWAY),
+    ),
+    "alibi by slopes": (
+        lambda to: scores.alibi(to(SLOPES)),
+        DEFAULT - SLOPES.reshape(-1, 1, 1) * abs(AWAY),
+    ),
+    "relative bias": (lambda to: scores.relative_bias(to(TABLE)), DEFAULT + biases()),
+    "relative bias, one way": (
+        lambda to: scores.relative_bias(to(TABLE), bidirectional=False, max_distance=20),
+        DEFAULT + biases(bidirectional=False, furthest=20),
+    ),
+    "function": (lambda to: scores.function(doubled), 2 * DEFAULT),
+    "a chain": (
+        lambda to: scores.temperature(0.5) >> doubled >> scores.softcap(3.0) >> scores.alibi(H),
+        3 * np.tanh(4 * DEFAULT / 3) - np.array(published_slopes(H)).reshape(-1, 1, 1) * abs(AWAY),
+    ),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", MADE)
+def test_a_score_value_makes_the_scores_that_it_says(name, library):
+    make, s = MADE[name]
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    expected = softmax(s) @ VALUES
+    for kernel in ("dense", tiles_of(100)):
+        options = {"score_mod": make(library.to), "kernel": kernel, "backend": "array-api"}
+        output = library.back(attention(*arrays, **options))
+        np.testing.assert_allclose(output, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_score_value_is_a_score_function_that_counts_from_the_first_key(name):
+    value = MADE[name][0](np.asarray)
+    b, h, i, j = np.ogrid[:B, :H, :L, :S]
+    found = value(DEFAULT, b, h, i, j)
+    output = attention(QUERY, KEY, VALUE, score_mod=value, query_offset=0, kernel="dense")
+    np.testing.assert_allclose(softmax(found) @ VALUES, output, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 12, 20, 32, 71])
+def test_alibi_has_the_published_slopes(heads):
+    s = scores.alibi(heads)(np.zeros((1, heads, 1, 2)), *np.ogrid[:1, :heads, :1, :2])
+    np.testing.assert_allclose(-s[0, :, 0, 1], published_slopes(heads), rtol=1e-14)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (64, 256), (16, 40)])
+def test_relative_bias_has_the_buckets_of_t5(bidirectional, buckets, furthest):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5").T5Attention
+    away = np.arange(-600, 600)
+    table = np.arange(buckets, dtype=float)[:, None]
+    value = scores.relative_bias(table, bidirectional=bidirectional, max_distance=furthest)
+    zero, j = np.zeros((1, 1, 1, 1), int), away[None, None, None]
+    found = value(np.zeros(j.shape), zero, zero, zero, j)
+    theirs = t5._relative_position_bucket(torch.tensor(away), bidirectional, buckets, furthest)
+    np.testing.assert_array_equal(found.ravel(), theirs.numpy())
+
+
+# ---- in place of the dot product, its scale, and softmax ---------------------------------------
+
+
+def unit(x):
+    return x / np.sqrt((x * x).sum(-1, keepdims=True))
+
+
+DIFFERENCE = QUERY[..., :, None, :] - KEYS[..., None, :, :]
+SUM = QUERY[..., :, None, :] + KEYS[..., None, :, :]
+SIMILAR = {
+    "cosine": (lambda to: scores.cosine(), unit(QUERY) @ np.swapaxes(unit(KEYS), -1, -2)),
+    "distance": (lambda to: scores.distance(), -np.sqrt((DIFFERENCE**2).sum(-1))),
+    "distance of 1": (lambda to: scores.distance(p=1), -abs(DIFFERENCE).sum(-1)),
+    "additive": (lambda to: scores.additive(to(WEIGHT)), np.tanh(SUM) @ WEIGHT),
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SIMILAR)
+def test_a_similarity_stands_in_place_of_the_product(name, library):
+    make, s = SIMILAR[name]
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    for kernel in ("dense", tiles_of(100)):
+        options = {"similarity": make(library.to), "kernel": kernel, "backend": "array-api"}
+        output = library.back(attention(*arrays, **options))
+        np.testing.assert_allclose(output, softmax(s) @ VALUES, rtol=1e-12, atol=1e-12)
+        output = library.back(attention(*arrays, **options, scale=3.0, softcap=2.0))
+        expected = softmax(2 * np.tanh(3 * s / 2)) @ VALUES
+        np.testing.assert_allclose(output, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_vector_of_zeros_is_like_no_other():
+    query = np.zeros_like(QUERY)
+    output = attention(query, KEY, VALUE, similarity=scores.cosine())
+    np.testing.assert_allclose(
+        output, np.broadcast_to(VALUES.mean(-2, keepdims=True), output.shape)
+    )
+
+
+def test_the_cosine_of_small_and_large_vectors_is_exact():
+    for size in (1e-200, 1e200):
+        output = attention(QUERY * size, KEY / size, VALUE, similarity=scores.cosine())
+        expected = attention(QUERY, KEY, VALUE, similarity=scores.cosine())
+        np.testing.assert_allclose(output, expected, rtol=1e-12)
+
+
+def test_the_long_sequence_rule_is_a_number():
+    output = attention(QUERY, KEY, VALUE, scale=scores.long_sequence())
+    np.testing.assert_array_equal(
+        output, attention(QUERY, KEY, VALUE, scale=1 / math.sqrt(D) / math.sqrt(S))
+    )
+    needs = explain(QUERY, KEY, VALUE, scale=scores.long_sequence()).problem.features
+    assert needs == {"grouped_heads", "scale"}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+def test_scores_over_their_norm_count_visible_keys_alone(library):
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    seen = AWAY <= 0
+    norm = np.sqrt((np.where(seen, PRODUCT, 0) ** 2).sum(-1, keepdims=True))
+    expected = softmax(np.where(seen, 4 * PRODUCT / norm, -np.inf)) @ VALUES
+    options = {"is_causal": True, "backend": "array-api"}
+    output = attention(*arrays, scale=scores.by_norm(4.0), **options)
+    np.testing.assert_allclose(library.back(output), expected, rtol=1e-12, atol=1e-12)
+
+
+def simplex(row):
+    """The nearest point of the simplex, by bisection of its threshold."""
+    low, high = row.max() - 1, row.max()
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(row - middle, 0).sum() > 1 else (low, middle)
+    return np.maximum(row - high, 0)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", ["sigmoid", "sparsemax"])
+def test_a_normalizer_stands_in_place_of_softmax(name, library):
+    arrays = [library.to(x) for x in (QUERY * 3, KEY, VALUE)]
+    seen = AWAY <= 0
+    s = np.where(seen, 3 * DEFAULT, -np.inf)
+    by_name = {
+        "sigmoid": lambda: 1 / (1 + np.exp(-s)),
+        "sparsemax": lambda: np.apply_along_axis(simplex, -1, np.where(seen, s, -1e9)),
+    }
+    weights = by_name[name]()
+    normalizer = getattr(scores, name)()
+    output = attention(*arrays, is_causal=True, normalizer=normalizer, backend="array-api")
+    np.testing.assert_allclose(library.back(output), weights @ VALUES, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()])
+def test_a_normalizer_leaves_a_row_without_keys_at_zero(normalizer):
+    hidden = np.zeros((L, S), bool)
+    hidden[2:] = True
+    value = VALUE.copy()
+    value[:, :, 0] = np.nan
+    hidden[:, 0] = False
+    output = attention(QUERY, KEY, value, mask=hidden, normalizer=normalizer)
+    assert np.all(output[:, :, :2] == 0)
+    assert np.all(np.isfinite(output))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()])
+def test_a_normalizer_bears_large_scores(normalizer, size):
+    with np.errstate(all="raise", under="ignore"):
+        output = attention(QUERY * size, KEY, VALUE, normalizer=normalizer)
+    assert np.all(np.isfinite(output))
+
+
+def test_gradients_pass_through_every_step():
+    query, key, value = (torch.tensor(x[:1, :, :4]) for x in (QUERY, KEYS, VALUES))
+    bias = torch.zeros(4, 4, dtype=torch.float64)
+    steps = [
+        {"score_mod": scores.softcap(2.0) >> scores.temperature(0.7)},
+        {"similarity": scores.cosine(), "scale": 5.0},
+        {"similarity": scores.distance()},
+        {"similarity": scores.distance(1)},
+        {"scale": scores.by_norm(2.0)},
+        {"normalizer": scores.sigmoid()},
+        {"normalizer": scores.sparsemax()},
+    ]
+    for step in steps:
+
+        def output(q, k, v, bias, step=step):
+            return attention(q, k, v, bias=bias, is_causal=True, **step)
+
+        inputs = [x.clone().requires_grad_() for x in (query, key, value, bias)]
+        assert torch.autograd.gradcheck(output, inputs, atol=1e-6), step
+
+
+@pytest.mark.parametrize("kernel", ["dense", tiles_of(20)], ids=["dense", "tiled"])
+def test_gradients_reach_the_arrays_that_a_value_carries(kernel):
+    query, key, value = (torch.tensor(x[:1, :, :4]) for x in (QUERY, KEYS, VALUES))
+
+    def output(slopes, table, weight):
+        steps = scores.alibi(slopes) >> scores.relative_bias(table)
+        options = {"similarity": scores.additive(weight), "kernel": kernel}
+        return attention(query, key, value, score_mod=steps, **options, backend="array-api")
+
+    inputs = [torch.tensor(x, requires_grad=True) for x in (SLOPES, TABLE[:8], WEIGHT)]
+    assert torch.autograd.gradcheck(output, inputs, atol=1e-6)
+
+
+def test_a_distance_of_nothing_has_a_finite_gradient():
+    x = torch.ones(1, 3, 2, dtype=torch.float64, requires_grad=True)
+    attention(x, x, x, similarity=scores.distance()).sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        scores.softcap(30.0),
+        scores.temperature(2.0) >> scores.alibi(8) >> doubled,
+        scores.relative_bias(np.zeros((4, 2)), bidirectional=False),
+        scores.relative_bias(np.ones((4, 2)), max_distance=64),
+        scores.alibi(np.array([0.5, 0.25])),
+        scores.cosine(),
+        scores.distance(1),
+        scores.additive(np.array([1.0, 2.0])),
+        scores.long_sequence(),
+        scores.by_norm(2.0),
+        scores.sigmoid(),
+        scores.sparsemax(),
+    ],
+    ids=repr,
+)
+def test_a_value_reads_back_from_its_repr(value):
+    again = eval(repr(value), {"scores": scores, "numpy": numpy, "doubled": doubled})
+    assert again == value
+    assert hash(again) == hash(value)
+
+
+def test_scores_compose_flat_and_with_functions_on_either_side():
+    chain = doubled >> scores.softcap(2.0) >> (scores.temperature(3.0) >> doubled)
+    assert isinstance(chain, Score)
+    assert len(chain.parts) == 4
+
+
+def test_what_an_option_says_goes_to_that_option():
+    shape = (2, 4, 9, 8)
+
+    def problem(score_mod, **options):
+        return explain(shape, shape, shape, score_mod=score_mod, **options).problem
+
+    assert problem(scores.softcap(3.0)).features == {"softcap"}
+    assert problem(scores.softcap(3.0)).softcap == 3.0
+    both = problem(scores.softcap(3.0), softcap=2.0)
+    assert both.features == {"softcap", "score_value"}
+    first = problem(scores.softcap(3.0) >> scores.alibi(4))
+    assert first.features == {"softcap", "score_value"}
+    assert problem(scores.function(doubled)).features == {"score_mod"}
+    assert problem(scores.alibi(4) >> doubled).features == {"score_mod", "score_value"}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: scores.softcap(0), ValueError, "above 0; got 0"),
+        (lambda: scores.temperature(math.nan), ValueError, "nan"),
+        (lambda: scores.temperature("2"), ValueError, "'2'"),
+        (lambda: scores.alibi(0), TypeError, "number of query heads"),
+        (lambda: scores.alibi(2.0), TypeError, "2.0"),
+        (lambda: scores.relative_bias(np.zeros(4)), TypeError, r"\(4,\)"),
+        (lambda: scores.relative_bias(np.zeros((2, 4))), ValueError, "at least 4 buckets"),
+        (lambda: scores.function(3), TypeError, "got 3"),
+        (lambda: scores.softcap(2) >> 3, TypeError, "got 3"),
+        (lambda: scores.softcap(2) >> scores.cosine(), TypeError, r"scores\.cosine\(\)"),
+        (lambda: scores.distance(3), ValueError, "1 or 2; got 3"),
+        (lambda: scores.additive(3.0), TypeError, r"\(D,\)"),
+        (lambda: scores.by_norm(-1), ValueError, "-1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_when_it_is_made(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"score_mod": scores.alibi(5)}, ValueError, "5 query heads; got 6"),
+        ({"score_mod": scores.alibi(np.ones(5))}, ValueError, r"shape \(6,\); got \(5,\)"),
+        ({"score_mod": scores.alibi(np.ones(6, int))}, TypeError, "int64"),
+        ({"score_mod": scores.relative_bias(np.zeros((32, 5)))}, ValueError, "H = 6"),
+        ({"score_mod": doubled >> scores.alibi(5)}, ValueError, "5 query heads"),
+        ({"similarity": scores.additive(np.ones(4))}, ValueError, r"\(5,\); got \(4,\)"),
+        ({"score_mod": scores.cosine()}, TypeError, "goes in similarity="),
+        ({"score_mod": scores.by_norm()}, TypeError, "goes in scale="),
+        ({"score_mod": scores.sparsemax()}, TypeError, "goes in normalizer="),
+        ({"similarity": scores.sparsemax()}, TypeError, "similarity must be a value"),
+        ({"similarity": "cosine"}, TypeError, "'cosine'"),
+        ({"normalizer": max}, TypeError, "normalizer must be a value"),
+        ({"scale": scores.cosine()}, TypeError, "scale must be a number"),
+        ({"normalizer": scores.sigmoid(), "sinks": np.zeros(6)}, ValueError, "sinks is of softmax"),
+        ({"score_mod": lambda s: s}, TypeError, "score, b, h, i, j"),
+        ({"score_mod": masks.causal()}, TypeError, "score_mod"),
+        ({"mask": scores.softcap(2.0)}, TypeError, "mask"),
+    ],
+)
+def test_what_does_not_fit_the_call_is_refused_at_the_front_door(options, error, words):
+    with pytest.raises(error, match=words):
+        attention(QUERY, KEY, VALUE, **options)
+
+
+def test_nothing_but_softmax_has_a_logsumexp():
+    with pytest.raises(ValueError, match=r"a logsumexp is of softmax alone.*scores\.sigmoid"):
+        attention_partial(QUERY, KEY, VALUE, normalizer=scores.sigmoid())
+
+
+def test_what_wants_whole_rows_is_refused_by_tiles():
+    for option in ({"normalizer": scores.sigmoid()}, {"scale": scores.by_norm()}):
+        with pytest.raises(UnsupportedError, match="does not compute"):
+            attention(QUERY, KEY, VALUE, **option, kernel="tiled", backend="array-api")
+
+
+def test_a_named_backend_takes_the_arrays_of_a_value_along():
+    steps = scores.relative_bias(TABLE)
+    output = attention(QUERY, KEY, VALUE, score_mod=steps, backend="torch")
+    np.testing.assert_allclose(output, softmax(DEFAULT + biases()) @ VALUES, atol=1e-12)
+    with pytest.raises(TypeError, match=r"score_mod\.table"):
+        attention(*(STRICT.to(x) for x in (QUERY, KEY, VALUE)), score_mod=steps)
