@@ -23,7 +23,7 @@ from polyattn.steps import (
     Similarity,
     Softcap,
 )
-from polyattn.values import named
+from polyattn.values import Value, named
 
 __all__ = [
     "Call",
@@ -192,6 +192,7 @@ def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
             if not is_array(thing):
                 check_takes("the mask function", thing, "b, h, i, j")
         return mask.form(facts)
+    _check_place("mask", mask)
     if not callable(mask):
         return facts(mask, "mask")
     check_takes("the mask function", mask, "b, h, i, j")
@@ -201,10 +202,8 @@ def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
 def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
     if score_mod is None:
         return None
-    if isinstance(score_mod, (Similarity, ScaleRule, Normalizer)):
-        kinds = {Similarity: "similarity", ScaleRule: "scale", Normalizer: "normalizer"}
-        name = next(name for kind, name in kinds.items() if isinstance(score_mod, kind))
-        raise TypeError(f"{score_mod!r} goes in {name}=, not in score_mod=")
+    if not isinstance(score_mod, Score):
+        _check_place("score_mod", score_mod)
     if not callable(score_mod):
         raise TypeError(
             "score_mod must be a function (score, b, h, i, j) -> score, or a value of"
@@ -217,6 +216,22 @@ def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any
         if not is_array(thing):
             check_takes("score_mod", thing, "score, b, h, i, j")
     return score_mod.form(facts)
+
+
+def _check_place(name: str, given: Any) -> None:
+    """Refuse a value that goes in another argument."""
+    if isinstance(given, Value):
+        place = next(place for kind, place in _PLACES.items() if isinstance(given, kind))
+        raise TypeError(f"{given!r} goes in {place}=, not in {name}=")
+
+
+_PLACES = {
+    Mask: "mask",
+    Score: "score_mod",
+    Similarity: "similarity",
+    ScaleRule: "scale",
+    Normalizer: "normalizer",
+}
 
 
 def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
@@ -336,6 +351,8 @@ def check_ends(value: Any) -> Ends:
         raise TypeError(f"{hint}; {_got(value)}")
     ends = []
     for end in value:
+        if isinstance(end, bool):
+            raise TypeError(f"{hint}; {_got(value)}")
         try:
             ends.append(None if end is None else operator.index(end))
         except TypeError:

@@ -28,7 +28,7 @@ _ROUNDS = 10
 
 def kept(
     xp: Any,
-    seed: int | Array,
+    seed: int | Array | tuple[Array, Array],
     rate: float,
     batch: Array,
     head: Array,
@@ -41,8 +41,8 @@ def kept(
     ----------
     xp : module
         The standard's namespace of the library.
-    seed : int or Array
-        The seed, from 0 to 2**64 − 1.
+    seed : int, Array or tuple of Array
+        The seed, from 0 to 2**64 − 1, or its low and its high 32 bits in the dtype of words.
     rate : float
         Which share of the weights is dropped.
     batch, head, row : Array
@@ -58,7 +58,7 @@ def kept(
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
     words = philox(counter, _key(xp, seed, dtype))
-    threshold = min(round(rate * 2**32), _MASK)
+    threshold = _as(words[0], min(round(rate * 2**32), _MASK))
     found = xp.stack([word >= threshold for word in words], axis=-1)
     return xp.reshape(found, (*found.shape[:-2], -1))
 
@@ -80,14 +80,26 @@ def philox(counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...
         Four words in that dtype, of the shape that the counter broadcasts to.
     """
     a, b, c, d = counter
-    first, second = key
     for number in range(_ROUNDS):
         if number:
-            first, second = (first + _WEYL[0]) & _MASK, (second + _WEYL[1]) & _MASK
+            key = _raised(key[0], _WEYL[0], a), _raised(key[1], _WEYL[1], a)
+        first, second = _as(a, key[0]), _as(a, key[1])
         high, low = _product(_MULTIPLIERS[0], a)
         other_high, other_low = _product(_MULTIPLIERS[1], c)
         a, b, c, d = other_high ^ b ^ first, other_low, high ^ d ^ second, low
     return a, b, c, d
+
+
+def _raised(word: Any, by: int, like: Array) -> Any:
+    """Return the sum of two words, less what it has above 32 bits."""
+    if isinstance(word, int):
+        return (word + by) & _MASK
+    return (word + _as(like, by)) & _as(like, _MASK)
+
+
+def _as(like: Array, number: Any) -> Any:
+    """Return a word as the words of an array are, for JAX takes no Python number above 31 bits."""
+    return getattr(like.dtype, "type", int)(number) if isinstance(number, int) else number
 
 
 def _product(multiplier: int, word: Array) -> tuple[Array, Array]:
@@ -108,12 +120,14 @@ def _word_dtype(xp: Any) -> Any:
     return xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32
 
 
-def _key(xp: Any, seed: int | Array, dtype: Any) -> tuple[Any, Any]:
+def _key(xp: Any, seed: Any, dtype: Any) -> tuple[Any, Any]:
+    if isinstance(seed, tuple):
+        return seed
     if not is_array(seed):
         return int(seed) & _MASK, int(seed) >> 32
     # At least one axis, for arithmetic on an array wraps without a warning.
     word = xp.reshape(seed, (1,))
-    wide = xp.iinfo(word.dtype).bits > 32
-    high = cast(xp, (word >> 32) & _MASK, dtype) if wide else cast(xp, word & 0, dtype)
-    low = cast(xp, word & _MASK, dtype) if wide else cast(xp, word, dtype) & _MASK
-    return low, high
+    if xp.iinfo(word.dtype).bits > 32:
+        return cast(xp, word & _MASK, dtype), cast(xp, (word >> 32) & _MASK, dtype)
+    low = cast(xp, word, dtype)
+    return low & _as(low, _MASK), low & 0

@@ -39,7 +39,7 @@ class Indices:
         kernel that takes some at a time. Such a tile has one batch axis.
     """
 
-    #: About so many keys, from a multiple of it on, dropout decides at once.
+    #: How many keys dropout decides about at once, the first of them a multiple of it.
     decided: ClassVar[int] = WORDS
 
     def __init__(
@@ -139,9 +139,9 @@ class Indices:
         return array[(*index, items, ...)]
 
     def per_item(self, numbers: Any) -> Any:
-        """Return what is given for each batch item, shape (..., 1, 1, 1), or a number as it is."""
+        """Return what is given for each batch item, (..., 1, 1, 1), or the number for all."""
         if isinstance(numbers, int):
-            return numbers
+            return min(numbers, FAR)
         return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
 
     def per_head(self, numbers: Array) -> Array:

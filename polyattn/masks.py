@@ -9,11 +9,20 @@ Where a mask speaks of a row's own position, that is ``i + query_offset``, as fo
 from __future__ import annotations
 
 import importlib
+import math
+import numbers
 import operator
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, facts_of, index_range, is_array, library_of
+from polyattn.arrays import (
+    Array,
+    broadcast_shapes,
+    facts_of,
+    index_range,
+    is_array,
+    library_of,
+)
 from polyattn.band import Span
 from polyattn.call import check_ends, check_takes
 from polyattn.patterns import (
@@ -30,7 +39,8 @@ from polyattn.patterns import (
     Window,
     as_mask,
 )
-from polyattn.places import Called
+from polyattn.places import Called, Dims
+from polyattn.values import Value
 
 __all__ = [
     "Mask",
@@ -136,9 +146,12 @@ def padding(
     """
     if key_lengths is None and query_lengths is None:
         raise TypeError("masks.padding takes key_lengths, query_lengths, or both")
+    names = ("masks.padding: key_lengths", "masks.padding: query_lengths")
     return Padding(
-        _lengths("masks.padding: key_lengths", key_lengths),
-        _lengths("masks.padding: query_lengths", query_lengths),
+        *[
+            None if given is None else _lengths(name, given)
+            for name, given in zip(names, (key_lengths, query_lengths), strict=True)
+        ]
     )
 
 
@@ -269,7 +282,7 @@ def rule(function: Callable[..., Array]) -> Mask:
     >>> masks.rule(even) & masks.causal()
     masks.rule(even) & masks.causal()
     """
-    if not callable(function):
+    if not callable(function) or (isinstance(function, Value) and not isinstance(function, Mask)):
         raise TypeError(f"masks.rule takes a function (b, h, i, j) -> bool; got {function!r}")
     if isinstance(function, Mask):
         return function
@@ -285,7 +298,7 @@ def compile(
     *,
     query_offset: int | None = None,
     like: Array | None = None,
-    batch: int = 1,
+    batch: int | tuple[int, ...] = 1,
     heads: int = 1,
     tile: int = 128,
 ) -> Mask:
@@ -305,9 +318,10 @@ def compile(
     like : Array, optional
         An array of the library and device where the function works, if those of the arrays that the
         mask carries, or else NumPy's, are not right.
-    batch, heads : int
-        How many batch items, counted flat, and query heads to ask about, for a mask that differs
-        among them.
+    batch : int or tuple of int
+        How many batch items to ask about, or the batch axes, for a mask that differs among them.
+    heads : int
+        How many query heads to ask about, for a mask that differs among them.
     tile : int
         How many rows and keys a tile has. Few leave less to compute, and cost more to look up.
 
@@ -330,37 +344,56 @@ def compile(
     (1, 512, 8)
     """
     mask = as_mask(mask)
-    names = ("query_length", "key_length", "batch", "heads", "tile")
-    given = (query_length, query_length if key_length is None else key_length, batch, heads, tile)
-    length, keys, items, heads, size = (
+    names = ("query_length", "key_length", "heads", "tile")
+    given = (query_length, query_length if key_length is None else key_length, heads, tile)
+    length, keys, heads, size = (
         _whole(f"masks.compile: {name}", number) for name, number in zip(names, given, strict=True)
     )
-    if min(length, keys, items, heads, size) < 1:
-        raise ValueError(f"masks.compile takes lengths and numbers of at least 1; got {given}")
+    axes = batch if isinstance(batch, tuple) else (batch,)
+    axes = tuple([_whole("masks.compile: batch", number) for number in axes])
+    if min(length, keys, heads, size, *axes) < 1:
+        raise ValueError(
+            f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
+        )
     offset = keys - length
     if query_offset is not None:
         offset = _whole("masks.compile: query_offset", query_offset)
+    if isinstance(mask, Compiled):
+        mask = mask.mask
+    _check_fits(mask, Dims(axes, heads, length, keys, offset))
     arrays = [like, *(thing for _, thing in mask.carried() if is_array(thing))]
     example = next((array for array in arrays if array is not None), None)
     xp: Any = importlib.import_module("array_api_compat.numpy")
     if example is not None:
         xp = library_of(example).xp
-    if isinstance(mask, Compiled):
-        mask = mask.mask
-    shape, some, every = _look(mask, xp, example, (items, heads, length, keys), offset, size)
+    shape, some, every = _look(mask, xp, example, (axes, heads, length, keys), offset, size)
     return Compiled(mask, length, keys, offset, size, shape, some, every)
+
+
+def _check_fits(mask: Mask, dims: Dims) -> None:
+    """Refuse a mask that is not for such calls; of too few items a table would say nothing."""
+    for _, thing in mask.carried():
+        if not is_array(thing):
+            check_takes("the mask function", thing, "b, h, i, j")
+    try:
+        mask.form(facts_of).check(dims)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; masks.compile was asked for batch={dims.batch}, heads={dims.heads}"
+        ) from None
 
 
 def _look(
     mask: Mask,
     xp: Any,
     like: Array | None,
-    lengths: tuple[int, int, int, int],
+    lengths: tuple[tuple[int, ...], int, int, int],
     offset: int,
     size: int,
 ) -> tuple[tuple[int, int, int, int], bytes, bytes]:
     """Return the shape and the two halves of a table, a block of rows at a time."""
-    items, heads, length, keys = lengths
+    batch, heads, length, keys = lengths
+    items = math.prod(batch)
 
     def indices(first: int, stop: int, *shape: int) -> Array:
         return xp.reshape(index_range(xp, first, stop, like), shape)
@@ -370,7 +403,14 @@ def _look(
     lead = (1, 1)
     for block in Span(0, length).split(size):
         rows = indices(*block, -1, 1)
-        seen = mask.seen(Called(b, h, rows, indices(0, keys, 1, -1), offset=offset))
+        at = Called(b, h, rows, indices(0, keys, 1, -1), offset=offset, batch=batch)
+        seen = mask.seen(at)
+        whole = (items, heads, block.length, keys)
+        if len(seen.shape) > 4 or broadcast_shapes(tuple(seen.shape), whole) != whole:
+            raise ValueError(
+                f"what the mask function returns must broadcast to {whole}, the shape that its"
+                f" index arrays broadcast to; it returned {tuple(seen.shape)}"
+            )
         seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
         lead = seen.shape[:2]
         seen = xp.broadcast_to(seen, (*lead, seen.shape[2], keys))
@@ -405,11 +445,13 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _lengths(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    if is_array(value):
+    # NumPy's integers are arrays too, and of no use as such to another library.
+    if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
-    number = _whole(name, value)
+    try:
+        number = _whole(name, value)
+    except TypeError as error:
+        raise TypeError(f"{error}. An array gives one for each batch item") from None
     if number < 0:
         raise ValueError(f"{name} must be at least 0; got {value!r}")
     return number

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, constant_when_traced, is_array
-from polyattn.places import Called, Dims, Place
+from polyattn.places import FAR, Called, Dims, Place
 from polyattn.values import Value
 
 __all__ = [
@@ -141,6 +141,11 @@ class Mask(Value):
     def _answer(self, block: Block) -> Answer:
         return UNKNOWN
 
+    @property
+    def has_rule(self) -> bool:
+        """Whether part of it is a function that no table tells of."""
+        return False
+
     def check(self, dims: Dims) -> None:
         """Refuse a call that the mask does not fit, by facts alone.
 
@@ -198,7 +203,7 @@ def as_mask(thing: Any) -> Mask:
     """Return a mask value as it is, and a function or a bool array as the value that means it."""
     if isinstance(thing, Mask):
         return thing
-    if callable(thing):
+    if callable(thing) and not isinstance(thing, Value):
         return Rule(thing)
     if is_array(thing):
         return Dense(thing)
@@ -229,6 +234,10 @@ class And(Mask):
         some, every = zip(*[part.answer(block) for part in self.parts], strict=True)
         return Answer(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
 
+    @property
+    def has_rule(self) -> bool:
+        return any(part.has_rule for part in self.parts)
+
     def check(self, dims: Dims) -> None:
         for part in self.parts:
             part.check(dims)
@@ -248,6 +257,10 @@ class Or(Mask):
         some, every = zip(*[part.answer(block) for part in self.parts], strict=True)
         return Answer(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
 
+    @property
+    def has_rule(self) -> bool:
+        return any(part.has_rule for part in self.parts)
+
     def check(self, dims: Dims) -> None:
         for part in self.parts:
             part.check(dims)
@@ -266,6 +279,10 @@ class Not(Mask):
     def answer(self, block: Block) -> Answer:
         some, every = self.mask.answer(block)
         return Answer(every ^ True, some ^ True)
+
+    @property
+    def has_rule(self) -> bool:
+        return self.mask.has_rule
 
     def check(self, dims: Dims) -> None:
         self.mask.check(dims)
@@ -326,7 +343,7 @@ class Dilated(Mask):
     step: int
 
     def seen(self, at: Place) -> Array:
-        return at.away_from_row() % self.step == 0
+        return at.away_from_row() % min(self.step, FAR) == 0
 
     def _answer(self, block: Block) -> Answer:
         return Answer(True, self.step == 1)
@@ -339,8 +356,9 @@ class GlobalTokens(Mask):
     positions: tuple[int, ...]
 
     def seen(self, at: Place) -> Array:
-        tokens = [(at.column == token) | (at.position() == token) for token in self.positions]
-        return functools.reduce(operator.or_, tokens)
+        tokens = [min(token, FAR) for token in self.positions]
+        seen = [(at.column == token) | (at.position() == token) for token in tokens]
+        return functools.reduce(operator.or_, seen)
 
     def _answer(self, block: Block) -> Answer:
         first, stop = block.columns
@@ -358,7 +376,7 @@ class GlobalTokens(Mask):
 def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the first and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
+    for number in sorted({min(number, FAR) for number in numbers}):
         if runs and runs[-1][1] == number - 1:
             runs[-1] = (runs[-1][0], number)
         else:
@@ -487,6 +505,10 @@ class Rule(Mask):
     def seen(self, at: Place) -> Array:
         return at.by_rule(self.function)
 
+    @property
+    def has_rule(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Mask):
@@ -555,6 +577,9 @@ class Compiled(Mask):
         given = f"{self.mask!r}, {self.query_length}, {self.key_length}"
         if self.query_offset != self.key_length - self.query_length:
             given += f", query_offset={self.query_offset}"
+        for name, number in zip(("batch", "heads"), self.shape, strict=False):
+            given += f", {name}={number}" if number != 1 else ""
+        given += f", tile={self.size}" if self.size != 128 else ""
         return f"masks.compile({given})"
 
 

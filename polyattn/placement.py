@@ -76,7 +76,9 @@ class Plan(NamedTuple):
         brought: dict[str, Any] = {}
         for name in self.site.moved:
             given = getattr(operands, name)
-            if not isinstance(given, Value):
+            if name == "seed":
+                brought[name] = int(given)  # all 64 bits of it, which not every library has
+            elif not isinstance(given, Value):
                 brought[name] = _mover(_backend_of(given), backend, device)(given)
         for name in ("mask", "score_mod", "similarity"):
             given = getattr(operands, name)

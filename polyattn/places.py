@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, library_of
+from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
 
 __all__ = ["FAR", "Called", "Dims", "Place"]
 
@@ -191,7 +191,7 @@ class Called:
 
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
-        return numbers if isinstance(numbers, int) else self._of_item(numbers, ())
+        return min(numbers, FAR) if isinstance(numbers, int) else self._of_item(numbers, ())
 
     def per_head(self, numbers: Array) -> Array:
         """Return what is given for each query head."""
@@ -233,8 +233,12 @@ class Called:
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):
             return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
-        if seen.dtype != self.xp.bool:
-            raise TypeError(f"the mask function must return a bool array; it returned {seen.dtype}")
+        facts = facts_of(seen, "what the mask function returned")
+        if facts.dtype != "bool":
+            raise TypeError(
+                "the mask function must return a bool array, True where a key takes part; it"
+                f" returned dtype {facts.dtype}"
+            )
         return seen
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:

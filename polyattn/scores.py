@@ -11,6 +11,7 @@ normalizer in ``normalizer=``.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -55,9 +56,14 @@ __all__ = [
 
 
 def _above_zero(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    try:
+        number = float(value) if real else math.nan
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
         raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
-    return float(value)
+    return number
 
 
 # ---- score modifications -----------------------------------------------------------------------
@@ -136,14 +142,16 @@ def alibi(slopes: int | Array) -> Score:
     >>> attention(x, x, x, is_causal=True, score_mod=scores.alibi(8)).shape
     (8, 5, 64)
     """
-    if is_array(slopes):
+    # NumPy's integers are arrays too.
+    counted = isinstance(slopes, numbers.Integral) and not isinstance(slopes, bool)
+    if is_array(slopes) and not counted:
         return Alibi(slopes)
-    if isinstance(slopes, bool) or not isinstance(slopes, int) or slopes < 1:
+    if not counted or slopes < 1:
         raise TypeError(
             "scores.alibi takes the number of query heads, or an array of a slope for each; got"
             f" {slopes!r}"
         )
-    return Alibi(slopes)
+    return Alibi(int(slopes))
 
 
 def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
@@ -181,13 +189,18 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
             "scores.relative_bias takes an array of shape (buckets, H); got"
             f" {getattr(table, 'shape', None) or table!r}"
         )
+    if not isinstance(bidirectional, bool) or not isinstance(max_distance, numbers.Integral):
+        raise TypeError(
+            "scores.relative_bias: bidirectional must be True or False and max_distance an integer;"
+            f" got {bidirectional!r} and {max_distance!r}"
+        )
     exact = table.shape[0] // (4 if bidirectional else 2)
     if exact < 1 or max_distance <= exact:
         raise ValueError(
             f"scores.relative_bias needs at least {4 if bidirectional else 2} buckets and a"
             f" max_distance above {exact}; got {table.shape[0]} and {max_distance!r}"
         )
-    return RelativeBias(table, bool(bidirectional), int(max_distance))
+    return RelativeBias(table, bidirectional, int(max_distance))
 
 
 def function(rule: Callable[..., Array]) -> Score:
@@ -259,7 +272,7 @@ def distance(p: int = 2) -> Similarity:
     >>> scores.distance(p=1)
     scores.distance(1)
     """
-    if p not in (1, 2) or isinstance(p, bool):
+    if not isinstance(p, numbers.Real) or p not in (1, 2) or isinstance(p, bool):
         raise ValueError(f"scores.distance: p must be 1 or 2; got {p!r}")
     return Distance(int(p))
 
@@ -291,7 +304,10 @@ def additive(weight: Array) -> Similarity:
     (8, 5, 64)
     """
     if not is_array(weight) or len(weight.shape) != 1:
-        raise TypeError(f"scores.additive takes an array of shape (D,); got {weight!r}")
+        raise TypeError(
+            "scores.additive takes an array of shape (D,); got"
+            f" {getattr(weight, 'shape', None) or weight!r}"
+        )
     return Additive(weight)
 
 

@@ -412,12 +412,13 @@ class Sparsemax(Normalizer):
         low = xp.full_like(scores, -2.0)
         shifted = scores - xp.where(empty, xp.zeros_like(highest), highest)
         shifted = xp.where(shifted < -2, low, shifted)
-        ordered = xp.sort(shifted, axis=-1, descending=True)
+        # NumPy's own sort, which a plugin may bring, knows no descending order.
+        ordered = -xp.sort(-shifted, axis=-1)
         total = xp.cumulative_sum(ordered, axis=-1)
         count = xp.cumulative_sum(xp.ones_like(ordered), axis=-1)
         within = cast(xp, 1 + count * ordered > total, scores.dtype)
         size = xp.sum(within, axis=-1, keepdims=True)
         threshold = (xp.sum(within * ordered, axis=-1, keepdims=True) - 1) / size
         over = shifted - threshold
-        weights = xp.where(over > 0, over, xp.zeros_like(over))
+        weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a NaN that is seen stays
         return xp.where(seen, weights, xp.zeros_like(weights))

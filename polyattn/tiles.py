@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, index_range, is_array
+from polyattn.arrays import Array, cast, index_range, is_array
 from polyattn.band import Span
 from polyattn.patterns import And, Answer, Causal, Compiled, Dense, Mask, Rule, Window
 from polyattn.places import FAR
@@ -67,7 +67,9 @@ class Tile:
         self._xp = xp
         self._offset: Any = problem.query_offset
         if self._offset is None and reads:
-            self._offset = x.query_offset
+            # In the dtype of indices: in a narrow one a window's end may not be a number.
+            own = index_range(xp, 0, 1, x.query).dtype
+            self._offset = cast(xp, x.query_offset, own)
 
     def of(self, mask: Mask) -> Answer:
         """Return what a mask leaves of the tile, as two bools.
@@ -105,7 +107,7 @@ class Tile:
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
         if isinstance(numbers, int):
-            return numbers
+            return min(numbers, FAR)
         return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:

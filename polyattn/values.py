@@ -151,13 +151,18 @@ def _shown_array(array: Any) -> str:
     facts = facts_of(array)
     module = "jax.numpy" if facts.library == "jax" else facts.library
     known = not facts.traced and facts.device != "meta"
-    if not known or math.prod(facts.shape) > MOST_PRINTED:
+    # A list of no lists does not say how long they would be.
+    if not known or math.prod(facts.shape) > MOST_PRINTED or 0 in facts.shape[:-1]:
         return f"<{facts.shape} {facts.dtype} of {module}>"
     numbers = _listed(array, facts.dtype)
+    for name in ("inf", "nan"):
+        numbers = numbers.replace(name, f"{module}.{name}")
     return f"{module}.asarray({numbers}, dtype={module}.{facts.dtype})"
 
 
-def _listed(array: Any, dtype: str) -> Any:
+def _listed(array: Any, dtype: str) -> str:
     if len(array.shape):
-        return [_listed(array[n, ...], dtype) for n in range(array.shape[0])]
-    return bool(array) if dtype == "bool" else float(array) if "float" in dtype else int(array)
+        entries = [_listed(array[n, ...], dtype) for n in range(array.shape[0])]
+        return f"[{', '.join(entries)}]"
+    kind = bool if dtype == "bool" else float if "float" in dtype else int
+    return repr(kind(array))
