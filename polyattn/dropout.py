@@ -34,7 +34,7 @@ def kept(
     head: Array,
     row: Array,
     blocks: Array,
-) -> Array:
+) -> tuple[Array, ...]:
     """Return which weights are kept.
 
     Parameters
@@ -52,15 +52,14 @@ def kept(
 
     Returns
     -------
-    Array of bool
-        Of all their keys in order, shape (..., H, l, 4 · n).
+    tuple of Array of bool
+        Of the first key of each block, of the second, third and fourth, shape (..., H, l, n).
     """
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
     words = philox(counter, _key(xp, seed, dtype))
     threshold = _as(words[0], min(round(rate * 2**32), _MASK))
-    found = xp.stack([word >= threshold for word in words], axis=-1)
-    return xp.reshape(found, (*found.shape[:-2], -1))
+    return tuple([word >= threshold for word in words])
 
 
 def philox(counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...]:

@@ -210,11 +210,13 @@ class Indices:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
         first, stop = self._columns.start // WORDS, -(-self._columns.stop // WORDS)
         blocks = index_range(self.xp, first, stop, self._x.query)
-        found = self._kept_in(blocks)
+        found = self.xp.stack(self._kept_in(blocks), axis=-1)
+        found = self.xp.reshape(found, (*found.shape[:-2], -1))
         start = self._columns.start - first * WORDS
         return found[..., start : start + self._columns.length]
 
-    def _kept_in(self, blocks: Array) -> Array:
+    def _kept_in(self, blocks: Array) -> tuple[Array, ...]:
+        """Return which weights of blocks of keys are kept, by their place in the block."""
         seed, rate = self._x.seed, self._problem.dropout
         return kept(self.xp, seed, rate, self.batch, self.head, self.row, blocks)
 

@@ -80,25 +80,67 @@ class Block(Protocol):
         """Whether it is known where the rows stand among the keys."""
 
     def first(self, shift: int = 0) -> Any:
-        """Return the position of the first row, moved by `shift`."""
+        """Return the position of the first row.
+
+        Parameters
+        ----------
+        shift : int
+            What is added to it.
+        """
 
     def last(self, shift: int = 0) -> Any:
-        """Return the position of the last row, moved by `shift`."""
+        """Return the position of the last row.
 
-    def per_item(self, numbers: Any) -> Any:
-        """Return what is given for each batch item."""
+        Parameters
+        ----------
+        shift : int
+            What is added to it.
+        """
+
+    def per_item(self, numbers: int | Array) -> Any:
+        """Return what is given for each batch item.
+
+        Parameters
+        ----------
+        numbers : int or Array
+            A number for all, or an array of the batch axes.
+        """
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and greatest of what is given for each row."""
+        """Return the least and the greatest of what is given for each query row.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (..., L).
+        """
 
     def per_key(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and greatest of what is given for each key."""
+        """Return the least and the greatest of what is given for each key.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (..., S).
+        """
 
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:
-        """Return whether any and whether all of a mask array holds."""
+        """Return whether any and whether all of a mask array holds.
+
+        Parameters
+        ----------
+        seen : Array of bool
+            It broadcasts to the scores, (..., H, L, S).
+        """
 
     def table(self, compiled: Compiled) -> Answer:
-        """Return what a table says."""
+        """Return what a table says.
+
+        Parameters
+        ----------
+        compiled : Compiled
+            The mask that has it.
+        """
 
 
 class Mask(Value):
@@ -130,6 +172,11 @@ class Mask(Value):
         ----------
         block : Block
             Which one.
+
+        Returns
+        -------
+        Answer
+            Whether any key of it may be seen, and whether all surely are.
         """
         fields = [getattr(self, name) for name in self.__match_args__]
         if not block.reads and any(is_array(field) for field in fields):

@@ -109,43 +109,101 @@ class Place(Protocol):
     xp: Any
 
     @property
-    def batch(self) -> Array: ...
+    def batch(self) -> Array: ...  # noqa: D102
     @property
-    def head(self) -> Array: ...
+    def head(self) -> Array: ...  # noqa: D102
     @property
-    def row(self) -> Array: ...
+    def row(self) -> Array: ...  # noqa: D102
     @property
-    def column(self) -> Array: ...
+    def column(self) -> Array: ...  # noqa: D102
 
     def position(self, shift: int = 0) -> Array:
-        """Return where the rows stand among the keys, moved by `shift`."""
+        """Return where the rows stand among the keys.
+
+        Parameters
+        ----------
+        shift : int
+            What is added to it.
+        """
 
     def away_from_row(self) -> Array:
         """Return how far after the row's position the keys are."""
 
-    def per_item(self, numbers: Any) -> Any:
-        """Return what is given for each batch item, by a number or an array of the batch axes."""
+    def per_item(self, numbers: int | Array) -> Any:
+        """Return what is given for each batch item.
+
+        Parameters
+        ----------
+        numbers : int or Array
+            A number for all, or an array of the batch axes.
+        """
 
     def per_head(self, numbers: Array) -> Array:
-        """Return what is given for each query head."""
+        """Return what is given for each query head.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (H,).
+        """
 
     def per_row(self, numbers: Array) -> Array:
-        """Return what is given for each row, by an array (..., L)."""
+        """Return what is given for each query row.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (..., L).
+        """
 
     def per_key(self, numbers: Array) -> Array:
-        """Return what is given for each key, by an array (..., S)."""
+        """Return what is given for each key.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (..., S).
+        """
 
     def of_scores(self, array: Array) -> Array:
-        """Return what of an array that broadcasts to the scores is for this place."""
+        """Return what of an array is for the place.
+
+        Parameters
+        ----------
+        array : Array
+            It broadcasts to the scores, (..., H, L, S).
+        """
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
-        """Return the entries of a table at arrays of indices, one for each axis of it."""
+        """Return entries of a table.
+
+        Parameters
+        ----------
+        table : Array
+            The table.
+        *indices : Array
+            Indices of each of its axes, which broadcast with one another.
+        """
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
-        """Return what a mask function says."""
+        """Return what a mask function says.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (b, h, i, j).
+        """
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
-        """Return what a score function makes of scores."""
+        """Return what a score function makes of scores.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (score, b, h, i, j).
+        scores : Array
+            The scores of the place.
+        """
 
 
 class Called:

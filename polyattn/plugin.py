@@ -48,6 +48,7 @@ from polyattn.arrays import Array
 from polyattn.band import Span, band, column_span, full_span, in_band, is_full
 from polyattn.indices import Indices
 from polyattn.patterns import Mask
+from polyattn.places import Called
 from polyattn.problem import DTYPES, FEATURES, Operands, Problem
 from polyattn.steps import Score
 from polyattn.threads import thread_count
@@ -59,6 +60,7 @@ __all__ = [
     "Array",
     "Backend",
     "BackendSpec",
+    "Called",
     "Grid",
     "Indices",
     "Kernel",

@@ -61,8 +61,9 @@ def _above_zero(name: str, value: Any) -> float:
         number = float(value) if real else math.nan
     except OverflowError:
         number = math.inf
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be a finite number above 0; got {value!r}")
+    # Of float32, which scores are for all inputs but float64.
+    if not 1.2e-38 <= number <= 3.4e38:
+        raise ValueError(f"{name} must be a finite number above 0, of float32; got {value!r}")
     return number
 
 

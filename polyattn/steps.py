@@ -70,6 +70,9 @@ class Score(Value):
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         return self.apply(s, Called(b, h, i, j))
 
+    def __bool__(self) -> bool:
+        raise TypeError("scores compose by >>, which `and` and `or` are not")
+
     def __rshift__(self, other: Any) -> Score:
         return _chained(self, other)
 

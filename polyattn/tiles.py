@@ -23,8 +23,10 @@ def every_mask(problem: Problem, x: Operands) -> Mask | None:
 
     Parameters
     ----------
-    problem, x
-        As a kernel is given them.
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
 
     Returns
     -------
@@ -50,8 +52,10 @@ class Tile:
 
     Parameters
     ----------
-    problem, x
-        As a kernel is given them.
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
     xp : module
         The standard's namespace of the library.
     rows, columns : Span
@@ -72,12 +76,17 @@ class Tile:
             self._offset = cast(xp, x.query_offset, own)
 
     def of(self, mask: Mask) -> Answer:
-        """Return what a mask leaves of the tile, as two bools.
+        """Return what a mask leaves of the tile.
 
         Parameters
         ----------
         mask : Mask
             The mask.
+
+        Returns
+        -------
+        Answer
+            Two bools, of Python's.
         """
         some, every = mask.answer(self)
         xp = self._xp
@@ -148,8 +157,12 @@ class Grid(Tile):
 
     Parameters
     ----------
-    problem, x, xp
-        As of `Tile`.
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+    xp : module
+        The standard's namespace of the library.
     size : tuple of int
         How many rows and keys a tile has; the last ones may have fewer.
     like : Array

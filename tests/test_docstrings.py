@@ -12,7 +12,11 @@ import polyattn.conformance.callables
 import polyattn.conformance.departures
 import polyattn.conformance.suite
 import polyattn.dialects
+import polyattn.masks
 import polyattn.plugin
+import polyattn.scores
+from polyattn.patterns import Block
+from polyattn.places import Place
 
 MODULES = (
     polyattn,
@@ -21,8 +25,12 @@ MODULES = (
     polyattn.conformance.departures,
     polyattn.conformance.suite,
     polyattn.dialects,
+    polyattn.masks,
     polyattn.plugin,
+    polyattn.scores,
 )
+# What a tile does as a place or a block is described there.
+PROTOCOLS = {name: kind for kind in (Block, Place) for name in vars(kind)}
 # No extended summary, example or cross-reference is asked of what explains itself.
 NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
 
@@ -50,6 +58,10 @@ def test_docstring(path):
     one_line = "\n" not in found["docstring"].strip()
     # A method that takes nothing may say in its one line what it returns.
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
+    described = PROTOCOLS.get(path.rpartition(".")[2])
+    if one_line and described is not None:
+        assert getattr(described, path.rpartition(".")[2]).__doc__
+        allowed |= {"PR01"}
     if "Attributes\n" in found["docstring"]:
         allowed |= {"PR01"}  # a value, whose attributes are its parameters
         fields = getattr(pydoc.locate(path), "__annotations__", {})

@@ -331,6 +331,8 @@ def test_what_an_option_says_goes_to_that_option():
     [
         (lambda: scores.softcap(0), ValueError, "above 0; got 0"),
         (lambda: scores.temperature(math.nan), ValueError, "nan"),
+        (lambda: scores.temperature(1e-300), ValueError, "1e-300"),
+        (lambda: scores.temperature(2.0) and scores.alibi(2), TypeError, ">>"),
         (lambda: scores.temperature("2"), ValueError, "'2'"),
         (lambda: scores.alibi(0), TypeError, "number of query heads"),
         (lambda: scores.alibi(2.0), TypeError, "2.0"),
