@@ -109,13 +109,13 @@ class Place(Protocol):
     xp: Any
 
     @property
-    def batch(self) -> Array: ...  # noqa: D102
+    def batch(self) -> Array: ...
     @property
-    def head(self) -> Array: ...  # noqa: D102
+    def head(self) -> Array: ...
     @property
-    def row(self) -> Array: ...  # noqa: D102
+    def row(self) -> Array: ...
     @property
-    def column(self) -> Array: ...  # noqa: D102
+    def column(self) -> Array: ...
 
     def position(self, shift: int = 0) -> Array:
         """Return where the rows stand among the keys.
