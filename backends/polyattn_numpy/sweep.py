@@ -14,51 +14,24 @@ Which way a row goes depends on what it sees and on nothing else, and so does ea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Array, Indices, Operands, Problem, Span, band, in_band
-from polyattn_numpy.blocks import Piece, Tile, tiles
-from polyattn_numpy.kept import Memory, band_tile, fast_exp2, ones
+from polyattn.plugin import Array, Indices
+from polyattn_numpy.blocks import Piece, Tile
+from polyattn_numpy.call import Call
+from polyattn_numpy.kept import Memory, fast_exp2, ones
+from polyattn_numpy.sight import Hidden, Sight
 from polyattn_numpy.sums import Running, spoilt_product, weighted_sum
 
-__all__ = ["Call", "Sweep"]
+__all__ = ["Sweep"]
 
 # Sums of weights below this may have lost what lies below float32's range.
 LEAST = 2.0**-20
 # So few rows that a product by vectors reads each key once from memory and then from cache.
 VECTORS = 8
 LOG2_E = math.log2(math.e)
-
-
-class Call(NamedTuple):
-    """A call, its arrays with the axes (outer..., batch, G, H/G, length, size).
-
-    Key and value have no axis H/G; mask and bias have length 1 along what they broadcast.
-    """
-
-    problem: Problem
-    x: Operands
-    xp: Any
-    query: Array
-    key: Array
-    value: Array
-    mask: Array | None
-    bias: Array | None
-    tile: int
-    check: Callable[[], None]  # raises where nobody waits for the result any more
-
-    def cut(self, array: Array, piece: Piece, *spans: Span | None) -> Array:
-        """Return a view of what of an array belongs to a piece, and to spans of its last axes."""
-        index: list[Any] = [
-            0 if n == 1 else i for i, n in zip(piece.outer, array.shape, strict=False)
-        ]
-        axes = array.shape[len(index) :]
-        for span, n in zip((piece.batch, piece.heads, *spans), axes, strict=False):
-            index.append(slice(None) if span is None or n == 1 else slice(*span))
-        return array[tuple(index)]
 
 
 # ---- the pass ----------------------------------------------------------------------------------
@@ -96,7 +69,8 @@ class Sweep:
         self.dtype = np.dtype(problem.accumulator)
         self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
         self.masked = x.mask is not None or problem.query_offset is None
-        self.plain = not (clean or careful or self.modified or self.masked)
+        self.plain = not (clean or careful or self.modified or self.masked or problem.dropout)
+        self.sight = Sight(call, piece)
         in_nats = careful or x.score_mod is not None or x.bias is not None
         self.unit = LOG2_E if not in_nats and fast_exp2(self.dtype) else 1.0
         self.exp = np.exp if self.unit == 1.0 else np.exp2
@@ -106,8 +80,11 @@ class Sweep:
         factor = problem.scale * self.unit
         if problem.softcap is not None:
             factor = problem.scale / problem.softcap
+        self.factor = self.dtype.type(factor)
         self.query = self._scratch("query", size)
-        np.multiply(query, self.dtype.type(factor), out=self.query.reshape(query.shape))
+        # Another similarity is scaled when it is known: it need not be linear in the query.
+        factor = self.factor if x.similarity is None else self.dtype.type(1)
+        np.multiply(query, factor, out=self.query.reshape(query.shape))
 
     def _scratch(self, name: str, size: int) -> Array:
         batch, heads, rows = self.shape
@@ -116,7 +93,7 @@ class Sweep:
     def run(self) -> Running:
         """Go over all the tiles."""
         running = self._start()
-        for tile in tiles(self.problem, self.piece, self.call.tile):
+        for tile in self.sight.tiles():
             self._add(running, tile)
         return running
 
@@ -129,9 +106,9 @@ class Sweep:
         enough = total >= LEAST
         # Where a row sees no key there is nothing to lose, but a sink.
         if self.call.x.sinks is None and not enough.all():
-            enough |= self._sees_nothing()
+            enough |= self.sight.is_nothing()
         right: Array = enough & (total < math.inf) & np.isfinite(output).all(axis=-1, keepdims=True)
-        return right
+        return right if not right.all() else True
 
     def hides_only_numbers(self) -> bool:
         """Say whether nothing that may be hidden is known to be NaN or infinite."""
@@ -171,31 +148,32 @@ class Sweep:
 
     def _add(self, running: Running, tile: Tile) -> None:
         """Add what the keys of a tile give its rows."""
-        heads, rows = self._own(tile)
+        heads, rows = self.piece.own(tile)
         own = (slice(None), heads, slice(rows.start * self.members, rows.stop * self.members))
         query, output, total = self.query[own], running.output[own], running.total[own]
         keys, values = self.key[:, heads], self.value[:, heads]
         product = self.scratch("product", output.shape, self.dtype)
         sums = self.scratch("sums", total.shape, self.dtype)
         is_plain = self.plain and not tile.ragged
-        seen = present = None
+        present = None
         for columns in tile.columns.split(tile.width):
             self.call.check()
             span, adds = slice(*columns), self.adds or columns.start > tile.columns.start
             part = tile if is_plain else tile._replace(columns=columns)
-            if self.masked:
-                seen = self._seen(part)
-                if seen is not None and not seen.any():
-                    continue
+            hidden = [] if is_plain else self.sight.hidden(part)
+            if hidden is None:
+                continue
             s = self._scores(query, self._block("keys", keys[:, :, span]))
             if is_plain:
                 self.exp(s, s)
             elif self.clean:
-                present = self._weigh_what_is_seen(s, part, seen, running, own)
+                present = self._weigh_what_is_seen(s, part, hidden, running, own)
             else:
-                self._weigh(s, part, seen)
+                self._weigh(s, part, hidden)
             value = self._block("values", values[:, :, span])
             np.matmul(s, ones(columns.length, self.dtype), sums if adds else total)
+            if self.problem.dropout:
+                self._drop(self._by_head(s), part)
             if present is not None and not np.isfinite(value).all():
                 product[...] = spoilt_product(s, present, value)
             else:
@@ -203,12 +181,6 @@ class Sweep:
             if adds:
                 np.add(total, sums, total)
                 np.add(output, product, output)
-
-    def _own(self, tile: Tile) -> tuple[slice, Span]:
-        """Return which of the piece's heads and rows a tile has."""
-        first, row = self.piece.heads.start, self.piece.rows.start
-        heads = slice(tile.heads.start - first, tile.heads.stop - first)
-        return heads, Span(tile.rows.start - row, tile.rows.stop - row)
 
     # ---- scores and weights of a tile ----
 
@@ -221,9 +193,13 @@ class Sweep:
         return copy
 
     def _scores(self, query: Array, key: Array) -> Array:
-        """Return scale · q·k, in the unit of the exponential."""
+        """Return scale · q·k, or what stands in its place, in the unit of the exponential."""
         s = self.scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
-        if query.shape[2] <= VECTORS:
+        similarity = self.call.x.similarity
+        if similarity is not None:
+            alike = similarity.between(query, key, np.matmul, self.call.xp)
+            np.multiply(alike, self.factor, out=s)
+        elif query.shape[2] <= VECTORS:
             np.matmul(key[:, :, None], query[..., None], s[..., None])
         else:
             np.matmul(query, key.swapaxes(2, 3), s)
@@ -234,31 +210,26 @@ class Sweep:
         batch, heads, rows, size = s.shape
         return s.reshape(batch, heads, rows // self.members, self.members, size)
 
-    def _weigh(self, s: Array, tile: Tile, seen: Array | None) -> None:
+    def _weigh(self, s: Array, tile: Tile, hidden: list[Hidden]) -> None:
         """Make weights of scores, relative to no maximum."""
         if self.modified:
             self._modify(self._by_head(s), tile)
         self.exp(s, s)
-        if seen is not None and not seen.all():
-            by_head = self._by_head(s)
-            by_head *= seen
-        if tile.ragged:
-            self._cut_corners(self._by_head(s), tile)
+        by_head = self._by_head(s)
+        for where, seen in hidden:
+            by_head[where] *= seen
 
     def _weigh_what_is_seen(
-        self, s: Array, tile: Tile, seen: Array | None, running: Running, own: Any
+        self, s: Array, tile: Tile, hidden: list[Hidden], running: Running, own: Any
     ) -> Array:
         """Make weights of scores, whatever the absent ones are; return which are present."""
         by_head = self._by_head(s)
         if self.modified:
             self._modify(by_head, tile)
         if self.call.bias is not None:
-            np.copyto(by_head, -math.inf, where=self._on(tile, self.call.bias) == -math.inf)
-        if seen is not None:
-            np.copyto(by_head, -math.inf, where=~seen)
-        if tile.ragged:
-            for columns, corner in self._corners(tile):
-                np.copyto(by_head[..., columns], -math.inf, where=~corner)
+            np.copyto(by_head, -math.inf, where=self._bias(tile) == -math.inf)
+        for where, seen in hidden:
+            np.copyto(by_head[where], -math.inf, where=~seen)
         present: Array = s != -math.inf
         if self.careful:
             self._shift(s, *(array[own] for array in running))
@@ -287,89 +258,20 @@ class Sweep:
             changed = self._indices(tile).modified(scores)
             heads_first[...] = np.broadcast_to(changed, scores.shape).reshape(heads_first.shape)
         if self.call.bias is not None:
-            s += self._on(tile, self.call.bias)
+            s += self._bias(tile)
 
-    # ---- which keys are seen ----
+    def _drop(self, weights: Array, tile: Tile) -> None:
+        """Drop weights, by head. What is left is divided when the sums are."""
+        heads_first = weights.swapaxes(2, 3)
+        b, k, g, rows, size = heads_first.shape
+        kept = self._indices(tile).kept()
+        heads_first *= np.broadcast_to(kept, (b, k * g, rows, size)).reshape(heads_first.shape)
 
     def _indices(self, tile: Tile) -> Indices:
-        flat = 0
-        for axis, index in zip(self.problem.batch, self.piece.outer, strict=False):
-            flat = flat * axis + index
-        first = flat * (self.problem.batch or (1,))[-1] + self.piece.batch.start
-        items = Span(first, first + self.piece.batch.length)
-        heads = Span(*(end * self.members for end in tile.heads))
-        rows, columns = tile.rows, tile.columns
-        return Indices(
-            self.problem, self.call.xp, self.call.x, rows, columns, items=items, heads=heads
-        )
+        return self.call.indices(self.piece, tile.heads, tile.rows, tile.columns)
 
-    def _on(self, tile: Tile, array: Array) -> Array:
-        """Return what of a mask or bias falls on a tile, with the axes (b, k, row, g, key)."""
+    def _bias(self, tile: Tile) -> Array:
+        """Return what of the bias falls on a tile, with the axes (b, k, row, g, key)."""
+        assert self.call.bias is not None
         piece = self.piece._replace(heads=tile.heads)
-        cut = self.call.cut(array, piece, None, tile.rows, tile.columns)
-        return cut.swapaxes(2, 3)
-
-    def _seen(self, tile: Tile) -> Array | None:
-        """Return which keys of a tile a mask lets be seen, or None where there is none."""
-        seen = None
-        if self.call.mask is not None:
-            seen = self._on(tile, self.call.mask)
-        elif callable(self.call.x.mask):
-            seen = self._split_heads(self._indices(tile).by_rule(self.call.x.mask))
-        if tile.ragged and self.problem.query_offset is None:
-            offset = np.asarray(self.call.x.query_offset)
-            items = np.broadcast_to(offset, (*self.problem.batch, 1, 1, 1))
-            items = items.reshape(*(self.problem.batch or (1,)), 1, 1, 1)[self.piece.outer]
-            indices = self._indices(tile)
-            items = items[slice(*self.piece.batch)].astype(indices.row.dtype)
-            near = self._split_heads(in_band(self.problem, indices.row, indices.column, items))
-            seen = near if seen is None else seen & near
-        return seen
-
-    def _split_heads(self, seen: Array) -> Array:
-        """Turn what broadcasts to (b, H, row, key) into the axes (b, k, row, g, key)."""
-        seen = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
-        b, heads, rows, size = seen.shape
-        split = (1, 1) if heads == 1 else (heads // self.members, self.members)
-        return seen.reshape(b, *split, rows, size).swapaxes(2, 3)
-
-    def _cut_corners(self, weights: Array, tile: Tile) -> None:
-        """Set to 0 what the band hides, by head."""
-        for columns, seen in self._corners(tile):
-            weights[..., columns] *= seen
-
-    def _corners(self, tile: Tile) -> Iterator[tuple[slice, Array]]:
-        """Yield where the band hides keys of some of the rows, and which it shows, a side each."""
-        if self.problem.query_offset is None:
-            return
-        low, high = band(self.problem)
-        (first, last), (start, stop) = tile.rows, tile.columns
-        if low is not None and start < last - 1 + low:
-            edge = min(stop, last - 1 + low)
-            yield (
-                slice(0, edge - start),
-                band_tile(last - first, edge - start, first + low - start, None),
-            )
-        if high is not None and stop > first + high + 1:
-            edge = max(start, first + high + 1)
-            yield (
-                slice(edge - start, stop - start),
-                band_tile(last - first, stop - edge, None, first + high - edge),
-            )
-
-    def _sees_nothing(self) -> Array:
-        """Return which rows see no key, by mask and band, with the axes of a sum of weights."""
-        found = np.zeros((*self.shape, self.members), bool)
-        for tile in tiles(self.problem, self.piece, self.call.tile):
-            heads, rows = self._own(tile)
-            for columns in tile.columns.split(tile.width):
-                part = tile._replace(columns=columns)
-                shape = (tile.heads.length, rows.length, self.members, columns.length)
-                seen = np.ones((self.shape[0], *shape), bool)
-                mask = self._seen(part)
-                if mask is not None:
-                    seen &= mask
-                if tile.ragged:
-                    self._cut_corners(seen, part)
-                found[:, heads, slice(*rows)] |= seen.any(axis=-1)
-        return ~found.reshape(*self.shape[:2], -1, 1)
+        return self.call.cut(self.call.bias, piece, None, tile.rows, tile.columns).swapaxes(2, 3)

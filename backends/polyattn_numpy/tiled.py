@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import Any
 
 import numpy as np
 
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import TASK, Piece, pieces
+from polyattn_numpy.call import Call, call_of
 from polyattn_numpy.kept import Memory, borrowed_memory
 from polyattn_numpy.sums import Running, join
-from polyattn_numpy.sweep import Call, Sweep
+from polyattn_numpy.sweep import Sweep
 
 __all__ = ["Tiled"]
 
@@ -31,14 +31,8 @@ class Tiled(Kernel):
     """Tiles of the scores by BLAS, on threads."""
 
     name = "tiled"
-    features = frozenset(FEATURES) - {
-        "dropout",
-        "mask_value",
-        "normalizer",
-        "score_norm",
-        "score_value",
-        "similarity",
-    }
+    # Of which a norm, and a normalizer, want a whole row at once.
+    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
     batch_invariant = True
     tile = 2**18
 
@@ -65,9 +59,12 @@ class Tiled(Kernel):
         result = Result(problem, output, logsumexp)
         work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
         count = min(thread_count(threads.default), work // TASK) if work >= 2 * TASK else 1
-        cut = pieces(problem, self.tile, count)
         state = threads.Shared()
         call = call_of(problem, operands, backend.xp, self.tile, state.check)
+        table = call.table
+        cut = pieces(problem, self.tile, count, pooled=table is None or not table.differs_by_item)
+        if table is not None:
+            cut = tuple(sorted(cut, key=table.visible, reverse=True))
 
         def attend_to(piece: Piece) -> None:
             with borrowed_memory() as memory:
@@ -101,37 +98,13 @@ def attend(call: Call, result: Result, piece: Piece, memory: Memory) -> None:
     result.write(piece, running)
 
 
-def call_of(problem: Problem, x: Operands, xp: Any, tile: int, check: Any) -> Call:
-    """Return the call with its arrays' axes as pieces are cut from them."""
-    batch = problem.batch or (1,)
-    groups, members = problem.key_heads, problem.heads // problem.key_heads
-
-    def spread(array: Array) -> Array:
-        shape = (*batch, *array.shape[-3:])
-        return array if array.shape == shape else np.broadcast_to(array, shape)
-
-    def by_head(array: Array | None) -> Array | None:
-        if not isinstance(array, np.ndarray):
-            return None
-        array = array.reshape((1,) * (len(batch) + 3 - array.ndim) + array.shape)
-        *leading, heads, rows, columns = array.shape
-        split = (1, 1) if heads == 1 else (groups, members)
-        return array.reshape(*leading, *split, rows, columns)
-
-    query = spread(x.query)
-    query = query.reshape(*batch, groups, members, *query.shape[-2:])
-    return Call(
-        problem, x, xp, query, spread(x.key), spread(x.value), by_head(x.mask), by_head(x.bias),
-        tile, check,
-    )  # fmt: skip
-
-
 class Result:
     """Where the pieces write what they found."""
 
     def __init__(self, problem: Problem, output: Array, logsumexp: Array | None) -> None:
         batch = problem.batch or (1,)
         split = (*batch, problem.key_heads, problem.heads // problem.key_heads)
+        self.kept = 1 - problem.dropout
         self.output = output.reshape(*split, *output.shape[-2:])
         self.logsumexp = None
         if logsumexp is not None:
@@ -154,6 +127,8 @@ class Result:
             rows[...] = logsumexp.reshape(rows.shape)
         # A row that sees no key has 0 of 0.
         np.copyto(total, 1, where=total == 0)
+        if self.kept != 1:
+            total *= self.kept
         weighted = running.output.reshape(output.shape)
         if output.dtype != total.dtype:
             np.divide(weighted, total, out=output, dtype=total.dtype, casting="unsafe")
