@@ -3,7 +3,7 @@
 import numpy as np
 
 from polyattn.kernels import Dense
-from polyattn.plugin import FEATURES, Backend, BackendSpec
+from polyattn.plugin import Backend, BackendSpec
 
 
 class Sabotaged(Dense):
@@ -30,9 +30,7 @@ def dropping(feature, problem=None, operands=None, result=None):
         output, logsumexp = dense(p._replace(features=p.features - {feature}), x, backend)
         return (output, logsumexp) if result is None else result(p, output)
 
-    # dropout has no oracle yet, so that whoever declares it fails.
-    features = frozenset(FEATURES) - ({"dropout"} - {feature})
-    return Sabotaged(f"drops_{feature}", sabotage, features=features)
+    return Sabotaged(f"drops_{feature}", sabotage)
 
 
 def first_items(p, x):
@@ -54,11 +52,13 @@ DROPPING = [
     dropping("batch_broadcast", operands=first_items),
     dropping("bias", lambda p: {"bias": None}, lambda p, x: {"bias": None}),
     dropping("causal", lambda p: {"is_causal": False}),
-    dropping("dropout"),
+    dropping("dropout", lambda p: {"dropout": 0.0}),
     dropping("grouped_heads", lambda p: {"key_heads": p.heads}, heads_tiled),
     dropping("logsumexp", result=lambda p, o: (o, np.zeros(o.shape[:-1], p.accumulator))),
     dropping("mask", lambda p: {"mask": None}, lambda p, x: {"mask": None}),
     dropping("mask_mod", operands=lambda p, x: {"mask": None}),
+    dropping("mask_value", lambda p: {"mask_form": None}, lambda p, x: {"mask": None}),
+    dropping("normalizer", lambda p: {"normalizer": None}),
     dropping("query_offset", lambda p: {"query_offset": p.key_length - p.query_length}),
     dropping(
         "query_offset_array",
@@ -67,6 +67,9 @@ DROPPING = [
     ),
     dropping("scale", lambda p: {"scale": p.head_size**-0.5}),
     dropping("score_mod", operands=lambda p, x: {"score_mod": None}),
+    dropping("score_norm", lambda p: {"score_norm": None}),
+    dropping("score_value", lambda p: {"score_form": None}, lambda p, x: {"score_mod": None}),
+    dropping("similarity", lambda p: {"similarity_form": None}, lambda p, x: {"similarity": None}),
     dropping("sinks", operands=lambda p, x: {"sinks": None}),
     dropping("softcap", lambda p: {"softcap": None}),
     dropping("value_size", result=lambda p, o: (np.resize(o, (*o.shape[:-1], p.head_size)), None)),

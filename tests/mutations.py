@@ -17,10 +17,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
-MASKS, GROUPS = "polyattn/band.py", "polyattn/kernels/groups.py"
+BAND, GROUPS = "polyattn/band.py", "polyattn/kernels/groups.py"
 RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
+PATTERNS, TILES = "polyattn/patterns.py", "polyattn/tiles.py"
+STEPS, DROPOUT = "polyattn/steps.py", "polyattn/dropout.py"
 PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/sums.py"
 
 
@@ -39,12 +41,11 @@ def mutation(name, file, *changes):
 SOFTCAP = """    if problem.softcap is not None:
         s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
 """
-SCORE_MOD = """    if x.score_mod is not None:
-        s = at.modified(x.score_mod, s)  # 3
+SCORE_MOD = """    s = at.modified(s)  # 3
 """
 BIAS = """    if x.bias is not None:
-        bias = cast(xp, at.cut(x.bias), s.dtype)
-        s = masked(xp, s + bias, bias != -math.inf)  # 4
+        bias = cast(xp, at.of_scores(x.bias), s.dtype)
+        s = hide(xp, s + bias, bias != -math.inf)  # 4
 """
 SINKS = """            if x.sinks is not None:
                 running = join(backend.xp, start(problem, x, backend.xp, rows), running)  # 6
@@ -68,26 +69,26 @@ MUTATIONS = (
     mutation("score_mod after bias", DENSE, SCORE_MOD, "", BIAS, BIAS + SCORE_MOD),
     mutation("score_mod left out", DENSE, SCORE_MOD, ""),
     mutation("sign of the bias", DENSE, "s + bias, bias", "s - bias, bias"),
-    mutation("bias of -inf does not mask", DENSE, "masked(xp, s + bias, bias != -math.inf)",
+    mutation("bias of -inf does not mask", DENSE, "hide(xp, s + bias, bias != -math.inf)",
              "s + bias"),
     mutation("bias left out", DENSE, BIAS, ""),
-    mutation("mask turned round", DENSE, "masked(xp, s, seen)", "masked(xp, s, ~seen)"),
-    mutation("mask left out", DENSE, "s = masked(xp, s, seen)  # 5", "pass"),
+    mutation("mask turned round", DENSE, "hide(xp, s, seen)", "hide(xp, s, ~seen)"),
+    mutation("mask left out", DENSE, "s = hide(xp, s, seen)  # 5", "pass"),
     mutation("sink left out", DENSE, SINKS, ""),
-    mutation("positions left out", DENSE, "at.visible(x, banded=banded)",
-             "at.visible(x, banded=False)"),
+    mutation("positions left out", DENSE, "list(at.visible())",
+             "list(at.visible(banded=False))"),
     mutation("value of the wrong keys", DENSE, "value = cast(xp, x.value[",
              "value = cast(xp, xp.flip(x.value, axis=-2)["),
     mutation("no keys not thought of", DENSE, "if 0 in problem.scores:", "if False:"),
     # tiled.py, line by line
-    mutation("tile too wide by one", MASKS, "yield Span(first, min(first + size,",
+    mutation("tile too wide by one", BAND, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + size + 1,"),
-    mutation("tile too narrow by one", MASKS, "yield Span(first, min(first + size,",
+    mutation("tile too narrow by one", BAND, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + max(size - 1, 1),"),
-    mutation("last tile left out", MASKS, "range(self.start, self.stop, size)",
+    mutation("last tile left out", BAND, "range(self.start, self.stop, size)",
              "range(self.start, max(self.stop - size, self.start + 1), size)"),
     mutation("tiles not joined", TILED, "running = join(xp, running, tile)", "running = tile"),
-    mutation("all tiles taken for full", TILED, "not is_full(problem, rows, columns)", "False"),
+    mutation("all tiles taken for full", TILED, "masked = not answer.every", "masked = False"),
     mutation("rows of the query off by one", TILED, "x.query[..., rows.start : rows.stop, :]",
              "xp.roll(x.query, 1, axis=-2)[..., rows.start : rows.stop, :]"),
     mutation("sink counted in every tile", TILED, "running = join(xp, running, tile)",
@@ -95,19 +96,77 @@ MUTATIONS = (
     mutation("keys from the first on", TILED, "in column_span(problem, rows).split(column_block)",
              "in Span(0, column_span(problem, rows).length).split(column_block)"),
     mutation("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
+    mutation("empty tiles taken for those that are seen", TILED, "if not answer.some:",
+             "if answer.some:"),
+    mutation("similarity not scaled", DENSE, "s = problem.scale * unfold(", "s = 1.0 * unfold("),
+    mutation("dropped weights not made up for", DENSE, "weights / (1 - problem.dropout)",
+             "weights"),
+    mutation("the kept dropped", DENSE, "xp.where(at.kept(),", "xp.where(~at.kept(),"),
+    mutation("a normalizer's weights divided", DENSE, "total = xp.ones_like(s[..., :1])",
+             "total = xp.sum(weights, axis=-1, keepdims=True)"),
+    # masks and scores as values
+    mutation("& for | in what tiles hold", PATTERNS,
+             "Answer(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))",
+             "Answer(functools.reduce(operator.and_, some),"
+             " functools.reduce(operator.and_, every))"),
+    mutation("& for | in what keys are seen", PATTERNS,
+             "functools.reduce(operator.or_, [part.seen(at)",
+             "functools.reduce(operator.and_, [part.seen(at)"),
+    mutation("not of what is surely seen", PATTERNS, "Answer(every ^ True, some ^ True)",
+             "Answer(some ^ True, every ^ True)"),
+    mutation("a causal tile that ends too early", PATTERNS, "Answer(first <= block.last(), stop",
+             "Answer(first < block.last(), stop"),
+    mutation("a tile of padding taken for full", PATTERNS, "every & (stop <= length)",
+             "every & (first < length)"),
+    mutation("segments that meet taken for the same", PATTERNS,
+             "meet & (low == high) & (least == most)", "meet"),
+    mutation("a window turned round", PATTERNS, "at.column >= at.position(-self.left)",
+             "at.column >= at.position(self.left)"),
+    mutation("dilated from the first key", PATTERNS, "at.away_from_row() % self.step",
+             "at.column % self.step"),
+    mutation("global tokens are seen and do not see", PATTERNS,
+             "(at.column == token) | (at.position() == token)", "at.column == token"),
+    mutation("padded rows see", PATTERNS, "return rows if seen is None else seen & rows",
+             "return rows if seen is None else seen"),
+    mutation("part of a mask array's tile looked at", TILES,
+             "return self._xp.any(seen), self._xp.all(seen)",
+             "return self._xp.any(seen[..., :1]), self._xp.all(seen[..., :1])"),
+    mutation("lengths of other items", INDICES, "self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1))",
+             "self.xp.flip(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))"),
+    mutation("positions without the offset", INDICES,
+             "self.row + max(-FAR, min(offset + shift, FAR))", "self.row + shift"),
+    mutation("slopes of other heads", STEPS, "head * step + step, others", "head * step, others"),
+    mutation("far keys share no bucket", STEPS, "for k in range(1, spread):",
+             "for k in range(1, spread - 1):"),
+    mutation("keys before and after share buckets", STEPS, "found + each, found)",
+             "found, found)"),
+    mutation("a softcap in a chain not divided by", STEPS, "tanh(scores / self.cap)",
+             "tanh(scores)"),
+    mutation("temperature turned round", STEPS, "scores / self.t", "scores * self.t"),
+    mutation("keys not of length one", STEPS, "xp.matrix_transpose(_unit(key, xp))",
+             "xp.matrix_transpose(key)"),
+    mutation("the farther the larger", STEPS, "return -xp.where(far, root, square)",
+             "return xp.where(far, root, square)"),
+    mutation("hidden keys count in the norm", STEPS, "counted = xp.where(one, counted, zeros)",
+             "pass"),
+    mutation("sparsemax over all keys", STEPS, "within = cast(xp, 1 + count * ordered > total",
+             "within = cast(xp, 1 + 0 * ordered > 0"),
+    mutation("words of other keys", DROPOUT, "[word >= threshold for word in words]",
+             "[word >= threshold for word in words[::-1]]"),
+    mutation("one seed for all", DROPOUT, "(first + _WEYL[0]) & _MASK", "first"),
     # what both are made of
-    mutation("< for <= in causal", MASKS, "columns <= position + high",
+    mutation("< for <= in causal", BAND, "columns <= position + high",
              "columns < position + high"),
-    mutation("window off by one, left", MASKS, "columns >= position + low",
+    mutation("window off by one, left", BAND, "columns >= position + low",
              "columns > position + low"),
-    mutation("window counts itself", MASKS, "min(offset - left, problem",
+    mutation("window counts itself", BAND, "min(offset - left, problem",
              "min(offset - left + 1, problem"),
-    mutation("span of keys ends one early", MASKS, "rows.stop + high)", "rows.stop + high - 1)"),
-    mutation("span of keys begins one late", MASKS, "max(0, rows.start + low)",
+    mutation("span of keys ends one early", BAND, "rows.stop + high)", "rows.stop + high - 1)"),
+    mutation("span of keys begins one late", BAND, "max(0, rows.start + low)",
              "max(0, rows.start + low + 1)"),
-    mutation("a mixed tile taken for full, right", MASKS, "columns.stop - 1 <= rows.start + high",
+    mutation("a mixed tile taken for full, right", BAND, "columns.stop - 1 <= rows.start + high",
              "columns.stop - 2 <= rows.start + high"),
-    mutation("a mixed tile taken for full, left", MASKS, "columns.start >= rows.stop - 1 + low",
+    mutation("a mixed tile taken for full, left", BAND, "columns.start >= rows.stop - 1 + low",
              "columns.start >= rows.stop - 2 + low"),
     mutation("head order tiled in place of grouped", GROUPS,
              TO_GROUPS, "array = xp.moveaxis(xp.reshape(array, (*batch, members, groups, rows,"
@@ -133,7 +192,7 @@ MUTATIONS = (
     mutation("row indices from 0", INDICES, "self._range(*self._rows, self._rows.length, 1)",
              "self._range(0, self._rows.length, self._rows.length, 1)"),
     # NumPy's own tiled kernel
-    mutation("keys skipped at a tile's edge", MASKS, "yield Span(first, min(first + size,",
+    mutation("keys skipped at a tile's edge", BAND, "yield Span(first, min(first + size,",
              "yield Span(first + (first > self.start), min(first + size,"),
     mutation("a hidden key taken for seen by all", BLOCKS, "-(-start // 16) * 16",
              "start // 16 * 16"),

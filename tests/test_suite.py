@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from broken_plugin import DROPPING, IDLE, OTHERS
 
+from polyattn.arrays import facts_of
 from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
+from polyattn.conformance.case import arrays_in
 from polyattn.conformance.cases import TOPICS
 from polyattn.conformance.checks import cases_for, check_case, covering, takes
 from polyattn.kernels import Dense
@@ -236,8 +238,19 @@ def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
     assert len(few) < 20
     assert {case.topic for case in few} == set(TOPICS)
     assert {case.dtype for case in few} == set(DTYPES)
-    assert set().union(*(case.features for case in few)) == set(FEATURES) - {"logsumexp", "dropout"}
+    assert set().union(*(case.features for case in few)) == set(FEATURES) - {"logsumexp"}
     assert any(not case.features for case in few)
+
+
+@pytest.mark.parametrize(
+    "name", ["mask value", "score value", "additive", "dropout, seed of an array"]
+)
+def test_the_arrays_in_a_value_are_of_the_library_that_is_checked(name):
+    case = CASES[name]
+    for library in ("numpy", "torch"):
+        _, options = Subject("array-api", library).arguments(case)
+        found = [x for option in options.values() for x in arrays_in(option)]
+        assert [facts_of(x).library for x in found] == [library]
 
 
 class Narrow(Dense):
@@ -252,9 +265,9 @@ def test_a_kernel_of_one_dtype_is_given_every_case_in_it():
     taken = [case for case in cases_for(subject, narrow, CASES) if takes(subject, narrow, case)]
     needed = set().union(*(case.features for case in taken))
     assert {case.dtype for case in taken} == {"float16"}
-    assert needed == set(FEATURES) - {"logsumexp", "dropout"}
+    assert needed == set(FEATURES) - {"logsumexp"}
     names = {case.name for case in taken}
-    float32 = {case.name for case in CASES.values() if case.dtype == "float32"} - {"dropout"}
+    float32 = {case.name for case in CASES.values() if case.dtype == "float32"}
     assert names == {f"{name}, float16" for name in float32}
     for case in taken:
         if case.name not in CASES and case.topic == "formula" and "score_mod" in case.features:

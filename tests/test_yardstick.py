@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from polyattn import masks, scores
 from polyattn.conformance import CASES, assert_accurate, oracle
+from polyattn.conformance.meaning import Rows, plainly
+from polyattn.conformance.oracle import FLOAT, sparsemax
+from polyattn.conformance.philox import kept, philox
+from polyattn.conformance.textbook import textbook
 from polyattn.conformance.tolerance import deviation, exact, output_yardstick, wants_extended
+from polyattn.conformance.value_cases import STEPS, make_value_cases
 
 
 def test_the_oracle_by_hand():
@@ -22,13 +28,151 @@ def test_the_oracle_by_hand():
     )
 
 
+def by_hand(similarities, **options):
+    """What the oracle gives of two keys so alike to a query, and of the values 0 and 4."""
+    q, k, v = np.ones((1, 1)), np.array(similarities)[:, None], np.array([[0.0], [4.0]])
+    return oracle(q, k, v, **{"scale": 1.0} | options).output.item()
+
+
+def test_the_oracle_of_each_step_by_hand():
+    """Most often the second key has a weight of 3/4."""
+    assert by_hand([0.0, math.log(3)]) == pytest.approx(3)
+    assert by_hand([9.0, math.log(3)], normalizer=scores.sigmoid()) == pytest.approx(3)
+    assert by_hand([9.0, -math.log(3)], normalizer=scores.sigmoid()) == pytest.approx(1)
+    assert by_hand([0.25, 0.75], normalizer=scores.sparsemax()) == pytest.approx(3)
+    assert by_hand([0.25, 1.25], normalizer=scores.sparsemax()) == 4
+    # A norm of 5 and scores of 3/5 and 4/5 of the factor.
+    log = 5 * math.log(3)
+    assert by_hand([3.0, 4.0], scale=scores.by_norm(log)) == pytest.approx(3)
+    assert by_hand([-8.0, 8.0], similarity=scores.cosine(), scale=log / 10) == pytest.approx(3)
+    for p in (1, 2):
+        far = {"similarity": scores.distance(p), "scale": math.log(3)}
+        assert by_hand([3.0, 2.0], **far) == pytest.approx(3)
+    additive = scores.additive(np.array([math.log(3) / math.tanh(1)]))
+    assert by_hand([-1.0, 0.0], similarity=additive, scale=None) == pytest.approx(3)
+    # The root of the number of keys.
+    long = {"scale": scores.long_sequence(), "similarity": scores.distance(1)}
+    assert by_hand([2.0, 1.0], **long) == pytest.approx(4 / (1 + math.exp(-math.sqrt(0.5))))
+
+
+def test_sparsemax_leaves_out_what_the_first_threshold_would_keep():
+    """All four are above -1, three above 1/3, which is what those three give, and so on."""
+    found = sparsemax(FLOAT, [1.0, 0.9, 0.1, -5.0])
+    assert found == pytest.approx([0.55, 0.45, 0, 0])
+
+
+@pytest.mark.parametrize("case", [*map(CASES.get, STEPS), *make_value_cases()], ids=str)
+def test_the_textbook_means_what_the_oracle_means(case):
+    """With more digits than the case has: an error between the two would excuse any kernel."""
+    arrays, options = case.arguments(poisoned=False)
+    with np.errstate(all="ignore"):
+        found, _ = textbook(*(x.astype("float64") for x in arrays), **options)
+    right = oracle(*arrays, **options)
+    size = right.condition + right.sensitivity
+    assert np.all(np.abs(found - right.output) <= 1e-12 * size)
+
+
+def test_dropout_draws_what_the_authors_of_philox_published():
+    """The three known answers of Random123, each of ten rounds."""
+    ones, pi = 2**32 - 1, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    found = philox(pi, (0xA4093822, 0x299F31D0))
+    assert found == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+def test_a_weight_is_kept_by_the_word_of_its_own_indices():
+    seed, rate = 2**40 + 3, 0.3
+    table = kept(rate, seed, (2, 2), (2, 3, 6))
+    for b, h, i, j in np.ndindex(4, 2, 3, 6):
+        word = philox((j // 4, i, h, b), (3, 2**8))[j % 4]
+        assert table[b // 2, b % 2, h, i, j] == (word >= rate * 2**32)
+
+
+TABLES = {
+    "causal": (masks.causal(), "111..", "1111.", "11111"),
+    "window": (masks.window(1, 0), ".11..", "..11.", "...11"),
+    "right window": (masks.window(None, 1), "1111.", "11111", "11111"),
+    "dilated": (masks.dilated(2), "1.1.1", ".1.1.", "1.1.1"),
+    "global tokens": (masks.global_tokens(0, 3), "1..1.", "11111", "1..1."),
+    "prefix": (masks.prefix(2), "11...", "11...", "11..."),
+    "padding": (masks.padding(3, 2), "111..", "111..", "....."),
+    "padded queries": (masks.padding(None, 1), "11111", ".....", "....."),
+    "segments": (
+        masks.segments(np.array([0, 1, 1]), np.array([1, 0, 0, 1, 2])),
+        *(".11..", "1..1.", "1..1."),
+    ),
+    "dense": (masks.dense(np.eye(3, 5, dtype=bool)), "1....", ".1...", "..1.."),
+    "rule": (masks.rule(lambda b, h, i, j: j > i), ".1111", "..111", "...11"),
+    "compiled": (masks.compile(masks.causal() & masks.prefix(4), 3, 5), "111..", "1111.", "1111."),
+    "not": (~masks.causal(), "...11", "....1", "....."),
+    "and": (masks.causal() & masks.dilated(2), "1.1..", ".1.1.", "1.1.1"),
+    "or": (masks.window(0, 0) | masks.prefix(1), "1.1..", "1..1.", "1...1"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_meaning_of_a_mask_is_that_of_its_table(name):
+    """Three rows, the newest of five tokens."""
+    mask, *expected = TABLES[name]
+    seen, _ = plainly(mask, None, Rows((), (1, 3, 5)))
+    assert ["".join(".1"[int(x)] for x in row) for row in seen[0]] == expected
+
+
+def test_the_meaning_of_a_mask_is_of_each_batch_item_and_its_offset():
+    mask = masks.causal() & masks.segments(np.array([[0, 0, 1], [0, 1, 1]]))
+    seen, _ = plainly(mask, None, Rows((2,), (1, 3, 3), np.array([0, -1])))
+    assert seen[:, 0].astype(int).tolist() == [
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]],
+        [[0, 0, 0], [0, 0, 0], [0, 1, 0]],
+    ]
+
+
+def meaning_of(score, heads=1, keys=7):
+    """What a score value adds to a score of 0 in the fourth of seven rows, (H, S)."""
+    _, function = plainly(None, score, Rows((), (heads, keys, keys)))
+    h, j = np.arange(heads)[:, None], np.arange(keys)
+    return function(np.zeros((heads, keys)), np.int64(0), h, np.int64(3), j)
+
+
+def test_the_meaning_of_a_score_value_by_hand():
+    assert meaning_of(scores.alibi(np.array([0.5])))[0].tolist() == [
+        *(-1.5, -1, -0.5, 0),
+        *(-0.5, -1, -1.5),
+    ]
+    # The slopes of the authors' own code.
+    slopes = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    assert meaning_of(scores.alibi(6), 6)[:, 4].tolist() == [-x for x in slopes]
+    # T5's buckets: those of distances 0, 1, and 2 or more; from bucket 4 on after the row.
+    table = np.arange(8.0)[:, None]
+    assert meaning_of(scores.relative_bias(table, max_distance=3))[0].tolist() == [
+        *(3, 2, 1, 0),
+        *(5, 6, 7),
+    ]
+    one_way = scores.relative_bias(table, bidirectional=False, max_distance=8)
+    assert meaning_of(one_way)[0].tolist() == [3, 2, 1, 0, 0, 0, 0]
+    chain = scores.function(lambda s, b, h, i, j: s + j) >> scores.temperature(2.0)
+    assert meaning_of(chain)[0].tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3]
+    capped = scores.function(lambda s, b, h, i, j: s + j) >> scores.softcap(2.0)
+    assert meaning_of(capped)[0].tolist() == pytest.approx([2 * math.tanh(j / 2) for j in range(7)])
+
+
+def test_a_value_of_an_unknown_kind_is_refused():
+    class Unknown(masks.Mask):
+        name = "unknown"
+
+    class Odd(scores.Score):
+        name = "odd"
+
+    rows = Rows((), (1, 3, 3))
+    with pytest.raises(TypeError, match=r"nothing says what masks.unknown\(\) means"):
+        plainly(masks.causal() | Unknown(), None, rows)
+    with pytest.raises(TypeError, match=r"nothing says what scores.odd\(\) means"):
+        plainly(None, scores.softcap(1.0) >> Odd(), rows)
+
+
 @pytest.mark.parametrize(
     "case",
-    [
-        case
-        for case in CASES.values()
-        if wants_extended(case, dict(case.options)) and "dropout" not in case.features
-    ],
+    [case for case in CASES.values() if wants_extended(case, dict(case.options))],
     ids=str,
 )
 def test_more_digits_change_nothing_that_float64_can_hold(case):
@@ -41,7 +185,8 @@ def test_more_digits_change_nothing_that_float64_can_hold(case):
     assert np.all(off <= 4 * eps * (extended.condition + extended.sensitivity) + case.S * tiny)
     with np.errstate(invalid="ignore"):  # -inf of an empty row, in both
         off = np.nan_to_num(np.abs(plain.logsumexp - extended.logsumexp))
-    assert np.all(off <= 4 * eps * extended.logsumexp_condition)
+    # NaN beside a normalizer that is not softmax, in both.
+    assert np.all(off <= 4 * eps * np.nan_to_num(extended.logsumexp_condition))
 
 
 @pytest.mark.parametrize(
@@ -140,6 +285,58 @@ def test_a_mistake_is_refused(name, dtype):
         assert_accurate(wrong.output.astype(q.dtype), case)
     with pytest.raises(AssertionError, match="logsumexp"):
         assert_accurate(exact(case).output.astype(q.dtype), case, wrong.logsumexp)
+
+
+def norm_over_all_keys(q, k, v, options):
+    """The norm of a row over hidden keys, too: as a mask of functions of the scores."""
+    options = dict(options)
+    factor = options.pop("scale").factor
+    s = q.astype(float) @ k.astype(float).mT
+    norm = np.linalg.norm(s, axis=-1)
+    mod = lambda s, b, h, i, j: factor * s / norm[b, h, i]  # noqa: E731
+    return oracle(q, k, v, **options, scale=1.0, score_mod=mod)
+
+
+def dropped_without_scale(q, k, v, options):
+    found = oracle(q, k, v, **options)
+    return found._replace(output=found.output * (1 - options["dropout"][0]))
+
+
+def dropped_before_the_denominator(q, k, v, options):
+    mask = kept(*options["dropout"], q.shape[:-3], (q.shape[-3], q.shape[-2], k.shape[-2]))
+    return oracle(q, k, v, **options | {"dropout": None, "mask": mask})
+
+
+MISTAKEN_STEPS = {
+    "mask from the first key": ("mask value x rank 5, L < S", with_options(query_offset=0)),
+    "mask value ignored": ("mask value", with_options(mask=None)),
+    "score from the first key": ("score value x rank 5, L < S", with_options(query_offset=0)),
+    "score value ignored": ("score value", with_options(score_mod=None)),
+    "softcap twice": ("score value", with_options(softcap=1.5)),
+    "q·k for the cosine": ("similarity", with_options(similarity=None)),
+    "the other distance": ("distance", with_options(similarity=scores.distance(1))),
+    "no norm": ("score norm", with_options(scale=None)),
+    "norm over all keys": ("score norm x causal", norm_over_all_keys),
+    "softmax for sparsemax": ("normalizer", with_options(normalizer=None)),
+    "sigmoid for sparsemax": ("normalizer", with_options(normalizer=scores.sigmoid())),
+    "nothing dropped": ("dropout", with_options(dropout=None)),
+    "another seed": ("dropout", with_options(dropout=(0.25, 8))),
+    "another rate": ("dropout", with_options(dropout=(0.24, 7))),
+    "dropped without scale": ("dropout", dropped_without_scale),
+    "dropped before the denominator": ("dropout", dropped_before_the_denominator),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", MISTAKEN_STEPS)
+def test_a_mistaken_step_is_refused(name, dtype):
+    of, mistake = MISTAKEN_STEPS[name]
+    case = replace(CASES[of], dtype=dtype)
+    (q, k, v), options = case.arguments()
+    right, wrong = oracle(q, k, v, **options), mistake(q, k, v, options)
+    assert_accurate(right.output.astype(q.dtype), case)
+    with pytest.raises(AssertionError, match="output"):
+        assert_accurate(wrong.output.astype(q.dtype), case)
 
 
 def test_what_must_be_exact_is_exact():

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, arrays_in, with_arrays
 from polyattn.conformance.oracle import Array
 from polyattn.conformance.readings import Options, read
 from polyattn.conformance.subject import Subject
@@ -193,8 +193,10 @@ def arguments_for(function: Function, options: Options, *, grouped: bool = False
 #: The features that an option can make a call need, where they are not named as it is.
 _FEATURES_OF = {
     "is_causal": ("causal",),
-    "mask": ("mask", "mask_mod"),
+    "mask": ("mask", "mask_mod", "mask_value"),
     "query_offset": ("query_offset", "query_offset_array"),
+    "scale": ("scale", "score_norm"),
+    "score_mod": ("score_mod", "score_value"),
 }
 
 
@@ -257,8 +259,8 @@ def check_callable(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = [to(x) for x in arrays]
-            keywords = {n: to(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-            held = given + [keywords[n] for n, x in options.items() if isinstance(x, np.ndarray)]
+            keywords = {name: with_arrays(option, to) for name, option in options.items()}
+            held = given + [x for option in keywords.values() for x in arrays_in(option)]
             before = [_bits(back(x)) for x in held]
             output = np.array(back(function(*given, **keywords)))
             after = [_bits(back(x)) for x in held]

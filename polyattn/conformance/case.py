@@ -17,8 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from polyattn import explain
+from polyattn.arrays import is_array
+from polyattn.values import Value
 
-__all__ = ["ARRAYS", "VIEWS", "Case", "Draw", "finfo", "make_case"]
+__all__ = ["ARRAYS", "VIEWS", "Case", "Draw", "arrays_in", "finfo", "make_case", "with_arrays"]
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
@@ -27,13 +29,43 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Draw:
-    """An array among the options: `make(case, rng)`, cast to the inputs' dtype if it is real.
+    """An array among the options, or a value that carries some: `make(case, rng)`.
 
-    Or to a dtype of its own.
+    It is cast to the inputs' dtype if it is real, or to a dtype of its own.
     """
 
-    make: Callable[[Any, Any], Array]
+    make: Callable[[Any, Any], Any]
     dtype: str | None = None
+
+
+def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an option of a call with each array that is in it replaced.
+
+    Parameters
+    ----------
+    option : Any
+        An array, a value that carries some, a pair of a rate and a seed; or anything else, which
+        stays as it is.
+    change : callable
+        Given an array, what is to stand in its place.
+    """
+    if isinstance(option, Value):
+        return option.map(lambda _, x: change(x) if is_array(x) else x)
+    if isinstance(option, tuple):
+        return tuple([with_arrays(one, change) for one in option])
+    return change(option) if is_array(option) else option
+
+
+def arrays_in(option: Any) -> list[Any]:
+    """Return the arrays that are in an option, in the order in which `with_arrays` meets them."""
+    found: list[Any] = []
+
+    def note(array: Any) -> Any:
+        found.append(array)
+        return array
+
+    with_arrays(option, note)
+    return found
 
 
 @dataclass(frozen=True)
@@ -156,13 +188,17 @@ class Case:
         options: dict[str, Any] = {}
         for name, option in self.options:
             if isinstance(option, Draw):
-                drawn = option.make(self, rng)
                 own = np.dtype(option.dtype or dtype)
-                option = self._lying(name, drawn.astype(own) if drawn.dtype.kind == "f" else drawn)
+                change = partial(self._drawn, name, own)
+                option = with_arrays(option.make(self, rng), change)
             options[name] = option
         if self.layout != "...HLD":
             options["layout"] = self.layout
         return (query, key, value), options
+
+    def _drawn(self, name: str, dtype: Any, x: Array) -> Array:
+        """An array that was drawn, in its dtype and as it is to lie."""
+        return self._lying(name, x.astype(dtype) if x.dtype.kind == "f" else x)
 
     def _lying(self, name: str, x: Array) -> Array:
         """An argument as it is to lie in memory."""
@@ -265,7 +301,7 @@ def make_case(name: str, **fields: Any) -> Case:
     name : str
         What it is called, and the seed of its arrays.
     **fields : Any
-        Fields of `Case`; any other is an option of the call, an array among them as a `Draw`.
+        Fields of `Case`; any other is an option of the call, as a `Draw` where it has arrays.
 
     Returns
     -------

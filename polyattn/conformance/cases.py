@@ -34,6 +34,7 @@ from polyattn.conformance.draws import (
     two_in_three,
     without_3_and_4,
 )
+from polyattn.conformance.value_cases import STEPS, make_value_cases
 from polyattn.problem import DTYPES
 
 __all__ = ["CASES", "ESSENTIAL", "TOPICS"]
@@ -324,7 +325,8 @@ def make_cases() -> Iterator[Case]:
         if not a.keys() & b.keys():
             yield make_case(f"{first} x {second}", **a, **b)
     yield make_case("many", **MANY)
-    yield make_case("dropout", dropout=(0.25, 7))
+    for name, fields in STEPS.items():
+        yield make_case(name, **fields)
     yield from make_long_cases()
 
 
@@ -357,7 +359,7 @@ def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 #: All cases by their names.
-CASES = {case.name: case for case in in_every_dtype(make_cases())}
+CASES = {case.name: case for case in (*in_every_dtype(make_cases()), *make_value_cases())}
 
 #: One feature or corner at a time: for libraries where every call is dear.
 ESSENTIAL = {
@@ -367,7 +369,7 @@ ESSENTIAL = {
         *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL),
         *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
         *(name for name in LAYOUTS if name.endswith("plain")),
-        *("score_mod hides keys", "outliers, float16", "many", "dropout"),
+        *("score_mod hides keys", "outliers, float16", "many", *STEPS),
         *("33 x 31", "65 x 127, causal", "129 x 127, causal"),
     )
 }

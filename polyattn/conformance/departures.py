@@ -19,6 +19,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases import TOPICS
 from polyattn.explain import table
 from polyattn.problem import DTYPES, FEATURES
+from polyattn.values import Value
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 
@@ -79,6 +80,8 @@ _ROWS = (
 
 def _row_of(case: Case) -> tuple[str, str] | None:
     """What a case shows: a corner, or the one thing that sets it apart from a plain call."""
+    if _is_ours(case):
+        return None
     if case.topic != "formula":
         return ("topic", case.topic) if case.dtype == "float32" else None
     apart = [("feature", name) for name in case.features]
@@ -92,6 +95,12 @@ def _row_of(case: Case) -> tuple[str, str] | None:
     if case.dtype != "float32" or not apart:
         apart.append(("dtype", case.dtype))
     return apart[0] if len(apart) == 1 and apart[0] in _ROWS else None
+
+
+def _is_ours(case: Case) -> bool:
+    """Whether a call has a value or dropout in it, which are no function's but ours to take."""
+    given = case.arguments()[1].values()
+    return "dropout" in case.features or any(isinstance(option, Value) for option in given)
 
 
 def summarise(

@@ -142,6 +142,13 @@ NAMES = (
     "many",
     "65 x 65, causal",
     "64 x 65",
+    "mask value",
+    "mask value hides some rows",
+    "composed masks, offset below 0",
+    "score value",
+    "score value x mask value",
+    "score value x offset array",
+    "score value of a function",
 )
 
 

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.meaning import Rows, plainly
 from polyattn.conformance.oracle import Array, as_called, heads_first
 from polyattn.conformance.textbook import product_of
 from polyattn.conformance.tolerance import Yardstick, yardstick
+from polyattn.steps import Chain, Softcap
 
 __all__ = [
     "ORDERS",
@@ -93,7 +95,7 @@ def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
     Parameters
     ----------
     case : Case
-        The call; without dropout, and its poison is left out.
+        The call; without dropout, similarity, norm and normalizer, and its poison is left out.
     dtype : dtype_like
         The dtype of every intermediate.
     **order : bool
@@ -171,6 +173,8 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
     k, v = (np.repeat(x, H // G, axis=-3) for x in (k, v))
     batch = g.shape[:-3]
+    rows = Rows(batch, (H, L, S), options.get("query_offset"))
+    mask, _ = plainly(options.get("mask"), None, rows)
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
 
@@ -179,18 +183,19 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
     c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
     slope, bend = np.ones_like(s), np.zeros_like(s)
-    if "softcap" in options:
-        cap = rounded(options["softcap"])
-        t = np.tanh(s / cap)
-        slope = 1 - t * t
-        bend = 1 + t * t + 2 * np.abs(t) * slope * c / cap
-        s, c = cap * t, c * slope + np.abs(cap * t)
-    if "score_mod" in options:
-        mod = options["score_mod"]
-        own = derivative(mod, s, b, h, i, j)
-        nearby = np.sqrt(np.finfo(dtype).eps)
-        moved = np.abs(derivative(mod, s + nearby * c, b, h, i, j) - own) / nearby
-        slope, bend = slope * own, bend * np.abs(own) + slope * (np.abs(own) + moved)
+    for part in score_steps(options):
+        _, mod = plainly(None, part, rows)
+        if isinstance(part, Softcap):
+            # Anyone takes the slope from the result, whose rounding cancels where it is near 1.
+            t = np.tanh(s / rounded(part.cap))
+            own = 1 - t * t
+            moved = 1 + t * t + 2 * np.abs(t) * own * c / rounded(part.cap)
+        else:
+            own = derivative(mod, s, b, h, i, j)
+            nearby = np.sqrt(np.finfo(dtype).eps)
+            moved = np.abs(derivative(mod, s + nearby * c, b, h, i, j) - own) / nearby
+            moved = np.abs(own) + moved
+        slope, bend = slope * own, bend * np.abs(own) + np.abs(slope) * moved
         s = rounded(mod(s, b, h, i, j))
         c = c * np.abs(own) + np.abs(s)
     if "bias" in options:
@@ -198,7 +203,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
         s, c = s + bias, c + np.abs(bias)
 
     offset = options.get("query_offset", S - L)
-    hidden = hidden_keys(options, offset, b, h, i, j) | np.isneginf(s)
+    hidden = hidden_keys(options | {"mask": mask}, offset, b, h, i, j) | np.isneginf(s)
     s, c, slope, bend = (
         np.where(hidden, rounded(x), np.broadcast_to(y, (*batch, H, L, S)))
         for x, y in ((-np.inf, s), (0, c), (0, slope), (0, bend))
@@ -221,6 +226,15 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     else:
         weights, total = weights / total, np.ones_like(total)
     return Steps(q, k, v, g, scale, weights, total, slope, c, bend)
+
+
+def score_steps(options: dict[str, Any]) -> list[Any]:
+    """What is done to the scores before the bias, a step at a time, as `plainly` takes it."""
+    found: list[Any] = [Softcap(options["softcap"])] if "softcap" in options else []
+    mod = options.get("score_mod")
+    if isinstance(mod, Chain):
+        return found + list(mod.parts)
+    return found if mod is None else [*found, mod]
 
 
 def hidden_keys(options: dict[str, Any], offset: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

@@ -1,7 +1,7 @@
 """What attention means, to be believed: the exact result of a call, and how hard it was to get.
 
 It must be right beyond doubt: one loop for each letter of the formula, exactly rounded sums, a
-hidden key never looked at. It shares no arithmetic with any kernel. Python's floats serve for all
+masked key never looked at. It shares no arithmetic with any kernel. Python's floats serve for all
 dtypes but float64 itself, which is held against an arithmetic of more digits.
 """
 
@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 
 import mpmath
 import numpy as np
+
+from polyattn import steps
+from polyattn.conformance.meaning import Rows, plainly
+from polyattn.conformance.philox import kept
 
 __all__ = ["Oracle", "oracle"]
 
@@ -57,10 +61,12 @@ class Oracle(NamedTuple):
     output, logsumexp : numpy.ndarray
         The results, (..., H, L, E) and (..., H, L) in the caller's layout.
     condition : numpy.ndarray
-        sum_j w_ij |v_je|: what errors in the weights could do to the output.
+        sum_j w_ij |v_je|: what errors in the weights could do to the output. Here and below, the
+        values are what dropout makes of them.
     sensitivity : numpy.ndarray
         sum_j w_ij c_ij |v_je - o_ie|: what errors in the scores could, whose own condition c_ij is
-        the sum of |scale q_id k_jd| and of their size after each further step.
+        the sum of |scale q_id k_jd| and of their size after each further step. By a normalizer
+        that is not softmax, what they could do to its weights instead.
     logsumexp_condition : numpy.ndarray
         1 + |lse_i| + sum_j w_ij c_ij, by the same reasoning.
     """
@@ -82,10 +88,13 @@ def oracle(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
-    scale: float | None = None,
+    scale: float | steps.ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
+    dropout: tuple[float, Any] | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
     extended: bool = False,
 ) -> Oracle:
@@ -95,8 +104,10 @@ def oracle(
     ----------
     query, key, value : array_like
         As for `polyattn.attention`, of any dtype that it takes.
-    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks, layout : optional
+    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks : optional
         As for `polyattn.attention`.
+    dropout, similarity, normalizer, layout : optional
+        As for `polyattn.attention`; a normalizer has no logsumexp, which is NaN.
     extended : bool
         Whether to compute with 48 digits and return `numpy.longdouble` rather than float64, which
         is slow and takes finite numbers and no `score_mod`.
@@ -121,23 +132,23 @@ def oracle(
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (H, L, D), (G, S, E) = q.shape[-3:], v.shape[-3:]
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
+    mask, score_mod = plainly(mask, score_mod, Rows(batch, (H, L, S), query_offset))
     mask_at = mask if callable(mask) or mask is None else lookup(mask, batch, (H, L, S))
     offsets = np.broadcast_to(S - L if query_offset is None else query_offset, batch)
-    scale = 1 / a.sqrt(max(D, 1)) if scale is None else a.number(scale)
+    factor = scale_of(a, scale, similarity, D, S)
     left, right = window or (None, None)
+    rate, seed = dropout or (0, 0)
+    keeps = kept(rate, int(seed), batch, (H, L, S)) if rate else None
 
-    def is_visible(b: int, h: int, i: int, j: int, p: int, s_bias: Any) -> bool:
+    def is_shown(b: int, h: int, i: int, j: int, p: int) -> bool:
         return (
             (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
             and (mask_at is None or bool(mask_at(*index(b, h, i, j))))
-            and s_bias != -math.inf
         )
 
-    def score(q_i: Any, k_j: Any, b: int, h: int, i: int, j: int, s_bias: Any) -> tuple[Any, Any]:
-        terms = [scale * x * y for x, y in zip(q_i, k_j, strict=True)]
-        s, c = a.total(terms), a.total(map(abs, terms))
+    def score(s: Any, c: Any, b: int, h: int, i: int, j: int, s_bias: Any) -> tuple[Any, Any]:
         if softcap is not None:
             t = a.tanh(s / softcap)
             s, c = softcap * t, c * (1 - t * t) + abs(softcap * t)
@@ -154,14 +165,24 @@ def oracle(
         p = i + int(offsets[item])
         q_i, keys, values = (numbers(a, x) for x in (q[at], k[item][g], v[item][g]))
         biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[at])
-        visible = [j for j in range(S) if is_visible(b, h, i, j, p, biases[j])]
-        scored = [(j, score(q_i, keys[j], b, h, i, j, biases[j])) for j in visible]
+        shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
+        products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
+        if isinstance(scale, steps.ByNorm):
+            products = over_their_norm(a, products, scale.factor)
+        scored = [
+            (j, score(s, c, b, h, i, j, biases[j]))
+            for j, (s, c) in zip(shown, products, strict=True)
+            if biases[j] != -math.inf
+        ]
         # Where score_mod returns -inf the key is absent, too.
         scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
-        scores = [s for _, s in scored]
         columns = [[values[j][e] for j, _ in scored] for e in range(E)]
+        if keeps is not None:
+            times = [int(keeps[at][j]) / (1 - a.number(rate)) for j, _ in scored]
+            columns = [list(map(mul, column, times)) for column in columns]
         sink = None if sinks is None else a.number(float(sinks[h]))
-        row = (rounded(x) if extended else x for x in attend(a, scores, columns, sink))
+        found = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
+        row = (rounded(x) if extended else x for x in found)
         output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
 
     back = partial(as_called, rank=np.ndim(query), layout=layout)
@@ -174,19 +195,130 @@ def oracle(
     )
 
 
-def attend(
-    a: Arithmetic, scores: Sequence[tuple[Any, Any]], columns: Sequence[Sequence[Any]], sink: Any
-) -> tuple[Any, ...]:
-    """One row of every result, from its visible scores with their conditions, and its values."""
-    weights, lse = softmax(a, [s for s, _ in scores], sink)
-    moved = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
+def scale_of(a: Arithmetic, scale: Any, similarity: Any, size: int, keys: int) -> Any:
+    """What multiplies the products, before a norm may divide them."""
+    usual = 1 / a.sqrt(max(size, 1)) if similarity is None else a.number(1)
+    if isinstance(scale, steps.LongSequence):
+        return usual / a.sqrt(max(keys, 1))
+    return usual if scale is None or isinstance(scale, steps.ByNorm) else a.number(scale)
+
+
+def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
+    """A score with its condition, multiplied."""
+    return factor * score[0], abs(factor) * score[1]
+
+
+def alike(a: Arithmetic, similarity: Any, x: Any, y: Any) -> tuple[Any, Any]:
+    """How alike a query and a key are, and the condition of that."""
+    pairs = list(zip(x, y, strict=True))
+    if similarity is None:
+        terms = [m * n for m, n in pairs]
+        return a.total(terms), a.total(map(abs, terms))
+    match similarity:
+        case steps.Cosine():
+            s, c = alike(a, None, x, y)
+            lengths = a.sqrt(a.total(m * m for m in x)) * a.sqrt(a.total(n * n for n in y))
+            # Of a vector of 0 the product is 0 as well.
+            return scaled((s, c + 2 * abs(s)), 1 / (lengths or 1))
+        case steps.Distance(1):
+            far = a.total(abs(m - n) for m, n in pairs)
+            return -far, 2 * far
+        case steps.Distance(2):
+            far = a.sqrt(a.total((m - n) * (m - n) for m, n in pairs))
+            return -far, 2 * far
+        case steps.Additive(weight):
+            bent = [(w, m + n, a.tanh(m + n)) for w, (m, n) in zip(weight, pairs, strict=True)]
+            s = a.total(a.number(float(w)) * t for w, _, t in bent)
+            # An error of the sum shrinks by the slope of tanh there.
+            c = (abs(float(w)) * (abs(t) + abs(z) * (1 - t * t)) for w, z, t in bent)
+            return s, a.total(c)
+    raise TypeError(f"nothing says what {similarity!r} means")
+
+
+def over_their_norm(a: Arithmetic, scores: Sequence[tuple[Any, Any]], factor: float) -> Any:
+    """Scores divided by their Euclidean norm, whose condition is that of its squares."""
+    square = a.total(s * s for s, _ in scores)
+    if square == 0:
+        return [scaled(score, factor) for score in scores]
+    moved = a.total(abs(s) * c for s, c in scores) / square
+    by = factor / a.sqrt(square)
+    return [scaled((s, c + abs(s) * (1 + moved)), by) for s, c in scores]
+
+
+class Weighed(NamedTuple):
+    """The weights of one row, and what errors in its scores could do to them.
+
+    Attributes
+    ----------
+    weights, moved : sequence
+        The weights, and by how much relative errors of 1 on the way could move each of them,
+        before what all have in common is taken off again.
+    common : sequence
+        By what share of each value it is: where the weights sum to 1, only what the values differ
+        by counts.
+    logsumexp : number
+        Of softmax's denominator.
+    """
+
+    weights: Sequence[Any]
+    moved: Sequence[Any]
+    common: Sequence[Any]
+    logsumexp: Any
+
+
+def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sink: Any) -> Weighed:
+    """What makes weights of the visible scores of a row, given with their conditions."""
+    plain, none = [s for s, _ in scores], [a.number(0)] * len(scores)
+    nan = a.number(math.nan)
+    match normalizer:
+        case None:
+            weights, lse = softmax(a, plain, sink)
+            moved = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
+            return Weighed(weights, moved, weights, lse)
+        case steps.Sigmoid():
+            weights = [sigmoid(a, s) for s in plain]
+            moved = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
+            return Weighed(weights, moved, none, nan)
+        case steps.Sparsemax():
+            weights = sparsemax(a, plain)
+            # A difference: errors of the scores, and of the threshold, reach it as they are.
+            moved = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]
+            return Weighed(weights, moved, none, nan)
+    raise TypeError(f"nothing says what {normalizer!r} means")
+
+
+def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """One row of every result, from its weights and its visible values."""
+    weights, moved, common, lse = weighed
     output = [a.total(map(mul, weights, column)) for column in columns]
     condition = [a.total(abs(w * v) for w, v in zip(weights, x, strict=True)) for x in columns]
+    middle = [a.total(map(mul, common, column)) for column in columns]
     sensitivity = [
         a.total(m * abs(v - o) for m, v in zip(moved, column, strict=True))
-        for o, column in zip(output, columns, strict=True)
+        for o, column in zip(middle, columns, strict=True)
     ]
     return output, condition, sensitivity, lse, 1 + abs(lse) + a.total(moved)
+
+
+def sigmoid(a: Arithmetic, s: Any) -> Any:
+    """1 / (1 + exp(-s)), by the exponential that cannot overflow."""
+    return 1 / (1 + a.exp(-s)) if s >= 0 else a.exp(s) / (1 + a.exp(s))
+
+
+def sparsemax(a: Arithmetic, scores: Sequence[Any]) -> Sequence[Any]:
+    """The weights of one row: what is left of the scores above a threshold, by which they sum to 1.
+
+    The threshold of all of them is too low for some, which are left out until none is.
+    """
+    if any(math.isnan(s) for s in scores):
+        return [math.nan] * len(scores)
+    support, left_out = scores, True
+    threshold = a.number(0)
+    while support and left_out:
+        threshold = (a.total(support) - 1) / len(support)
+        left_out = any(s <= threshold for s in support)
+        support = [s for s in support if s > threshold]
+    return [max(s - threshold, a.number(0)) for s in scores]
 
 
 def softmax(a: Arithmetic, scores: Sequence[Any], sink: Any = None) -> tuple[Sequence[Any], Any]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.conformance.case import Case
+from polyattn.conformance.meaning import Rows, plainly
 from polyattn.conformance.oracle import Array, heads_first, lift
 from polyattn.conformance.tolerance import deviation, output_yardstick
 
@@ -55,7 +56,7 @@ class _Reread(Case):
     readings: tuple[Reading, ...] = ()
 
     def arguments(self, poisoned: bool = True) -> Arguments:
-        arguments: Arguments = super().arguments(poisoned)
+        arguments = _in_plain_terms(super().arguments(poisoned))
         for reading in self.readings:
             arguments = reading.call(arguments)
         return arguments
@@ -103,6 +104,15 @@ def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
     layout = options.get("layout", "...HLD")
     q, k, v = (heads_first(x, layout).shape for x in (query, key, value))
     return np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), q[-3], q[-2], k[-2]
+
+
+def _in_plain_terms(arguments: Arguments) -> Arguments:
+    """The same call, in which no mask and no score is a value."""
+    arrays, options = arguments
+    batch, *ends = _lengths(arguments)
+    rows = Rows(batch, (ends[0], ends[1], ends[2]), options.get("query_offset"))
+    mask, score_mod = plainly(options.get("mask"), options.get("score_mod"), rows)
+    return arrays, options | {"mask": mask, "score_mod": score_mod}
 
 
 def _spread(arguments: Arguments, x: Any) -> Array:
@@ -259,7 +269,7 @@ def _ignored() -> Iterable[Reading]:
     """An option has no effect."""
     nothing = {"is_causal": False}
     names = ("is_causal", "window", "query_offset", "mask", "bias", "scale", "softcap")
-    for name in (*names, "score_mod", "sinks"):
+    for name in (*names, "score_mod", "sinks", "dropout", "similarity", "normalizer"):
 
         def applies(case: Case, name: str = name) -> bool:
             return _option(case, name) is not None
@@ -268,7 +278,7 @@ def _ignored() -> Iterable[Reading]:
 
 
 _DTYPES = ("float64", "float16", "bfloat16")
-_HIDING = frozenset(["causal", "window", "mask", "mask_mod", "bias"])
+_HIDING = frozenset(["causal", "window", "mask", "mask_mod", "mask_value", "bias"])
 
 #: Other meanings. Two of them are applied in this order.
 READINGS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from polyattn import attention, explain, registry
 from polyattn.arrays import facts_of
-from polyattn.conformance.case import Case, Draw
+from polyattn.conformance.case import Case, arrays_in, with_arrays
 from polyattn.errors import BackendUnavailableError
 from polyattn.explain import Explanation
 from polyattn.plugin import Kernel
@@ -261,7 +261,7 @@ class Subject:
         """
         arrays, options = case.arguments()
         return [self.to(x) for x in arrays], {
-            name: self.to(x) if isinstance(x, np.ndarray) else x for name, x in options.items()
+            name: with_arrays(option, self.to) for name, option in options.items()
         }
 
     def explain(self, case: Case, kernel: Kernel, *, logsumexp: bool = False) -> Explanation:
@@ -311,12 +311,13 @@ class Subject:
         """
         self._forget_compiled()
         arrays, options = given or self.arguments(case)
-        drawn = {name for name, option in case.options if isinstance(option, Draw)}
-        traced = {name: x for name, x in options.items() if name in drawn}
-        others = {name: x for name, x in options.items() if name not in traced}
+        traced = {name: found for name, x in options.items() if (found := arrays_in(x))}
 
-        def run(arrays: Any, options: Any) -> Any:
-            return function(*arrays, **options, **others, backend=self.backend, kernel=kernel)
+        def run(arrays: Any, traced: Any) -> Any:
+            given = options | {
+                name: _around(options[name], found) for name, found in traced.items()
+            }
+            return function(*arrays, **given, backend=self.backend, kernel=kernel)
 
         return (self.transform or (lambda f: f))(run)(arrays, traced)
 
@@ -328,6 +329,12 @@ class Subject:
         self._calls += 1
         if self._calls % CALLS_REMEMBERED == 0 and self.library.partition(".")[0] == "jax":
             importlib.import_module("jax").clear_caches()
+
+
+def _around(option: Any, arrays: Iterable[Any]) -> Any:
+    """An option with other arrays in place of its own, which a transform has made of them."""
+    others = iter(arrays)
+    return with_arrays(option, lambda _: next(others))
 
 
 def _maker(library: str) -> Callable[[Any], Any]:

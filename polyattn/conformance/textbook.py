@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from polyattn import steps
+from polyattn.conformance.meaning import Rows, plainly
 from polyattn.conformance.oracle import as_called, heads_first, lift
+from polyattn.conformance.philox import kept
 
 __all__ = ["ORDERS", "textbook"]
 
@@ -46,10 +49,13 @@ def textbook(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
-    scale: float | None = None,
+    scale: float | steps.ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
+    dropout: tuple[float, Any] | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
     coordinates_in_turn: bool = False,
     keys_reversed: bool = False,
@@ -74,19 +80,10 @@ def textbook(
     def rounded(x: Any) -> Any:
         return np.asarray(x).astype(dtype)
 
-    scale = rounded(1 / math.sqrt(max(D, 1)) if scale is None else scale)
-    before, after = (scale, rounded(1)) if scale_first else (rounded(1), scale)
-    s = product_of(q * before, k.mT, coordinates_in_turn) * after
-    if softcap is not None:
-        s = rounded(rounded(np.tanh(rounded(s / rounded(softcap)))) * rounded(softcap))
-    if score_mod is not None:
-        s = rounded(score_mod(s, b, h, i, j))
-    if bias is not None:
-        s = s + rounded(bias)
-    s = np.broadcast_to(s, np.broadcast_shapes(s.shape, (*batch, H, L, S)))
-
-    offset = np.asarray(S - L if query_offset is None else query_offset)
-    position = i + offset[..., None, None, None]
+    mask, score_mod = plainly(mask, score_mod, Rows(batch, (H, L, S), query_offset))
+    position = (
+        i + np.asarray(S - L if query_offset is None else query_offset)[..., None, None, None]
+    )
     left, right = window or (None, None)
     hidden = np.zeros((1, 1, 1), bool)
     if is_causal:
@@ -97,9 +94,36 @@ def textbook(
         hidden = hidden | (j > position + right)
     if mask is not None:
         hidden = hidden | ~(mask(b, h, i, j) if callable(mask) else np.asarray(mask))
+
+    times = rounded(factor_of(scale, similarity, D, S))
+    if similarity is None:
+        before, after = (times, rounded(1)) if scale_first else (rounded(1), times)
+        s = product_of(q * before, k.mT, coordinates_in_turn) * after
+    else:
+        s = likeness(similarity, q, k, coordinates_in_turn) * times
+    if isinstance(scale, steps.ByNorm):
+        counted = np.where(hidden, rounded(0), s)
+        norm = rounded(np.sqrt(row_sums(counted * counted, keys_in_turn)))
+        s = rounded(scale.factor) * s / np.where(norm == 0, rounded(1), norm)
+    if softcap is not None:
+        s = rounded(rounded(np.tanh(rounded(s / rounded(softcap)))) * rounded(softcap))
+    if score_mod is not None:
+        s = rounded(score_mod(s, b, h, i, j))
+    if bias is not None:
+        s = s + rounded(bias)
+    s = np.broadcast_to(s, np.broadcast_shapes(s.shape, (*batch, H, L, S)))
+
     s = np.where(hidden, rounded(-np.inf), s)
+    rate, seed = dropout or (0, 0)
+    keeps = kept(rate, int(seed), batch, (H, L, S)) if rate else np.ones((1, 1, 1), bool)
     if keys_reversed:
-        s, v = s[..., ::-1], v[..., ::-1, :]
+        s, v, keeps = s[..., ::-1], v[..., ::-1, :], keeps[..., ::-1]
+
+    if normalizer is not None:
+        weights = rounded(normalized(normalizer, s, keys_in_turn))
+        weights = np.where(keeps, weights / rounded(1 - rate), rounded(0))
+        output = as_called(product_of(weights, v, keys_in_turn), np.ndim(query), layout)
+        return output, np.full_like(output[..., 0], np.nan)
 
     highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
@@ -109,16 +133,69 @@ def textbook(
     if without_maximum:
         highest = np.where(np.abs(lift(highest)) < SMALL, rounded(0), highest)
     weights = rounded(np.exp(s - highest))
-    ones = np.ones_like(v, shape=(*v.shape[:-1], 1))
-    denominator = product_of(weights, ones, keys_in_turn)
+    denominator = row_sums(weights, keys_in_turn)
     if sinks is not None:
         denominator = denominator + rounded(np.exp(sink - highest))
     divisor = np.where(denominator == 0, rounded(1), denominator)
     before, after = (rounded(1), divisor) if divide_last else (divisor, rounded(1))
+    weights = np.where(keeps, weights / rounded(1 - rate), rounded(0)) if rate else weights
     output = product_of(weights / before, v, keys_in_turn) / after
     logsumexp = highest + rounded(np.log(denominator))
     output, logsumexp = (as_called(x, np.ndim(query), layout) for x in (output, logsumexp))
     return output, logsumexp[..., 0]
+
+
+def factor_of(scale: Any, similarity: Any, size: int, keys: int) -> float:
+    """What multiplies the products, before a norm may divide them."""
+    usual = 1 / math.sqrt(max(size, 1)) if similarity is None else 1.0
+    if isinstance(scale, steps.LongSequence):
+        return usual / math.sqrt(max(keys, 1))
+    return usual if scale is None or isinstance(scale, steps.ByNorm) else float(scale)
+
+
+def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
+    """What stands in place of the product of queries and keys, (..., L, S)."""
+    if isinstance(similarity, steps.Cosine):
+        q, k = (x / np.where((n := norm(x, in_turn)) == 0, n + 1, n) for x in (q, k))
+        return product_of(q, k.mT, in_turn)
+    q, k = q[..., :, None, :], k[..., None, :, :]
+    match similarity:
+        case steps.Distance(1):
+            return -row_sums(abs(q - k), in_turn)[..., 0]
+        case steps.Distance(2):
+            return -norm(q - k, in_turn)[..., 0]
+        case steps.Additive(weight):
+            return row_sums(np.tanh(q + k) * weight.astype(q.dtype), in_turn)[..., 0]
+    raise TypeError(f"nothing says what {similarity!r} means")
+
+
+def normalized(normalizer: Any, s: Any, in_turn: bool) -> Any:
+    """The weights that stand in place of softmax's, 0 where a score is -inf."""
+    one = s.dtype.type(1)
+    if isinstance(normalizer, steps.Sigmoid):
+        return one / (one + np.exp(-s))
+    if not isinstance(normalizer, steps.Sparsemax):
+        raise TypeError(f"nothing says what {normalizer!r} means")
+    highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    s = s - np.where(np.isneginf(highest), s.dtype.type(0), highest)
+    # The greatest number of keys that are all above the threshold that they have together.
+    ordered = np.sort(s, axis=-1)[..., ::-1]
+    counts = np.arange(1, s.shape[-1] + 1, dtype=s.dtype)
+    within = ordered > (np.cumsum(ordered, axis=-1, dtype=s.dtype) - one) / counts
+    number = np.sum(within, axis=-1, keepdims=True, dtype=s.dtype)
+    total = row_sums(np.where(within, ordered, s.dtype.type(0)), in_turn)
+    over = np.maximum(s - (total - one) / number, s.dtype.type(0))
+    return np.where(np.isneginf(s), s.dtype.type(0), over)
+
+
+def norm(x: Any, in_turn: bool) -> Any:
+    """The Euclidean norm over the last axis, which is kept."""
+    return np.sqrt(row_sums(x * x, in_turn)).astype(x.dtype)
+
+
+def row_sums(x: Any, in_turn: bool) -> Any:
+    """The sums over the last axis, which is kept."""
+    return product_of(x, np.ones_like(x, shape=(x.shape[-1], 1)), in_turn)
 
 
 def product_of(a: Any, b: Any, in_turn: bool) -> Any:

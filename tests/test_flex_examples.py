@@ -1,0 +1,237 @@
+"""The examples that FlexAttention is published with, as they stand there, on arrays of any library.
+
+They are of "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention"
+(PyTorch's blog, 2024) and, the dilated window, of its attention-gym. Those that call torch by name
+call the same function of the arrays' library here: `torch.tanh` and `torch.where` are `xp`'s, and
+`torch.abs(x)` and `x.abs()` are `abs(x)`. Functions count rows and keys from the first, whatever
+``query_offset=`` is, and masks and scores that are values count from the offset.
+"""
+
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import array_api_compat
+import jax
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from polyattn import attention, masks, scores
+from polyattn.conformance import Subject, assert_accurate, make_case
+
+B, H = 2, 4
+HEIGHT, WIDTH, REACH = 6, 8, 2
+SLIDING_WINDOW, DILATION = 12, 3
+SOFTCAP = 2
+LENGTH = HEIGHT * WIDTH
+
+PREFIX_LENGTH = np.array([5, 30])
+DOCUMENT_ID = np.repeat([0, 1, 2, 3], [7, 20, 1, 20])
+ALIBI_BIAS = np.array([0.5, 0.25, 0.125, 0.0625])
+
+
+class Example(NamedTuple):
+    """What an example gives, with closures over arrays of one library.
+
+    Attributes
+    ----------
+    mask_mods : tuple of callable
+        The mask functions, to be joined.
+    join : callable
+        How: `operator.and_` or `operator.or_`.
+    score_mod : callable or None
+        The score function.
+    value : dict or None
+        Options that mean the same by values of ours, if there are such.
+    """
+
+    mask_mods: tuple[Any, ...] = ()
+    join: Any = operator.and_
+    score_mod: Any = None
+    value: dict[str, Any] | None = None
+
+    def mask(self):
+        """The mask as attention takes it: one function, or functions joined as values."""
+        if len(self.mask_mods) < 2:
+            return self.mask_mods[0] if self.mask_mods else None
+        return functools.reduce(self.join, map(masks.rule, self.mask_mods))
+
+    def options(self):
+        given = {"mask": self.mask(), "score_mod": self.score_mod}
+        return {name: option for name, option in given.items() if option is not None}
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def sliding_window_causal(b, h, q_idx, kv_idx):
+    causal_mask = q_idx >= kv_idx
+    window_mask = q_idx - kv_idx <= SLIDING_WINDOW
+    return causal_mask & window_mask
+
+
+def dilated_sliding_window(b, h, q_idx, kv_idx):
+    diff = abs(q_idx - kv_idx)
+    in_window = diff <= SLIDING_WINDOW
+    is_dilated = (diff % DILATION) == 0
+    return in_window & is_dilated
+
+
+def get_x_y(idx):
+    return idx // WIDTH, idx % WIDTH
+
+
+def natten_mask(b, h, q_idx, kv_idx):
+    q_x, q_y = get_x_y(q_idx)
+    kv_x, kv_y = get_x_y(kv_idx)
+    horizontal_mask = abs(q_x - kv_x) <= REACH
+    vertical_mask = abs(q_y - kv_y) <= REACH
+    return horizontal_mask & vertical_mask
+
+
+def relative_positional(score, b, h, q_idx, kv_idx):
+    return score + (q_idx - kv_idx)
+
+
+def examples(to, queries):
+    """All of them, with arrays that `to` makes of NumPy's, for so many queries."""
+    prefix_length, document_id = to(PREFIX_LENGTH), to(DOCUMENT_ID)
+    xp = array_api_compat.array_namespace(document_id)
+
+    def prefix_mask(b, h, q_idx, kv_idx):
+        return kv_idx <= prefix_length[b]
+
+    def document_masking(b, h, q_idx, kv_idx):
+        return document_id[q_idx] == document_id[kv_idx]
+
+    alibi_bias = to(ALIBI_BIAS)
+
+    def alibi(score, b, h, q_idx, kv_idx):
+        bias = alibi_bias[h] * (kv_idx - q_idx)
+        return score + bias
+
+    def soft_cap(score, b, h, q_idx, kv_idx):
+        score = score / SOFTCAP
+        score = xp.tanh(score)
+        score = score * SOFTCAP
+        return score
+
+    def causal_score(score, b, h, q_idx, kv_idx):
+        return xp.where(q_idx >= kv_idx, score, -float("inf"))
+
+    ids = masks.segments(to(DOCUMENT_ID[:queries]), document_id)
+    near = masks.window(SLIDING_WINDOW, SLIDING_WINDOW)
+    return {
+        "causal": Example((causal,), value={"mask": masks.causal()}),
+        "causal by scores": Example(score_mod=causal_score, value={"mask": masks.causal()}),
+        "sliding window": Example(
+            (sliding_window_causal,), value={"mask": masks.window(SLIDING_WINDOW, 0)}
+        ),
+        "prefix LM": Example(
+            (prefix_mask, causal),
+            operator.or_,
+            value={"mask": masks.prefix(to(PREFIX_LENGTH + 1)) | masks.causal()},
+        ),
+        "documents": Example((document_masking,), value={"mask": ids}),
+        "causal documents": Example(
+            (document_masking, causal), value={"mask": ids & masks.causal()}
+        ),
+        "dilated": Example(
+            (dilated_sliding_window,), value={"mask": near & masks.dilated(DILATION)}
+        ),
+        "NATTEN": Example((natten_mask,)),
+        "relative": Example(score_mod=relative_positional),
+        "softcap": Example(score_mod=soft_cap, value={"score_mod": scores.softcap(SOFTCAP)}),
+        "causal ALiBi": Example(
+            (causal,),
+            score_mod=alibi,
+            value={"mask": masks.causal(), "score_mod": scores.alibi(to(ALIBI_BIAS))},
+        ),
+    }
+
+
+NAMES = tuple(examples(np.asarray, LENGTH))
+LENGTHS = {"L = S": (LENGTH, LENGTH), "L < S": (19, LENGTH)}
+
+each_example = pytest.mark.parametrize("name", NAMES)
+each_shape = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+each_dtype = pytest.mark.parametrize("dtype", ["float64", "float32"])
+
+
+@pytest.fixture(params=["numpy", "torch", "jax"])
+def library(request):
+    """A library, in which float64 stays float64."""
+    with jax.enable_x64(True):
+        yield Subject(request.param)
+
+
+@functools.cache
+def call(name, lengths, dtype):
+    """The case of an example, by its functions of NumPy's arrays: what the oracle evaluates."""
+    queries, keys = lengths
+    return make_case(
+        f"{name}, {lengths}, {dtype}",
+        **{"dtype": dtype, "batch": (B,), "H": H, "L": queries, "S": keys},
+        **examples(np.asarray, queries)[name].options(),
+    )
+
+
+def torchs_own(example, case):
+    """What torch's `flex_attention` gives, by its own arithmetic."""
+    query, key, value = (torch.asarray(x) for x in case.arguments()[0])
+    block_mask = None
+    if example.mask_mods:
+        joined = {operator.and_: flex.and_masks, operator.or_: flex.or_masks}[example.join]
+        mask_mod = joined(*example.mask_mods) if example.mask_mods[1:] else example.mask_mods[0]
+        block_mask = flex.create_block_mask(mask_mod, B, H, case.L, case.S, device="cpu")
+    score_mod = example.score_mod
+    return flex.flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@each_dtype
+@each_shape
+@each_example
+def test_torchs_own_result_is_that_of_our_oracle(name, lengths, dtype):
+    """So that what is held to one is held to the other."""
+    case = call(name, lengths, dtype)
+    assert_accurate(torchs_own(examples(torch.asarray, lengths[0])[name], case), case)
+
+
+@each_dtype
+@each_shape
+@each_example
+def test_a_published_function_runs_as_it_is(library, name, lengths, dtype):
+    case = call(name, lengths, dtype)
+    arrays, example = map(library.to, case.arguments()[0]), examples(library.to, lengths[0])[name]
+    assert_accurate(library.back(attention(*arrays, **example.options())), case)
+
+
+@each_shape
+@pytest.mark.parametrize("name", [name for name in NAMES if examples(np.asarray, 1)[name].value])
+def test_the_value_that_means_the_same_gives_the_same(library, name, lengths):
+    case = call(name, lengths, "float64")
+    arrays, example = map(library.to, case.arguments()[0]), examples(library.to, lengths[0])[name]
+    assert_accurate(library.back(attention(*arrays, **example.value, query_offset=0)), case)
+
+
+@each_shape
+@pytest.mark.parametrize("name", [n for n in NAMES if examples(np.asarray, 1)[n].mask_mods])
+def test_a_compiled_mask_function_gives_the_same(library, name, lengths):
+    case = call(name, lengths, "float64")
+    arrays, example = map(library.to, case.arguments()[0]), examples(library.to, lengths[0])[name]
+    like = library.to(np.zeros(1))
+    mask = masks.compile(example.mask(), *lengths, like=like, batch=B, heads=H, tile=8)
+    found = attention(*arrays, **example.options() | {"mask": mask})
+    assert_accurate(library.back(found), case)
+
+
+@each_example
+def test_an_example_hides_or_changes_something(name):
+    """Or it would say nothing that attention without it gives the same."""
+    case = call(name, LENGTHS["L = S"], "float64")
+    with pytest.raises(AssertionError, match="output"):
+        assert_accurate(attention(*case.arguments()[0]), case)
