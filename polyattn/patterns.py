@@ -325,7 +325,7 @@ class Not(Mask):
 
     def answer(self, block: Block) -> Answer:
         some, every = self.mask.answer(block)
-        return Answer(every ^ True, some ^ True)
+        return Answer(_opposite(every), _opposite(some))
 
     @property
     def has_rule(self) -> bool:
@@ -336,6 +336,10 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.mask!r})" if isinstance(self.mask, (And, Or)) else f"~{self.mask!r}"
+
+
+def _opposite(flags: Any) -> Any:
+    return not flags if isinstance(flags, bool) else ~flags
 
 
 # ---- of positions ------------------------------------------------------------------------------

@@ -6,11 +6,14 @@ made a mask of, unless an engine takes it as numbers.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 
+import array_api_compat.torch as xp
 import torch
 
-from polyattn.plugin import Backend, Indices, Operands, Problem, Span, band, is_full
+from polyattn.plugin import Backend, Indices, Mask, Operands, Problem, Span, band, is_full
 from polyattn_torch.batched import whole_score_axes
 
 __all__ = [
@@ -50,7 +53,7 @@ def takes_mask(problem: Problem) -> bool:
 
 def is_bare(problem: Problem) -> bool:
     """Whether positions alone can hide a key."""
-    return problem.features.isdisjoint(("mask", "mask_mod", "bias"))
+    return problem.features.isdisjoint(("mask", "mask_mod", "mask_value", "bias"))
 
 
 def may_have_empty_rows(problem: Problem) -> bool:
@@ -80,9 +83,26 @@ def made_mask(problem: Problem, *, banded: bool) -> int:
     scores = problem.query_length * problem.key_length
     if "mask_mod" in problem.features:
         return scores * math.prod(problem.batch) * problem.heads
+    if problem.mask_form is not None:
+        return math.prod(_made_shape(problem, problem.mask_form, banded=banded))
     if not banded:
         return 0
     return scores * (math.prod(problem.batch) if problem.query_offset is None else 1)
+
+
+def _made_shape(problem: Problem, form: Mask, *, banded: bool) -> torch.Size:
+    """Return the shape of what a mask value without functions says, by tensors without data."""
+
+    def stand_in(*shape: int, dtype: str = "int64") -> torch.Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    mask = form.map(lambda _, facts: stand_in(*facts.shape, dtype=facts.dtype))
+    like, offset = stand_in(0), stand_in(*problem.batch, 1, 1, 1)
+    x = Operands(like, like, like, mask, None, offset, None, None)
+    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
+    seen = Indices(problem, xp, x, rows, columns).visible(banded=banded)
+    made: torch.Tensor = functools.reduce(operator.and_, seen)
+    return made.shape
 
 
 def attn_mask(

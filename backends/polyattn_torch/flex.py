@@ -1,8 +1,9 @@
 """torch's FlexAttention, compiled for each problem.
 
-Compiling takes seconds, so a call must be worth it or ask for it by name: a mask or score function
-over many scores on CUDA is, where the array-API kernels write each step to memory. On the CPU it
-takes a C++ compiler and gains less.
+Compiling takes seconds, so a call must be worth it or ask for it by name: a mask or score rule over
+many scores on CUDA is, where the array-API kernels write each step to memory. On the CPU it takes a
+C++ compiler and gains less. What is compiled is kept by the static facts and the rules' code, so
+that masks of other arrays and rules that close over others find it made.
 """
 
 from __future__ import annotations
@@ -16,8 +17,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, in_band
-from polyattn_torch.batched import one_batch_axis, whole_score_axes
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Kernel,
+    Mask,
+    Operands,
+    Problem,
+    Score,
+    every_mask,
+)
+from polyattn_torch.batched import one_batch_axis
+from polyattn_torch.block_mask import block_mask, single
 
 __all__ = ["Flex"]
 
@@ -47,10 +58,12 @@ class Flex(Kernel):
             "logsumexp",
             "mask",
             "mask_mod",
+            "mask_value",
             "query_offset",
             "query_offset_array",
             "scale",
             "score_mod",
+            "score_value",
             "softcap",
             "value_size",
             "window",
@@ -62,9 +75,11 @@ class Flex(Kernel):
 
     def only_on_request(self, problem: Problem) -> str | None:
         """Compiling is not for a call that did not ask for it, unless it is worth it."""
-        by_function = not problem.features.isdisjoint(("mask_mod", "score_mod"))
+        by_rule = not problem.features.isdisjoint(
+            ("mask_mod", "mask_value", "score_mod", "score_value")
+        )
         if (
-            by_function
+            by_rule
             and problem.device_kind == "cuda"
             and problem.query_length > 1
             and math.prod(problem.scores) >= WORTH_COMPILING
@@ -98,15 +113,9 @@ class Flex(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
         flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
-        aux: Any = {"return_aux": AuxRequest(lse=True)} if "logsumexp" in problem.features else {}
-        output = flex(
-            query, key, value, _score_mod(problem, operands), problem.scale,
-            "grouped_heads" in problem.features, **aux,
-        )  # fmt: skip
-        logsumexp = None
-        if aux:
+        output, logsumexp = flex(problem, operands, backend.xp), None
+        if "logsumexp" in problem.features:
             output, auxiliary = output
             logsumexp = auxiliary.lse.reshape(*problem.batch, *output.shape[-3:-1])
         return output.reshape(*problem.batch, *output.shape[-3:]), logsumexp
@@ -123,19 +132,29 @@ def _reasons_on_cuda(problem: Problem) -> list[str]:
     return reasons
 
 
-def _call(
-    query: Any, key: Any, value: Any, score_mod: Any, scale: float, enable_gqa: bool, **aux: Any
-) -> Any:
+def _call(problem: Problem, x: Operands, xp: Any) -> Any:
+    """Return what flex_attention does: all that torch.compile is to see of a call."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    query, key, value = (one_batch_axis(problem, tensor) for tensor in x[:3])
+    mask = every_mask(problem, x)
+    aux: Any = {"return_aux": AuxRequest(lse=True)} if "logsumexp" in problem.features else {}
     return flex_attention(
-        query, key, value, score_mod=score_mod, scale=scale, enable_gqa=enable_gqa, **aux
-    )
+        query, key, value, score_mod=_score_mod(problem, x),
+        block_mask=None if mask is None else block_mask(problem, x, mask, xp),
+        scale=problem.scale, enable_gqa="grouped_heads" in problem.features, **aux,
+    )  # fmt: skip
 
 
 def _codes(x: Operands) -> tuple[Any, ...]:
     """Return what tells one rule from another without keeping what it closes over alive."""
-    return tuple(getattr(rule, "__code__", None) for rule in (x.mask, x.score_mod))
+    rules: list[Any] = []
+    for given in (x.mask, x.score_mod):
+        if isinstance(given, (Mask, Score)):
+            rules += [thing for _, thing in given.carried()]
+        else:
+            rules.append(given)
+    return tuple([getattr(rule, "__code__", None) for rule in rules])
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,44 +166,18 @@ def _compiled(problem: Problem, codes: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | None:
-    """Return steps 2 to 5 of the formula as one score function, or None if there are none."""
-    bias = None if x.bias is None else _whole(problem, x.bias)
-    mask = None if x.mask is None or callable(x.mask) else _whole(problem, x.mask)
-    rule = x.mask if callable(x.mask) else None
-    offsets: Any = None
-    if problem.query_offset is None:
-        given: Any = x.query_offset
-        offsets = given.expand(*problem.batch, 1, 1, 1).reshape(-1).long()
-    if problem.features.isdisjoint(
-        ("softcap", "score_mod", "bias", "mask", "mask_mod", "causal", "window")
-    ):
+    """Return steps 2 to 4 of the formula as one score function, or None if there are none."""
+    if problem.softcap is None and x.score_mod is None and x.bias is None:
         return None
+    at = single(problem, x)
 
     def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         if problem.softcap is not None:
             score = problem.softcap * torch.tanh(score / problem.softcap)
-        if x.score_mod is not None:
+        if isinstance(x.score_mod, Score):
+            score = x.score_mod.apply(score, at(b, h, i, j))
+        elif x.score_mod is not None:
             score = x.score_mod(score, b, h, i, j)
-        if bias is not None:
-            score = score + bias[b, h, i, j]
-        if rule is not None:
-            score = torch.where(_as_mask(rule(b, h, i, j), i), score, -torch.inf)
-        if mask is not None:
-            score = torch.where(mask[b, h, i, j], score, -torch.inf)
-        seen = in_band(problem, i, j, None if offsets is None else offsets[b])
-        return score if seen is None else torch.where(seen, score, -torch.inf)
+        return score if x.bias is None else score + at(b, h, i, j).of_scores(x.bias)
 
     return score_mod
-
-
-def _as_mask(seen: Any, like: torch.Tensor) -> torch.Tensor:
-    if isinstance(seen, bool):
-        return torch.full_like(like, seen, dtype=torch.bool)
-    if seen.dtype != torch.bool:
-        raise TypeError(f"the mask function must return a bool array; it returned {seen.dtype}")
-    return seen  # type: ignore[no-any-return]
-
-
-def _whole(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
-    items = math.prod(problem.batch)
-    return whole_score_axes(problem, tensor).expand(items, *problem.scores[-3:])

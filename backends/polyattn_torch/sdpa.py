@@ -38,6 +38,7 @@ class Sdpa(Kernel):
             "logsumexp",
             "mask",
             "mask_mod",
+            "mask_value",
             "query_offset",
             "query_offset_array",
             "scale",
