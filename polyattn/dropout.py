@@ -15,7 +15,7 @@ from typing import Any
 
 from polyattn.arrays import Array, cast, is_array
 
-__all__ = ["WORDS", "kept", "philox"]
+__all__ = ["WORDS", "kept", "kept_by_place", "philox"]
 
 #: Words that a counter gives.
 WORDS = 4
@@ -34,7 +34,7 @@ def kept(
     head: Array,
     row: Array,
     blocks: Array,
-) -> tuple[Array, ...]:
+) -> Array:
     """Return which weights are kept.
 
     Parameters
@@ -52,8 +52,33 @@ def kept(
 
     Returns
     -------
+    Array of bool
+        Of all their keys in order, shape (..., H, l, 4 · n).
+    """
+    found = xp.stack(kept_by_place(xp, seed, rate, batch, head, row, blocks), axis=-1)
+    return xp.reshape(found, (*found.shape[:-2], -1))
+
+
+def kept_by_place(
+    xp: Any,
+    seed: int | Array | tuple[Array, Array],
+    rate: float,
+    batch: Array,
+    head: Array,
+    row: Array,
+    blocks: Array,
+) -> tuple[Array, ...]:
+    """Return which weights are kept: of the first keys of blocks, the second, third and fourth.
+
+    Parameters
+    ----------
+    xp, seed, rate, batch, head, row, blocks
+        As of `kept`.
+
+    Returns
+    -------
     tuple of Array of bool
-        Of the first key of each block, of the second, third and fourth, shape (..., H, l, n).
+        Each of the shape (..., H, l, n).
     """
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))

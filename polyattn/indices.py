@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
 from polyattn.band import Span, in_band
-from polyattn.dropout import WORDS, kept
+from polyattn.dropout import WORDS, kept, kept_by_place
 from polyattn.patterns import Mask
 from polyattn.places import FAR
 from polyattn.problem import Operands, Problem
@@ -210,15 +210,28 @@ class Indices:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
         first, stop = self._columns.start // WORDS, -(-self._columns.stop // WORDS)
         blocks = index_range(self.xp, first, stop, self._x.query)
-        found = self.xp.stack(self._kept_in(blocks), axis=-1)
-        found = self.xp.reshape(found, (*found.shape[:-2], -1))
+        found = kept(self.xp, *self._drawn_by(), blocks)
         start = self._columns.start - first * WORDS
         return found[..., start : start + self._columns.length]
 
-    def _kept_in(self, blocks: Array) -> tuple[Array, ...]:
-        """Return which weights of blocks of keys are kept, by their place in the block."""
+    def kept_by_place(self, blocks: Array) -> tuple[Array, ...]:
+        """Return which weights dropout keeps of blocks of `decided` keys, by place in the block.
+
+        Parameters
+        ----------
+        blocks : Array
+            Numbers of blocks, shape (n,).
+
+        Returns
+        -------
+        tuple of Array of bool
+            For each place in a block, shape (..., H, l, n).
+        """
+        return kept_by_place(self.xp, *self._drawn_by(), blocks)
+
+    def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
         seed, rate = self._x.seed, self._problem.dropout
-        return kept(self.xp, seed, rate, self.batch, self.head, self.row, blocks)
+        return seed, rate, self.batch, self.head, self.row
 
     # ---- masks and scores ----
 

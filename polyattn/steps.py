@@ -235,9 +235,17 @@ class Function(Score):
 
 
 class Similarity(Value):
-    """What stands in place of q·k. Its scale is 1 where none is given."""
+    """What stands in place of q·k. Its scale is 1 where none is given.
+
+    Attributes
+    ----------
+    entrywise : bool
+        Whether it is a sum over D of what no matrix product gives, so that a compiler may keep as
+        many numbers for each score.
+    """
 
     module: ClassVar[str] = "scores"
+    entrywise: ClassVar[bool] = True
 
     def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
         """Return how alike queries and keys are.
@@ -273,6 +281,7 @@ class Similarity(Value):
 @dataclass(frozen=True, eq=False, repr=False)
 class Cosine(Similarity):
     name: ClassVar[str] = "cosine"
+    entrywise: ClassVar[bool] = False
 
     def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
         return matmul(_unit(query, xp), xp.matrix_transpose(_unit(key, xp)))

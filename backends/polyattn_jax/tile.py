@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from polyattn.plugin import Array, Indices, Operands, Problem, Span
+from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span
 
 __all__ = ["At", "Running", "add_tile", "finish", "scaled", "start"]
 
@@ -37,7 +37,22 @@ class At(Indices):
         self, problem: Problem, x: Operands, row: Any, rows: int, column: Any, columns: int
     ) -> None:
         super().__init__(problem, jnp, x, Span(0, rows), Span(0, columns))
+        self.operands = x
         self._first, self._lengths = (row, column), (rows, columns)
+
+    def alone(self) -> At:
+        """Return the same with no more of a mask or bias than falls on the tile."""
+        x = self.operands
+        if x.bias is not None:
+            x = x._replace(bias=self.cut(x.bias))
+        if isinstance(x.mask, Mask):
+
+            def own(name: str, thing: Any) -> Any:
+                return self.cut(thing) if name == "array" else thing
+
+            x = x._replace(mask=x.mask.map(own))
+        (row, column), (rows, columns) = self._first, self._lengths
+        return At(self._problem, x, row, rows, column, columns)
 
     @property
     def row(self) -> Array:
@@ -50,16 +65,35 @@ class At(Indices):
         return super().column + self._first[1]
 
     def cut(self, array: Array) -> Array:
-        """Cut out of a mask or bias what falls on the tile."""
+        """Cut out of a mask or bias what falls on the tile, where that is not done yet."""
         for axis, first, length in zip((-2, -1), self._first, self._lengths, strict=True):
-            if array.ndim >= -axis and array.shape[axis] != 1:
+            if array.ndim >= -axis and array.shape[axis] not in (1, length):
                 array = lax.dynamic_slice_in_dim(array, first, length, axis=axis)
         return array
+
+    def kept(self) -> Array:
+        """Return which weights dropout keeps, shape (..., H, l, s)."""
+        first, columns = self._first[1], self._lengths[1]
+        each = -(-(columns // self.decided + 2) // 2)
+        blocks = first // self.decided + jnp.arange(2 * each).reshape(2, each)
+
+        # Bits of one number, so that the words of a hash are computed together. What is outside of
+        # a loop XLA would fuse with all that asks for it, and compute anew for each.
+        def packed(blocks: Array) -> Array:
+            places = enumerate(self.kept_by_place(blocks))
+            return sum((kept.astype("uint8") << place for place, kept in places), jnp.uint8(0))
+
+        numbers = jnp.concatenate(list(lax.map(packed, blocks)), axis=-1)
+        bits = numbers[..., None] >> jnp.arange(self.decided, dtype="uint8") & 1
+        kept = bits.reshape(*bits.shape[:-2], -1) != 0
+        return lax.dynamic_slice_in_dim(kept, first % self.decided, columns, axis=-1)
 
 
 def scaled(problem: Problem, query: Array) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
-    return fold(problem, query.astype(problem.accumulator) * problem.scale)
+    query = query.astype(problem.accumulator)
+    # Another similarity is scaled when it is known: it need not be linear in the query.
+    return fold(problem, query if problem.similarity_form else query * problem.scale)
 
 
 def fold(problem: Problem, array: Array) -> Array:
@@ -100,7 +134,6 @@ def or_zero(reference: Array) -> Array:
 
 def add_tile(
     problem: Problem,
-    x: Operands,
     running: Running,
     tile: tuple[Array, Array, Array],
     at: At,
@@ -110,21 +143,21 @@ def add_tile(
 
     Parameters
     ----------
-    problem, x
-        As a kernel is given them.
+    problem : Problem
+        The facts of the call.
     running : Running
         The sums so far.
     tile : tuple of Array
         What `scaled` made of the tile's rows of the query, and its keys and values.
     at : At
-        Where the tile is.
+        Where the tile is, of which operands.
     new : Array or None
         The first key that has not been added before, if some have.
     """
     query, key, value = tile
 
     def present() -> Array:
-        s = scores(problem, x, query, key, at)
+        s = scores(problem, at, query, key)
         return s if new is None else jnp.where(at.column >= new, s, -math.inf)
 
     s = present()
@@ -133,18 +166,26 @@ def add_tile(
     shift = or_zero(reference)
     weights = jnp.exp(s - shift)
     shrink = jnp.exp(running.reference - shift)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if problem.dropout:
+        weights = jnp.where(at.kept(), weights / (1 - problem.dropout), 0)
     absent = problem.masks or new is not None
     value = value.astype(s.dtype)
     return Running(
         running.output * shrink + weighted_sum(problem, weights, present, value, absent),
         reference,
-        running.total * shrink + jnp.sum(weights, axis=-1, keepdims=True),
+        running.total * shrink + total,
     )
 
 
-def scores(problem: Problem, x: Operands, query: Array, key: Array, at: At) -> Array:
+def scores(problem: Problem, at: At, query: Array, key: Array) -> Array:
     """Return the scores of a tile, −inf where a key is absent."""
-    s = unfold(problem, jnp.matmul(query, key.astype(query.dtype).mT, precision=HIGHEST))
+    x = at.operands
+    key = key.astype(query.dtype)
+    if x.similarity is None:
+        s = unfold(problem, product(query, key.mT))
+    else:
+        s = problem.scale * unfold(problem, x.similarity.between(query, key, product, jnp))
     if problem.softcap is not None:
         s = problem.softcap * jnp.tanh(s / problem.softcap)
     s = at.modified(s)
@@ -156,18 +197,23 @@ def scores(problem: Problem, x: Operands, query: Array, key: Array, at: At) -> A
     return s
 
 
+def product(a: Array, b: Array) -> Array:
+    """Return the matrix product, in the whole of its precision."""
+    return jnp.matmul(a, b, precision=HIGHEST)
+
+
 def weighted_sum(
     problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, absent: bool
 ) -> Array:
     """Return weights · value, in which an absent key's value takes no part."""
     weights = fold(problem, weights)
     if not absent:
-        return unfold(problem, jnp.matmul(weights, value, precision=HIGHEST))
+        return unfold(problem, product(weights, value))
     # Values that are not finite spoil those rows alone that see them; most often there are none.
     # On a CPU, XLA would make one slow loop of their choice and the product, but for the barrier.
     clean = jnp.where(jnp.isfinite(value), value, 0)
     finite = lax.optimization_barrier(clean)  # type: ignore[no-untyped-call]
-    result = jnp.matmul(weights, finite, precision=HIGHEST)
+    result = product(weights, finite)
 
     def spoilt() -> Array:
         # Scores once more: to keep them for this would be dear, and this is rare.

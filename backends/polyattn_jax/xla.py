@@ -8,26 +8,23 @@ their like pass through, and a call outside of them is compiled once for each pr
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, Span, column_span
+from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, Span
+from polyattn_jax.layout import Loop, block_sizes, loops, seen_tiles, wanted
 from polyattn_jax.tile import At, Running, add_tile, finish, scaled, start
 
 __all__ = ["FURTHEST", "Xla"]
 
-# No less than this for each head, however many heads there are.
-SMALLEST = 2**12
-# Rows of a loop take as many steps as the one among them that takes most; into so many loops the
-# rows are split, so that few steps go over keys that a row does not see.
-LOOPS = 8
+# Operands that may be values, and where a problem has the form of each.
+FORMS = {"mask": "mask_form", "score_mod": "score_form", "similarity": "similarity_form"}
 # Query offsets beyond this could leave int32 when a window is added to them.
 FURTHEST = 2**29
 
@@ -36,14 +33,8 @@ class Xla(Kernel):
     """Tiles of the scores in a loop that XLA compiles."""
 
     name = "xla"
-    features = frozenset(FEATURES) - {
-        "dropout",
-        "mask_value",
-        "normalizer",
-        "score_norm",
-        "score_value",
-        "similarity",
-    }
+    # Of which a norm, and a normalizer, want a whole row at once.
+    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
     tile = 2**21
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -64,51 +55,11 @@ class Xla(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         problem, operands = one_form_of_offset(problem, operands, self.tile)
-        if callable(operands.mask) or callable(operands.score_mod):
+        operands = operands._replace(seed=words(operands.seed))
+        if problem.features & {"mask_mod", "score_mod"}:
             return attend(problem, self.tile, operands)
-        return compiled(problem, self.tile, operands)
-
-
-class Loop(NamedTuple):
-    """Blocks of as many rows, in order, and how many steps over blocks of keys they take.
-
-    Attributes
-    ----------
-    rows, columns : int
-        Of a tile.
-    first_rows, first_columns : tuple of int
-        Of each block of rows, its first row and the first key that it sees.
-    steps : int
-        How many blocks of keys.
-    """
-
-    rows: int
-    columns: int
-    first_rows: tuple[int, ...]
-    first_columns: tuple[int, ...]
-    steps: int
-
-
-def loops(problem: Problem, tile: int) -> Iterator[Loop]:
-    """Cut the rows into blocks, and yield those together that take about as many steps."""
-    rows, columns = block_sizes(problem, tile)
-    spans = [
-        (block, column_span(problem, block)) for block in Span(0, problem.query_length).split(rows)
-    ]
-    coarse = max(1, -(-max(span.length for _, span in spans) // LOOPS))
-
-    def alike(pair: tuple[Span, Span]) -> tuple[int, int]:
-        return pair[0].length, -(-pair[1].length // coarse)
-
-    for (length, _), some in itertools.groupby(spans, key=alike):
-        blocks, seen = zip(*some, strict=True)
-        yield Loop(
-            length,
-            columns,
-            tuple(block.start for block in blocks),
-            tuple(span.start for span in seen),
-            max(-(-span.length // columns) for span in seen),
-        )
+        output, logsumexp = compiled(problem, self.tile, taken_apart(problem, operands))
+        return output, logsumexp
 
 
 def one_form_of_offset(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operands]:
@@ -117,78 +68,112 @@ def one_form_of_offset(problem: Problem, x: Operands, tile: int) -> tuple[Proble
     if offset is None:
         return problem, x
     tiles = math.prod(problem.scores) > tile
-    if tiles or not problem.masks_by_position or abs(offset) > FURTHEST:
+    values = problem.mask_form is not None or problem.score_form is not None
+    if tiles or values or not problem.masks_by_position or abs(offset) > FURTHEST:
         return problem, x._replace(query_offset=None)
     array = jax.device_put(np.full((1, 1, 1), offset, np.int32))
     return problem._replace(query_offset=None), x._replace(query_offset=array)
 
 
-def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
-    """Return how many rows and how many keys make a tile, wide where rows are few."""
-    heads = math.prod(problem.batch) * problem.heads
-    area = max(tile // heads, min(tile, SMALLEST))
-    rows = even(problem.query_length, math.isqrt(area))
-    columns = even(problem.key_length, area // rows)
-    return even(problem.query_length, area // columns), columns
+def words(seed: int | Array | None) -> Any:
+    """Return a seed of 64 bits in two arrays: no call is compiled anew for it."""
+    if not isinstance(seed, int):
+        return seed
+    return jax.device_put((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)))
 
 
-def even(length: int, most: int) -> int:
-    """Return a size of at most `most` that cuts `length` into as few blocks, and about equal."""
-    blocks = -(-length // max(1, most))
-    return -(-length // blocks)
+def taken_apart(problem: Problem, x: Operands) -> Operands:
+    """Return the operands with the arrays that values carry in place of the values."""
+    arrays = {name: [array for _, array in getattr(x, name).carried()] for name in values(problem)}
+    return x._replace(**arrays)  # type: ignore[arg-type]
+
+
+def put_together(problem: Problem, x: Operands) -> Operands:
+    """Return the operands with values again."""
+
+    def filled(name: str) -> Any:
+        arrays = iter(getattr(x, name))
+        return getattr(problem, FORMS[name]).map(lambda *_: next(arrays))
+
+    return x._replace(**{name: filled(name) for name in values(problem)})
+
+
+def values(problem: Problem) -> list[str]:
+    """Return which of the operands are values."""
+    return [name for name, form in FORMS.items() if getattr(problem, form) is not None]
 
 
 def attend(problem: Problem, tile: int, x: Operands) -> tuple[Array, Array | None]:
     """Compute attention in tiles of at most so many scores, or few more."""
     if 0 in problem.scores:
         return finish(problem, start(problem, x, problem.query_length), x.query.dtype)
+    seen = seen_tiles(problem, x, block_sizes(problem, tile))
     outputs, logsumexps = zip(
-        *(attend_blocks(problem, x, loop) for loop in loops(problem, tile)), strict=True
+        *(
+            attend_blocks(problem, x, loop, wanted(problem, loop, seen))
+            for loop in loops(problem, tile)
+        ),
+        strict=True,
     )
     logsumexp = None if logsumexps[0] is None else jnp.concatenate(logsumexps, axis=-1)
     return jnp.concatenate(outputs, axis=-2), logsumexp
 
 
-compiled: Callable[..., tuple[Array, Array | None]] = jax.jit(attend, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compiled(problem: Problem, tile: int, x: Operands) -> tuple[Array, Array | None]:
+    """Compute attention from operands that were taken apart, compiled once for each problem."""
+    return attend(problem, tile, put_together(problem, x))
 
 
-def attend_blocks(problem: Problem, x: Operands, loop: Loop) -> tuple[Array, Array | None]:
+def attend_blocks(
+    problem: Problem, x: Operands, loop: Loop, wanted: Array | None
+) -> tuple[Array, Array | None]:
     """Return the rows of a loop's blocks, one after the other."""
     # Of its own rows alone: the gradient of each loop is as large as what it is given.
     rows = Span(loop.first_rows[0], loop.first_rows[-1] + loop.rows)
     queries = lax.slice_in_dim(x.query, *rows, axis=-2)
     # Where the last block of keys would end beyond them it begins earlier, and says what is new.
     last = problem.key_length - loop.columns
-    overlaps = max(loop.first_columns) + loop.columns * loop.steps > problem.key_length
+    overlaps = any(first > last for keys in loop.first_keys for first in keys)
 
-    def attend_block(firsts: tuple[Array, Array]) -> tuple[Array, Array | None]:
-        first_row, first_column = firsts
+    def attend_block(block: tuple[Any, Any, Any]) -> tuple[Array, Array | None]:
+        first_row, first_keys, wanted = block
         query = lax.dynamic_slice_in_dim(queries, first_row - rows.start, loop.rows, axis=-2)
         query = scaled(problem, query)
 
-        def step(running: Running, number: Array) -> tuple[Running, None]:
-            new = first_column + number * loop.columns
+        def step(running: Running, visit: tuple[Any, Any]) -> tuple[Running, None]:
+            new, is_wanted = visit
             first = jnp.minimum(new, last) if overlaps else new
             at = At(problem, x, first_row, loop.rows, first, loop.columns)
             key, value = (
                 lax.dynamic_slice_in_dim(array, first, loop.columns, axis=-2)
                 for array in (x.key, x.value)
             )
-            tile = (query, key, value)
-            return add_tile(problem, x, running, tile, at, new if overlaps else None), None
+            tile = query, key, value
+            new = new if overlaps else None
+            if is_wanted is None:
+                return add_tile(problem, running, tile, at, new), None
+            # What a gradient keeps of one branch is made for the other too. So it must be what the
+            # branch is given and no more, and of no array the whole.
+            alone = at.alone()
+            add = jax.checkpoint(
+                lambda running: add_tile(problem, running, tile, alone, new), prevent_cse=False
+            )
+            return lax.cond(is_wanted, add, lambda running: running, running), None
 
         running = start(problem, x, loop.rows)
+        visits = first_keys, wanted
         if loop.steps == 1:
-            running, _ = step(running, 0)
+            running, _ = step(running, jax.tree.map(lambda each: each[0], visits))
         elif loop.steps > 1:
             body = jax.checkpoint(step, prevent_cse=False)
-            running, _ = lax.scan(body, running, jnp.arange(loop.steps))
+            running, _ = lax.scan(body, running, visits)
         return finish(problem, running, x.query.dtype)
 
+    blocks = np.asarray(loop.first_rows), np.asarray(loop.first_keys), wanted
     if len(loop.first_rows) == 1:
-        return attend_block((loop.first_rows[0], loop.first_columns[0]))
-    firsts = jnp.asarray(loop.first_rows), jnp.asarray(loop.first_columns)
-    output, logsumexp = lax.map(jax.checkpoint(attend_block, prevent_cse=False), firsts)
+        return attend_block(jax.tree.map(lambda each: each[0], blocks))
+    output, logsumexp = lax.map(jax.checkpoint(attend_block, prevent_cse=False), blocks)
     output = jnp.moveaxis(output, 0, -3)
     output = output.reshape(*output.shape[:-3], -1, output.shape[-1])
     if logsumexp is not None:
