@@ -380,14 +380,15 @@ def _dropout(value: Any) -> tuple[float, Any]:
     rate, seed = _finite("dropout rate", value[0]), value[1]
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate must be in [0, 1); {_got(value)}")
-    if is_array(seed):
+    # What NumPy holds can be read, and then goes with arrays of any library.
+    if is_array(seed) and type(seed).__module__ != "numpy":
         if tuple(seed.shape) != () or "int" not in str(seed.dtype):
             raise TypeError(f"a dropout seed must be one integer; {_got(value)}")
         return rate, seed
     try:
         number = operator.index(seed)
     except TypeError:
-        raise TypeError(f"a dropout seed must be an integer; {_got(value)}") from None
+        raise TypeError(f"a dropout seed must be one integer; {_got(value)}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"a dropout seed must be in [0, 2**64); {_got(value)}")
     return rate, number

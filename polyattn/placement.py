@@ -20,6 +20,10 @@ from polyattn.values import Value
 __all__ = ["Plan", "Refusal", "Site", "open_site"]
 
 
+# Beyond any length; a library may have no integers of 64 bits.
+FURTHEST = 2**29
+
+
 class Site(NamedTuple):
     """Where a call could be computed: a backend, and what of the arrays must be brought there."""
 
@@ -79,6 +83,7 @@ class Plan(NamedTuple):
             if name == "seed":
                 brought[name] = int(given)  # all 64 bits of it, which not every library has
             elif not isinstance(given, Value):
+                given = _in_reach(given) if name == "query_offset" else given
                 brought[name] = _mover(_backend_of(given), backend, device)(given)
         for name in ("mask", "score_mod", "similarity"):
             given = getattr(operands, name)
@@ -98,6 +103,15 @@ class Plan(NamedTuple):
             return thing
         back = _mover(backend, _backend_of(operands.query), self.home)
         return _abroad(thing, back, backend, problem.device, problem.transforms)
+
+
+def _in_reach(offset: Array) -> Array:
+    """Return query offsets that 32 bits hold, and a window's end added to them too."""
+    facts = facts_of(offset)
+    if facts.dtype not in ("int64", "uint64", "uint32"):
+        return offset
+    least = 0 if facts.dtype.startswith("u") else -FURTHEST
+    return library_of(offset).xp.clip(offset, least, FURTHEST)
 
 
 def _abroad(

@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_weights_that_are_kept():
         (0.1, TypeError, "pair"),
         ((1.0, 0), ValueError, r"\[0, 1\)"),
         ((-0.1, 0), ValueError, r"\[0, 1\)"),
-        ((0.1, None), TypeError, "seed must be an integer"),
+        ((0.1, None), TypeError, "seed must be one integer"),
         ((0.1, 2**64), ValueError, "2\\*\\*64"),
         ((0.1, -1), ValueError, "-1"),
         ((0.1, np.array([1, 2])), TypeError, "one integer"),

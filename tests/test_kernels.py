@@ -10,8 +10,8 @@ from libraries import tiles_of
 
 import polyattn
 from polyattn import attention, attention_partial
-from polyattn.kernels import Tiled, tiled
 from polyattn.band import Span, column_span, is_full
+from polyattn.kernels import Tiled, tiled
 
 RNG = np.random.default_rng(0)
 

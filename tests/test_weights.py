@@ -2,6 +2,7 @@
 
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -145,6 +146,18 @@ def test_gradients_pass_through():
     assert torch.autograd.gradcheck(
         lambda q, k: attention_weights(q, k, is_causal=True), (query, key)
     )
+
+
+def test_weights_are_traced_and_compiled():
+    def asked(query, key):
+        return attention_weights(query, key, top=2, mask=masks.causal() & masks.window(3, 0))
+
+    expected = attention_weights(QUERY, KEY, top=2, mask=masks.causal() & masks.window(3, 0))
+    in_jax = jax.jit(asked)(QUERY, KEY)
+    np.testing.assert_array_equal(in_jax.keys, expected.keys)
+    compiled = torch.compile(asked, fullgraph=True, backend="eager")
+    in_torch = compiled(torch.from_numpy(QUERY), torch.from_numpy(KEY))
+    np.testing.assert_allclose(in_torch.weights, expected.weights, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 from polyattn.plugin import Array, Backend
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
-from polyattn_jax.xla import FURTHEST, Xla
+from polyattn_jax.xla import Xla
 
 __all__ = ["JaxBackend"]
 
@@ -108,6 +108,11 @@ def _import(array: Array) -> jax.Array:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if array.dtype.kind in "iu" and not _has_float64():
-        range_ = np.iinfo(array.dtype)
-        array = np.clip(array, max(-FURTHEST, range_.min), min(FURTHEST, range_.max))
+        narrow = array.astype(np.int32)
+        if not np.array_equal(narrow, array):
+            raise ValueError(
+                "JAX has no integers beyond 32 bits, as lengths or ids of a mask, but after"
+                " jax.config.update('jax_enable_x64', True)"
+            )
+        array = narrow
     return jnp.asarray(array)

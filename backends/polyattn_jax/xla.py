@@ -21,7 +21,7 @@ from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem,
 from polyattn_jax.layout import Loop, block_sizes, loops, seen_tiles, wanted
 from polyattn_jax.tile import At, Running, add_tile, finish, scaled, start
 
-__all__ = ["FURTHEST", "Xla"]
+__all__ = ["Xla"]
 
 # Operands that may be values, and where a problem has the form of each.
 FORMS = {"mask": "mask_form", "score_mod": "score_form", "similarity": "similarity_form"}

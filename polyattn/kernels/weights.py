@@ -100,9 +100,7 @@ def _joined(
     return xp.concat(weights, axis=axis), None if keys[0] is None else xp.concat(keys, axis=axis)
 
 
-def weigh(
-    problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Span | None
-) -> Array:
+def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Span | None) -> Array:
     """Return the weights of some rows, (..., H, l, S), 0 where a key is absent.
 
     Parameters
