@@ -235,16 +235,11 @@ class Function(Score):
 
 
 class Similarity(Value):
-    """What stands in place of q·k. Its scale is 1 where none is given.
-
-    Attributes
-    ----------
-    entrywise : bool
-        Whether it is a sum over D of what no matrix product gives, so that a compiler may keep as
-        many numbers for each score.
-    """
+    """What stands in place of q·k. Its scale is 1 where none is given."""
 
     module: ClassVar[str] = "scores"
+    # Whether it is a sum over D of what no matrix product gives, so that a compiler may keep D
+    # numbers for each score.
     entrywise: ClassVar[bool] = True
 
     def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
