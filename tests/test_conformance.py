@@ -50,6 +50,10 @@ class TestJax(BackendSuite):
         with jax.enable_x64(True):
             super().pytest_generate_tests(metafunc)
 
+    @pytest.mark.slow
+    def test_lazy(self, lazy_subject, checked, case):
+        super().test_lazy(lazy_subject, checked, case)
+
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):
         with jax.enable_x64(True):

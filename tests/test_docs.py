@@ -76,6 +76,7 @@ def plugin(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_the_example_passes_the_suite(plugin):
     pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
     done = plugin(*pytest_quietly, PLUGIN / "tests" / "test_conformance.py", "-k", "not tiled")
@@ -102,6 +103,7 @@ FIRST = re.search(
 )[0]
 
 
+@pytest.mark.slow
 def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
     shutil.copytree(PLUGIN / "polyattn_einsum", tmp_path / "polyattn_einsum")
     first = FIRST.removeprefix("```python\n").removesuffix("```")

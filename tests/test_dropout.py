@@ -74,7 +74,7 @@ def test_philox_gives_the_published_words(to, counter, key, words):
 
 
 @pytest.mark.parametrize("library", EVERY, ids=str)
-@pytest.mark.parametrize("tile", [None, 1, 24, 60, 200])
+@pytest.mark.parametrize("tile", [None, pytest.param(1, marks=pytest.mark.slow), 24, 200])
 def test_the_same_weights_are_dropped_everywhere_and_for_every_tile(library, tile):
     arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
     kernel = "dense" if tile is None else tiles_of(tile)

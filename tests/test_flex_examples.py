@@ -21,6 +21,8 @@ from torch.nn.attention import flex_attention as flex
 from polyattn import attention, masks, scores
 from polyattn.conformance import Subject, assert_accurate, make_case
 
+pytestmark = pytest.mark.slow
+
 B, H = 2, 4
 HEIGHT, WIDTH, REACH = 6, 8, 2
 SLIDING_WINDOW, DILATION = 12, 3

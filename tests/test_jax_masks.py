@@ -12,6 +12,8 @@ from polyattn import attention, attention_partial, explain, masks, scores
 from polyattn_jax.layout import block_sizes, loops
 from polyattn_jax.xla import Xla, compiled
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(5)
 B, H, G, L, S, D = 2, 4, 2, 37, 41, 8
 

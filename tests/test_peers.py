@@ -313,7 +313,7 @@ def without_figures(cell):
     return re.sub(r" \([^)]*\)", "", cell)
 
 
-@pytest.mark.parametrize("peer", ["torch", "jax"])
+@pytest.mark.parametrize("peer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_the_page_says_what_is_found(peers, peer):
     lines = [
         line

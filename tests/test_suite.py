@@ -19,6 +19,9 @@ from polyattn.kernels import Dense
 from polyattn.plugin import FEATURES
 from polyattn.problem import DTYPES
 
+# Each runs the suite, in a process of its own.
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 BROKEN = """
 from polyattn.conformance.suite import BackendSuite

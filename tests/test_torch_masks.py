@@ -18,6 +18,8 @@ from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.backend import TorchBackend
 from polyattn_torch.flex import Flex
 
+pytestmark = pytest.mark.slow
+
 TORCH = TorchBackend()
 RNG = torch.Generator().manual_seed(0)
 

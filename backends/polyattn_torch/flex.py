@@ -114,6 +114,9 @@ class Flex(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
+        # Before what is compiled, in which FlexAttention takes no views that broadcast.
+        query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
+        operands = operands._replace(query=query, key=key, value=value)
         output, logsumexp = flex(problem, operands, backend.xp), None
         if "logsumexp" in problem.features:
             output, auxiliary = output
@@ -136,11 +139,10 @@ def _call(problem: Problem, x: Operands, xp: Any) -> Any:
     """Return what flex_attention does: all that torch.compile is to see of a call."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    query, key, value = (one_batch_axis(problem, tensor) for tensor in x[:3])
     mask = every_mask(problem, x)
     aux: Any = {"return_aux": AuxRequest(lse=True)} if "logsumexp" in problem.features else {}
     return flex_attention(
-        query, key, value, score_mod=_score_mod(problem, x),
+        x.query, x.key, x.value, score_mod=_score_mod(problem, x),
         block_mask=None if mask is None else block_mask(problem, x, mask, xp),
         scale=problem.scale, enable_gqa="grouped_heads" in problem.features, **aux,
     )  # fmt: skip
