@@ -285,6 +285,8 @@ def inside(ids, lengths):
         "positions": {"mask": masks.causal() & masks.window(5, 2) | masks.prefix(2)},
         "packed": {"mask": masks.segments(ids) & masks.causal()},
         "padding": {"mask": masks.causal() | masks.prefix(lengths)},
+        # torch's compiler knows no ~ of a value.
+        "not packed": {"mask": masks.causal() & masks.segments(ids).__invert__()},
         "sparse": {"mask": masks.window(9, 9) & masks.dilated(2) | masks.global_tokens(0, 1)},
         "an array": {"mask": masks.dense(ids[:, None] >= ids) & masks.padding(lengths)},
         "a function": {"mask": masks.rule(blocks_of) & masks.padding(9, lengths)},
