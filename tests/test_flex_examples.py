@@ -1,9 +1,10 @@
 """The examples that FlexAttention is published with, as they stand there, on arrays of any library.
 
 They are of "FlexAttention: The Flexibility of PyTorch with the Performance of FlashAttention"
-(PyTorch's blog, 2024) and, the dilated window, of its attention-gym. Those that call torch by name
-call the same function of the arrays' library here: `torch.tanh` and `torch.where` are `xp`'s, and
-`torch.abs(x)` and `x.abs()` are `abs(x)`. Functions count rows and keys from the first, whatever
+(PyTorch's blog, 2024) and, the dilated window and NATTEN's own kernel, which stays inside of the
+image, of its attention-gym. Those that call torch by name call the same function of the arrays'
+library here: `torch.tanh` and `torch.where` are `xp`'s, `torch.abs(x)` and `x.abs()` are `abs(x)`,
+and NATTEN's `clamp` is by `where`. Functions count rows and keys from the first, whatever
 ``query_offset=`` is, and masks and scores that are values count from the offset.
 """
 
@@ -86,7 +87,7 @@ def get_x_y(idx):
     return idx // WIDTH, idx % WIDTH
 
 
-def natten_mask(b, h, q_idx, kv_idx):
+def sasa_mask(b, h, q_idx, kv_idx):
     q_x, q_y = get_x_y(q_idx)
     kv_x, kv_y = get_x_y(kv_idx)
     horizontal_mask = abs(q_x - kv_x) <= REACH
@@ -124,6 +125,17 @@ def examples(to, queries):
     def causal_score(score, b, h, q_idx, kv_idx):
         return xp.where(q_idx >= kv_idx, score, -float("inf"))
 
+    def clamped(centre, last):
+        centre = xp.where(centre < REACH, REACH, centre)
+        return xp.where(centre > last - REACH, last - REACH, centre)
+
+    def natten_mask(b, h, q_idx, kv_idx):
+        q_x, q_y = get_x_y(q_idx)
+        kv_x, kv_y = get_x_y(kv_idx)
+        horizontal_mask = abs(clamped(q_x, HEIGHT - 1) - kv_x) <= REACH
+        vertical_mask = abs(clamped(q_y, WIDTH - 1) - kv_y) <= REACH
+        return horizontal_mask & vertical_mask
+
     ids = masks.segments(to(DOCUMENT_ID[:queries]), document_id)
     near = masks.window(SLIDING_WINDOW, SLIDING_WINDOW)
     return {
@@ -144,6 +156,7 @@ def examples(to, queries):
         "dilated": Example(
             (dilated_sliding_window,), value={"mask": near & masks.dilated(DILATION)}
         ),
+        "neighbours": Example((sasa_mask,)),
         "NATTEN": Example((natten_mask,)),
         "relative": Example(score_mod=relative_positional),
         "softcap": Example(score_mod=soft_cap, value={"score_mod": scores.softcap(SOFTCAP)}),
