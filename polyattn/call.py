@@ -32,6 +32,7 @@ __all__ = [
     "Shape",
     "check_ends",
     "check_takes",
+    "check_whole",
     "describe",
     "lengths",
 ]
@@ -338,6 +339,16 @@ def _softcap(value: Any) -> float:
     if number <= 0:
         raise ValueError(f"softcap must be above 0; {_got(value)}. None means no cap")
     return number
+
+
+def check_whole(name: str, value: Any, kinds: str = "an integer") -> int:
+    """Return an integer, of whatever kind it is."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be {kinds}; {_got(value)}")
 
 
 def check_ends(value: Any) -> Ends:

@@ -235,15 +235,13 @@ class Indices:
 
     # ---- masks and scores ----
 
-    def visible(self, *, banded: bool = True, masked: bool = True) -> Iterator[Array]:
+    def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Say by arrays which keys take part.
 
         Parameters
         ----------
         banded : bool
             Whether causal and window may hide a key of this tile.
-        masked : bool
-            Whether ``mask=`` may.
 
         Yields
         ------
@@ -251,7 +249,7 @@ class Indices:
             Broadcasts to (..., H, l, s); a key takes part where all of them hold.
         """
         mask = self._x.mask
-        if mask is not None and masked:
+        if mask is not None:
             if isinstance(mask, Mask):
                 yield mask.seen(self)
             else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import math
 import numbers
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from polyattn.arrays import (
     library_of,
 )
 from polyattn.band import Span
-from polyattn.call import check_ends, check_takes
+from polyattn.call import check_ends, check_takes, check_whole
 from polyattn.patterns import (
     Causal,
     Compiled,
@@ -204,7 +203,7 @@ def dilated(step: int) -> Mask:
     >>> masks.window(64, 64) & masks.dilated(4)
     masks.window(64, 64) & masks.dilated(4)
     """
-    number = _whole("masks.dilated: step", step)
+    number = check_whole("masks.dilated: step", step)
     if number < 1:
         raise ValueError(f"masks.dilated: step must be at least 1; got {step!r}")
     return Dilated(number)
@@ -229,7 +228,9 @@ def global_tokens(*positions: int) -> Mask:
     >>> masks.window(64, 64) | masks.global_tokens(0, 1)
     masks.window(64, 64) | masks.global_tokens(0, 1)
     """
-    found = tuple(_whole("masks.global_tokens: a position", position) for position in positions)
+    found = tuple(
+        check_whole("masks.global_tokens: a position", position) for position in positions
+    )
     if not found or min(found) < 0:
         raise ValueError(f"masks.global_tokens takes positions of at least 0; got {positions!r}")
     return GlobalTokens(found)
@@ -347,17 +348,18 @@ def compile(
     names = ("query_length", "key_length", "heads", "tile")
     given = (query_length, query_length if key_length is None else key_length, heads, tile)
     length, keys, heads, size = (
-        _whole(f"masks.compile: {name}", number) for name, number in zip(names, given, strict=True)
+        check_whole(f"masks.compile: {name}", number)
+        for name, number in zip(names, given, strict=True)
     )
     axes = batch if isinstance(batch, tuple) else (batch,)
-    axes = tuple([_whole("masks.compile: batch", number) for number in axes])
+    axes = tuple([check_whole("masks.compile: batch", number) for number in axes])
     if min(length, keys, heads, size, *axes) < 1:
         raise ValueError(
             f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
         )
     offset = keys - length
     if query_offset is not None:
-        offset = _whole("masks.compile: query_offset", query_offset)
+        offset = check_whole("masks.compile: query_offset", query_offset)
     if isinstance(mask, Compiled):
         mask = mask.mask
     _check_fits(mask, Dims(axes, heads, length, keys, offset))
@@ -435,21 +437,12 @@ def _plain(xp: Any, flags: Array) -> list[bool]:
 # ---- what is given -----------------------------------------------------------------------------
 
 
-def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be an integer; got {value!r}")
-
-
 def _lengths(name: str, value: Any) -> Any:
     # NumPy's integers are arrays too, and of no use as such to another library.
     if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
     try:
-        number = _whole(name, value)
+        number = check_whole(name, value)
     except TypeError as error:
         raise TypeError(f"{error}. An array gives one for each batch item") from None
     if number < 0:

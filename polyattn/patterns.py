@@ -1,28 +1,24 @@
 """What a mask value sees, and what it says of a block of rows and keys without looking at each.
 
 A pattern is asked two things. `seen`, at a place (`Place`): which keys take part there. `answer`,
-for a block (`Block`): whether any key of it may take part, and whether every key surely does. The
-second is asked of bounds, in Python's numbers or in arrays of them, and may only be vague, never
-wrong: "some" where none is seen costs time, "none" where one is seen costs the result.
+for a block (`Block`): whether any key of it may take part, and whether every key surely does.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar
 
+from polyattn.answers import UNKNOWN, Answer, Block, opposite
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, constant_when_traced, is_array
 from polyattn.places import FAR, Called, Dims, Place
 from polyattn.values import Value
 
 __all__ = [
-    "UNKNOWN",
     "And",
-    "Answer",
-    "Block",
     "Causal",
     "Compiled",
     "Dense",
@@ -38,109 +34,6 @@ __all__ = [
     "Window",
     "as_mask",
 ]
-
-
-class Answer(NamedTuple):
-    """What is known of a block: bools, or arrays of them with the axes (..., H, rows, keys).
-
-    Attributes
-    ----------
-    some : bool or Array
-        Whether a key of it may be seen by a row of it. Where this is False, none is.
-    every : bool or Array
-        Whether every row of it surely sees all its keys.
-    """
-
-    some: Any
-    every: Any
-
-
-UNKNOWN = Answer(True, False)
-
-
-class Block(Protocol):
-    """Some rows and keys, or many such blocks at once: then the bounds are arrays.
-
-    Attributes
-    ----------
-    rows, columns : tuple
-        The first, and the one after the last.
-    reads : bool
-        Whether it may be asked what arrays hold.
-    """
-
-    @property
-    def rows(self) -> tuple[Any, Any]: ...
-    @property
-    def columns(self) -> tuple[Any, Any]: ...
-    @property
-    def reads(self) -> bool: ...
-    @property
-    def positioned(self) -> bool:
-        """Whether it is known where the rows stand among the keys."""
-
-    def first(self, shift: int = 0) -> Any:
-        """Return the position of the first row.
-
-        Parameters
-        ----------
-        shift : int
-            What is added to it.
-        """
-
-    def last(self, shift: int = 0) -> Any:
-        """Return the position of the last row.
-
-        Parameters
-        ----------
-        shift : int
-            What is added to it.
-        """
-
-    def per_item(self, numbers: int | Array) -> Any:
-        """Return what is given for each batch item.
-
-        Parameters
-        ----------
-        numbers : int or Array
-            A number for all, or an array of the batch axes.
-        """
-
-    def per_row(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest of what is given for each query row.
-
-        Parameters
-        ----------
-        numbers : Array
-            Shape (..., L).
-        """
-
-    def per_key(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest of what is given for each key.
-
-        Parameters
-        ----------
-        numbers : Array
-            Shape (..., S).
-        """
-
-    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
-        """Return whether any and whether all of a mask array holds.
-
-        Parameters
-        ----------
-        seen : Array of bool
-            It broadcasts to the scores, (..., H, L, S).
-        """
-
-    def table(self, compiled: Compiled) -> Answer:
-        """Return what a table says.
-
-        Parameters
-        ----------
-        compiled : Compiled
-            The mask that has it.
-        """
 
 
 class Mask(Value):
@@ -228,16 +121,16 @@ class Mask(Value):
         return self.seen(Called(b, h, i, j))
 
     def __and__(self, other: Any) -> Mask:
-        return _joined(And, self, other)
+        return And.of(self, other)
 
     def __rand__(self, other: Any) -> Mask:
-        return _joined(And, other, self)
+        return And.of(other, self)
 
     def __or__(self, other: Any) -> Mask:
-        return _joined(Or, self, other)
+        return Or.of(self, other)
 
     def __ror__(self, other: Any) -> Mask:
-        return _joined(Or, other, self)
+        return Or.of(other, self)
 
     def __invert__(self) -> Mask:
         return self.mask if isinstance(self, Not) else Not(self)
@@ -263,23 +156,43 @@ def as_mask(thing: Any) -> Mask:
 # ---- of masks ----------------------------------------------------------------------------------
 
 
-def _joined(kind: type[And] | type[Or], *masks: Any) -> Mask:
-    parts: list[Mask] = []
-    for mask in map(as_mask, masks):
-        parts += mask.parts if isinstance(mask, kind) else (mask,)
-    return kind(tuple(parts))
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class And(Mask):
+class Joined(Mask):
+    """Masks joined by one operator.
+
+    Attributes
+    ----------
+    parts : tuple of Mask
+        Two or more, none of them joined by the same operator.
+    """
+
+    sign: ClassVar[str]
+    join: ClassVar[Callable[[Any, Any], Any]]
     parts: tuple[Mask, ...]
 
+    @classmethod
+    def of(cls, *masks: Any) -> Mask:
+        """Return masks joined.
+
+        Parameters
+        ----------
+        *masks : Mask, callable or Array of bool
+            What is to be joined; what is joined by the same operator already is taken apart.
+        """
+        parts: list[Mask] = []
+        for mask in map(as_mask, masks):
+            parts += mask.parts if isinstance(mask, cls) else (mask,)
+        return cls(tuple(parts))
+
     def seen(self, at: Place) -> Array:
-        return functools.reduce(operator.and_, [part.seen(at) for part in self.parts])
+        return self._reduced([part.seen(at) for part in self.parts])
 
     def answer(self, block: Block) -> Answer:
         some, every = zip(*[part.answer(block) for part in self.parts], strict=True)
-        return Answer(functools.reduce(operator.and_, some), functools.reduce(operator.and_, every))
+        return Answer(self._reduced(some), self._reduced(every))
+
+    def _reduced(self, things: Iterable[Any]) -> Any:
+        return functools.reduce(type(self).join, things)
 
     @property
     def has_rule(self) -> bool:
@@ -290,30 +203,19 @@ class And(Mask):
             part.check(dims)
 
     def __repr__(self) -> str:
-        return " & ".join([f"({p!r})" if isinstance(p, Or) else repr(p) for p in self.parts])
+        # Of the two, & binds closer.
+        parts = [f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts]
+        return f" {self.sign} ".join(parts)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Or(Mask):
-    parts: tuple[Mask, ...]
+class And(Joined):
+    sign: ClassVar[str] = "&"
+    join: ClassVar[Callable[[Any, Any], Any]] = operator.and_
 
-    def seen(self, at: Place) -> Array:
-        return functools.reduce(operator.or_, [part.seen(at) for part in self.parts])
 
-    def answer(self, block: Block) -> Answer:
-        some, every = zip(*[part.answer(block) for part in self.parts], strict=True)
-        return Answer(functools.reduce(operator.or_, some), functools.reduce(operator.or_, every))
-
-    @property
-    def has_rule(self) -> bool:
-        return any(part.has_rule for part in self.parts)
-
-    def check(self, dims: Dims) -> None:
-        for part in self.parts:
-            part.check(dims)
-
-    def __repr__(self) -> str:
-        return " | ".join([repr(part) for part in self.parts])
+class Or(Joined):
+    sign: ClassVar[str] = "|"
+    join: ClassVar[Callable[[Any, Any], Any]] = operator.or_
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -325,7 +227,7 @@ class Not(Mask):
 
     def answer(self, block: Block) -> Answer:
         some, every = self.mask.answer(block)
-        return Answer(_opposite(every), _opposite(some))
+        return Answer(opposite(every), opposite(some))
 
     @property
     def has_rule(self) -> bool:
@@ -335,11 +237,7 @@ class Not(Mask):
         self.mask.check(dims)
 
     def __repr__(self) -> str:
-        return f"~({self.mask!r})" if isinstance(self.mask, (And, Or)) else f"~{self.mask!r}"
-
-
-def _opposite(flags: Any) -> Any:
-    return not flags if isinstance(flags, bool) else ~flags
+        return f"~({self.mask!r})" if isinstance(self.mask, Joined) else f"~{self.mask!r}"
 
 
 # ---- of positions ------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from polyattn.answers import Answer
 from polyattn.arrays import Array, cast, index_range, is_array
 from polyattn.band import Span
-from polyattn.patterns import And, Answer, Causal, Compiled, Dense, Mask, Rule, Window
+from polyattn.patterns import And, Causal, Compiled, Dense, Mask, Rule, Window
 from polyattn.places import FAR
 from polyattn.problem import Operands, Problem
 
@@ -122,7 +123,7 @@ class Tile:
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
         """Return the least and greatest of what is given for each row."""
         low, high = self._bounds(numbers, 0)
-        return _before_last(self._xp, low), _before_last(self._xp, high)
+        return self._xp.matrix_transpose(low), self._xp.matrix_transpose(high)
 
     def per_key(self, numbers: Array) -> tuple[Array, Array]:
         """Return the least and greatest of what is given for each key."""
@@ -145,11 +146,6 @@ class Tile:
         part = numbers[..., slice(*(self.rows, self.columns)[axis])]
         low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
         return low[..., None, None, None], high[..., None, None, None]
-
-
-def _before_last(xp: Any, array: Array) -> Array:
-    """Turn (..., 1, n) into (..., n, 1)."""
-    return xp.matrix_transpose(array)
 
 
 class Grid(Tile):
@@ -253,17 +249,12 @@ class Grid(Tile):
             )
             return rows * columns
 
-        answers = Answer(count(compiled.some) > 0, count(compiled.every) == area())
-        lead = compiled.shape[0]
-        batch = self._shape[:-1] if lead != 1 else (1,) * len(self._shape[:-1])
-        return Answer(
-            *[
-                xp.reshape(answer, (*batch, *answer.shape[1:]))
-                if len(batch)
-                else xp.reshape(answer, answer.shape[1:])
-                for answer in answers
-            ]
-        )
+        some, every = count(compiled.some) > 0, count(compiled.every) == area()
+        batch = self._shape[:-1]
+        if compiled.shape[0] == 1:
+            batch = (1,) * len(batch)
+        shape = (*batch, *some.shape[1:])
+        return Answer(xp.reshape(some, shape), xp.reshape(every, shape))
 
     def _summed(self, table: Array, size: int) -> Array:
         """Return the sums of a table over each block: differences of sums from its corner."""

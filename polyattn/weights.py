@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array
 from polyattn.attention import heads_first, is_flat
 from polyattn.band import Span
-from polyattn.call import describe
+from polyattn.call import check_whole, describe
 from polyattn.kernels.weights import Weights
 from polyattn.patterns import Mask
 from polyattn.problem import examine
@@ -17,6 +16,9 @@ from polyattn.selection import plan
 from polyattn.steps import Normalizer, ScaleRule, Score, Similarity
 
 __all__ = ["TopWeights", "attention_weights"]
+
+# What names rows or heads.
+WHICH = "an integer, a sequence of them, or a slice"
 
 
 class TopWeights(NamedTuple):
@@ -136,7 +138,7 @@ def attention_weights(
 def _top(top: Any, length: int) -> int | None:
     if top is None:
         return None
-    number = _whole("top", top)
+    number = check_whole("top", top)
     if not 1 <= number <= length:
         raise ValueError(f"top must be from 1 to S = {length}; got {top!r}")
     return number
@@ -149,9 +151,9 @@ def _spans(name: str, given: Any, length: int) -> tuple[Span, ...] | None:
     if isinstance(given, slice):
         numbers = list(range(*given.indices(length)))
     elif isinstance(given, Sequence) and not isinstance(given, str):
-        numbers = [_whole(name, number) for number in given]
+        numbers = [check_whole(name, number, WHICH) for number in given]
     else:
-        numbers = [_whole(name, given)]
+        numbers = [check_whole(name, given, WHICH)]
     spans: list[Span] = []
     for number in numbers:
         if not -length <= number < length:
@@ -164,12 +166,3 @@ def _spans(name: str, given: Any, length: int) -> tuple[Span, ...] | None:
     if not spans:
         raise ValueError(f"{name} must name at least one; got {given!r}")
     return tuple(spans)
-
-
-def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be an integer, a sequence of them, or a slice; got {value!r}")

@@ -15,7 +15,7 @@ import polyattn.dialects
 import polyattn.masks
 import polyattn.plugin
 import polyattn.scores
-from polyattn.patterns import Block
+from polyattn.answers import Block
 from polyattn.places import Place
 
 MODULES = (

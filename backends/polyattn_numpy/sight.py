@@ -64,19 +64,19 @@ class Sight:
 
     def _in_patches(self, tile: Tile, patches: tuple[Patch, ...]) -> list[Hidden]:
         """Return what is seen in patches, that of the last tile again where heads are alike."""
+        assert self.call.mask is not None
+        assert self.call.table is not None
         key = (tile.rows, tile.columns)
         if self._last[0] == key:
             return self._last[1]
-        found, alike = [], True
+        found = []
         for rows, columns in patches:
-            assert self.call.mask is not None
             seen = self.call.mask.seen(self.call.indices(self.piece, tile.heads, rows, columns))
-            alike = alike and (seen.ndim < 3 or seen.shape[-3] == 1)
             first, start = tile.rows.start, tile.columns.start
             down = slice(rows.start - first, rows.stop - first)
             across = slice(columns.start - start, columns.stop - start)
             found.append(((..., down, slice(None), across), self._split_heads(seen)))
-        self._last = (key if alike else None, found)
+        self._last = (key if self.call.table.alike else None, found)
         return found
 
     def _split_heads(self, seen: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Array, Grid, Mask, Operands, Problem, Span
+from polyattn.plugin import Array, Grid, Indices, Mask, Operands, Problem, Span
 from polyattn_numpy.blocks import Patch, Piece, Tile, even, even_count, is_tabled, row_sizes
 
 __all__ = ["Table"]
@@ -44,6 +44,8 @@ class Table:
         How many keys a tile has at most.
     members : int
         How many query heads there are to a key/value head.
+    alike : bool
+        Whether all heads see the same keys.
     """
 
     kinds: Array
@@ -51,6 +53,7 @@ class Table:
     cell: int
     side: int
     members: int
+    alike: bool
 
     @classmethod
     def of(cls, mask: Mask, problem: Problem, x: Operands, xp: Any, tile: int) -> Table | None:
@@ -67,7 +70,9 @@ class Table:
         split = (1, 1) if heads == 1 else (groups, members)
         some, every = (flags.reshape(*batch, *split, down, across) for flags in (some, every))
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
-        return cls(kinds, strip, cell, side, members)
+        corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
+        alike = problem.heads == 1 or corner.ndim < 3 or corner.shape[-3] == 1
+        return cls(kinds, strip, cell, side, members, alike)
 
     @property
     def differs_by_item(self) -> bool:

@@ -52,6 +52,11 @@ def per_head(case: Case, rng: Any) -> Any:
     return masks.window(1, 0) | masks.dense(random_mask(case, rng, (1, case.H, 1, case.S)))
 
 
+def by_head(case: Case, rng: Any) -> Any:
+    """A mask that says the same of each head's tiles, and in them shows each other keys."""
+    return masks.prefix(case.S - 1) & masks.rule(two_in_three)
+
+
 def compiled(case: Case, rng: Any) -> Any:
     mask = masks.rule(two_in_three) & ~masks.window(2, 3)
     items = math.prod(case.full_batch)
@@ -233,6 +238,7 @@ LENGTHS: Group = {
     "150 x 150, packed documents": {"mask": Draw(packed), "L": 150, "S": 150},
     "150 x 150, composed masks": {"mask": Draw(composed), "L": 150, "S": 150},
     "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
+    "150 x 150, heads that differ": {"mask": Draw(by_head), "H": 4, "L": 150, "S": 150},
     "65 x 513, score value": {"score_mod": Draw(relative), "L": 65, "S": 513},
 }
 
