@@ -246,6 +246,14 @@ def index_range(xp: Any, start: int, stop: int, like: Array) -> Array:
     return xp.arange(start, stop, device=device)
 
 
+def numbers_like(xp: Any, numbers: Any, dtype: Any, like: Array) -> Array:
+    """Return a sequence or NumPy array of numbers as an array, on the device of `like`."""
+    device = getattr(like, "device", None)
+    if device is None or array_api_compat.is_jax_namespace(xp):
+        return xp.asarray(numbers, dtype=dtype)
+    return xp.asarray(numbers, dtype=dtype, device=device)
+
+
 def quiet(library: str) -> AbstractContextManager[Any]:
     """Keep NumPy, under whatever library, from reporting what the formula means to happen.
 

@@ -70,7 +70,7 @@ def plugin(tmp_path_factory):
             env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=900,
         )
 
     return run
@@ -118,7 +118,7 @@ def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     shown = re.search(r"check einsum --kernel einsum\n(.*?)```", WRITING, re.DOTALL)[1]
     lines = [line for line in shown.splitlines() if line.strip() != "..."]

@@ -13,6 +13,7 @@ import polyattn.conformance.departures
 import polyattn.conformance.suite
 import polyattn.dialects
 import polyattn.masks
+import polyattn.nn
 import polyattn.plugin
 import polyattn.scores
 from polyattn.answers import Block
@@ -26,6 +27,7 @@ MODULES = (
     polyattn.conformance.suite,
     polyattn.dialects,
     polyattn.masks,
+    polyattn.nn,
     polyattn.plugin,
     polyattn.scores,
 )

@@ -1,0 +1,44 @@
+"""Layers around attention, for any array library: small enough to read in one sitting.
+
+Parameters are plain arrays in frozen dataclasses, and the functions are pure.
+"""
+
+from polyattn.nn import load
+from polyattn.nn.attention import MultiHeadAttention
+from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
+from polyattn.nn.cache import KVCache
+from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
+from polyattn.nn.models import Transformer
+from polyattn.nn.module import Module
+from polyattn.nn.positions import (
+    LearnedPositions,
+    RelativeBias,
+    Rotary,
+    Sinusoidal,
+    linear_scaling,
+    ntk_scaling,
+    yarn_scaling,
+)
+
+__all__ = [
+    "DecoderBlock",
+    "Embedding",
+    "EncoderBlock",
+    "FeedForward",
+    "KVCache",
+    "LayerNorm",
+    "LearnedPositions",
+    "Linear",
+    "Module",
+    "MultiHeadAttention",
+    "RMSNorm",
+    "RelativeBias",
+    "Rotary",
+    "Sinusoidal",
+    "Stack",
+    "Transformer",
+    "linear_scaling",
+    "load",
+    "ntk_scaling",
+    "yarn_scaling",
+]

@@ -1,0 +1,284 @@
+"""Multi-head attention: projections around `polyattn.attention`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.arrays import Array, index_range, library_of
+from polyattn.attention import attention
+from polyattn.nn.cache import KVCache
+from polyattn.nn.layers import Linear, Norm, draws
+from polyattn.nn.module import Draws, Module
+from polyattn.nn.positions import Rotary
+
+__all__ = ["MultiHeadAttention"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MultiHeadAttention(Module):
+    """Attention of several heads, each with queries, keys and values of its own.
+
+    Attributes
+    ----------
+    query, key, value : Linear or None
+        From tokens to all heads' queries, keys and values; None where they are fused.
+    output : Linear or None
+        From all heads' outputs to tokens; None to return them side by side.
+    heads, key_heads : int
+        H and G: query head h reads key/value head h // (H // G).
+    fused : Linear or None
+        One map to queries, keys and values, side by side in that order.
+    head_size : int
+        D, of queries and keys.
+    query_norm, key_norm : LayerNorm, RMSNorm or None
+        What normalises each head's queries and keys, before they are turned.
+    rotary : Rotary or None
+        What turns queries and keys by their positions.
+    """
+
+    query: Linear | None
+    key: Linear | None
+    value: Linear | None
+    output: Linear | None
+    heads: int
+    key_heads: int
+    head_size: int
+    fused: Linear | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    rotary: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        if self.key_heads < 1 or self.heads % self.key_heads:
+            raise ValueError(
+                f"heads must be a multiple of key_heads; got {self.heads} and {self.key_heads}"
+            )
+        separate = [self.query, self.key, self.value]
+        if (self.fused is None) == any(linear is None for linear in separate):
+            raise ValueError("give query, key and value, or fused alone")
+
+    @classmethod
+    def init(
+        cls,
+        size: int,
+        heads: int,
+        *,
+        like: Array,
+        seed: int | Draws = 0,
+        key_heads: int | None = None,
+        head_size: int | None = None,
+        value_size: int | None = None,
+        context_size: int | None = None,
+        bias: bool = True,
+        fused: bool = False,
+        query_norm: Norm | None = None,
+        key_norm: Norm | None = None,
+        rotary: Rotary | None = None,
+    ) -> MultiHeadAttention:
+        """Begin with Glorot's uniform weights and biases of 0.
+
+        Parameters
+        ----------
+        size : int
+            Of a token's vector.
+        heads : int
+            H.
+        like : Array
+            An array of the library, device and dtype that the parameters are to have.
+        seed : int or Draws
+            The same one gives the same weights in every library.
+        key_heads : int, optional
+            G, H by default; 1 is multi-query attention.
+        head_size, value_size : int, optional
+            D and E: size / H by default, and D.
+        context_size : int, optional
+            The size of the tokens that are attended to, if it is another.
+        bias : bool
+            Whether the maps have biases.
+        fused : bool
+            Whether queries, keys and values come of one map.
+        query_norm, key_norm : LayerNorm or RMSNorm, optional
+            Such as ``RMSNorm.init(head_size, like=like)``.
+        rotary : Rotary, optional
+            Such as ``Rotary(head_size)``.
+
+        Returns
+        -------
+        MultiHeadAttention
+            The layer.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import nn
+        >>> x = np.ones((2, 5, 64), dtype=np.float32)
+        >>> layer = nn.MultiHeadAttention.init(64, 8, key_heads=2, like=x)
+        >>> layer(x, is_causal=True).shape
+        (2, 5, 64)
+        """
+        if head_size is None:
+            if size % heads:
+                raise ValueError(
+                    f"{heads} heads do not divide a size of {size}: give head_size, or others"
+                )
+            head_size = size // heads
+        key_heads = heads if key_heads is None else key_heads
+        value_size = head_size if value_size is None else value_size
+        context_size = size if context_size is None else context_size
+        if fused and context_size != size:
+            raise ValueError("a fused map takes tokens of one size; drop context_size")
+        draw = draws(like, seed)
+
+        def linear(inputs: int, outputs: int) -> Linear:
+            return Linear.init(inputs, outputs, like=like, seed=draw, bias=bias)
+
+        widths = (heads * head_size, key_heads * head_size, key_heads * value_size)
+        return cls(
+            query=None if fused else linear(size, widths[0]),
+            key=None if fused else linear(context_size, widths[1]),
+            value=None if fused else linear(context_size, widths[2]),
+            fused=linear(size, sum(widths)) if fused else None,
+            output=linear(heads * value_size, size),
+            heads=heads,
+            key_heads=key_heads,
+            head_size=head_size,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            rotary=rotary,
+        )
+
+    def __call__(
+        self,
+        x: Array,
+        context: Array | None = None,
+        *,
+        cache: KVCache | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attend.
+
+        Parameters
+        ----------
+        x : Array
+            Tokens, shape (..., L, size).
+        context : Array, optional
+            What is attended to, shape (..., S, context_size); `x` itself by default.
+        cache : KVCache, optional
+            The keys and values of what came before; those of `context` join it.
+        positions : Array of int, optional
+            Where the tokens of `x` stand, shape (L,) or (..., L), for `rotary`; by default they
+            follow what the cache holds.
+        **options : Any
+            As `polyattn.attention` takes them: mask, bias, is_causal, window, scale, softcap,
+            score_mod, sinks, dropout, similarity, normalizer, backend, kernel.
+
+        Returns
+        -------
+        Array, or tuple of Array and KVCache
+            Shape (..., L, size); with a cache, the pair of that and the cache that is next.
+        """
+        query, key, value = self._projected(x, x if context is None else context)
+        if self.query_norm is not None:
+            query = self.query_norm(query)
+        if self.key_norm is not None:
+            key = self.key_norm(key)
+        if self.rotary is not None:
+            if positions is None:
+                positions = _positions(query, cache)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        if cache is not None:
+            cache = cache.append(key, value)
+            key, value = cache.keys, cache.values
+            options = cache.options(query.shape[-2], options)
+        output = self._joined(attention(query, key, value, **options))
+        return output if cache is None else (output, cache)
+
+    @property
+    def value_size(self) -> int:
+        """E, of a head's values."""
+        if self.fused is None:
+            assert self.value is not None
+            return int(self.value.weight.shape[1]) // self.key_heads
+        width = int(self.fused.weight.shape[1])
+        return width // self.key_heads - (self.heads // self.key_heads + 1) * self.head_size
+
+    def cache(self, capacity: int, *, like: Array, batch: tuple[int, ...] = ()) -> KVCache:
+        """Return an empty cache for this layer's keys and values.
+
+        Parameters
+        ----------
+        capacity : int
+            How many tokens there is memory for.
+        like : Array
+            An array of the library, device and dtype of the keys and values.
+        batch : tuple of int
+            The batch axes.
+
+        Returns
+        -------
+        KVCache
+            For the first call's ``cache=``.
+        """
+        return KVCache.init(
+            *(self.key_heads, self.head_size, capacity),
+            like=like,
+            batch=batch,
+            value_size=self.value_size,
+        )
+
+    def _projected(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
+        """Return queries (..., H, L, D), keys (..., G, S, D) and values (..., G, S, E)."""
+        if self.fused is None:
+            assert self.query is not None
+            assert self.key is not None
+            assert self.value is not None
+            return (
+                _split(self.query(x), self.heads),
+                _split(self.key(context), self.key_heads),
+                _split(self.value(context), self.key_heads),
+            )
+        ends = (self.heads * self.head_size, (self.heads + self.key_heads) * self.head_size)
+        if context is x:
+            all_three = self.fused(x)
+            query, key, value = (
+                all_three[..., : ends[0]],
+                all_three[..., ends[0] : ends[1]],
+                all_three[..., ends[1] :],
+            )
+        else:
+            query = _part(self.fused, 0, ends[0])(x)
+            both = _part(self.fused, ends[0], None)(context)
+            width = ends[1] - ends[0]
+            key, value = both[..., :width], both[..., width:]
+        return (
+            _split(query, self.heads),
+            _split(key, self.key_heads),
+            _split(value, self.key_heads),
+        )
+
+    def _joined(self, heads: Array) -> Array:
+        xp = library_of(heads).xp
+        rank = len(heads.shape)
+        side_by_side = xp.permute_dims(heads, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
+        flat = xp.reshape(side_by_side, (*side_by_side.shape[:-2], -1))
+        return flat if self.output is None else self.output(flat)
+
+
+def _part(linear: Linear, start: int, stop: int | None) -> Linear:
+    bias = None if linear.bias is None else linear.bias[start:stop]
+    return Linear(linear.weight[:, start:stop], bias)
+
+
+def _split(x: Array, heads: int) -> Array:
+    """Turn (..., L, H · D) into (..., H, L, D)."""
+    xp = library_of(x).xp
+    rank = len(x.shape)
+    split = xp.reshape(x, (*x.shape[:-1], heads, x.shape[-1] // heads))
+    return xp.permute_dims(split, (*range(rank - 2), rank - 1, rank - 2, rank))
+
+
+def _positions(query: Array, cache: KVCache | None) -> Array:
+    indices = index_range(library_of(query).xp, 0, query.shape[-2], query)
+    return indices if cache is None else indices + cache.next_position

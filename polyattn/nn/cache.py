@@ -1,0 +1,310 @@
+"""KVCache: the keys and values of the tokens so far, for decoding one after another.
+
+A cache is a value: what it holds never changes. Where arrays can be written to, the next cache
+shares its memory, as long as it is the only one to follow; a second one that would write to the
+same place takes a copy. Where they cannot (JAX, a graph of gradients) it makes new arrays of the
+same shape, so that a compiled step is compiled once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from polyattn.arrays import (
+    Array,
+    index_range,
+    is_array,
+    is_compiling,
+    library_of,
+    torch_transforms,
+)
+from polyattn.masks import padding
+from polyattn.patterns import as_mask
+
+__all__ = ["KVCache"]
+
+
+class _Buffer:
+    """How far arrays that several caches share are written."""
+
+    def __init__(self, filled: int) -> None:
+        self.filled = filled
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of the tokens so far.
+
+    Attributes
+    ----------
+    key, value : Array
+        Memory for them, shapes (..., G, capacity, D) and (..., G, capacity, E).
+    length : int or Array of int
+        How many tokens are held; an array of no axes where the library traces.
+    first : int
+        Where in the memory the first of them is.
+    dropped : int
+        How many came before those and are held no more.
+    buffer : object
+        How far the memory is written, which the caches that share it have in common.
+    """
+
+    key: Array
+    value: Array
+    length: int | Array = 0
+    first: int = 0
+    dropped: int = 0
+    buffer: _Buffer = field(default_factory=lambda: _Buffer(0), repr=False, compare=False)
+
+    @classmethod
+    def init(
+        cls,
+        heads: int,
+        size: int,
+        capacity: int,
+        *,
+        like: Array,
+        batch: tuple[int, ...] = (),
+        value_size: int | None = None,
+    ) -> KVCache:
+        """Make memory for tokens.
+
+        Parameters
+        ----------
+        heads : int
+            G.
+        size : int
+            D.
+        capacity : int
+            How many tokens there is memory for. More take new memory, but where the library
+            traces and nobody knows how many are held: what is beyond the capacity is lost there.
+        like : Array
+            An array of the library, device and dtype of the keys and values.
+        batch : tuple of int
+            The batch axes.
+        value_size : int, optional
+            E, if it is not D.
+
+        Returns
+        -------
+        KVCache
+            An empty one.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import nn
+        >>> token = np.ones((2, 8, 1, 64), dtype=np.float32)
+        >>> cache = nn.KVCache.init(8, 64, 16, like=token, batch=(2,)).append(token, token)
+        >>> cache.keys.shape
+        (2, 8, 1, 64)
+        """
+        library_of(like, "like")
+        shape = (*batch, heads, 1, 1)
+        one = like[(0,) * len(like.shape)]
+        one = library_of(like).xp.broadcast_to(one, shape)
+        return cls(_empty(one, capacity, size), _empty(one, capacity, value_size or size))
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens there is memory for."""
+        return int(self.key.shape[-2])
+
+    @property
+    def next_position(self) -> int | Array:
+        """The position of the token that comes next."""
+        return self.dropped + self.length
+
+    @property
+    def keys(self) -> Array:
+        """The keys, shape (..., G, length, D); where the library traces, all of the memory."""
+        return self._held(self.key)
+
+    @property
+    def values(self) -> Array:
+        """The values, shape (..., G, length, E); where the library traces, all of the memory."""
+        return self._held(self.value)
+
+    def _held(self, memory: Array) -> Array:
+        if is_array(self.length):
+            return memory
+        return memory[..., self.first : self.first + self.length, :]
+
+    def options(self, new: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of attention to what is held, by the newest tokens.
+
+        Parameters
+        ----------
+        new : int
+            How many rows there are: those of the tokens that came last.
+        given : dict
+            What else attention is given.
+
+        Returns
+        -------
+        dict
+            `given`, and what hides the memory that is not filled.
+        """
+        if not is_array(self.length):
+            return given
+        held = padding(self.length)
+        mask = held if given.get("mask") is None else held & as_mask(given["mask"])
+        return {"query_offset": self.length - new} | given | {"mask": mask}
+
+    def append(self, key: Array, value: Array) -> KVCache:
+        """Return the cache with more tokens after those that it holds.
+
+        Parameters
+        ----------
+        key, value : Array
+            Theirs, shapes (..., G, n, D) and (..., G, n, E).
+
+        Returns
+        -------
+        KVCache
+            The next one; this one holds what it held.
+
+        Raises
+        ------
+        ValueError
+            If the shapes do not fit.
+        """
+        for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
+            *lead, _, size = memory.shape
+            if (*new.shape[:-2], *new.shape[-1:]) != (*lead, size) or len(new.shape) < 2:
+                raise ValueError(
+                    f"{name} must have the shape {(*lead, 'n', size)} of the cache; got"
+                    f" {tuple(new.shape)}"
+                )
+        if key.shape[-2] != value.shape[-2]:
+            raise ValueError(
+                f"there must be as many values as keys; got {key.shape[-2]} keys and"
+                f" {value.shape[-2]} values"
+            )
+        if is_array(self.length) or not _is_writable(key, self.key):
+            return self._joined_anew(key, value)
+        return self._written(key, value)
+
+    def _written(self, key: Array, value: Array) -> KVCache:
+        assert isinstance(self.length, int)
+        more, at, cache = key.shape[-2], self.first + self.length, self
+        if at + more > self.capacity or self.buffer.filled != at:
+            cache = self._moved(more)
+            at = self.length
+        cache.key[..., at : at + more, :] = key
+        cache.value[..., at : at + more, :] = value
+        cache.buffer.filled = at + more
+        return replace(cache, length=self.length + more)
+
+    def _moved(self, more: int) -> KVCache:
+        """Return the same in memory of its own, with room for more."""
+        assert isinstance(self.length, int)
+        room, memory = self._room(more), []
+        for held in (self.keys, self.values):
+            new = _empty(held, room, held.shape[-1])
+            new[..., : self.length, :] = held
+            memory.append(new)
+        return replace(self, key=memory[0], value=memory[1], first=0, buffer=_Buffer(self.length))
+
+    def _joined_anew(self, key: Array, value: Array) -> KVCache:
+        """Return a cache of new arrays of the same shape, made without writing to any."""
+        more, cache = key.shape[-2], self
+        if not is_array(self.length) and self.first + self.length + more > self.capacity:
+            cache = self._moved_anew(more)
+        memory = [
+            _with_rows(held, new, cache.first + cache.length)
+            for held, new in ((cache.key, key), (cache.value, value))
+        ]
+        return replace(cache, key=memory[0], value=memory[1], length=cache.length + more)
+
+    def _moved_anew(self, more: int) -> KVCache:
+        """Return the same in arrays of its own, with room for more, without writing to any."""
+        assert isinstance(self.length, int)
+        xp, room = library_of(self.key).xp, self._room(more) - self.length
+        key, value = (
+            xp.concat((held, _empty(held, room, held.shape[-1])), axis=-2)
+            for held in (self.keys, self.values)
+        )
+        return replace(self, key=key, value=value, first=0, buffer=_Buffer(self.length))
+
+    def _room(self, more: int) -> int:
+        """Return how many tokens to make room for, so that these and more fit."""
+        assert isinstance(self.length, int)
+        room = max(self.capacity, 16)
+        while room < self.length + more:
+            room *= 2
+        return room
+
+    def truncate(self, length: int) -> KVCache:
+        """Return the cache of the first `length` of the tokens that it holds.
+
+        Parameters
+        ----------
+        length : int
+            How many to keep.
+
+        Returns
+        -------
+        KVCache
+            The next one; this one holds what it held.
+        """
+        if not is_array(self.length) and not 0 <= length <= self.length:
+            raise ValueError(f"there are {self.length} tokens to keep; got {length}")
+        return replace(self, length=length)
+
+    def slide(self, window: int) -> KVCache:
+        """Return the cache of the newest tokens, `window` of them at most.
+
+        Parameters
+        ----------
+        window : int
+            How many to keep.
+
+        Returns
+        -------
+        KVCache
+            The next one; this one holds what it held.
+
+        Raises
+        ------
+        ValueError
+            If it is below 0, or the library traces, so that nobody knows how many there are.
+        """
+        if is_array(self.length) or window < 0:
+            raise ValueError(
+                f"a cache slides by a window of at least 0, outside of a traced function; got"
+                f" {window}"
+            )
+        over = max(self.length - window, 0)
+        return replace(
+            self, first=self.first + over, length=self.length - over, dropped=self.dropped + over
+        )
+
+
+def _empty(like: Array, room: int, width: int) -> Array:
+    """Return an array of zeros for so many tokens, of its own memory."""
+    xp = library_of(like).xp
+    zero = xp.reshape(index_range(xp, 0, 1, like), (1,) * len(like.shape)) * 0
+    whole = xp.broadcast_to(zero, (*like.shape[:-2], room, width))
+    return xp.astype(whole, like.dtype)  # always a copy
+
+
+def _with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
+    """Return `memory` with `rows` in place of those from `at` on."""
+    xp = library_of(memory).xp
+    places = index_range(xp, 0, memory.shape[-2], memory) - at
+    last = rows.shape[-2] - 1
+    new = (places >= 0) & (places <= last)
+    chosen = xp.clip(places, 0, last)
+    spread = xp.take(rows, chosen, axis=-2)
+    return xp.where(new[:, None], spread, memory)
+
+
+def _is_writable(new: Array, memory: Array) -> bool:
+    """Whether rows can be written into memory without a trace or a graph losing sight of them."""
+    library = library_of(memory)
+    if library.name == "torch":
+        grads = getattr(new, "requires_grad", False) or memory.requires_grad
+        return not (grads or is_compiling() or torch_transforms())
+    return library.name in ("numpy", "cupy")

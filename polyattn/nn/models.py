@@ -1,0 +1,247 @@
+"""Transformer: tokens to vectors, blocks over them, and logits: encoder, decoder, or both in turn.
+
+An encoder–decoder is two of them: the second, of `DecoderBlock`, is called with what the first one
+made of the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.arrays import Array, index_range, library_of
+from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
+from polyattn.nn.cache import KVCache
+from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, draws
+from polyattn.nn.module import Draws, Module
+from polyattn.nn.positions import LearnedPositions, Sinusoidal
+
+__all__ = ["Transformer"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Transformer(Module):
+    """A model of tokens.
+
+    Attributes
+    ----------
+    embedding : Embedding
+        A vector for each token.
+    stack : Stack
+        The blocks.
+    positions : LearnedPositions, Sinusoidal or None
+        What is added for where a token stands; None where attention itself knows (rotary, ALiBi).
+    segments : Embedding or None
+        What is added for the kind of a token, as BERT has it.
+    embedding_norm : LayerNorm, RMSNorm or None
+        What normalises the sum.
+    output : Linear or None
+        From the last vectors to logits.
+    tied : bool
+        Whether logits are made with the embedding's own vectors.
+    embedding_scale : float
+        What multiplies the tokens' vectors.
+    """
+
+    embedding: Embedding
+    stack: Stack
+    positions: LearnedPositions | Sinusoidal | None = None
+    segments: Embedding | None = None
+    embedding_norm: Norm | None = None
+    output: Linear | None = None
+    tied: bool = False
+    embedding_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.tied and self.output is not None:
+            raise ValueError("logits come of the embedding (tied) or of output, not of both")
+
+    @classmethod
+    def init(
+        cls,
+        tokens: int,
+        size: int,
+        heads: int,
+        layers: int,
+        *,
+        like: Array,
+        seed: int | Draws = 0,
+        positions: int | Sinusoidal | None = None,
+        cross: bool = False,
+        norm: type[Norm] = LayerNorm,
+        pre_norm: bool = True,
+        logits: bool = True,
+        tied: bool = False,
+        **block: Any,
+    ) -> Transformer:
+        """Begin with Glorot's uniform weights.
+
+        Parameters
+        ----------
+        tokens : int
+            How many there are to tell apart.
+        size, heads : int
+            Of a token's vector, and of each block.
+        layers : int
+            How many blocks.
+        like : Array
+            An array of the library, device and dtype that the parameters are to have.
+        seed : int or Draws
+            The same one gives the same weights in every library.
+        positions : int or Sinusoidal, optional
+            How many learned positions there are, or the sines to add.
+        cross : bool
+            Whether blocks attend to another model's tokens too.
+        norm : {LayerNorm, RMSNorm}
+            The kind of normalisation.
+        pre_norm : bool
+            Whether it comes before each part; then one more comes last.
+        logits : bool
+            Whether there is an output map.
+        tied : bool
+            Whether the embedding is that map.
+        **block : Any
+            What else `EncoderBlock.init` or `DecoderBlock.init` takes.
+
+        Returns
+        -------
+        Transformer
+            The model.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from polyattn import nn
+        >>> like = np.zeros(1, dtype=np.float32)
+        >>> gpt = nn.Transformer.init(100, 64, 4, 2, like=like, positions=32, tied=True)
+        >>> gpt(np.asarray([[5, 7, 11]]), is_causal=True).shape
+        (1, 3, 100)
+        """
+        draw = draws(like, seed)
+        embedding = Embedding.init(tokens, size, like=like, seed=draw)
+        places = (
+            LearnedPositions.init(positions, size, like=like, seed=draw)
+            if isinstance(positions, int)
+            else positions
+        )
+        kind = DecoderBlock if cross else EncoderBlock
+        shared = {"like": like, "seed": draw, "norm": norm, "pre_norm": pre_norm} | block
+        blocks = tuple([kind.init(size, heads, **shared) for _ in range(layers)])
+        stack = Stack(blocks, norm.init(size, like=like) if pre_norm else None)
+        output = None
+        if logits and not tied:
+            output = Linear.init(size, tokens, like=like, seed=draw, bias=False)
+        return cls(embedding, stack, places, output=output, tied=tied)
+
+    def __call__(
+        self,
+        ids: Array,
+        *context: Array,
+        caches: tuple[KVCache, ...] | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run the model.
+
+        Parameters
+        ----------
+        ids : Array of int
+            Tokens, shape (..., L).
+        *context : Array
+            What `DecoderBlock` attends to, shape (..., S, size).
+        caches : tuple of KVCache, optional
+            A cache for each block: `ids` follow what they hold.
+        segments : Array of int, optional
+            The kind of each token, shape (..., L); 0 by default.
+        positions : Array of int, optional
+            Where the tokens stand, shape (L,) or (..., L); by default they follow the caches.
+        **options : Any
+            As the blocks take them: ``mask``, ``is_causal``, ``score_mod``, ``backend`` and so on.
+
+        Returns
+        -------
+        Array, or tuple of Array and tuple of KVCache
+            Logits, shape (..., L, tokens), or without an output map the vectors, (..., L, size);
+            with caches, the pair of that and the caches that are next.
+        """
+        x = self.embed(ids, caches=caches, segments=segments, positions=positions)
+        if positions is not None:
+            options["positions"] = positions
+        x = self.stack(x, *context, caches=caches, **options)
+        x, caches = x if caches is not None else (x, None)
+        x = self.logits(x)
+        return x if caches is None else (x, caches)
+
+    def embed(
+        self,
+        ids: Array,
+        *,
+        caches: tuple[KVCache, ...] | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+    ) -> Array:
+        """Return the vectors that enter the blocks.
+
+        Parameters
+        ----------
+        ids : Array of int
+            Tokens, shape (..., L).
+        caches : tuple of KVCache, optional
+            What the tokens follow.
+        segments, positions : Array of int, optional
+            As the model is called with them.
+
+        Returns
+        -------
+        Array
+            Shape (..., L, size).
+        """
+        xp = library_of(ids, "ids").xp
+        x = self.embedding(ids)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        if self.positions is not None:
+            if positions is None:
+                positions = index_range(xp, 0, ids.shape[-1], ids)
+                positions = positions + (caches[0].next_position if caches else 0)
+            x = x + self.positions(positions, like=x)
+        if self.segments is not None:
+            x = x + self.segments(ids * 0 if segments is None else segments)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def logits(self, x: Array) -> Array:
+        """Return the logits of the last vectors, or these where there is no output map.
+
+        Parameters
+        ----------
+        x : Array
+            Shape (..., L, size).
+
+        Returns
+        -------
+        Array
+            Shape (..., L, tokens), or `x`.
+        """
+        if self.tied:
+            return self.embedding.logits(x)
+        return x if self.output is None else self.output(x)
+
+    def caches(self, capacity: int, *, batch: tuple[int, ...] = ()) -> tuple[KVCache, ...]:
+        """Make a cache for each block.
+
+        Parameters
+        ----------
+        capacity : int
+            How many tokens there is memory for.
+        batch : tuple of int
+            The batch axes.
+
+        Returns
+        -------
+        tuple of KVCache
+            For the first call's ``caches=``.
+        """
+        like = self.embedding.weight
+        layers = [block.attention for block in self.stack.blocks]
+        return tuple([layer.cache(capacity, like=like, batch=batch) for layer in layers])

@@ -1,0 +1,381 @@
+"""The layers around attention: what each computes, in every library, and how they are made."""
+
+import math
+
+import array_api_strict
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import torch
+
+from polyattn import attention, masks, nn, scores
+
+RNG = np.random.default_rng(5)
+X, CONTEXT = RNG.normal(size=(2, 7, 24)), RNG.normal(size=(2, 9, 20))
+IDS = RNG.integers(0, 11, size=(2, 7))
+LIBRARIES = {
+    "numpy": (np.asarray, np.asarray),
+    "torch": (torch.tensor, np.asarray),
+    "jax": (jnp.asarray, np.asarray),
+    "strict": (array_api_strict.asarray, np.asarray),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return LIBRARIES[request.param]
+
+
+def close(a, b, tolerance=2e-6):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1, np.abs(b).max()))
+
+
+def float32(x):
+    return np.asarray(x, dtype=np.float32)
+
+
+def heads_of(x, weight, bias, heads):
+    y = x @ weight + bias
+    return y.reshape(*y.shape[:-1], heads, -1).swapaxes(-2, -3)
+
+
+# ---- modules -----------------------------------------------------------------------------------
+
+
+def gpt(like, **options):
+    shared = {"like": like, "positions": 16, "key_heads": 2, "gated": True, "activation": "silu"}
+    return nn.Transformer.init(11, 24, 4, 2, **shared | options)
+
+
+def test_a_seed_gives_the_same_weights_to_the_last_bit_in_every_library(library):
+    to, back = library
+    expected = gpt(np.zeros(1, dtype=np.float32), seed=3).parameters()
+    found = gpt(to(float32([0])), seed=3).parameters()
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        assert np.array_equal(back(array), expected[name]), name
+
+
+def test_another_seed_gives_other_weights_and_no_two_arrays_the_same():
+    like = np.zeros(1)
+    one, other = (gpt(like, seed=seed).parameters() for seed in (0, 1))
+    drawn = [name for name in one if name.endswith("weight") and "norm" not in name]
+    assert all(np.all(one[name] != other[name]) for name in drawn)
+    firsts = [one[name].ravel()[0] / np.abs(one[name]).max() for name in drawn]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_weights_are_spread_as_glorot_has_them():
+    weight = nn.Linear.init(300, 500, like=np.zeros(1)).weight
+    bound = math.sqrt(6 / 800)
+    assert np.abs(weight).max() <= bound
+    assert weight.var() == pytest.approx(bound**2 / 3, rel=0.02)
+    assert weight.mean() == pytest.approx(0, abs=0.001)
+
+
+def test_parameters_are_named_by_where_they_are_and_replaced_by_name():
+    model = gpt(np.zeros(1))
+    names = model.parameters()
+    assert "stack.blocks.1.attention.query.weight" in names
+    doubled = model.with_parameters({name: 2 * array for name, array in names.items()})
+    assert doubled.stack.blocks[0].feed_forward.up.weight[0, 0] == pytest.approx(
+        2 * model.stack.blocks[0].feed_forward.up.weight[0, 0]
+    )
+    assert doubled.stack.blocks[0].feed_forward.activation == "silu"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p.pop("embedding.weight"), r"missing: embedding.weight"),
+        (lambda p: p.update(other=np.zeros(1)), r"unknown: other"),
+        (
+            lambda p: p.update({"embedding.weight": np.zeros((2, 2))}),
+            r"embedding.weight has the shape \(11, 24\); got \(2, 2\)",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused_by_name(change, said):
+    model = gpt(np.zeros(1))
+    parameters = model.parameters()
+    change(parameters)
+    with pytest.raises(ValueError, match=said):
+        model.with_parameters(parameters)
+
+
+def test_a_module_prints_its_parts_with_their_shapes_and_says_alike_ones_once():
+    said = repr(gpt(np.zeros(1, dtype=np.float32)))
+    assert said.splitlines()[:5] == [
+        "Transformer(tied=False, embedding_scale=1.0)",
+        "  embedding: Embedding(weight: (11, 24) float32)",
+        "  stack: Stack()",
+        "    blocks[0–1]: EncoderBlock(pre_norm=True)",
+        "      attention: MultiHeadAttention(heads=4, key_heads=2, head_size=6)",
+    ]
+    own = nn.Linear.init(24, 24, like=np.zeros(1))
+    model = gpt(np.zeros(1))
+    first, second = model.stack.blocks
+    other = nn.EncoderBlock.init(24, 2, like=np.zeros(1))
+    mixed = repr(nn.Stack((first, second, other)))
+    assert "blocks[0–1]: " in mixed
+    assert "blocks[2]: " in mixed
+    assert repr(own) == "Linear(weight: (24, 24) float64, bias: (24,) float64)"
+
+
+def test_a_module_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        nn.Linear(np.eye(2)).weight = np.eye(3)
+
+
+# ---- layers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_norms_are_those_of_torch(library, dtype):
+    to, back = library
+    x, weight, bias = (np.asarray(a, dtype=dtype) for a in (3 * X + 1, X[0, 0], X[0, 1]))
+    layer = nn.LayerNorm(to(weight), to(bias), 1e-3)
+    tensors = [torch.tensor(a) for a in (x, weight, bias)]
+    tolerance = 2e-6 if dtype == "float32" else 1e-14
+    expected = torch.nn.functional.layer_norm(tensors[0], (24,), *tensors[1:], eps=1e-3)
+    assert str(back(layer(to(x))).dtype) in (dtype, "float32")  # JAX knows no float64 by default
+    if back(layer(to(x))).dtype == dtype:
+        close(back(layer(to(x))), expected, tolerance)
+        expected = torch.nn.functional.rms_norm(tensors[0], (24,), tensors[1] + 1, eps=1e-3)
+        close(back(nn.RMSNorm(to(weight), 1e-3, offset=1.0)(to(x))), expected, tolerance)
+
+
+def test_norms_of_16_bits_are_computed_in_float32():
+    x = torch.tensor(float32(100 * X)).half()
+    found = nn.LayerNorm.init(24, like=x)(x)
+    expected = torch.nn.functional.layer_norm(x.float(), (24,))
+    assert found.dtype == torch.float16
+    assert torch.allclose(found.float(), expected, atol=2e-3)
+    assert torch.isfinite(nn.RMSNorm.init(24, like=x)(x)).all()
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])
+def test_activations_are_those_of_torch(library, name):
+    to, back = library
+    x = float32(np.linspace(-30, 30, 4801))
+    expected = {
+        "relu": torch.relu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }[name](torch.tensor(x).double())
+    found = back(nn.layers.ACTIVATIONS[name](to(x)))
+    assert found.dtype == np.float32
+    assert np.abs(found - expected.numpy()).max() < 4e-6
+
+
+def test_erf_is_right_to_a_few_roundings_in_both_precisions(library):
+    to, back = library
+    x = np.concatenate((np.linspace(-7, 7, 20001), [0.0, -0.0, 1e-30, 1e30, np.inf, -np.inf]))
+    expected = scipy.special.erf(x)
+    assert np.abs(back(nn.erf.erf(to(float32(x)))) - scipy.special.erf(float32(x))).max() < 5e-7
+    wide = back(nn.erf.erf(to(x)))
+    if wide.dtype == np.float64:
+        assert np.abs(wide - expected).max() < 1e-15
+        small = x[np.abs(x) < 1]
+        close(back(nn.erf.erf(to(small))), scipy.special.erf(small), 1e-15)
+    assert np.isnan(back(nn.erf.erf(to(float32([np.nan])))))[0]
+
+
+def test_a_gate_multiplies_what_goes_up(library):
+    to, back = library
+    up, gate, down = (float32(a) for a in (X[0, :, :5].T, X[1, :, :5].T, X[0, :, :5]))
+    layer = nn.FeedForward(
+        nn.Linear(to(up)), nn.Linear(to(down[:, :5])), nn.Linear(to(gate)), "silu"
+    )
+    x = float32(X[0, :3, :5])
+    g = x @ gate
+    close(back(layer(to(x))), (g / (1 + np.exp(-g)) * (x @ up)) @ down[:, :5], 2e-5)
+
+
+def test_an_embedding_takes_ids_of_any_shape_and_gives_tied_logits(library):
+    to, back = library
+    table = float32(RNG.normal(size=(11, 6)))
+    layer = nn.Embedding(to(table))
+    assert np.array_equal(back(layer(to(IDS))), table[IDS])
+    assert np.array_equal(back(layer(to(IDS[0, 0]))), table[IDS[0, 0]])
+    close(back(layer.logits(to(table[:2]))), table[:2] @ table.T)
+
+
+# ---- attention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_multi_head_attention_is_projections_around_attention(library, fused, bias):
+    to, back = library
+    layer = nn.MultiHeadAttention.init(
+        *(24, 4), key_heads=2, head_size=10, value_size=3, bias=bias, fused=fused, like=to(X)
+    )
+    x = back(to(X))
+    arrays = {name: back(array) for name, array in layer.parameters().items()}
+    if fused:
+        weights = np.split(arrays["fused.weight"], [40, 60], axis=1)
+    else:
+        weights = [arrays[f"{name}.weight"] for name in ("query", "key", "value")]
+    assert [w.shape for w in weights] == [(24, 40), (24, 20), (24, 6)]
+    assert ("output.bias" in arrays) == bias
+    q, k, v = (heads_of(x, w, 0, h) for w, h in zip(weights, (4, 2, 2), strict=True))
+    together = attention(q, k, v, is_causal=True, window=(3, 0))
+    expected = together.swapaxes(1, 2).reshape(2, 7, 12) @ arrays["output.weight"]
+    close(back(layer(to(X), is_causal=True, window=(3, 0))), expected, 1e-5)
+
+
+def test_biases_are_added_where_they_belong():
+    layer = nn.MultiHeadAttention.init(24, 4, like=X)
+    arrays = layer.parameters()
+    given = {n: RNG.normal(size=a.shape) if "bias" in n else a for n, a in arrays.items()}
+    layer = layer.with_parameters(given)
+    q, k, v = (
+        heads_of(X, given[f"{name}.weight"], given[f"{name}.bias"], 4)
+        for name in ("query", "key", "value")
+    )
+    out = attention(q, k, v).swapaxes(1, 2).reshape(2, 7, 24)
+    close(layer(X), out @ given["output.weight"] + given["output.bias"], 1e-12)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+def test_cross_attention_takes_keys_and_values_of_the_context(library, fused):
+    to, back = library
+    other = RNG.normal(size=(2, 9, 24)) if fused else CONTEXT
+    layer = nn.MultiHeadAttention.init(
+        24, 4, key_heads=2, context_size=None if fused else 20, fused=fused, like=to(X)
+    )
+    found = back(layer(to(X), to(other)))
+    rows = [back(layer(to(X[:, n : n + 1]), to(other))) for n in range(7)]
+    close(found, np.concatenate(rows, axis=1), 1e-5)
+    shuffled = other[:, RNG.permutation(9)]
+    close(back(layer(to(X), to(shuffled))), found, 1e-5)
+    assert np.abs(back(layer(to(X), to(other + 1))) - found).max() > 1e-3
+
+
+def test_masks_scores_and_scale_rules_are_those_of_attention():
+    layer = nn.MultiHeadAttention.init(24, 4, like=X)
+    q, k, v = (heads_of(X, getattr(layer, name).weight, 0, 4) for name in ("query", "key", "value"))
+    options = {
+        "mask": masks.causal() & ~masks.window(0, 0) | masks.prefix(1),
+        "score_mod": scores.alibi(4) >> scores.temperature(0.5),
+        "scale": scores.long_sequence(),
+    }
+    expected = attention(q, k, v, **options).swapaxes(1, 2).reshape(2, 7, 24) @ layer.output.weight
+    close(layer(X, **options), expected, 1e-12)
+
+
+def test_queries_and_keys_are_normalised_head_by_head():
+    norm = nn.RMSNorm(RNG.random(6) + 0.5)
+    layer = nn.MultiHeadAttention.init(24, 4, query_norm=norm, key_norm=norm, like=X)
+    q, k, v = (heads_of(X, getattr(layer, name).weight, 0, 4) for name in ("query", "key", "value"))
+    q, k = (a / np.sqrt((a * a).mean(-1, keepdims=True) + 1e-6) * norm.weight for a in (q, k))
+    close(
+        layer(X), attention(q, k, v).swapaxes(1, 2).reshape(2, 7, 24) @ layer.output.weight, 1e-12
+    )
+    assert "query_norm.weight" in layer.parameters()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: nn.MultiHeadAttention.init(24, 5, like=X), "5 heads do not divide a size of 24"),
+        (lambda: nn.MultiHeadAttention.init(24, 4, key_heads=3, like=X), "multiple of key_heads"),
+        (lambda: nn.MultiHeadAttention.init(24, 4, fused=True, context_size=5, like=X), "one size"),
+        (lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6), "or fused alone"),
+        (lambda: nn.FeedForward.init(8, like=X, activation="tanh"), "one of relu, gelu.*'tanh'"),
+        (lambda: nn.Linear.init(4, 4, like=X, seed=-1), "seed must be at least 0"),
+        (lambda: nn.Sinusoidal(5), "must be even.*got 5"),
+        (lambda: nn.Rotary(7), "must be even.*got 7"),
+        (lambda: nn.Rotary(8, pairing="both"), "'halves' or 'neighbours'; got 'both'"),
+        (lambda: nn.Rotary(8, frequencies=(1.0,)), "4 frequencies; got 1"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_what_does_not_fit_a_map_is_refused():
+    layer = nn.Linear.init(24, 5, like=X)
+    with pytest.raises(ValueError, match=r"last axis is 24; got \(3, 4\) float64"):
+        layer(np.ones((3, 4)))
+    with pytest.raises(ValueError, match=r"takes numpy arrays.* of torch"):
+        layer(torch.ones(24))
+    with pytest.raises(TypeError, match="ids must be an integer array of numpy"):
+        nn.Embedding(np.ones((3, 2)))(np.ones(2))
+
+
+# ---- blocks and models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_blocks_add_what_they_compute_before_or_after_the_norm(norm):
+    block = nn.EncoderBlock.init(24, 4, norm=norm, like=X)
+    y = X + block.attention(block.attention_norm(X))
+    close(block(X), y + block.feed_forward(block.feed_forward_norm(y)), 1e-12)
+    block = nn.EncoderBlock.init(24, 4, norm=norm, pre_norm=False, like=X)
+    y = block.attention_norm(X + block.attention(X))
+    close(block(X), block.feed_forward_norm(y + block.feed_forward(y)), 1e-12)
+
+
+def test_decoder_blocks_are_causal_and_read_the_context():
+    block = nn.DecoderBlock.init(24, 4, context_size=20, like=X)
+    found = block(X, CONTEXT)
+    close(block(X[:, :3], CONTEXT), found[:, :3], 1e-12)
+    y = X + block.attention(block.attention_norm(X), is_causal=True)
+    y = y + block.cross_attention(block.cross_attention_norm(y), CONTEXT)
+    close(found, y + block.feed_forward(block.feed_forward_norm(y)), 1e-12)
+    seen = block(X, CONTEXT, context_mask=masks.prefix(4))
+    close(seen, block(X, CONTEXT[:, :4]), 1e-12)
+
+
+def test_a_whole_transformer_of_encoder_and_decoder(library):
+    to, back = library
+    like, sines = to(float32([0])), nn.Sinusoidal(24)
+    encoder = nn.Transformer.init(11, 24, 4, 2, like=like, positions=sines, logits=False)
+    decoder = nn.Transformer.init(13, 24, 4, 2, like=like, positions=sines, cross=True, seed=1)
+    source, target = to(IDS), to(IDS[:, :5])
+    memory = encoder(source)
+    assert tuple(memory.shape) == (2, 7, 24)
+    found = back(decoder(target, memory))
+    assert found.shape == (2, 5, 13)
+    close(back(decoder(to(IDS[:, :2]), memory)), found[:, :2], 1e-5)
+    changed = IDS.copy()
+    changed[:, -1] = (changed[:, -1] + 1) % 11
+    assert np.abs(back(decoder(target, encoder(to(changed)))) - found).max() > 1e-4
+
+
+def test_a_post_norm_model_has_no_last_norm_and_segments_and_norm_after_the_embedding():
+    like = np.zeros(1)
+    model = nn.Transformer.init(11, 24, 4, 1, like=like, positions=9, pre_norm=False, logits=False)
+    assert model.stack.norm is None
+    kinds, norm = nn.Embedding.init(2, 24, like=like, seed=8), nn.LayerNorm.init(24, like=like)
+    model = nn.Transformer(
+        model.embedding, model.stack, model.positions, segments=kinds, embedding_norm=norm
+    )
+    whole = model.embedding.weight[IDS] + model.positions.weight[:7]
+    close(model.embed(IDS), norm(whole + kinds.weight[0]), 1e-12)
+    close(model.embed(IDS, segments=IDS % 2), norm(whole + kinds.weight[IDS % 2]), 1e-12)
+    close(model(IDS), model.stack(norm(whole + kinds.weight[0])), 1e-12)
+
+
+def test_logits_are_tied_to_the_embedding_or_have_a_map_of_their_own():
+    like = np.zeros(1)
+    tied = nn.Transformer.init(11, 24, 4, 1, like=like, tied=True)
+    assert tied.output is None
+    vectors = tied.stack(tied.embedding(IDS))
+    close(tied(IDS), vectors @ tied.embedding.weight.T, 1e-12)
+    with pytest.raises(ValueError, match="not of both"):
+        nn.Transformer(tied.embedding, tied.stack, output=nn.Linear(like), tied=True)
+
+
+def test_an_embedding_scale_multiplies_tokens_and_not_positions():
+    model = gpt(np.zeros(1))
+    scaled = nn.Transformer(model.embedding, model.stack, model.positions, embedding_scale=3.0)
+    expected = 3 * model.embedding.weight[IDS] + model.positions.weight[:7]
+    close(scaled.embed(IDS), expected, 1e-12)

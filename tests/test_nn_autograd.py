@@ -1,0 +1,130 @@
+"""Layers under the libraries' own transformations: gradients, jit and vmap pass through."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from polyattn import nn
+from polyattn.integrations.jax import register
+
+IDS = np.random.default_rng(4).integers(0, 11, size=(2, 6))
+
+
+def model_of(like, **options):
+    shared = {"positions": 8, "key_heads": 2, "rotary": nn.Rotary(6), "tied": True, "seed": 7}
+    return nn.Transformer.init(11, 24, 4, 2, like=like, **shared | options)
+
+
+def loss_of(logits, xp):
+    """Some function of the logits that is not symmetric in them."""
+    return (xp.sin(logits) * logits).mean()
+
+
+def test_gradients_of_torch_are_right_for_every_layer():
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    memory = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    for kind, options in {
+        nn.LayerNorm: {"activation": "gelu"},
+        nn.RMSNorm: {"activation": "silu", "gated": True, "rotary": nn.Rotary(4), "fused": True},
+    }.items():
+        block = nn.EncoderBlock.init(8, 2, norm=kind, like=x.detach(), **options)
+        names = list(block.parameters())
+        arrays = [array.requires_grad_() for array in block.parameters().values()]
+
+        def run(x, *arrays, block=block, names=names):
+            return block.with_parameters(dict(zip(names, arrays, strict=True)))(x, is_causal=True)
+
+        assert torch.autograd.gradcheck(run, (x, *arrays), fast_mode=True)
+    decoder = nn.DecoderBlock.init(8, 2, like=x.detach(), activation="gelu_tanh")
+    assert torch.autograd.gradcheck(decoder, (x, memory), fast_mode=True)
+
+
+def test_torch_and_jax_have_the_same_loss_and_gradients():
+    torch_model = model_of(torch.zeros(1))
+    arrays = {n: a.requires_grad_() for n, a in torch_model.parameters().items()}
+    loss = loss_of(torch_model.with_parameters(arrays)(torch.tensor(IDS), is_causal=True), torch)
+    loss.backward()
+    model = model_of(jnp.zeros(1))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(parameters):
+        return loss_of(model.with_parameters(parameters)(jnp.asarray(IDS), is_causal=True), jnp)
+
+    found, gradients = run(model.parameters())
+    assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
+    for name, gradient in gradients.items():
+        expected = arrays[name].grad.numpy()
+        np.testing.assert_allclose(gradient, expected, atol=2e-6 + 1e-4 * np.abs(expected).max())
+
+
+def test_jax_takes_modules_whole_once_they_are_registered():
+    register()
+    register()
+    model = model_of(jnp.zeros(1), rotary=nn.Rotary(6, pairing="neighbours"))
+
+    @jax.jit
+    def loss(model):
+        return loss_of(model(jnp.asarray(IDS), is_causal=True), jnp)
+
+    gradients = jax.grad(loss)(model)
+    assert isinstance(gradients, nn.Transformer)
+    assert gradients.stack.blocks[0].attention.rotary.pairing == "neighbours"
+    by_name = jax.grad(lambda p: loss(model.with_parameters(p)))(model.parameters())
+    for name, gradient in gradients.parameters().items():
+        np.testing.assert_allclose(gradient, by_name[name], atol=1e-6)
+    stepped = jax.tree.map(lambda p, g: p - 0.1 * g, model, gradients)
+    assert loss(stepped) < loss(model)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
+    assert ".stack.blocks[1].attention.query.weight" in paths
+
+
+def test_other_settings_are_compiled_anew():
+    register()
+    compiled = []
+
+    @jax.jit
+    def run(layer, x):
+        compiled.append(layer)
+        return layer(x)
+
+    x = jnp.ones((2, 4))
+    layer = nn.LayerNorm.init(4, like=x)
+    for epsilon in (1e-5, 1e-5, 1e-3):
+        run(nn.LayerNorm(layer.weight, layer.bias, epsilon), x)
+    assert len(compiled) == 2
+
+
+def test_vmap_over_items_and_over_models():
+    register()
+    model = model_of(jnp.zeros(1))
+
+    @jax.jit
+    def run(model, ids):
+        return model(ids, is_causal=True)
+
+    whole = run(model, jnp.asarray(IDS))
+    mapped = jax.vmap(run, in_axes=(None, 0))(model, jnp.asarray(IDS))
+    np.testing.assert_allclose(mapped, whole, atol=1e-5)
+    models = jax.tree.map(lambda *each: jnp.stack(each), model, model_of(jnp.zeros(1), seed=8))
+    both = jax.vmap(run, in_axes=(0, None))(models, jnp.asarray(IDS))
+    np.testing.assert_allclose(both[0], whole, atol=1e-5)
+    assert jnp.abs(both[1] - whole).max() > 1e-2
+
+
+def test_vmap_of_torch_over_items():
+    layer = nn.EncoderBlock.init(8, 2, like=torch.zeros(1))
+    x = torch.randn(3, 2, 5, 8)
+    mapped = torch.func.vmap(lambda x: layer(x, is_causal=True))(x)
+    torch.testing.assert_close(mapped, layer(x, is_causal=True), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torch_compiles_a_model_whole():
+    model = model_of(torch.zeros(1))
+    ids = torch.tensor(IDS)
+    compiled = torch.compile(lambda ids: model(ids, is_causal=True), fullgraph=True)
+    torch.testing.assert_close(compiled(ids), model(ids, is_causal=True), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,237 @@
+"""Decoding with a cache: step by step what the full pass gives, whatever a library's arrays do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from polyattn import masks, nn, scores
+from polyattn.integrations.jax import register
+
+RNG = np.random.default_rng(9)
+IDS = RNG.integers(0, 11, size=(2, 9))
+TOKENS = RNG.normal(size=(2, 3, 9, 4))  # (batch, G, tokens, D)
+TOKEN = TOKENS[:, :, :1]
+LIBRARIES = {
+    "numpy": (np.asarray, np.asarray),
+    "torch": (torch.tensor, lambda x: np.asarray(x.detach())),
+    "jax": (jnp.asarray, np.asarray),
+}
+# JAX's steps are compiled, as they are in use, each length of them once.
+KINDS = {
+    "rotary, grouped": {"key_heads": 2, "rotary": nn.Rotary(6), "norm": nn.RMSNorm},
+    "learned positions, fused": {"positions": 16, "fused": True, "value_size": 3},
+    "sines, after the sum": {"positions": nn.Sinusoidal(24), "pre_norm": False},
+}
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "window": (3, 0)},
+    "mask value": {"mask": masks.causal() & (masks.window(4, 0) | masks.prefix(2))},
+    "ALiBi": {"is_causal": True, "score_mod": scores.alibi(4)},
+    "softcap": {"is_causal": True, "softcap": 2.0},
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return LIBRARIES[request.param]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pytrees():
+    register()
+
+
+def model_of(to, **options):
+    options = {"positions": 16, "seed": 2} | options
+    return nn.Transformer.init(11, 24, 4, 2, like=to(np.zeros(1, np.float32)), **options)
+
+
+def decode(model, ids, caches, steps, *context, **options):
+    """The logits of tokens given so many at a time."""
+
+    def step(model, ids, caches):
+        return model(ids, *context, caches=caches, **options)
+
+    step = jax.jit(step) if isinstance(ids, jax.Array) else step
+    found, start = [], 0
+    for length in steps:
+        some, caches = step(model, ids[:, start : start + length], caches)
+        found.append(np.asarray(some))
+        start += length
+    return np.concatenate(found, axis=1), caches
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_gives_what_the_full_pass_does(library, kind):
+    to, back = library
+    model = model_of(to, **KINDS[kind])
+    full = back(model(to(IDS), is_causal=True))
+    for steps in ([4] + [1] * 5, [9]) if to is jnp.asarray else ([1] * 9, [4, 1, 1, 3], [9]):
+        found, caches = decode(model, to(IDS), model.caches(16, batch=(2,)), steps, is_causal=True)
+        np.testing.assert_allclose(found, full, atol=2e-5)
+        assert all(cache.length == 9 for cache in caches)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_masks_and_scores_are_those_of_the_full_pass(library, options):
+    to, back = library
+    model, options = model_of(to), OPTIONS[options]
+    full = back(model(to(IDS), **options))
+    found, _ = decode(model, to(IDS), model.caches(16, batch=(2,)), [1] * 9, **options)
+    np.testing.assert_allclose(found, full, atol=2e-5)
+    assert np.abs(back(model(to(IDS))) - full).max() > 1e-3
+
+
+def test_a_decoder_with_cross_attention_decodes_with_a_cache(library):
+    to, back = library
+    model = model_of(to, cross=True)
+    memory = to(np.asarray(RNG.normal(size=(2, 5, 24)), dtype=np.float32))
+    full = back(model(to(IDS), memory))
+    found, _ = decode(model, to(IDS), model.caches(16, batch=(2,)), [1] * 9, memory)
+    np.testing.assert_allclose(found, full, atol=2e-5)
+
+
+def test_a_compiled_step_of_jax_is_compiled_once_and_gives_the_same():
+    model, compiled = model_of(jnp.asarray, **KINDS["rotary, grouped"]), []
+
+    @jax.jit
+    def step(model, token, caches):
+        compiled.append(token)
+        return model(token, caches=caches, is_causal=True)
+
+    full, caches = model(jnp.asarray(IDS), is_causal=True), model.caches(12, batch=(2,))
+    for n in range(9):
+        logits, caches = step(model, jnp.asarray(IDS[:, n : n + 1]), caches)
+        np.testing.assert_allclose(logits[:, 0], full[:, n], atol=2e-5)
+    assert len(compiled) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_compiled_step_of_torch_gives_the_same():
+    model = model_of(torch.tensor, **KINDS["rotary, grouped"])
+    full, caches = model(torch.tensor(IDS), is_causal=True), model.caches(12, batch=(2,))
+    step = torch.compile(lambda token, caches: model(token, caches=caches, is_causal=True))
+    for n in range(9):
+        logits, caches = step(torch.tensor(IDS[:, n : n + 1]), caches)
+        torch.testing.assert_close(logits[:, 0], full[:, n], atol=2e-5, rtol=1e-5)
+
+
+# ---- the cache by itself -----------------------------------------------------------------------
+
+
+def filled(to, count, capacity=6, **options):
+    tokens = to(TOKENS[:, :, :count])
+    cache = nn.KVCache.init(3, 4, capacity, batch=(2,), like=tokens, **options)
+    return cache.append(tokens, tokens + 1)
+
+
+def holds(back, cache, tokens):
+    np.testing.assert_allclose(back(cache.keys), tokens, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(back(cache.values), tokens + 1, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_holds_what_was_appended_and_grows_beyond_its_capacity(library):
+    to, back = library
+    cache = filled(to, 5)
+    assert (cache.length, cache.capacity) == (5, 6)
+    holds(back, cache, TOKENS[:, :, :5])
+    more = to(TOKENS[:, :, 5:])
+    grown = cache.append(more, more + 1)
+    holds(back, grown, TOKENS)
+    assert grown.capacity >= 9
+
+
+def test_a_cache_is_a_value_and_two_may_follow_one(library):
+    to, back = library
+    cache = filled(to, 3)
+    one, other = to(TOKENS[:, :, 3:4]), to(TOKENS[:, :, 4:5])
+    first, second = cache.append(one, one + 1), cache.append(other, other + 1)
+    holds(back, cache, TOKENS[:, :, :3])
+    holds(back, first, TOKENS[:, :, :4])
+    holds(back, second, TOKENS[:, :, [0, 1, 2, 4]])
+
+
+def test_truncating_takes_back_and_what_follows_spoils_nothing(library):
+    to, back = library
+    cache = filled(to, 5)
+    short = cache.truncate(2)
+    holds(back, short, TOKENS[:, :, :2])
+    more = to(TOKENS[:, :, 7:8])
+    holds(back, short.append(more, more + 1), TOKENS[:, :, [0, 1, 7]])
+    holds(back, cache, TOKENS[:, :, :5])
+
+
+def test_sliding_keeps_the_newest_and_counts_the_others(library):
+    to, back = library
+    cache = filled(to, 5).slide(2)
+    holds(back, cache, TOKENS[:, :, 3:5])
+    assert (cache.length, cache.dropped, cache.next_position) == (2, 3, 5)
+    for n in range(5, 9):
+        more = to(TOKENS[:, :, n : n + 1])
+        cache = cache.append(more, more + 1).slide(2)
+        holds(back, cache, TOKENS[:, :, n - 1 : n + 1])
+    assert cache.capacity <= 16
+    assert cache.next_position == 9
+    assert cache.slide(5) is not None
+    assert cache.slide(5).length == 2
+
+
+def test_a_slid_cache_decodes_a_window_as_the_full_pass_does(library):
+    to, back = library
+    model = model_of(to, **KINDS["rotary, grouped"])
+    full = back(model(to(IDS), is_causal=True, window=(3, 0)))
+    caches, found = model.caches(5, batch=(2,)), []
+    for n in range(9):
+        some, caches = model(to(IDS[:, n : n + 1]), caches=caches, is_causal=True, window=(3, 0))
+        caches = tuple(cache.slide(3) for cache in caches)
+        found.append(back(some))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), full, atol=2e-5)
+
+
+def test_memory_that_can_be_written_to_is_shared_until_it_is_full():
+    cache = filled(np.asarray, 3)
+    more = TOKENS[:, :, 3:4]
+    following = cache.append(more, more)
+    assert np.shares_memory(following.key, cache.key)
+    assert not np.shares_memory(cache.append(more, more).key, cache.key)
+
+
+def test_gradients_pass_through_a_cache_of_torch_and_nothing_is_written_to():
+    tokens = torch.tensor(TOKENS[:, :, :3], requires_grad=True)
+    cache = nn.KVCache.init(3, 4, 6, batch=(2,), like=tokens.detach())
+    one = cache.append(tokens, tokens)
+    two = one.append(2 * tokens, tokens)
+    two.keys.sum().backward()
+    assert torch.equal(tokens.grad, torch.full_like(tokens, 3.0))
+    assert torch.all(cache.key == 0)
+
+
+def test_values_may_have_a_size_of_their_own():
+    cache = nn.KVCache.init(3, 4, 6, like=np.zeros(1), value_size=7)
+    cache = cache.append(np.ones((3, 2, 4)), np.ones((3, 2, 7)))
+    assert cache.values.shape == (3, 2, 7)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda c: c.append(np.ones((2, 3, 1, 5)), np.ones((2, 3, 1, 4))), r"key must .* 'n', 4\)"),
+        (
+            lambda c: c.append(np.ones((2, 3, 1, 4)), np.ones((2, 1, 4))),
+            "value must have the shape",
+        ),
+        (
+            lambda c: c.append(np.ones((2, 3, 1, 4)), np.ones((2, 3, 2, 4))),
+            "as many values as keys",
+        ),
+        (lambda c: c.truncate(4), "3 tokens to keep; got 4"),
+        (lambda c: c.truncate(-1), "3 tokens to keep; got -1"),
+        (lambda c: c.slide(-1), "at least 0.*got -1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(act, said):
+    with pytest.raises(ValueError, match=said):
+        act(filled(np.asarray, 3))

@@ -1,0 +1,155 @@
+"""Positions: sines, learned vectors, rotary pairs and their scalings, relative biases."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turn_neighbours
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_halves
+
+from polyattn import attention, nn, scores
+
+RNG = np.random.default_rng(6)
+X = RNG.normal(size=(2, 3, 5, 16))
+LIBRARIES = {
+    "numpy": (np.asarray, np.asarray),
+    "torch": (torch.tensor, np.asarray),
+    "jax": (jnp.asarray, np.asarray),
+}
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    return LIBRARIES[request.param]
+
+
+def cosines(positions, frequencies):
+    angles = torch.tensor(positions)[..., None] * torch.tensor(frequencies, dtype=torch.float64)
+    return angles.cos(), angles.sin()
+
+
+def plain(size):
+    return [10000.0 ** (-2 * n / size) for n in range(size // 2)]
+
+
+def test_sines_stand_at_even_places_and_cosines_at_odd_ones(library):
+    to, back = library
+    found = back(nn.Sinusoidal(8)(to(np.asarray([[0, 3]])), like=to(np.zeros(1, np.float32))))
+    angles = 3 * np.asarray(plain(8))
+    expected = np.stack((np.sin(angles), np.cos(angles)), axis=-1).ravel()
+    np.testing.assert_allclose(found[0, 1], expected, atol=1e-6)
+    np.testing.assert_allclose(found[0, 0], [0, 1] * 4)
+    assert found.dtype == np.float32
+
+
+def test_learned_positions_are_rows_of_a_table_in_any_order():
+    table = RNG.normal(size=(9, 4))
+    assert np.array_equal(
+        nn.LearnedPositions(table)(np.asarray([[3, 3], [0, 8]])), table[[[3, 3], [0, 8]]]
+    )
+
+
+def test_halves_turn_as_in_llama_and_neighbours_as_in_gpt_j(library):
+    to, back = library
+    positions = np.asarray([4, 0, 7, 900, 2])
+    cos, sin = cosines(positions, plain(16))
+    x = torch.tensor(X)
+    both = [torch.cat((part, part), dim=-1)[None] for part in (cos, sin)]
+    halves, _ = turn_halves(x, x, *both)
+    found = back(nn.Rotary(16)(to(X), to(positions)))
+    tolerance = 1e-4 if found.dtype == np.float32 else 1e-9
+    np.testing.assert_allclose(found, halves, atol=tolerance)
+    neighbours = turn_neighbours(x.transpose(1, 2), sin[None], cos[None]).transpose(1, 2)
+    found = back(nn.Rotary(16, pairing="neighbours")(to(X), to(positions)))
+    np.testing.assert_allclose(found, neighbours, atol=tolerance)
+
+
+def test_only_so_many_numbers_as_asked_are_turned_and_the_rest_passes():
+    positions = np.arange(5)
+    found = nn.Rotary(8)(X, positions)
+    assert np.array_equal(found[..., 8:], X[..., 8:])
+    np.testing.assert_allclose(found[..., :8], nn.Rotary(8)(X[..., :8], positions))
+
+
+def test_positions_may_differ_by_item():
+    positions = np.asarray([[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]])
+    found = nn.Rotary(16)(X, positions)
+    for item in range(2):
+        np.testing.assert_allclose(found[item], nn.Rotary(16)(X[item], positions[item]))
+
+
+def test_turned_scores_depend_on_how_far_apart_two_tokens_are():
+    rotary = nn.Rotary(16)
+    query, key = X[0, :, :1], X[1, :, :1]
+
+    def score(i, j):
+        turned = rotary(query, np.asarray([i])), rotary(key, np.asarray([j]))
+        return (turned[0] * turned[1]).sum(-1)
+
+    np.testing.assert_allclose(score(3, 8), score(1003, 1008), rtol=1e-9)
+    assert np.abs(score(3, 8) - score(3, 9)).max() > 1e-3
+
+
+def test_16_bit_vectors_are_turned_by_angles_of_float32():
+    x = torch.tensor(X).bfloat16()
+    positions = torch.arange(5) + 4000
+    found = nn.Rotary(16)(x, positions).float()
+    exact = nn.Rotary(16)(x.double(), positions)
+    assert (found - exact).abs().max() < 0.04
+
+
+def config(kind, **parameters):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | parameters
+    return LlamaConfig(
+        hidden_size=64, num_attention_heads=2, max_position_embeddings=512, rope_parameters=rope
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "ours"),
+    [
+        ("linear", {}, (nn.linear_scaling(32, 4.0), 1.0)),
+        ("dynamic", {}, (nn.ntk_scaling(32, 4.0 * 4 - 3), 1.0)),  # at four times the length
+        ("yarn", {}, nn.yarn_scaling(32, 4.0, trained=512)),
+        (
+            "yarn",
+            {"beta_fast": 16.0, "beta_slow": 2.0},
+            nn.yarn_scaling(32, 4.0, trained=512, fast=16.0, slow=2.0),
+        ),
+    ],
+)
+def test_scalings_are_those_of_transformers(kind, given, ours):
+    if kind == "yarn":
+        given = given | {"original_max_position_embeddings": 512}
+    init = ROPE_INIT_FUNCTIONS[kind]
+    frequencies, magnitude = init(config(kind, **given), torch.device("cpu"), seq_len=2048)
+    np.testing.assert_allclose(ours[0], frequencies, rtol=2e-6)
+    assert ours[1] == pytest.approx(magnitude)
+
+
+def test_a_magnitude_multiplies_what_is_turned():
+    frequencies, magnitude = nn.yarn_scaling(16, 8.0)
+    positions = np.arange(5)
+    plain = nn.Rotary(16, frequencies=frequencies)(X, positions)
+    found = nn.Rotary(16, frequencies=frequencies, magnitude=magnitude)(X, positions)
+    np.testing.assert_allclose(found, magnitude * plain)
+    assert magnitude > 1.2
+
+
+def test_a_relative_bias_is_t5s_and_a_parameter():
+    relative = nn.RelativeBias.init(4, 8, like=X, max_distance=16)
+    layer = nn.MultiHeadAttention.init(16, 4, like=X)
+    x = X[0]
+    q, k, v = (
+        (x @ getattr(layer, name).weight).reshape(3, 5, 4, 4).swapaxes(1, 2)
+        for name in ("query", "key", "value")
+    )
+    expected = attention(q, k, v, score_mod=scores.relative_bias(relative.weight, max_distance=16))
+    found = layer(x, score_mod=relative())
+    np.testing.assert_allclose(
+        found, expected.swapaxes(1, 2).reshape(3, 5, 16) @ layer.output.weight
+    )
+    assert list(relative.parameters()) == ["weight"]
+    assert np.abs(found - layer(x)).max() > 1e-6
