@@ -310,6 +310,26 @@ def test_what_does_not_fit_a_map_is_refused():
         nn.Embedding(np.ones((3, 2)))(np.ones(2))
 
 
+def test_a_context_goes_with_neither_a_cache_nor_rotary_positions():
+    layer = nn.MultiHeadAttention.init(24, 4, like=X)
+    with pytest.raises(ValueError, match="own sequence"):
+        layer(X, X[:, :3], cache=layer.cache(9, like=X, batch=(2,)))
+    with pytest.raises(ValueError, match="own sequence"):
+        nn.MultiHeadAttention.init(24, 4, rotary=nn.Rotary(6), like=X)(X, X[:, :3])
+    block = nn.DecoderBlock.init(24, 4, rotary=nn.Rotary(6), like=X)
+    assert block.attention.rotary is not None
+    assert block.cross_attention.rotary is None
+
+
+def test_more_tokens_than_learned_positions_are_refused():
+    model = gpt(np.zeros(1), positions=8)
+    with pytest.raises(ValueError, match="8 learned positions; got 9 tokens"):
+        model(np.zeros((1, 9), dtype=int), is_causal=True)
+    _, caches = model(IDS, caches=model.caches(16, batch=(2,)), is_causal=True)
+    with pytest.raises(ValueError, match="8 learned positions; got 9 tokens"):
+        model(IDS[:, :2], caches=caches, is_causal=True)
+
+
 # ---- blocks and models -------------------------------------------------------------------------
 
 

@@ -166,7 +166,7 @@ class MultiHeadAttention(Module):
         context : Array, optional
             What is attended to, shape (..., S, context_size); `x` itself by default.
         cache : KVCache, optional
-            The keys and values of what came before; those of `context` join it.
+            The keys and values of what came before `x`.
         positions : Array of int, optional
             Where the tokens of `x` stand, shape (L,) or (..., L), for `rotary`; by default they
             follow what the cache holds.
@@ -178,7 +178,18 @@ class MultiHeadAttention(Module):
         -------
         Array, or tuple of Array and KVCache
             Shape (..., L, size); with a cache, the pair of that and the cache that is next.
+
+        Raises
+        ------
+        ValueError
+            If `x` or `context` does not fit the maps, or a context is given with a cache or to a
+            layer with rotary positions.
         """
+        if context is not None and (cache is not None or self.rotary is not None):
+            raise ValueError(
+                "a cache and rotary positions are of the tokens' own sequence, and a context is"
+                " another: give one of them"
+            )
         query, key, value = self._projected(x, x if context is None else context)
         if self.query_norm is not None:
             query = self.query_norm(query)

@@ -153,7 +153,8 @@ class DecoderBlock(Module):
         size, heads, like, seed, inner, activation, gated, norm, pre_norm, **attention
             As of `EncoderBlock.init`.
         context_size : int, optional
-            The size of the encoder's tokens, if it is another.
+            The size of the encoder's tokens, if it is another. Their positions are their own: what
+            is rotary turns the self-attention alone.
 
         Returns
         -------
@@ -170,9 +171,10 @@ class DecoderBlock(Module):
         """
         draw = draws(like, seed)
         make = MultiHeadAttention.init
+        across = attention | {"context_size": context_size, "rotary": None}
         return cls(
             make(size, heads, like=like, seed=draw, **attention),
-            make(size, heads, like=like, seed=draw, context_size=context_size, **attention),
+            make(size, heads, like=like, seed=draw, **across),
             FeedForward.init(size, inner, like=like, seed=draw, activation=activation, gated=gated),
             norm.init(size, like=like),
             norm.init(size, like=like),

@@ -204,7 +204,10 @@ class Transformer(Module):
         if self.positions is not None:
             if positions is None:
                 positions = index_range(xp, 0, ids.shape[-1], ids)
-                positions = positions + (caches[0].next_position if caches else 0)
+                before = caches[0].next_position if caches else 0
+                if isinstance(before, int):
+                    self.positions.check(before + ids.shape[-1])
+                positions = positions + before
             x = x + self.positions(positions, like=x)
         if self.segments is not None:
             x = x + self.segments(ids * 0 if segments is None else segments)

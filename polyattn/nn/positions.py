@@ -52,6 +52,15 @@ class Sinusoidal(Module):
         if self.size % 2 or self.size < 2:
             raise ValueError(f"size must be even and at least 2; got {self.size}")
 
+    def check(self, length: int) -> None:
+        """Accept a sequence of any length.
+
+        Parameters
+        ----------
+        length : int
+            Of the sequence.
+        """
+
     def __call__(self, positions: Array, *, like: Array) -> Array:
         """Return a vector for each position.
 
@@ -95,6 +104,19 @@ class LearnedPositions(Module):
     ) -> LearnedPositions:
         """Begin with small uniform vectors, as BERT and GPT-2 begin with small normal ones."""
         return cls(draws(like, seed).uniform((positions, size), 0.02 * math.sqrt(3)))
+
+    def check(self, length: int) -> None:
+        """Refuse a sequence that is longer than there are positions.
+
+        Parameters
+        ----------
+        length : int
+            Of the sequence.
+        """
+        if length > self.weight.shape[0]:
+            raise ValueError(
+                f"there are {self.weight.shape[0]} learned positions; got {length} tokens"
+            )
 
     def __call__(self, positions: Array, *, like: Array | None = None) -> Array:
         """Return the vectors of positions of any shape (...), shape (..., size)."""
