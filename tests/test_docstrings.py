@@ -12,6 +12,8 @@ import polyattn.conformance.callables
 import polyattn.conformance.departures
 import polyattn.conformance.suite
 import polyattn.dialects
+import polyattn.integrations.jax
+import polyattn.integrations.transformers
 import polyattn.masks
 import polyattn.nn
 import polyattn.plugin
@@ -26,6 +28,8 @@ MODULES = (
     polyattn.conformance.departures,
     polyattn.conformance.suite,
     polyattn.dialects,
+    polyattn.integrations.jax,
+    polyattn.integrations.transformers,
     polyattn.masks,
     polyattn.nn,
     polyattn.plugin,

@@ -1,0 +1,1 @@
+"""polyattn inside other libraries: each module here imports the library that it is for."""
