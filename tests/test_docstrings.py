@@ -16,6 +16,7 @@ import polyattn.integrations.jax
 import polyattn.integrations.transformers
 import polyattn.masks
 import polyattn.nn
+import polyattn.plot
 import polyattn.plugin
 import polyattn.scores
 from polyattn.answers import Block
@@ -32,6 +33,7 @@ MODULES = (
     polyattn.integrations.transformers,
     polyattn.masks,
     polyattn.nn,
+    polyattn.plot,
     polyattn.plugin,
     polyattn.scores,
 )

@@ -1,0 +1,59 @@
+"""The text as numbers: what is trained on, and what is held out to be judged by.
+
+What must hold true: no letter that the model is judged by has been trained on, and the same seed
+draws the same batches for every library.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FILE = Path(__file__).with_name("comedies.txt")
+HELD_OUT = 0.04  # of the text, its end
+
+Ids = NDArray[np.int64]
+
+
+class Text(NamedTuple):
+    """A text, a number for each letter: which of `letters` it is."""
+
+    letters: str
+    training: Ids
+    held_out: Ids
+
+    def encode(self, text: str) -> Ids:
+        """Return the numbers of letters, or say which are not in the text."""
+        unknown = sorted(set(text) - set(self.letters))
+        if unknown:
+            raise ValueError(f"the text that was trained on has no {''.join(unknown)!r}")
+        return np.asarray([self.letters.index(letter) for letter in text], dtype=np.int64)
+
+
+def read() -> Text:
+    """Read the text."""
+    text = FILE.read_text(encoding="ascii")
+    letters = "".join(sorted(set(text)))
+    ids = Text(letters, *np.empty((2, 0), np.int64)).encode(text)
+    end = int(len(ids) * (1 - HELD_OUT))
+    return Text(letters, ids[:end], ids[end:])
+
+
+def batches(ids: Ids, length: int, number: int, seed: int) -> Iterator[Ids]:
+    """Yield windows from anywhere in the text, shape (number, length + 1), without end."""
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, len(ids) - length, number)
+        yield ids[starts[:, None] + np.arange(length + 1)]
+
+
+def windows(ids: Ids, length: int) -> Ids:
+    """Return windows that go through a text once, shape (number, length + 1).
+
+    Each begins with the letter that the one before ends with, so that every letter but the first
+    is predicted once; what is left at the end is not.
+    """
+    number = (len(ids) - 1) // length
+    return ids[np.arange(number)[:, None] * length + np.arange(length + 1)]

@@ -1,0 +1,189 @@
+"""Train a small GPT on four comedies of Shakespeare, a letter at a time, and let it write.
+
+What must hold true: the loss that is judged is of text that was never trained on; what is missing
+is said in one line, with the command that mends it.
+"""
+
+import argparse
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# The script's own folder is where Python looks first; the one above it has this package.
+EXAMPLES = str(Path(__file__).resolve().parents[1])
+if EXAMPLES not in sys.path:
+    sys.path.insert(0, EXAMPLES)
+
+from train.learners import CONTEXT, LEARNERS, Learner  # noqa: E402
+from train.text import Text, batches, read, windows  # noqa: E402
+from train.writing import write  # noqa: E402
+
+BATCH, RATE, LAST_RATE, WARMING = 12, 4e-3, 1e-4, 50  # windows, learning rates, steps
+TARGET = 1.8
+LOOKS = 8  # how often the held-out text is looked at
+NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}
+BLUE, VERMILION = "#0072b2", "#d55e00"  # Okabe and Ito's
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train and write.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The command line, without the program's name. By default, the process's own.
+
+    Returns
+    -------
+    int
+        0 if the loss reaches the target; 1 if it does not, or something is not installed.
+    """
+    arguments = parse(argv)
+    needs = (*NEEDS[arguments.library], "matplotlib", "tqdm")
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(missing)
+        print(f"{names} must be installed: pip install {' '.join(missing)}", file=sys.stderr)
+        return 1
+    text = read()
+    learner = LEARNERS[arguments.library](len(text.letters))
+    history = train(learner, text, arguments.steps, arguments.minutes, arguments.seed)
+    draw(history, arguments.target, arguments.plot)
+    steps, last = history.held_out[-1]
+    reached = last <= arguments.target
+    print(
+        f"held-out loss {last:.3f} after {steps} steps: the target of {arguments.target:g}"
+        f" {'is reached' if reached else 'is missed'}"
+    )
+    print(f"plot of the loss: {arguments.plot}\n\n{arguments.prompt}", end="")
+    manner = arguments.temperature, arguments.seed
+    for letter in write(learner, text, arguments.prompt, arguments.generate, *manner):
+        print(letter, end="", flush=True)
+    print()
+    return 0 if reached else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="needs: pip install torch matplotlib tqdm, or jax optax in torch's place",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--library", choices=sorted(LEARNERS), default="torch", help="what computes")
+    add("--steps", type=int, metavar="N", help="stop after so many steps, if time is left")
+    add("--minutes", type=float, metavar="M", default=2.0, help="stop after so long")
+    add("--target", type=float, metavar="LOSS", default=TARGET, help="the held-out loss to reach")
+    add("--plot", type=Path, metavar="FILE.png", default=Path("loss.png"), help="plot of the loss")
+    add("--generate", type=int, metavar="N", default=600, help="how many letters to write")
+    add("--prompt", metavar="TEXT", default="ROSALIND.\n", help="what they follow")
+    add("--temperature", type=float, metavar="T", default=0.7, help="0: the likeliest letter")
+    add("--seed", type=int, metavar="N", default=0, help="of the batches and the writing")
+    arguments = parser.parse_args(argv)
+    for name, least in (("steps", 1), ("minutes", 0), ("generate", 0), ("temperature", 0)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            parser.error(f"--{name} must be at least {least}; got {value}")
+    try:
+        read().encode(arguments.prompt)
+    except ValueError as error:
+        parser.error(f"--prompt {arguments.prompt!r}: {error}")
+    if not arguments.prompt:
+        parser.error("--prompt must have a letter at least")
+    if not arguments.plot.parent.is_dir():
+        parser.error(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
+    return arguments
+
+
+class History(NamedTuple):
+    """Losses, each with the number of the steps before it."""
+
+    training: list[tuple[int, float]]
+    held_out: list[tuple[int, float]]
+
+
+def train(
+    learner: Learner, text: Text, steps: int | None, minutes: float, seed: int = 0
+) -> History:
+    """Train until the steps or the time are used up.
+
+    Parameters
+    ----------
+    learner : Learner
+        What learns.
+    text : Text
+        What it learns from, and what it is judged by.
+    steps : int or None
+        How many, at most.
+    minutes : float
+        How long, at most.
+    seed : int
+        Of the batches.
+
+    Returns
+    -------
+    History
+        The losses. Of the held-out text the first is before all steps, the last after them.
+    """
+    from tqdm import tqdm
+
+    history = History([], [])
+    judged, looks = windows(text.held_out, CONTEXT), 0
+    drawn = batches(text.training, CONTEXT, BATCH, seed)
+    form = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+    with tqdm(total=100, bar_format=form) as bar:
+        for step, share in budget(steps, minutes):
+            if share >= looks / LOOKS:
+                looks += 1
+                history.held_out.append((step, learner.loss(judged)))
+            if share < 1:
+                history.training.append((step, learner.step(next(drawn), rate(step, share))))
+            shown = {"loss": history.training[-1][1], "held-out": history.held_out[-1][1]}
+            losses = {name: f"{loss:.3f}" for name, loss in shown.items()}
+            bar.set_postfix({"step": step} | losses, refresh=False)
+            bar.update(100 * share - bar.n)
+    return history
+
+
+def budget(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
+    """Yield how many steps are done and which share of the budget is used, at last 1."""
+    begun, step, share = time.monotonic(), 0, 0.0
+    while share < 1:
+        yield step, share
+        step += 1
+        share = (time.monotonic() - begun) / (60 * minutes) if minutes else 1.0
+        share = min(1.0, max(share, step / steps if steps else 0.0))
+    yield step, share
+
+
+def rate(step: int, share: float) -> float:
+    """Return the learning rate: up in a line, then down along a cosine."""
+    down = LAST_RATE + (RATE - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2
+    return down * min(1.0, (step + 1) / WARMING)
+
+
+def draw(history: History, target: float, file: Path) -> None:
+    """Save a plot of the losses."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context("default"):
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel="loss, nats per letter")
+        axes.plot(*zip(*history.training, strict=True), color=BLUE, linewidth=0.6, label="training")
+        axes.plot(
+            *zip(*history.held_out, strict=True), "o-", color=VERMILION, label="held-out text"
+        )
+        axes.axhline(target, color="#6b7280", linestyle=":", label=f"target, {target:g}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(file, dpi=100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
