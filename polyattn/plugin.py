@@ -39,7 +39,7 @@ bring `Kernel` objects, better primitives for the array-API kernels, and device 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -368,6 +368,19 @@ class Backend:
         device : str or None
             One of `devices`, or None for the default.
         """
+
+    def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Do some work on every item, in any order, on as many threads as are to be used.
+
+        Parameters
+        ----------
+        work : callable
+            What to do with an item.
+        items : sequence
+            The items.
+        """
+        for item in items:
+            work(item)
 
     # ---- primitives of the array-API kernels ----
 

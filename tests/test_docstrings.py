@@ -16,6 +16,7 @@ import polyattn.integrations.jax
 import polyattn.integrations.transformers
 import polyattn.masks
 import polyattn.nn
+import polyattn.nn.load
 import polyattn.plot
 import polyattn.plugin
 import polyattn.scores
@@ -33,6 +34,7 @@ MODULES = (
     polyattn.integrations.transformers,
     polyattn.masks,
     polyattn.nn,
+    polyattn.nn.load,
     polyattn.plot,
     polyattn.plugin,
     polyattn.scores,

@@ -280,16 +280,20 @@ def test_queries_and_keys_are_normalised_head_by_head():
     assert "query_norm.weight" in layer.parameters()
 
 
+MHA = nn.MultiHeadAttention.init
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: nn.MultiHeadAttention.init(24, 5, like=X), "5 heads do not divide a size of 24"),
-        (lambda: nn.MultiHeadAttention.init(24, 4, key_heads=3, like=X), "multiple of key_heads"),
-        (lambda: nn.MultiHeadAttention.init(24, 4, fused=True, context_size=5, like=X), "one size"),
+        (lambda: MHA(24, 5, like=X), "5 heads do not divide a size of 24"),
+        (lambda: MHA(24, 4, key_heads=3, like=X), "multiple of key_heads"),
+        (lambda: MHA(24, 4, fused=True, context_size=5, like=X), "one size"),
         (lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6), "or fused alone"),
         (lambda: nn.FeedForward.init(8, like=X, activation="tanh"), "one of relu, gelu.*'tanh'"),
         (lambda: nn.Linear.init(4, 4, like=X, seed=-1), "seed must be at least 0"),
         (lambda: nn.Sinusoidal(5), "must be even.*got 5"),
+        (lambda: MHA(24, 4, rotary=nn.Rotary(8), like=X), "turns 8 numbers, and a head has 6"),
         (lambda: nn.Rotary(7), "must be even.*got 7"),
         (lambda: nn.Rotary(8, pairing="both"), "'halves' or 'neighbours'; got 'both'"),
         (lambda: nn.Rotary(8, frequencies=(1.0,)), "4 frequencies; got 1"),
@@ -319,6 +323,11 @@ def test_a_context_goes_with_neither_a_cache_nor_rotary_positions():
     block = nn.DecoderBlock.init(24, 4, rotary=nn.Rotary(6), like=X)
     assert block.attention.rotary is not None
     assert block.cross_attention.rotary is None
+
+
+def test_tokens_without_an_axis_of_their_own_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(\.\.\., L, size\); got \(24,\)"):
+        nn.MultiHeadAttention.init(24, 4, like=X)(X[0, 0])
 
 
 def test_more_tokens_than_learned_positions_are_refused():

@@ -235,3 +235,19 @@ def test_values_may_have_a_size_of_their_own():
 def test_what_does_not_fit_is_refused(act, said):
     with pytest.raises(ValueError, match=said):
         act(filled(np.asarray, 3))
+
+
+def test_keys_of_another_library_or_dtype_are_refused():
+    cache = filled(np.asarray, 3)
+    with pytest.raises(
+        TypeError, match=r"key must be float64 of numpy.* got torch.float64 of torch"
+    ):
+        cache.append(torch.tensor(TOKEN), torch.tensor(TOKEN))
+    with pytest.raises(TypeError, match=r"value must be float64 of numpy.* got float32 of numpy"):
+        cache.append(TOKEN, TOKEN.astype(np.float32))
+
+
+def test_a_stack_has_a_cache_for_each_block():
+    model = model_of(np.asarray)
+    with pytest.raises(ValueError, match="each of the 2 blocks has a cache; got 1 caches"):
+        model(IDS, caches=model.caches(9, batch=(2,))[:1], is_causal=True)

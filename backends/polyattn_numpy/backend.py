@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Problem
+from polyattn.plugin import Array, Backend, Problem, thread_count
+from polyattn_numpy import threads
 from polyattn_numpy.tiled import Tiled
 
 __all__ = ["NumpyBackend"]
@@ -28,6 +30,10 @@ class NumpyBackend(Backend):
     def place(self, array: Array, device: str | None) -> Array:
         """Return `array` as a NumPy array, on the same memory where it is the host's."""
         return array if isinstance(array, np.ndarray) else super().place(array, device)
+
+    def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Do some work on every item, on the threads that attention takes too."""
+        threads.each(work, items, thread_count(threads.default), threads.Shared())
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Return the matrix product of two stacks of matrices."""

@@ -1,1 +1,1 @@
-"""The sentence encoder all-MiniLM-L6-v2 in NumPy, with `polyattn.attention` inside."""
+"""The sentence encoder all-MiniLM-L6-v2 on `polyattn.nn`."""

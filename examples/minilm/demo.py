@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from polyattn import BackendError, explain
+from polyattn import BackendError, explain, masks
 
 # The demo is run as a script, or loaded by its path: either way its folder is no package of the
 # caller's, so the folder above it must be where `minilm` is looked for.
@@ -22,7 +22,7 @@ if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
 
 from minilm import weights  # noqa: E402
-from minilm.encoder import HEADS, LAYERS, WIDTH, Encoder  # noqa: E402
+from minilm.encoder import Encoder  # noqa: E402
 from minilm.reading import Reading, read_pair  # noqa: E402
 
 WORD = "it"
@@ -112,14 +112,16 @@ def run(backend: str | None, output: Path | None) -> None:
     """Load the model, print what it makes of the sentences, and save the picture."""
     folder = weights.find_model()
     tokenizer = weights.load_tokenizer(folder)
-    encoder = Encoder(weights.load_weights(folder), backend)
+    encoder = Encoder(weights.load_model(folder, like=np.zeros(1, dtype=np.float32)), backend)
     sentences = PAIR + OTHERS
     ids, keep = weights.tokenize(tokenizer, sentences)
     vectors = encoder.embed(ids, keep)
 
-    print(f"model      {weights.NAME}: {LAYERS} layers of {HEADS} heads, float32, in NumPy")
+    blocks = encoder.model.stack.blocks
+    layers, heads = len(blocks), blocks[0].attention.heads
+    print(f"model      {weights.NAME}: {layers} layers of {heads} heads, float32, in NumPy")
     print(f"weights    sha256 {weights.SHA256[:8]}...{weights.SHA256[-6:]}, as published")
-    print(f"attention  {who_computes(keep, backend)}")
+    print(f"attention  {who_computes(encoder, keep)}")
     print_similarities(sentences, vectors @ vectors[: len(PAIR)].T)
 
     pair = read_pair(encoder, tokenizer, PAIR, WORD)
@@ -134,11 +136,13 @@ def run(backend: str | None, output: Path | None) -> None:
         print(f"\npicture    {output}")
 
 
-def who_computes(keep: NDArray[np.bool_], backend: str | None) -> str:
+def who_computes(encoder: Encoder, keep: NDArray[np.bool_]) -> str:
     """Name the backend and the kernel that take the encoder's calls."""
-    heads = np.empty((len(keep), HEADS, keep.shape[-1], WIDTH // HEADS), dtype=np.float32)
-    mask = keep[:, None, None, :]
-    chosen = explain(heads, heads, heads, mask=mask, backend=backend).chosen
+    layer = encoder.model.stack.blocks[0].attention
+    sentence = np.nonzero(keep)[0]
+    heads = np.empty((layer.heads, len(sentence), layer.head_size), dtype=np.float32)
+    own = masks.segments(sentence)
+    chosen = explain(heads, heads, heads, mask=own, backend=encoder.backend).chosen
     assert chosen is not None, "the encoder has just run"
     return f"polyattn, backend {chosen.backend}, kernel {chosen.kernel}"
 
@@ -156,7 +160,8 @@ def print_pair(pair: tuple[Reading, Reading]) -> None:
     one, other = pair
     moved = float(np.abs(one.shares - other.shares).sum()) / 2
     print(f'\nWhat "{WORD}" attends to in layer {one.layer + 1}, head {one.head + 1}')
-    print(f"(the one of {LAYERS * HEADS} heads where the two differ most: {moved:.0%} of it moves)")
+    every = one.maps.shape[0] * one.maps.shape[1]
+    print(f"(the one of {every} heads where the two differ most: {moved:.0%} of it moves)")
     for reading in pair:
         print(f"\n  {reading.sentence}")
         for j in reading.ranking[:4]:

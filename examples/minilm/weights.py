@@ -9,10 +9,12 @@ import hashlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from polyattn import nn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,29 +89,29 @@ def verify(file: Path) -> str:
     return digest
 
 
-def load_weights(folder: Path) -> dict[str, NDArray[np.float32]]:
-    """Read the weights, once they are verified.
+def load_model(folder: Path, like: Any) -> nn.Transformer:
+    """Make the model of the weights, once they are verified.
 
     Parameters
     ----------
     folder : pathlib.Path
         What `find_model` returns.
+    like : array
+        An array of the library, device and dtype that the parameters are to have.
 
     Returns
     -------
-    dict of str to ndarray
-        The arrays by the names that PyTorch gave them.
+    polyattn.nn.Transformer
+        From token ids to the last hidden states.
 
     Raises
     ------
     WeightsError
         If the file is not the published one.
     """
-    from safetensors.numpy import load_file
-
     file = folder / "model.safetensors"
     verify(file)
-    return load_file(file)
+    return nn.load.bert(file, like=like)
 
 
 def load_tokenizer(folder: Path) -> "Tokenizer":

@@ -11,6 +11,7 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Linear, Norm, draws
 from polyattn.nn.module import Draws, Module
 from polyattn.nn.positions import Rotary
+from polyattn.weights import attention_weights
 
 __all__ = ["MultiHeadAttention"]
 
@@ -53,6 +54,10 @@ class MultiHeadAttention(Module):
         if self.key_heads < 1 or self.heads % self.key_heads:
             raise ValueError(
                 f"heads must be a multiple of key_heads; got {self.heads} and {self.key_heads}"
+            )
+        if self.rotary is not None and self.rotary.size > self.head_size:
+            raise ValueError(
+                f"rotary turns {self.rotary.size} numbers, and a head has {self.head_size}"
             )
         separate = [self.query, self.key, self.value]
         if (self.fused is None) == any(linear is None for linear in separate):
@@ -185,26 +190,42 @@ class MultiHeadAttention(Module):
             If `x` or `context` does not fit the maps, or a context is given with a cache or to a
             layer with rotary positions.
         """
-        if context is not None and (cache is not None or self.rotary is not None):
-            raise ValueError(
-                "a cache and rotary positions are of the tokens' own sequence, and a context is"
-                " another: give one of them"
-            )
-        query, key, value = self._projected(x, x if context is None else context)
-        if self.query_norm is not None:
-            query = self.query_norm(query)
-        if self.key_norm is not None:
-            key = self.key_norm(key)
-        if self.rotary is not None:
-            if positions is None:
-                positions = _positions(query, cache)
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        query, key, value = self._ready(x, context, positions, cache)
         if cache is not None:
             cache = cache.append(key, value)
             key, value = cache.keys, cache.values
             options = cache.options(query.shape[-2], options)
         output = self._joined(attention(query, key, value, **options))
         return output if cache is None else (output, cache)
+
+    def weights(
+        self,
+        x: Array,
+        context: Array | None = None,
+        *,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the weights that it attends with, for looking at.
+
+        Parameters
+        ----------
+        x : Array
+            Tokens, shape (..., L, size).
+        context : Array, optional
+            What is attended to, shape (..., S, context_size); `x` itself by default.
+        positions : Array of int, optional
+            Where the tokens stand, for `rotary`.
+        **options : Any
+            As `polyattn.attention_weights` takes them.
+
+        Returns
+        -------
+        Array or TopWeights
+            Shape (..., H, L, S), unless an option asks for a part.
+        """
+        query, key, _ = self._ready(x, context, positions, None)
+        return attention_weights(query, key, **options)
 
     @property
     def value_size(self) -> int:
@@ -238,6 +259,28 @@ class MultiHeadAttention(Module):
             batch=batch,
             value_size=self.value_size,
         )
+
+    def _ready(
+        self, x: Array, context: Array | None, positions: Array | None, cache: KVCache | None
+    ) -> tuple[Array, Array, Array]:
+        """Return queries, keys and values as they meet, normalised and turned."""
+        if context is not None and (cache is not None or self.rotary is not None):
+            raise ValueError(
+                "a cache and rotary positions are of the tokens' own sequence, and a context is"
+                " another: give one of them"
+            )
+        if len(x.shape) < 2:
+            raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
+        query, key, value = self._projected(x, x if context is None else context)
+        if self.query_norm is not None:
+            query = self.query_norm(query)
+        if self.key_norm is not None:
+            key = self.key_norm(key)
+        if self.rotary is not None:
+            if positions is None:
+                positions = _positions(query, cache)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        return query, key, value
 
     def _projected(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
         """Return queries (..., H, L, D), keys (..., G, S, D) and values (..., G, S, E)."""

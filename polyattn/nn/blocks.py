@@ -242,6 +242,10 @@ class Stack(Module):
 
         With `caches`, one for each block, return the pair of tokens and the caches that are next.
         """
+        if caches is not None and len(caches) != len(self.blocks):
+            raise ValueError(
+                f"each of the {len(self.blocks)} blocks has a cache; got {len(caches)} caches"
+            )
         following = []
         for number, block in enumerate(self.blocks):
             if caches is None:

@@ -169,8 +169,16 @@ class KVCache:
         ------
         ValueError
             If the shapes do not fit.
+        TypeError
+            If the library or dtype is another.
         """
         for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
+            own, its = library_of(memory).name, library_of(new, name).name
+            if (own, memory.dtype) != (its, new.dtype):
+                raise TypeError(
+                    f"{name} must be {memory.dtype} of {own}, as the cache is; got {new.dtype} of"
+                    f" {its}"
+                )
             *lead, _, size = memory.shape
             if (*new.shape[:-2], *new.shape[-1:]) != (*lead, size) or len(new.shape) < 2:
                 raise ValueError(

@@ -1,0 +1,12 @@
+"""Layers and models with weights from elsewhere: what other libraries trained, run here.
+
+Each function takes the weights as a mapping of names to arrays of any library, such as a state
+dict; the models' also take a ``.safetensors`` file, or a folder as ``save_pretrained`` of
+transformers writes it. The parameters are copies, in the library, device and dtype of `like`. All
+names and shapes are checked before anything is copied, and one error lists all that do not fit.
+"""
+
+from polyattn.nn.load.layers import keras_attention, torch_attention, torch_encoder_layer
+from polyattn.nn.load.models import bert, gpt2, llama
+
+__all__ = ["bert", "gpt2", "keras_attention", "llama", "torch_attention", "torch_encoder_layer"]

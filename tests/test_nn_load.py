@@ -1,0 +1,498 @@
+"""Weights from elsewhere: what is made of them computes what those that had them compute."""
+
+import json
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from libraries import from_torch, to_torch
+
+from polyattn import nn
+
+FLOAT32 = np.zeros(1, dtype=np.float32)
+WIDE = {np.float32: torch.float32, np.float64: torch.float64}
+
+
+@pytest.fixture(params=["numpy", "torch", "jax"])
+def library(request):
+    """How NumPy arrays go to a library and come back."""
+    if request.param == "jax":
+        return pytest.importorskip("jax.numpy").asarray, np.asarray
+    return {"numpy": (np.asarray, np.asarray), "torch": (to_torch, from_torch)}[request.param]
+
+
+def close(found, expected, dtype=np.float32, scale=1.0):
+    """Compare to a few roundings of what the numbers' largest has."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.dtype == dtype
+    bound = 40 * np.finfo(dtype).eps * max(1.0, float(np.abs(expected).max())) * scale
+    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+
+
+def tokens(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+# ---- torch.nn ----------------------------------------------------------------------------------
+
+KEEP = np.array([[True] * 7, [True] * 4 + [False] * 3])
+
+
+def theirs_of(layer, dtype, *args, **options):
+    layer = layer.to(WIDE[dtype]).eval()
+    for parameter in layer.parameters():  # biases begin with 0, which would hide them
+        torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        return layer(*map(torch.from_numpy, args), **options)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("masks", ["none", "padding", "causal", "both"])
+def test_torch_attention_is_torchs_own(dtype, bias, masks):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(16, 4, bias=bias, batch_first=True)
+    x = tokens(2, 7, 16, dtype=dtype)
+    padded, causal = masks in ("padding", "both"), masks in ("causal", "both")
+    expected = theirs_of(
+        layer,
+        dtype,
+        *(x, x, x),
+        key_padding_mask=torch.from_numpy(~KEEP) if padded else None,
+        attn_mask=torch.triu(torch.ones(7, 7, dtype=torch.bool), 1) if causal else None,
+    )[0]
+    ours = nn.load.torch_attention(layer.state_dict(), 4, like=np.zeros(1, dtype=dtype))
+    mask = KEEP[:, None, None, :] if padded else None
+    close(ours(x, mask=mask, is_causal=causal), expected, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (10, 10), (10, 6)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_attention_to_another_sequence_is_torchs_own(sizes, bias):
+    torch.manual_seed(0)
+    kdim, vdim = sizes
+    layer = torch.nn.MultiheadAttention(16, 4, bias=bias, kdim=kdim, vdim=vdim, batch_first=True)
+    x, key, value = tokens(2, 5, 16), tokens(2, 7, kdim, seed=1), tokens(2, 7, vdim, seed=2)
+    value = key if kdim == vdim else value
+    expected = theirs_of(layer, np.float32, x, key, value)[0]
+    ours = nn.load.torch_attention(layer.state_dict(), 4, like=FLOAT32)
+    context = key if kdim == vdim else np.concatenate([key, value], axis=-1)
+    close(ours(x, context), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_encoder_layer_is_torchs_own(dtype, norm_first, activation, causal):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(
+        16, 4, 24, activation=activation, batch_first=True, norm_first=norm_first,
+        layer_norm_eps=1e-3, bias=not causal,
+    )  # fmt: skip
+    x = tokens(2, 7, 16, dtype=dtype)
+    options = {"src_key_padding_mask": torch.from_numpy(~KEEP)}
+    if causal:
+        options["src_mask"] = torch.triu(torch.ones(7, 7, dtype=torch.bool), 1)
+    expected = theirs_of(layer, dtype, x, **options)
+    ours = nn.load.torch_encoder_layer(
+        layer.state_dict(), 4, like=np.zeros(1, dtype=dtype), activation=activation,
+        norm_first=norm_first, epsilon=1e-3,
+    )  # fmt: skip
+    found = ours(x, mask=KEEP[:, None, None, :], is_causal=causal)
+    close(found[KEEP], np.asarray(expected)[KEEP], dtype, scale=4)
+
+
+def test_a_prefix_picks_one_layer_of_a_larger_model():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 4, 24, batch_first=True)
+    whole = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    x = tokens(2, 7, 16)
+    expected = theirs_of(whole, np.float32, x)
+    for number in range(2):
+        x = nn.load.torch_encoder_layer(whole.state_dict(), 4, like=x, prefix=f"layers.{number}.")(
+            x
+        )
+    close(x, expected, scale=4)
+    with pytest.raises(ValueError, match=r"'layers\.2\.'; they begin with layers\.0"):
+        nn.load.torch_encoder_layer(whole.state_dict(), 4, like=x, prefix="layers.2.")
+
+
+def test_parameters_are_in_the_library_device_and_dtype_of_like(library):
+    to, back = library
+    state = torch.nn.MultiheadAttention(16, 4, dtype=torch.float64).state_dict()
+    x = to(tokens(2, 3, 16))
+    layer = nn.load.torch_attention(state, 4, like=x)
+    for parameter in layer.parameters().values():
+        assert type(parameter) is type(x)
+        assert parameter.dtype == x.dtype
+    np.testing.assert_array_equal(
+        back(layer.fused.weight), state["in_proj_weight"].numpy().T.astype(np.float32)
+    )
+
+
+def test_parameters_are_copies():
+    source = torch.nn.MultiheadAttention(16, 4)
+    layer = nn.load.torch_attention(dict(source.named_parameters()), 4, like=torch.zeros(1))
+    assert not any(array.requires_grad for array in layer.parameters().values())
+    for array in layer.parameters().values():
+        array.zero_()
+    assert source.in_proj_weight.abs().max() > 0
+
+
+def test_every_name_that_does_not_fit_is_listed_at_once():
+    state = torch.nn.MultiheadAttention(16, 4).state_dict()
+    del state["out_proj.bias"]
+    state["in_proj_weight"] = torch.zeros(40, 16)
+    state["in_proj_bias"] = torch.zeros(48, dtype=torch.int8)
+    state["extra"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"do not fit a torch\.nn\.MultiheadAttention") as caught:
+        nn.load.torch_attention(state, 4, like=FLOAT32)
+    said = str(caught.value)
+    assert "in_proj_weight: expected (48, 16), got (40, 16)" in said
+    assert "in_proj_bias: expected float16, bfloat16, float32, float64, got int8" in said
+    assert "extra: unknown, (3,) float32" in said
+    block = torch.nn.TransformerEncoderLayer(16, 4, 24).state_dict()
+    del block["linear2.weight"]
+    with pytest.raises(ValueError, match=r"linear2\.weight: missing, expected \(16, 24\)"):
+        nn.load.torch_encoder_layer(block, 4, like=FLOAT32)
+
+
+def test_what_there_is_no_place_for_is_refused_by_name():
+    state = torch.nn.MultiheadAttention(16, 4, add_bias_kv=True).state_dict()
+    with pytest.raises(ValueError, match="bias_k and bias_v, of add_bias_kv=True"):
+        nn.load.torch_attention(state, 4, like=FLOAT32)
+    state = torch.nn.MultiheadAttention(16, 4).state_dict()
+    with pytest.raises(ValueError, match="5 heads do not divide the layer's size of 16"):
+        nn.load.torch_attention(state, 5, like=FLOAT32)
+    with pytest.raises(ValueError, match="floating dtype; got int64"):
+        nn.load.torch_attention(state, 4, like=np.zeros(1, dtype=np.int64))
+    with pytest.raises(ValueError, match=r"no out_proj\.weight of 2 axes.*they have a \(3,\)"):
+        nn.load.torch_attention({"a": np.zeros(3)}, 4, like=FLOAT32)
+
+
+# ---- Keras -------------------------------------------------------------------------------------
+
+
+# Keras hands NumPy its variables in an older way than NumPy 2 asks for.
+old_arrays = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def keras():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "torch")
+        yield pytest.importorskip("keras")
+
+
+@old_arrays
+@pytest.mark.parametrize(
+    "options", [{}, {"value_dim": 5}, {"use_bias": False}, {"output_shape": 9}]
+)
+@pytest.mark.parametrize("by", ["order", "name"])
+def test_keras_attention_is_kerass_own(keras, options, by):
+    layer = keras.layers.MultiHeadAttention(4, 3, **options)
+    x, context = tokens(2, 5, 16), tokens(2, 7, 10, seed=1)
+    layer.build(x.shape, context.shape)
+    layer.set_weights([tokens(*w.shape, seed=n) for n, w in enumerate(layer.get_weights())])
+    weights, prefix = layer.get_weights(), ""
+    if by == "name":
+        weights = {weight.path: weight.numpy() for weight in layer.weights}
+        prefix = f"{layer.name}/"
+    ours = nn.load.keras_attention(weights, like=FLOAT32, prefix=prefix)
+    to_numpy = keras.ops.convert_to_numpy
+    close(ours(x, context), to_numpy(layer(x, context)), scale=4)
+    causal = ours(x, context, is_causal=True, query_offset=0)
+    close(causal, to_numpy(layer(x, context, use_causal_mask=True)), scale=4)
+
+
+@old_arrays
+def test_keras_keys_and_values_of_other_tokens_are_one_context(keras):
+    layer = keras.layers.MultiHeadAttention(4, 3)
+    x, key, value = tokens(2, 5, 16), tokens(2, 7, 10, seed=1), tokens(2, 7, 6, seed=2)
+    expected = keras.ops.convert_to_numpy(layer(x, value, key))
+    ours = nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
+    close(ours(x, np.concatenate([key, value], axis=-1)), expected)
+
+
+@old_arrays
+def test_a_keras_gate_is_refused_by_name(keras):
+    layer = keras.layers.MultiHeadAttention(4, 3, use_gate=True)
+    layer.build((2, 5, 16), (2, 5, 16))
+    with pytest.raises(ValueError, match="8 weights, or 4 without biases; got 10"):
+        nn.load.keras_attention(layer.get_weights(), like=FLOAT32)
+    named = {weight.path: weight.numpy() for weight in layer.weights}
+    with pytest.raises(ValueError, match="use_gate=True"):
+        nn.load.keras_attention(named, like=FLOAT32, prefix=f"{layer.name}/")
+
+
+# ---- models of transformers --------------------------------------------------------------------
+
+IDS = np.random.default_rng(3).integers(0, 50, (2, 9))
+LLAMA = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16,
+}  # fmt: skip
+ROPES = {
+    "plain": {"rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "yarn told": {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0, "mscale": 0.7,
+        "mscale_all_dim": 0.4, "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        module = pytest.importorskip("transformers")
+        module.logging.set_verbosity_error()
+        module.logging.disable_progress_bar()
+        return module
+
+
+def made(transformers, family, **config):
+    """Return a tiny model of random weights, none of them 0 or 1."""
+    names = {"bert": ("Bert", "Model"), "gpt2": ("GPT2", "LMHeadModel")}
+    name, kind = names.get(family, ("Llama", "ForCausalLM"))
+    torch.manual_seed(0)
+    own = getattr(transformers, f"{name}Config")(**config)
+    model = getattr(transformers, f"{name}{kind}")(own).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def bert(transformers):
+    return made(
+        transformers, "bert", vocab_size=50, hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=4, intermediate_size=48, max_position_embeddings=16,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpt2(transformers):
+    return made(transformers, "gpt2", vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+
+
+def logits_of(model, ids=IDS, **inputs):
+    with torch.no_grad():
+        output = model(input_ids=torch.from_numpy(ids), **inputs)
+    return output[0].numpy()
+
+
+def sources(model, folder):
+    """Yield a model's weights and config, as arrays and as files."""
+    model.save_pretrained(folder)
+    yield model.state_dict(), model.config.to_dict()
+    yield folder, None
+    yield folder / "model.safetensors", None
+
+
+def test_bert_is_transformers_own(bert, tmp_path, library):
+    to, back = library
+    keep = np.ones(IDS.shape, dtype=bool)
+    keep[1, 5:] = False
+    kinds = (IDS % 2).astype(np.int32)
+    expected = logits_of(
+        bert, attention_mask=torch.from_numpy(keep), token_type_ids=torch.from_numpy(kinds).long()
+    )
+    for weights, config in sources(bert, tmp_path):
+        model = nn.load.bert(weights, config, like=to(FLOAT32))
+        ids, mask = to(IDS.astype(np.int32)), to(keep[:, None, None, :])
+        found = back(model(ids, segments=to(kinds), mask=mask))
+        close(found[keep], expected[keep], scale=4)
+
+
+def test_gpt2_is_transformers_own(gpt2, tmp_path, library):
+    to, back = library
+    expected = logits_of(gpt2)
+    for weights, config in sources(gpt2, tmp_path):
+        model = nn.load.gpt2(weights, config, like=to(FLOAT32))
+        close(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected, scale=4)
+
+
+@pytest.mark.parametrize("rope", ["plain", "yarn told"])
+def test_llama_is_transformers_own(transformers, tmp_path, library, rope):
+    to, back = library
+    theirs = made(transformers, "llama", **LLAMA, rope_parameters=dict(ROPES[rope]))
+    expected = logits_of(theirs)
+    for weights, config in sources(theirs, tmp_path):
+        model = nn.load.llama(weights, config, like=to(FLOAT32))
+        close(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected, scale=4)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("length", [9, 40])
+def test_rotary_scaling_is_transformers_own(transformers, rope, length):
+    theirs = made(transformers, "llama", **LLAMA, rope_parameters=dict(ROPES[rope]))
+    ids = np.random.default_rng(5).integers(0, 50, (1, length))
+    expected = logits_of(theirs, ids)
+    longer = {"length": length} if rope == "dynamic" else {}
+    model = nn.load.llama(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
+    close(model(ids, is_causal=True), expected, scale=8)
+
+
+def test_rotary_scaling_under_its_old_names_is_understood(transformers):
+    theirs = made(transformers, "llama", **LLAMA, rope_parameters=dict(ROPES["linear"]))
+    config = theirs.config.to_dict()
+    del config["rope_parameters"]
+    config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    model = nn.load.llama(theirs.state_dict(), config, like=FLOAT32)
+    close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
+
+
+def test_llama_of_other_sizes_biases_and_tied_is_transformers_own(transformers):
+    config = LLAMA | {"head_dim": 12, "num_key_value_heads": 1}
+    theirs = made(
+        transformers, "llama", **config, attention_bias=True, mlp_bias=True,
+        tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-2,
+    )  # fmt: skip
+    model = nn.load.llama(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    assert model.tied
+    close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
+
+
+def test_hidden_states_take_the_place_of_logits_where_none_are_asked_for(gpt2, transformers):
+    config = gpt2.config.to_dict()
+    model = nn.load.gpt2(gpt2.state_dict(), config, like=FLOAT32, logits=False)
+    close(model(IDS, is_causal=True), logits_of(gpt2.transformer), scale=4)
+    bare = nn.load.gpt2(gpt2.transformer.state_dict(), config, like=FLOAT32)
+    close(bare(IDS, is_causal=True), logits_of(gpt2), scale=4)
+    llama = made(transformers, "llama", **LLAMA)
+    model = nn.load.llama(
+        llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32, logits=False
+    )
+    close(model(IDS, is_causal=True), logits_of(llama.model), scale=4)
+
+
+def test_heads_prefixes_buffers_and_old_names_of_bert_are_known(bert, transformers):
+    state = {f"bert.{name}": array for name, array in bert.state_dict().items()}
+    state["cls.predictions.bias"] = torch.zeros(50)
+    state["bert.embeddings.position_ids"] = torch.arange(16)
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("m.bias", "m.beta"): array
+        for name, array in state.items()
+    }
+    assert old.keys() != state.keys()
+    for weights in (state, old):
+        model = nn.load.bert(weights, bert.config.to_dict(), like=FLOAT32)
+        close(model(IDS), logits_of(bert), scale=4)
+
+
+def test_buffers_of_gpt2_and_llama_are_known(gpt2, transformers):
+    state = gpt2.state_dict() | {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
+    nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
+    llama = made(transformers, "llama", **LLAMA)
+    state = llama.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    nn.load.llama(state, llama.config.to_dict(), like=FLOAT32)
+
+
+def test_a_tied_output_map_that_is_another_is_refused(gpt2):
+    state = gpt2.state_dict() | {"lm_head.weight": torch.ones(50, 32)}
+    with pytest.raises(ValueError, match=r"lm_head\.weight and wte\.weight are tied"):
+        nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
+
+
+def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
+    theirs = made(
+        transformers, "gpt2", vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16,
+        n_inner=20, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = nn.load.gpt2(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("bert", {"model_type": "roberta"}, "of a 'roberta' model; this function reads 'bert'"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'rel"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act must be one of gelu.*; got 'mish'"),
+        ("bert", {"num_attention_heads": None}, "config has no num_attention_heads"),
+        ("bert", {"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size"),
+        ("bert", {"layer_norm_eps": "small"}, "layer_norm_eps must be a positive number; got 'sm"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is T"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ("gpt2", {"n_layer": 0}, "n_layer must be a positive integer; got 0"),
+        ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "got 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "config has no factor"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}},
+            "truncate is False",
+        ),
+    ],
+)
+def test_a_config_that_is_not_understood_is_refused_by_name(family, change, said):
+    sizes = LLAMA | {"n_embd": 32, "n_layer": 2, "n_head": 4}
+    with pytest.raises(ValueError, match=said):
+        getattr(nn.load, family)({}, sizes | change, like=FLOAT32)
+
+
+def test_a_length_is_for_dynamic_scaling_alone():
+    with pytest.raises(ValueError, match="length is for dynamic scaling, and positive; got 40"):
+        nn.load.llama({}, LLAMA, like=FLOAT32, length=40)
+
+
+# ---- files -------------------------------------------------------------------------------------
+
+
+def test_a_model_in_many_files_is_read_by_its_index(gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = nn.load.gpt2(tmp_path, like=FLOAT32)
+    close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
+
+
+def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, library):
+    to, back = library
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = {name: array.bfloat16() for name, array in gpt2.transformer.state_dict().items()}
+    safetensors.save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(gpt2.config.to_dict()))
+    expected = state["wte.weight"].float().numpy()
+    for like in (FLOAT32, FLOAT32.astype(ml_dtypes.bfloat16)):
+        model = nn.load.gpt2(tmp_path, like=to(like))
+        assert model.embedding.weight.dtype == to(like).dtype
+        np.testing.assert_array_equal(back(model.embedding.weight).astype(np.float32), expected)
+
+
+def test_what_is_no_source_is_said(tmp_path, gpt2):
+    config = gpt2.config.to_dict()
+    with pytest.raises(FileNotFoundError, match=r"there is no .*model\.safetensors"):
+        nn.load.gpt2(tmp_path, config, like=FLOAT32)
+    with pytest.raises(FileNotFoundError, match=r"there is no .*config\.json: pass config="):
+        nn.load.gpt2(tmp_path, like=FLOAT32)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"is no \.safetensors file"):
+        nn.load.gpt2(tmp_path / "pytorch_model.bin", config, like=FLOAT32)
+    with pytest.raises(TypeError, match="pass config="):
+        nn.load.gpt2(gpt2.state_dict(), like=FLOAT32)
+    with pytest.raises(TypeError, match=r"pass config\.to_dict\(\)"):
+        nn.load.gpt2(gpt2.state_dict(), gpt2.config, like=FLOAT32)
+    with pytest.raises(TypeError, match="weights is a GPT2LMHeadModel; pass a mapping"):
+        nn.load.gpt2(gpt2, config, like=FLOAT32)
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch, gpt2, tmp_path):
+    gpt2.save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(ImportError, match="pip install safetensors"):
+        nn.load.gpt2(tmp_path, like=FLOAT32)

@@ -1,0 +1,101 @@
+"""In NumPy, layers work on blocks of rows and on threads; what they compute is the same."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.special
+import torch
+
+import polyattn
+from polyattn import nn
+from polyattn.nn.passes import BLOCK_BYTES, BLOCK_ROWS, by_rows, mapped
+
+RNG = np.random.default_rng(0)
+# More than a block of rows, and no whole number of blocks.
+ROWS = 3 * BLOCK_ROWS + 7
+
+
+def numbers(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(ROWS, 24), (3, ROWS, 24), (5, 24), (24,), (0, 24)])
+def test_a_map_in_blocks_is_the_product(threads, bias, shape):
+    x, weight = numbers(*shape), numbers(24, 16)
+    offset = numbers(16) if bias else None
+    with polyattn.use_threads(threads):
+        found = mapped(x, weight, offset)
+    expected = x.astype(np.float64) @ weight + (0 if offset is None else offset)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    assert found.dtype == np.float32
+
+
+def test_a_map_of_rows_that_are_not_side_by_side_is_the_product():
+    x, weight = numbers(24, ROWS).T, numbers(24, 16)
+    np.testing.assert_allclose(mapped(x, weight, None), x @ weight, rtol=0, atol=1e-5)
+
+
+def test_a_map_of_another_dtype_is_promoted_as_numpy_does():
+    found = mapped(numbers(ROWS, 24), numbers(24, 16, dtype=np.float64), None)
+    assert found.dtype == np.float64
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_row_is_taken_once_in_blocks_that_fit_the_cache(threads):
+    seen = []
+
+    def doubled(rows):
+        seen.append(rows.nbytes)
+        return rows * 2
+
+    x = numbers(2, 5 * BLOCK_BYTES // (4 * 64) + 3, 64)
+    with polyattn.use_threads(threads):
+        found = by_rows(doubled, x)
+    np.testing.assert_array_equal(found, x * 2)
+    assert max(seen) <= BLOCK_BYTES
+    assert sum(seen) == x.nbytes
+
+
+@pytest.mark.parametrize("make", [nn.LayerNorm.init, nn.RMSNorm.init])
+def test_a_norm_of_many_rows_is_that_of_each(make):
+    x = numbers(ROWS, 200)
+    norm = make(200, like=x)
+    np.testing.assert_array_equal(norm(x)[::97], np.stack([norm(row) for row in x[::97]]))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_gelu_is_exact_to_a_few_roundings_of_its_argument(dtype):
+    x = np.linspace(-12, 12, 200_001).astype(dtype)
+    gelu = nn.layers.ACTIVATIONS["gelu"]
+    found = by_rows(gelu, x[:, None])[:, 0]
+    wide = x.astype(np.float64)
+    exact = wide * scipy.special.ndtr(wide)
+    scale = np.finfo(dtype).eps * np.maximum(np.abs(wide), np.finfo(dtype).tiny)
+    assert (np.abs(found - exact) / scale).max() < 3
+    assert found.dtype == dtype
+
+
+def slope(x):
+    """The derivative of GELU."""
+    return scipy.special.ndtr(x) + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+X = np.linspace(-8, 8, 1001)
+
+
+def test_the_gradient_of_gelu_is_right_in_torch():
+    x = torch.from_numpy(X).requires_grad_()
+    nn.layers.ACTIVATIONS["gelu"](x).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy(), slope(X), rtol=0, atol=1e-15)
+    assert torch.autograd.gradcheck(nn.erf.erf, x[::200].detach().requires_grad_())
+
+
+def test_the_gradient_of_gelu_is_right_in_jax():
+    jax = pytest.importorskip("jax")
+    gelu = nn.layers.ACTIVATIONS["gelu"]
+    found = jax.jit(jax.vmap(jax.grad(gelu)))(jax.numpy.asarray(X, dtype=np.float32))
+    np.testing.assert_allclose(found, slope(X), rtol=0, atol=1e-6)
