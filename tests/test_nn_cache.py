@@ -1,5 +1,6 @@
 """Decoding with a cache: step by step what the full pass gives, whatever a library's arrays do."""
 
+import array_api_strict
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +18,7 @@ LIBRARIES = {
     "numpy": (np.asarray, np.asarray),
     "torch": (torch.tensor, lambda x: np.asarray(x.detach())),
     "jax": (jnp.asarray, np.asarray),
+    "strict": (array_api_strict.asarray, np.asarray),
 }
 # JAX's steps are compiled, as they are in use, each length of them once.
 KINDS = {
