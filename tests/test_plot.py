@@ -248,7 +248,9 @@ def test_entropies_are_written_in_their_cells_where_there_is_room():
 
 
 @pytest.mark.parametrize(
-    "mask", [masks.causal(), np.tri(9, dtype=bool), lambda b, h, i, j: i >= j], ids=repr
+    "mask",
+    [masks.causal(), np.tri(9, dtype=bool), lambda b, h, i, j: i >= j],
+    ids=["value", "array", "function"],
 )
 def test_a_mask_is_drawn_as_its_own_method_draws_it(mask):
     figure = plot.mask(mask, 9, 9, tile=3)
