@@ -286,6 +286,7 @@ MHA = nn.MultiHeadAttention.init
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda: MHA(24, 0, like=X), "heads must be at least 1; got 0"),
         (lambda: MHA(24, 5, like=X), "5 heads do not divide a size of 24"),
         (lambda: MHA(24, 4, key_heads=3, like=X), "multiple of key_heads"),
         (lambda: MHA(24, 4, fused=True, context_size=5, like=X), "one size"),
@@ -323,6 +324,36 @@ def test_a_context_goes_with_neither_a_cache_nor_rotary_positions():
     block = nn.DecoderBlock.init(24, 4, rotary=nn.Rotary(6), like=X)
     assert block.attention.rotary is not None
     assert block.cross_attention.rotary is None
+
+
+def test_no_tokens_and_no_items_give_an_empty_result(library):
+    to, back = library
+    layer = nn.MultiHeadAttention.init(24, 4, key_heads=2, like=to(float32([0])))
+    for shape in ((2, 0, 24), (0, 5, 24)):
+        assert back(layer(to(np.zeros(shape, np.float32)))).shape == shape
+
+
+def test_a_norm_that_is_given_is_copied_for_every_layer():
+    norm = nn.RMSNorm.init(6, like=X)
+    model = gpt(np.zeros(1), query_norm=norm, key_norm=norm)
+    arrays = [
+        a for name, a in model.parameters().items() if "query_norm" in name or "key_norm" in name
+    ]
+    assert len({id(array) for array in arrays}) == len(arrays) == 4
+
+
+def test_a_block_without_biases_has_none_and_a_list_of_blocks_is_a_stack():
+    for kind in (nn.EncoderBlock, nn.DecoderBlock):
+        names = kind.init(24, 4, bias=False, gated=True, norm=nn.RMSNorm, like=X).parameters()
+        assert not [name for name in names if "bias" in name]
+    stack = nn.Stack([nn.EncoderBlock.init(24, 4, like=X)])
+    assert "blocks.0.attention.query.weight" in stack.parameters()
+
+
+def test_a_norm_has_one_dtype_for_few_rows_and_many():
+    layer = nn.LayerNorm.init(64, like=np.zeros(1, np.float32))
+    few, many = (layer(np.ones((1, n, 64), np.float16)).dtype for n in (10, 10000))
+    assert few == many
 
 
 def test_tokens_without_an_axis_of_their_own_are_refused():

@@ -81,6 +81,19 @@ def test_jax_takes_modules_whole_once_they_are_registered():
     assert ".stack.blocks[1].attention.query.weight" in paths
 
 
+def test_a_tree_of_other_things_has_the_structure_of_the_module():
+    register()
+    model = model_of(jnp.zeros(1))
+    axes = jax.tree.map(lambda _: 0, model)
+    assert jax.tree.structure(axes) == jax.tree.structure(model)
+    models = jax.tree.map(lambda *each: jnp.stack(each), model, model)
+    run = jax.vmap(lambda model: model.embedding.weight.sum(), in_axes=(axes,))
+    assert run(models).shape == (2,)
+    assert jax.tree.leaves(jax.tree.map(lambda zero: zero + 1, axes)) == [1] * len(
+        model.parameters()
+    )
+
+
 def test_other_settings_are_compiled_anew():
     register()
     compiled = []
@@ -119,6 +132,23 @@ def test_vmap_of_torch_over_items():
     x = torch.randn(3, 2, 5, 8)
     mapped = torch.func.vmap(lambda x: layer(x, is_causal=True))(x)
     torch.testing.assert_close(mapped, layer(x, is_causal=True), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_torch_compiles_a_prompt_and_then_tokens():
+    model = model_of(torch.zeros(1))
+    ids = torch.tensor(IDS)
+    full = model(ids, is_causal=True)
+    run = torch.compile(
+        lambda ids, caches: model(ids, caches=caches, is_causal=True),
+        fullgraph=True,
+        backend="eager",
+    )
+    first, caches = run(ids[:, :4], model.caches(8, batch=(2,)))
+    second, _ = run(ids[:, 4:5], caches)
+    torch.testing.assert_close(first, full[:, :4], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(second, full[:, 4:5], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -60,10 +60,12 @@ def _is_inner(name: str, value: Any) -> bool:
 
 def _flatten(thing: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     inner: list[tuple[Any, Any]] = []
+    # Of a thing that JAX made: what it puts in place of arrays may be anything.
+    known = getattr(thing, "_inner", None)
     names, settings = [], []
     for field in fields(thing):
         value = getattr(thing, field.name)
-        if _is_inner(field.name, value):
+        if field.name in known if known is not None else _is_inner(field.name, value):
             inner.append((jax.tree_util.GetAttrKey(field.name), value))
             names.append(field.name)
         elif field.compare:
@@ -76,6 +78,7 @@ def _unflattener(kind: type[T]) -> Any:
         # JAX puts things that are no arrays in their place too, which `init` would refuse.
         names, settings = structure
         thing = object.__new__(kind)
+        object.__setattr__(thing, "_inner", names)
         for name, value in (*zip(names, inner, strict=True), *settings):
             object.__setattr__(thing, name, value)
         for field in fields(kind):  # type: ignore[arg-type]

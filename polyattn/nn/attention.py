@@ -7,6 +7,7 @@ from typing import Any
 
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.attention import attention
+from polyattn.call import check_whole
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Linear, Norm, draws
 from polyattn.nn.module import Draws, Module
@@ -104,7 +105,7 @@ class MultiHeadAttention(Module):
         fused : bool
             Whether queries, keys and values come of one map.
         query_norm, key_norm : LayerNorm or RMSNorm, optional
-            Such as ``RMSNorm.init(head_size, like=like)``.
+            Such as ``RMSNorm.init(head_size, like=like)``, of which the layer has a copy.
         rotary : Rotary, optional
             Such as ``Rotary(head_size)``.
 
@@ -122,6 +123,8 @@ class MultiHeadAttention(Module):
         >>> layer(x, is_causal=True).shape
         (2, 5, 64)
         """
+        if check_whole("heads", heads) < 1:
+            raise ValueError(f"heads must be at least 1; got {heads}")
         if head_size is None:
             if size % heads:
                 raise ValueError(
@@ -148,8 +151,8 @@ class MultiHeadAttention(Module):
             heads=heads,
             key_heads=key_heads,
             head_size=head_size,
-            query_norm=query_norm,
-            key_norm=key_norm,
+            query_norm=None if query_norm is None else query_norm.copied(),
+            key_norm=None if key_norm is None else key_norm.copied(),
             rotary=rotary,
         )
 
@@ -192,7 +195,7 @@ class MultiHeadAttention(Module):
         """
         query, key, value = self._ready(x, context, positions, cache)
         if cache is not None:
-            cache = cache.append(key, value)
+            cache = cache.append(key, value, query=query)
             key, value = cache.keys, cache.values
             options = cache.options(query.shape[-2], options)
         output = self._joined(attention(query, key, value, **options))
@@ -316,7 +319,8 @@ class MultiHeadAttention(Module):
         xp = library_of(heads).xp
         rank = len(heads.shape)
         side_by_side = xp.permute_dims(heads, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
-        flat = xp.reshape(side_by_side, (*side_by_side.shape[:-2], -1))
+        *lead, count, size = side_by_side.shape
+        flat = xp.reshape(side_by_side, (*lead, count * size))
         return flat if self.output is None else self.output(flat)
 
 

@@ -54,6 +54,7 @@ class EncoderBlock(Module):
         inner: int | None = None,
         activation: str = "gelu",
         gated: bool = False,
+        bias: bool = True,
         norm: type[Norm] = LayerNorm,
         pre_norm: bool = True,
         **attention: Any,
@@ -66,6 +67,8 @@ class EncoderBlock(Module):
             As of `MultiHeadAttention.init`.
         inner, activation, gated
             As of `FeedForward.init`.
+        bias : bool
+            Whether maps have biases.
         norm : {LayerNorm, RMSNorm}
             The kind of normalisation.
         pre_norm : bool
@@ -87,9 +90,10 @@ class EncoderBlock(Module):
         (2, 5, 64)
         """
         draw = draws(like, seed)
+        shape: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias}
         return cls(
-            MultiHeadAttention.init(size, heads, like=like, seed=draw, **attention),
-            FeedForward.init(size, inner, like=like, seed=draw, activation=activation, gated=gated),
+            MultiHeadAttention.init(size, heads, like=like, seed=draw, bias=bias, **attention),
+            FeedForward.init(size, inner, like=like, seed=draw, **shape),
             norm.init(size, like=like),
             norm.init(size, like=like),
             pre_norm,
@@ -141,6 +145,7 @@ class DecoderBlock(Module):
         inner: int | None = None,
         activation: str = "gelu",
         gated: bool = False,
+        bias: bool = True,
         norm: type[Norm] = LayerNorm,
         pre_norm: bool = True,
         context_size: int | None = None,
@@ -150,7 +155,7 @@ class DecoderBlock(Module):
 
         Parameters
         ----------
-        size, heads, like, seed, inner, activation, gated, norm, pre_norm, **attention
+        size, heads, like, seed, inner, activation, gated, bias, norm, pre_norm, **attention
             As of `EncoderBlock.init`.
         context_size : int, optional
             The size of the encoder's tokens, if it is another. Their positions are their own: what
@@ -170,12 +175,14 @@ class DecoderBlock(Module):
         (2, 5, 64)
         """
         draw = draws(like, seed)
+        shape: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias}
         make = MultiHeadAttention.init
+        attention = attention | {"bias": bias}
         across = attention | {"context_size": context_size, "rotary": None}
         return cls(
             make(size, heads, like=like, seed=draw, **attention),
             make(size, heads, like=like, seed=draw, **across),
-            FeedForward.init(size, inner, like=like, seed=draw, activation=activation, gated=gated),
+            FeedForward.init(size, inner, like=like, seed=draw, **shape),
             norm.init(size, like=like),
             norm.init(size, like=like),
             norm.init(size, like=like),
@@ -234,6 +241,10 @@ class Stack(Module):
 
     blocks: tuple[EncoderBlock | DecoderBlock, ...]
     norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        # The parameters of a list would not be found.
+        object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __call__(
         self, x: Array, *context: Array, caches: tuple[KVCache, ...] | None = None, **options: Any

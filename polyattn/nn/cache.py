@@ -8,6 +8,7 @@ same shape, so that a compiled step is compiled once.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from polyattn.arrays import (
     library_of,
     torch_transforms,
 )
+from polyattn.call import check_whole
 from polyattn.masks import padding
 from polyattn.patterns import as_mask
 
@@ -119,16 +121,21 @@ class KVCache:
     @property
     def keys(self) -> Array:
         """The keys, shape (..., G, length, D); where the library traces, all of the memory."""
-        return self._held(self.key)
+        return self._counted()._held(self.key)
 
     @property
     def values(self) -> Array:
         """The values, shape (..., G, length, E); where the library traces, all of the memory."""
-        return self._held(self.value)
+        return self._counted()._held(self.value)
+
+    def _counted(self) -> KVCache:
+        """Return the same with a number for its length, where it can be known."""
+        length = _known(self.length)
+        return self if length is self.length else replace(self, length=length)
 
     def _held(self, memory: Array) -> Array:
         if is_array(self.length):
-            return memory
+            return memory[..., self.first :, :]
         return memory[..., self.first : self.first + self.length, :]
 
     def options(self, new: int, given: dict[str, Any]) -> dict[str, Any]:
@@ -146,19 +153,21 @@ class KVCache:
         dict
             `given`, and what hides the memory that is not filled.
         """
-        if not is_array(self.length):
+        if not is_array(_known(self.length)):
             return given
         held = padding(self.length)
         mask = held if given.get("mask") is None else held & as_mask(given["mask"])
         return {"query_offset": self.length - new} | given | {"mask": mask}
 
-    def append(self, key: Array, value: Array) -> KVCache:
+    def append(self, key: Array, value: Array, *, query: Array | None = None) -> KVCache:
         """Return the cache with more tokens after those that it holds.
 
         Parameters
         ----------
         key, value : Array
             Theirs, shapes (..., G, n, D) and (..., G, n, E).
+        query : Array, optional
+            The queries that meet them: where these have a gradient, what they met must stay.
 
         Returns
         -------
@@ -190,9 +199,11 @@ class KVCache:
                 f"there must be as many values as keys; got {key.shape[-2]} keys and"
                 f" {value.shape[-2]} values"
             )
-        if is_array(self.length) or not _is_writable(key, self.key):
-            return self._joined_anew(key, value)
-        return self._written(key, value)
+        cache = self._counted()
+        new = [array for array in (key, value, query) if array is not None]
+        if is_array(cache.length) or not _is_writable(new, [self.key, self.value]):
+            return cache._joined_anew(key, value)
+        return cache._written(key, value)
 
     def _written(self, key: Array, value: Array) -> KVCache:
         assert isinstance(self.length, int)
@@ -257,9 +268,12 @@ class KVCache:
         KVCache
             The next one; this one holds what it held.
         """
-        if not is_array(self.length) and not 0 <= length <= self.length:
-            raise ValueError(f"there are {self.length} tokens to keep; got {length}")
-        return replace(self, length=length)
+        kept, held = _known(length), _known(self.length)
+        if is_array(kept) or is_array(held):
+            return replace(self, length=kept)
+        if not 0 <= check_whole("length", kept) <= held:
+            raise ValueError(f"there are {held} tokens to keep; got {length}")
+        return replace(self, length=kept)
 
     def slide(self, window: int) -> KVCache:
         """Return the cache of the newest tokens, `window` of them at most.
@@ -279,14 +293,17 @@ class KVCache:
         ValueError
             If it is below 0, or the library traces, so that nobody knows how many there are.
         """
-        if is_array(self.length) or window < 0:
+        held = _known(self.length)
+        if check_whole("window", window) < 0:
+            raise ValueError(f"window must be at least 0; got {window}")
+        if is_array(held):
             raise ValueError(
-                f"a cache slides by a window of at least 0, outside of a traced function; got"
-                f" {window}"
+                "inside a traced function nobody knows how many tokens a cache holds, so that it"
+                " cannot slide there; give attention window= instead"
             )
-        over = max(self.length - window, 0)
+        over = max(held - window, 0)
         return replace(
-            self, first=self.first + over, length=self.length - over, dropped=self.dropped + over
+            self, first=self.first + over, length=held - over, dropped=self.dropped + over
         )
 
 
@@ -304,15 +321,28 @@ def _with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
     places = index_range(xp, 0, memory.shape[-2], memory) - at
     last = rows.shape[-2] - 1
     new = (places >= 0) & (places <= last)
-    chosen = xp.clip(places, 0, last)
+    chosen = xp.where(new, places, xp.zeros_like(places))
     spread = xp.take(rows, chosen, axis=-2)
     return xp.where(new[:, None], spread, memory)
 
 
-def _is_writable(new: Array, memory: Array) -> bool:
+def _known(length: Any) -> Any:
+    """Return a length as a number, unless it is traced."""
+    if not is_array(length) or is_compiling():
+        return length
+    try:
+        return operator.index(length)
+    except TypeError:  # a tracer of JAX says so too
+        return length
+
+
+def _is_writable(new: list[Array], memory: list[Array]) -> bool:
     """Whether rows can be written into memory without a trace or a graph losing sight of them."""
-    library = library_of(memory)
-    if library.name == "torch":
-        grads = getattr(new, "requires_grad", False) or memory.requires_grad
-        return not (grads or is_compiling() or torch_transforms())
-    return library.name in ("numpy", "cupy")
+    library = library_of(memory[0])
+    if library.name != "torch":
+        return library.name in ("numpy", "cupy")
+    if is_compiling() or torch_transforms():
+        return False
+    # Memory of inference mode takes nothing from outside of it.
+    outside = any(held.is_inference() for held in memory) and not new[0].is_inference()
+    return not (outside or any(array.requires_grad for array in (*new, *memory)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.arrays import Array, index_range, library_of
+from polyattn.call import check_whole
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, draws
@@ -66,7 +67,7 @@ class Transformer(Module):
         *,
         like: Array,
         seed: int | Draws = 0,
-        positions: int | Sinusoidal | None = None,
+        positions: int | LearnedPositions | Sinusoidal | None = None,
         cross: bool = False,
         norm: type[Norm] = LayerNorm,
         pre_norm: bool = True,
@@ -88,8 +89,8 @@ class Transformer(Module):
             An array of the library, device and dtype that the parameters are to have.
         seed : int or Draws
             The same one gives the same weights in every library.
-        positions : int or Sinusoidal, optional
-            How many learned positions there are, or the sines to add.
+        positions : int, Sinusoidal or LearnedPositions, optional
+            How many learned positions there are, or what is to be added.
         cross : bool
             Whether blocks attend to another model's tokens too.
         norm : {LayerNorm, RMSNorm}
@@ -119,11 +120,9 @@ class Transformer(Module):
         """
         draw = draws(like, seed)
         embedding = Embedding.init(tokens, size, like=like, seed=draw)
-        places = (
-            LearnedPositions.init(positions, size, like=like, seed=draw)
-            if isinstance(positions, int)
-            else positions
-        )
+        if not (positions is None or isinstance(positions, LearnedPositions | Sinusoidal)):
+            number = check_whole("positions", positions, "an integer, or positions as a module")
+            positions = LearnedPositions.init(number, size, like=like, seed=draw)
         kind = DecoderBlock if cross else EncoderBlock
         shared = {"like": like, "seed": draw, "norm": norm, "pre_norm": pre_norm} | block
         blocks = tuple([kind.init(size, heads, **shared) for _ in range(layers)])
@@ -131,7 +130,7 @@ class Transformer(Module):
         output = None
         if logits and not tied:
             output = Linear.init(size, tokens, like=like, seed=draw, bias=False)
-        return cls(embedding, stack, places, output=output, tied=tied)
+        return cls(embedding, stack, positions, output=output, tied=tied)
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polyattn.arrays import Array, cast, facts_of, is_array, numbers_like
+from polyattn.arrays import Array, cast, facts_of, is_array, library_of, numbers_like
 from polyattn.call import check_whole
 
 __all__ = ["Draws", "Module"]
@@ -65,6 +65,12 @@ class Module:
                 )
         changed: M = _replaced(self, "", parameters)
         return changed
+
+    def copied(self: M) -> M:
+        """Return the same module with arrays of its own."""
+        own = self.parameters()
+        copies = {name: library_of(a).xp.asarray(a, copy=True) for name, a in own.items()}
+        return self.with_parameters(copies)
 
     def __repr__(self) -> str:
         return "\n".join(_lines(self, ""))

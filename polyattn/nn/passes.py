@@ -7,6 +7,7 @@ or spread the work themselves: for them the formula is computed as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from polyattn.arrays import Array, library_of
 from polyattn.placement import backend_of
@@ -25,7 +26,7 @@ def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
     Parameters
     ----------
     function : callable
-        From rows (..., n) to as many of the same dtype and length.
+        From rows (..., n) to as many of the same length.
     x : Array
         Shape (..., n).
     """
@@ -36,7 +37,8 @@ def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
         out[...] = function(rows)
 
     most = max(1, BLOCK_BYTES // (x.shape[-1] * x.itemsize))
-    return _in_blocks(write, x, x.shape[-1], most)
+    dtype = function(x.reshape(-1, x.shape[-1])[:1]).dtype
+    return _in_blocks(write, x, (x.shape[-1], dtype), most)
 
 
 def mapped(x: Array, weight: Array, bias: Array | None) -> Array:
@@ -52,13 +54,16 @@ def mapped(x: Array, weight: Array, bias: Array | None) -> Array:
         if bias is not None:
             out += bias
 
-    return _in_blocks(write, x, weight.shape[1], BLOCK_ROWS)
+    return _in_blocks(write, x, (weight.shape[1], x.dtype), BLOCK_ROWS)
 
 
-def _in_blocks(write: Callable[[Array, Array], None], x: Array, width: int, most: int) -> Array:
-    """Return rows of some width, written by blocks of no more than so many rows of `x`."""
+def _in_blocks(
+    write: Callable[[Array, Array], None], x: Array, kind: tuple[int, Any], most: int
+) -> Array:
+    """Return rows of a width and dtype, written by blocks of no more than so many rows of `x`."""
+    width, dtype = kind
     rows = x.reshape(-1, x.shape[-1])
-    out = library_of(x).xp.empty((len(rows), width), dtype=x.dtype)
+    out = library_of(x).xp.empty((len(rows), width), dtype=dtype)
     step = -(-len(rows) // -(-len(rows) // most))
 
     def work(start: int) -> None:

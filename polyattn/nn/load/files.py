@@ -52,6 +52,8 @@ def read_config(weights: Weights, config: Mapping[str, Any] | None) -> Mapping[s
             "arrays do not tell all of a model: pass config=, such as model's to_dict()"
         )
     path = Path(_checked(weights))
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"there is no {file}: pass config=")
