@@ -394,6 +394,19 @@ def test_decoder_blocks_are_causal_and_read_the_context():
     close(seen, block(X, CONTEXT[:, :4]), 1e-12)
 
 
+def test_a_backend_and_a_kernel_are_of_both_attentions_of_a_decoder(monkeypatch):
+    asked = []
+
+    def spy(*arrays, **options):
+        asked.append((options.get("backend"), options.get("kernel")))
+        return attention(*arrays, **options)
+
+    monkeypatch.setattr("polyattn.nn.attention.attention", spy)
+    block = nn.DecoderBlock.init(24, 4, like=X)
+    block(X, X, backend="array-api", kernel="dense")
+    assert asked == [("array-api", "dense")] * 2
+
+
 def test_a_whole_transformer_of_encoder_and_decoder(library):
     to, back = library
     like, sines = to(float32([0])), nn.Sinusoidal(24)

@@ -212,7 +212,7 @@ class DecoderBlock(Module):
             Which of the encoder's tokens take part, as ``mask=`` of `polyattn.attention`.
         **options : Any
             Of the self-attention, as `MultiHeadAttention` takes them; causal unless
-            ``is_causal=False``.
+            ``is_causal=False``. ``backend`` and ``kernel`` are of both.
 
         Returns
         -------
@@ -221,7 +221,9 @@ class DecoderBlock(Module):
         """
         attend = _attending(self.attention, cache, {"is_causal": True} | options)
         x, cache = _with_residual(x, attend, self.attention_norm, self.pre_norm)
-        across = _attending(self.cross_attention, None, {"context": context, "mask": context_mask})
+        where = {name: options[name] for name in ("backend", "kernel") if name in options}
+        given = {"context": context, "mask": context_mask} | where
+        across = _attending(self.cross_attention, None, given)
         x, _ = _with_residual(x, across, self.cross_attention_norm, self.pre_norm)
         x, _ = _with_residual(x, _plainly(self.feed_forward), self.feed_forward_norm, self.pre_norm)
         return x if cache is None else (x, cache)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from polyattn.arrays import Array, cast, facts_of, library_of
 from polyattn.nn.erf import erf
@@ -21,8 +21,6 @@ __all__ = [
     "RMSNorm",
     "draws",
 ]
-
-A = TypeVar("A")
 
 
 def draws(like: Array, seed: int | Draws) -> Draws:
