@@ -311,8 +311,19 @@ def test_what_does_not_fit_a_map_is_refused():
         layer(np.ones((3, 4)))
     with pytest.raises(ValueError, match=r"takes numpy arrays.* of torch"):
         layer(torch.ones(24))
+    with pytest.raises(TypeError, match="has float64 parameters; got x in float32"):
+        layer(np.ones((3, 24), np.float32))
+    for norm in (nn.LayerNorm, nn.RMSNorm):
+        with pytest.raises(ValueError, match=r"this norm .* is 24; got \(3, 4\) float64"):
+            norm.init(24, like=X)(np.ones((3, 4)))
     with pytest.raises(TypeError, match="ids must be an integer array of numpy"):
         nn.Embedding(np.ones((3, 2)))(np.ones(2))
+
+
+def test_one_cache_for_all_blocks_is_refused():
+    gpt = nn.Transformer.init(9, 24, 4, 2, like=X, positions=5)
+    with pytest.raises(TypeError, match="pass them all as caches="):
+        gpt(np.array([[1, 2]]), cache=gpt.caches(5, batch=(1,)))
 
 
 def test_a_context_goes_with_neither_a_cache_nor_rotary_positions():

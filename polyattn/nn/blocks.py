@@ -255,6 +255,8 @@ class Stack(Module):
 
         With `caches`, one for each block, return the pair of tokens and the caches that are next.
         """
+        if "cache" in options:
+            raise TypeError("each block has a cache of its own: pass them all as caches=")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(
                 f"each of the {len(self.blocks)} blocks has a cache; got {len(caches)} caches"

@@ -28,6 +28,16 @@ def draws(like: Array, seed: int | Draws) -> Draws:
     return seed if isinstance(seed, Draws) else Draws(like, library_of(like, "like").xp, seed)
 
 
+def _check(what: str, x: Array, weight: Array) -> None:
+    """Raise unless `x` is of the weight's library and its last axis is the weight's first."""
+    library, own = library_of(x, "x"), library_of(weight)
+    if library.name != own.name or not x.shape or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"{what} takes {own.name} arrays whose last axis is {weight.shape[0]};"
+            f" got {facts_of(x)} of {library.name}"
+        )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(Module):
     """A linear map of the last axis, ``x · weight + bias``.
@@ -71,11 +81,11 @@ class Linear(Module):
 
     def __call__(self, x: Array) -> Array:
         """Map the last axis of `x`, shape (..., inputs), to (..., outputs)."""
-        library, own = library_of(x, "x"), library_of(self.weight)
-        if library.name != own.name or not x.shape or x.shape[-1] != self.weight.shape[0]:
-            raise ValueError(
-                f"this map takes {own.name} arrays whose last axis is {self.weight.shape[0]};"
-                f" got {facts_of(x)} of {library.name}"
+        _check("this map", x, self.weight)
+        if x.dtype != self.weight.dtype:
+            raise TypeError(
+                f"this map has {facts_of(self.weight).dtype} parameters; got x in"
+                f" {facts_of(x).dtype}: cast one of them"
             )
         return mapped(x, self.weight, self.bias)
 
@@ -106,6 +116,7 @@ class LayerNorm(Module):
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
+        _check("this norm", x, self.weight)
         return by_rows(self._normalised, x)
 
     def _normalised(self, x: Array) -> Array:
@@ -146,6 +157,7 @@ class RMSNorm(Module):
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
+        _check("this norm", x, self.weight)
         return by_rows(self._normalised, x)
 
     def _normalised(self, x: Array) -> Array:
