@@ -348,6 +348,7 @@ def test_without_cublas_it_says_so(monkeypatch):
 # ---- NVIDIA's own compiler ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
 def test_nvrtc_compiles_every_kernel(architecture):
     from cupy.cuda.compiler import _NVRTCProgram

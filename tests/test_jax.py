@@ -68,6 +68,7 @@ def test_under_jit(options, kernel):
         np.testing.assert_allclose(ours, theirs, atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "offset an item", "bias", "sinks", "score_mod"])
 def test_every_tile_size_gives_the_same_gradients(name):
     options = in_jax(OPTIONS[name])
@@ -102,6 +103,7 @@ def test_the_gradient_of_what_the_call_is_given_beside_the_three():
         np.testing.assert_allclose(tiled[name], whole[name], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_vmap_jvp_and_a_second_derivative():
     q, k, v = (jnp.asarray(x) for x in (Q, K, V))
     direction = jnp.asarray(draw(*Q.shape))
@@ -144,6 +146,7 @@ def temporary(function, *arguments):
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_memory_is_for_a_tile_and_grows_with_the_length_alone(is_causal):
     kernel = small_tiles(2**16)

@@ -230,6 +230,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_attention_compiles_without_a_break(case, dynamic):
@@ -276,6 +277,7 @@ def test_partial_and_merge_compile():
     close(compiled(halves)(Q, K, V), attention(Q, K, V))
 
 
+@pytest.mark.slow
 def test_a_context_around_a_compiled_call_takes_effect():
     def which(q):
         names = polyattn.selection.request(None).names
@@ -324,6 +326,7 @@ assert torch.equal(f(q), q)
 """
 
 
+@pytest.mark.slow
 def test_the_first_call_of_all_may_be_a_compiled_one(run_python):
     run_python(FIRST_CALL)
 

@@ -533,6 +533,7 @@ torch.testing.assert_close(compiled(q, k), expected)
 """
 
 
+@pytest.mark.slow
 def test_logsumexp_compiles(run_python):
     run_python(COMPILED_LOGSUMEXP)
 
@@ -1098,6 +1099,7 @@ assert selftest._disagreement.cache_info().misses == 1
 """
 
 
+@pytest.mark.slow
 def test_the_self_test_runs_as_a_call_is_compiled(run_python):
     run_python(COMPILED_SELF_TEST)
 

@@ -182,6 +182,7 @@ def test_the_seed_and_the_temperature_draw_the_letters():
 # ---- the program ----
 
 
+@pytest.mark.slow
 def test_the_program_trains_draws_and_writes(library, tmp_path, capsys):
     file = tmp_path / "loss.png"
     options = ["--library", library, "--steps", "2", "--generate", "20", "--plot", str(file)]
