@@ -1,4 +1,4 @@
-"""The command line: ``polyattn backends | explain | check | demo``.
+"""The command line: ``polyattn backends | explain | check | bench | demo``.
 
 Results go to standard output and are plain text, the same on a terminal and in a file; errors go to
 standard error. Exit codes: 0 done, 1 it cannot be done here, 2 the command line is wrong.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
+from polyattn.bench import command
 from polyattn.errors import BackendError
 
 __all__ = ["main"]
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyattn",
         description="Attention for every array library: what is here, what would run, whether it is"
-        " right, and a demo.",
+        " right, how fast it is, and a demo.",
         epilog="POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every call.",
     )
     parser.add_argument("--version", action="version", version=f"polyattn {polyattn.__version__}")
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_backends(commands)
     _add_explain(commands)
     _add_check(commands)
+    _add_bench(commands)
     commands.add_parser("demo", help="two sentences through a real encoder, and a picture of it")
     return parser
 
@@ -145,6 +147,19 @@ def _add_check(commands: Any) -> None:
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--html", type=Path, metavar="FILE", help="write a page as well")
     check.set_defaults(run=_check, parser=check)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="how fast the backends are here, side by side, beside what the hardware can do",
+        description="Time the same call on several backends, in turns, at growing lengths, and"
+        " print a table: the median of a call with its quartiles, its rate and what share that is"
+        " of what the hardware reaches, the error against float64, and the memory that it needs.",
+        epilog="example: polyattn bench --backends numpy,torch,jax --lengths 256:8192 --causal",
+    )
+    command.add_options(bench.add_argument, _window)
+    bench.set_defaults(run=command.run, parser=bench)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -369,6 +369,45 @@ class Backend:
             One of `devices`, or None for the default.
         """
 
+    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return a function in the form in which the library's users call it again and again.
+
+        `polyattn bench` times what this returns.
+
+        Parameters
+        ----------
+        function : callable
+            Takes arrays of this library and returns one.
+
+        Returns
+        -------
+        callable
+            The same function, or one that does the same once it is compiled.
+        """
+        return function
+
+    def peak_memory(
+        self, device: str | None, function: Callable[..., Array], *arrays: Array
+    ) -> int | None:
+        """Say how much memory of a device a call needs at its peak, beside arrays and result.
+
+        Parameters
+        ----------
+        device : str or None
+            One of `devices`, or None for the default.
+        function : callable
+            What `compile` returned; it has been called with these arrays before.
+        *arrays : Array
+            What it is to be called with.
+
+        Returns
+        -------
+        int or None
+            Bytes, or None if the library does not count them. Of the CPU the operating system is
+            asked then.
+        """
+        return None
+
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Do some work on every item, in any order, on as many threads as are to be used.
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["VARIABLE", "thread_count", "use_threads"]
+__all__ = ["VARIABLE", "granted", "thread_count", "use_threads"]
 
 VARIABLE = "POLYATTN_NUM_THREADS"
 
@@ -84,8 +84,8 @@ def thread_count(most: Callable[[], int] | None = None) -> int:
     variable = os.environ.get(VARIABLE)
     if variable:
         return _parsed(variable)
-    granted = _granted(os.getpid())
-    return granted if most is None else min(granted, most())
+    most_granted = granted(os.getpid())
+    return most_granted if most is None else min(most_granted, most())
 
 
 def _parsed(variable: str) -> int:
@@ -95,7 +95,7 @@ def _parsed(variable: str) -> int:
 
 
 @lru_cache(maxsize=1)
-def _granted(process: int) -> int:
+def granted(process: int) -> int:
     """Return the processors that this process may use; found out once a process."""
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(process))

@@ -130,6 +130,7 @@ def test_help_and_version(capsys):
         ["--help"],
         ["explain", "--help"],
         ["backends", "--help"],
+        ["bench", "--help"],
         ["demo", "--help"],
     ):
         with pytest.raises(SystemExit) as caught:

@@ -23,6 +23,7 @@ def loaded_after(run_python, code, names):
     [
         "import polyattn",
         "import polyattn.cli",
+        "import polyattn.bench.run, polyattn.bench.page, polyattn.bench.compare",
         "import polyattn.plugin, polyattn_numpy, polyattn_torch",
         "import polyattn; polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))",
         "import numpy as np, polyattn; x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)",
@@ -54,6 +55,8 @@ def test_the_core_imports_the_standard_library_and_one_thing_more(file):
     allowed_here = {"polyattn"} | ({"array_api_compat"} if file.name == "arrays.py" else set())
     if file.parent.name == "conformance":
         allowed_here |= TESTING
+    if file.parent.name == "bench":
+        allowed_here |= {"numpy", "threadpoolctl"}
     if "nn" in file.parts:
         allowed_here |= {"numpy"}  # whose bit generator draws a layer's first parameters
     if file.parent.name == "integrations":

@@ -7,7 +7,7 @@ by way of NumPy. Nothing here waits for a device but `fetch` and `synchronize`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import array_api_compat.cupy as xp
@@ -82,6 +82,18 @@ class CupyBackend(Backend):
     def synchronize(self, device: str | None = None) -> None:
         """Wait until all work on the device is done."""
         cupy.cuda.Device(None if device is None else _number(device)).synchronize()
+
+    def peak_memory(
+        self, device: str | None, function: Callable[..., Array], *arrays: Array
+    ) -> int | None:
+        """Return by how much CuPy's pool grows while the call runs, in blocks of 512 bytes."""
+        with cupy.cuda.Device(None if device is None else _number(device)):
+            pool = cupy.get_default_memory_pool()
+            pool.free_all_blocks()
+            before = pool.total_bytes()
+            output = function(*arrays)
+            self.synchronize(device)
+            return max(int(pool.total_bytes() - before - output.nbytes), 0)
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Return the matrix product of two stacks of matrices."""

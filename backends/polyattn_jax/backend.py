@@ -7,6 +7,8 @@ Everything here may be traced: nothing reads a value or waits for one, but `fetc
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -85,11 +87,32 @@ class JaxBackend(Backend):
         """Wait until all work on the device is done."""
         # A device runs what it is given in order, so the last thing waits for all before it.
         where = jax.devices()[0] if device is None else device_of(device)
-        (jax.device_put(0.0, where) + 0).block_until_ready()
+        (_something_on(where) + 0).block_until_ready()
+
+    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return the function under jax.jit."""
+        compiled: Callable[..., Array] = jax.jit(function)
+        return compiled
+
+    def peak_memory(
+        self, device: str | None, function: Callable[..., Array], *arrays: Array
+    ) -> int | None:
+        """Return the scratch memory of the program that XLA made of the call."""
+        # The peak that a device counts is that of the whole process, and cannot be set back; on
+        # the CPU what XLA's threads free is not given back, so that the system sees no growth.
+        compiled: Any = function
+        known = compiled.lower(*arrays).compile().memory_analysis()
+        return None if known is None else int(known.temp_size_in_bytes)
 
     def matmul(self, a: Array, b: Array) -> jax.Array:
         """Return the matrix product of two stacks of matrices, in the whole of their precision."""
         return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+@lru_cache
+def _something_on(device: Any) -> jax.Array:
+    something: jax.Array = jax.device_put(0.0, device)
+    return something
 
 
 def _has_float64() -> bool:

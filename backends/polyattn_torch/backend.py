@@ -6,7 +6,7 @@ Autocast must not reach a kernel: it would turn float32 products into 16-bit one
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -81,6 +81,21 @@ class TorchBackend(Backend):
         """Wait until all work on the device is done."""
         if device is not None and not device.startswith(("cpu", "meta")):
             torch.accelerator.synchronize(device)
+
+    def peak_memory(
+        self, device: str | None, function: Callable[..., Array], *arrays: Array
+    ) -> int | None:
+        """Return what the allocator of CUDA or XPU counts while the call runs."""
+        kind = (device or "cpu").partition(":")[0]
+        if kind not in ("cuda", "xpu"):
+            return None
+        memory = getattr(torch, kind)
+        self.synchronize(device)
+        memory.reset_peak_memory_stats(device)
+        before = memory.memory_allocated(device)
+        output = function(*arrays)
+        self.synchronize(device)
+        return int(memory.max_memory_allocated(device) - before - output.nbytes)
 
     def matmul(self, a: Array, b: Array) -> torch.Tensor:
         """Return the matrix product of two stacks of matrices."""

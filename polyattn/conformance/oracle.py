@@ -61,14 +61,14 @@ class Oracle(NamedTuple):
     output, logsumexp : numpy.ndarray
         The results, (..., H, L, E) and (..., H, L) in the caller's layout.
     condition : numpy.ndarray
-        sum_j w_ij |v_je|: what errors in the weights could do to the output. Here and below, the
-        values are what dropout makes of them.
+        ``sum_j w_ij |v_je|``: what errors in the weights could do to the output. Here and below,
+        the values are what dropout makes of them.
     sensitivity : numpy.ndarray
-        sum_j w_ij c_ij |v_je - o_ie|: what errors in the scores could, whose own condition c_ij is
-        the sum of |scale q_id k_jd| and of their size after each further step. By a normalizer
-        that is not softmax, what they could do to its weights instead.
+        ``sum_j w_ij c_ij |v_je - o_ie|``: what errors in the scores could, whose own condition c_ij
+        is the sum of ``|scale q_id k_jd|`` and of their size after each further step. By a
+        normalizer that is not softmax, what they could do to its weights instead.
     logsumexp_condition : numpy.ndarray
-        1 + |lse_i| + sum_j w_ij c_ij, by the same reasoning.
+        ``1 + |lse_i| + sum_j w_ij c_ij``, by the same reasoning.
     """
 
     output: Array

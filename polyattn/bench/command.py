@@ -1,0 +1,247 @@
+"""``polyattn bench``: its options, what is wrong with them, and what it prints and writes.
+
+What must hold true: whatever is wrong with the command line is said before anything is measured;
+rows are printed as soon as they are there; and an interrupt loses none that were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polyattn.problem import DTYPES
+
+__all__ = ["add_options", "run"]
+
+LENGTHS = "256:4096"
+SECONDS = 60.0
+
+
+def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | None, ...]]) -> None:
+    """Add the command's options.
+
+    Parameters
+    ----------
+    add : callable
+        The parser's ``add_argument``.
+    window : callable
+        Reads what ``--window`` is given.
+    """
+    add("--backends", metavar="NAMES", help="such as numpy,torch:cuda,jax (default: all here)")
+    add(
+        "--lengths", type=_lengths, default=LENGTHS, metavar="LENGTHS",
+        help="256:4096, doubling, or 512,1000,2048 (default: %(default)s)",
+    )  # fmt: skip
+    add("--batch", type=_whole, default=1, metavar="B", help="batch items (default: %(default)s)")
+    add("--heads", type=_whole, default=8, metavar="H", help="query heads (default: %(default)s)")
+    add("--key-heads", type=_whole, metavar="G", help="key and value heads (default: the query's)")
+    add("--size", type=_whole, default=64, metavar="D", help="of a head (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
+    add("--causal", action="store_true", help="a row sees no key after its own")
+    add("--window", type=window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
+    add("--decode", action="store_true", help="one query against keys of each length")
+    add("--kernel", metavar="NAME", help="insist on a kernel")
+    add(
+        "--seconds", type=_seconds, default=SECONDS, metavar="N",
+        help="how long it may take, loading aside (default: %(default)g)",
+    )  # fmt: skip
+    add("--plot", type=Path, metavar="FILE.png", help="draw rates against length, and the roof")
+    add("--html", type=Path, metavar="FILE", help="write a page of all of it")
+    add("--json", type=Path, metavar="FILE", help="write all of it, for --compare")
+    add(
+        "--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
+        help="compare what two runs wrote; nothing is measured",
+    )  # fmt: skip
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Read 256:4096 or 512,1000,2048."""
+    try:
+        if ":" in text:
+            first, last = map(int, text.split(":"))
+            found = [first << n for n in range(64) if 0 < first << n <= last]
+        else:
+            found = sorted({int(length) for length in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise argparse.ArgumentTypeError(
+            f"lengths are written 256:8192, doubling from the first to the last, or 512,1000,2048;"
+            f" got {text!r}"
+        )
+    return tuple(found)
+
+
+def _whole(text: str) -> int:
+    with suppress(ValueError):
+        if int(text) > 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"a number from 1 on is wanted; got {text!r}")
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < 1e9:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"a number of seconds above 0 is wanted; got {text!r}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do what the command line says and return the exit code.
+
+    Parameters
+    ----------
+    options : argparse.Namespace
+        What `add_options` describes.
+
+    Raises
+    ------
+    BackendError
+        If a backend is unknown, not here or cannot take the call.
+    ValueError
+        If options do not go together, a file cannot be written, or matplotlib is missing.
+    """
+    _check_files(options)
+    if options.compare is not None:
+        from polyattn.bench.compare import compare
+        from polyattn.bench.report import read
+
+        a, b = options.compare
+        print("\n".join(compare(read(a), read(b), str(a), str(b))))
+        return 0
+    try:
+        return _measure(options)
+    except KeyboardInterrupt:  # while libraries are loaded, or files written
+        print("polyattn bench: interrupted", file=sys.stderr)
+        return 130
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    written = {f"--{name}": getattr(options, name) for name in ("plot", "html", "json")}
+    for option, file in written.items():
+        if file is None:
+            continue
+        if options.compare is not None:
+            raise ValueError(f"--compare measures nothing, so that {option} has nothing to write")
+        if file.is_dir() or not file.parent.is_dir():
+            raise ValueError(f"{option} needs a file in a folder that is there; got {file}")
+        try:
+            file.open("ab").close()
+        except OSError as error:
+            raise ValueError(f"{option} cannot write {file}: {error.strerror}") from None
+        if option != "--json" and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f'{option} needs matplotlib: pip install "polyattn[plot]"')
+    if options.plot is not None and options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot writes .png, .svg or .pdf; got {options.plot}")
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from polyattn.bench import contender, machine, run, table
+    from polyattn.bench.report import Report
+
+    workload = _workload(options)
+    names = options.backends or contender.everything_here()
+    everyone = _able(contender.contenders(names), workload, options)
+    report = Report(machine.look(everyone), workload, _command(options, everyone))
+    titles = [one.name for one in everyone]
+    _print(table.head(report))
+    deadline = time.perf_counter() + options.seconds
+    try:
+        run.measure_peaks(report, everyone, _say)
+        _print(table.heading(report, titles))
+        for rows in run.measure(report, everyone, options.lengths, deadline, _say):
+            _print(table.group(report, rows, titles))
+        _print(table.footer(report))
+    except KeyboardInterrupt:
+        report.interrupted = True
+        _say("")
+        print(f"polyattn bench: interrupted after {len(report.rows)} rows", file=sys.stderr)
+    _write(report, options)
+    if report.interrupted:
+        return 130
+    return 0 if any(row.seconds is not None for row in report.rows) else 1
+
+
+def _workload(options: argparse.Namespace) -> Any:
+    from polyattn.bench.workload import Workload
+
+    if options.dtype == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
+        raise ValueError("NumPy has bfloat16 through ml_dtypes alone: pip install ml_dtypes")
+    if options.dtype == "bfloat16":
+        importlib.import_module("ml_dtypes")
+    return Workload(
+        batch=options.batch,
+        heads=options.heads,
+        key_heads=options.key_heads or options.heads,
+        size=options.size,
+        dtype=options.dtype,
+        causal=options.causal,
+        window=options.window,
+        decode=options.decode,
+        kernel=options.kernel,
+    )
+
+
+def _able(everyone: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
+    """Return the backends that can take the call; who was named and cannot is an error."""
+    from polyattn.errors import UnsupportedError
+
+    able = []
+    for one in everyone:
+        refusal = one.refusal(workload, options.lengths[-1])
+        if refusal is None:
+            able.append(one)
+        elif options.backends:
+            raise UnsupportedError(f"{one.name} cannot take this call\n{refusal}")
+        else:
+            print(
+                f"polyattn bench: {one.name} cannot take this call, and sits out", file=sys.stderr
+            )
+    if not able:
+        raise UnsupportedError("no backend here can take this call; name one to see why")
+    return able
+
+
+def _command(options: argparse.Namespace, everyone: Sequence[Any]) -> str:
+    """Return the command that repeats this, whatever the defaults will be."""
+    words = ["polyattn", "bench", "--backends", ",".join(one.name for one in everyone)]
+    words += ["--lengths", ",".join(map(str, options.lengths))]
+    for name in ("batch", "heads", "key_heads", "size", "dtype", "kernel"):
+        value = getattr(options, name)
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    if options.window is not None:
+        ends = ",".join("none" if end is None else str(end) for end in options.window)
+        words += ["--window", ends]
+    words += [f"--{name}" for name in ("causal", "decode") if getattr(options, name)]
+    return shlex.join([*words, "--seconds", f"{options.seconds:g}"])
+
+
+def _write(report: Any, options: argparse.Namespace) -> None:
+    if options.json is not None:
+        options.json.write_text(report.as_json(), encoding="utf-8")
+    if options.plot is not None:
+        from polyattn.bench import picture
+
+        picture.draw(report).savefig(options.plot, dpi=picture.DPI)
+    if options.html is not None:
+        from polyattn.bench import page
+
+        options.html.write_text(page.page(report), encoding="utf-8")
+
+
+def _print(lines: Sequence[str]) -> None:
+    _say("")
+    print(*lines, sep="\n", flush=True)
+
+
+def _say(text: str) -> None:
+    """Say what is being done, in a line of a terminal that the next one takes the place of."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

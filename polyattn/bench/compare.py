@@ -1,0 +1,100 @@
+"""Two reports side by side, of two machines or of two days.
+
+Only what is alike is compared: the same call, backend and length. The range of a ratio is the
+widest that the quartiles of both allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from polyattn.bench.machine import fact
+from polyattn.bench.report import Report, Row
+from polyattn.bench.table import digits, duration
+from polyattn.bench.timing import FEWEST
+
+__all__ = ["compare"]
+
+Key = tuple[int, str]
+
+
+def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[str]:
+    """Return what differs, and the times of both with their ratios, as lines.
+
+    Parameters
+    ----------
+    first, second : Report
+        What was measured.
+    a, b : str
+        What they are called, such as their files.
+
+    Raises
+    ------
+    ValueError
+        If nothing of them can be compared; it says what differs.
+    """
+    ours, theirs = _timed(first), _timed(second)
+    if first.workload != second.workload:
+        raise ValueError(
+            f"these are different calls, which cannot be compared\n  {a}: {first.workload}\n"
+            f"  {b}: {second.workload}"
+        )
+    both = [key for key in ours if key in theirs]
+    if not both:
+        raise ValueError(
+            f"no backend has a time at the same length in both\n  {a}: {_named(ours)}\n"
+            f"  {b}: {_named(theirs)}"
+        )
+    lines = [f"polyattn bench: {first.workload}", *fact("A", a), *fact("B", b)]
+    lines += ["", *_differences(first, second), "", *_table(both, ours, theirs)]
+    for name, here, there in (("A", ours, theirs), ("B", theirs, ours)):
+        alone = {key: here[key] for key in here if key not in there}
+        lines += fact(f"{name} alone", _named(alone)) if alone else []
+    lines += ["", "  B/A: the ratio of the medians, and the widest range that the quartiles allow;"]
+    return [*lines, "  ~ where that range holds 1, and the two may be as fast as each other."]
+
+
+def _timed(report: Report) -> dict[Key, Row]:
+    return {(row.length, row.backend): row for row in report.rows if row.seconds is not None}
+
+
+def _named(rows: dict[Key, Row]) -> str:
+    lengths: dict[str, list[str]] = {}
+    for length, backend in rows:
+        lengths.setdefault(backend, []).append(str(length))
+    return "; ".join(f"{name} at {', '.join(own)}" for name, own in lengths.items()) or "none"
+
+
+def _ratio(a: Row, b: Row) -> tuple[float, float, float]:
+    """Return the ratio of the medians, and the least and the largest that the quartiles allow."""
+    (first, a_low, a_high), (second, b_low, b_high) = a.spread, b.spread
+    return second / first, b_low / a_high, b_high / a_low
+
+
+def _differences(first: Report, second: Report) -> Iterator[str]:
+    """Yield what the two ran on, where it is not the same."""
+    ours, theirs = first.machine.facts(), second.machine.facts()
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    for name in names:
+        yield from fact(name, f"A: {ours.get(name, '-')}")
+        yield from fact("", f"B: {theirs.get(name, '-')}")
+    if set(names) <= {"load", "date"}:
+        yield "  The same processor and libraries."
+
+
+def _table(both: list[Key], ours: dict[Key, Row], theirs: dict[Key, Row]) -> Iterator[str]:
+    room = max(len(name) for _, name in (*both, (0, "backend")))
+    yield f"  {'length':>6}  {'backend':<{room}}  {'A ms':>8}  {'B ms':>8}  {'B/A':>6}  range"
+    before = both[0][0]
+    for length, name in both:
+        a, b = ours[length, name], theirs[length, name]
+        middle, low, high = _ratio(a, b)
+        times = f"{duration(a.spread.median):>8}  {duration(b.spread.median):>8}"
+        spread = f"{digits(low)}-{digits(high)}{' ~' * (low <= 1 <= high)}"
+        if min(a.rounds, b.rounds) < FEWEST:
+            spread = "not known: one call alone"
+        other = f"  ({a.kernel} and {b.kernel})" if a.kernel != b.kernel else ""
+        if length != before:
+            yield ""
+        before = length
+        yield f"  {length:>6}  {name:<{room}}  {times}  {digits(middle):>6}  {spread}{other}"

@@ -1,0 +1,63 @@
+"""What a call needs beside its inputs and output.
+
+The backend is asked, whose library may count it. Where none does, on the host, it is how far the
+process grew while the call ran, as the operating system counts it. What a library keeps from one
+call to the next, such as scratch memory, was there before and is not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from polyattn.bench.contender import Running
+
+__all__ = ["host_peak", "peak_memory"]
+
+_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_memory(running: Running, output: int) -> int | None:
+    """Return the bytes that a call needs at its peak beside inputs and output, or None if unknown.
+
+    Parameters
+    ----------
+    running : Running
+        The call; it has run before, so that nothing is compiled or loaded.
+    output : int
+        The bytes of its output.
+    """
+    contender = running.contender
+    counted = contender.backend.peak_memory(contender.device, running.function, *running.arrays)
+    if counted is not None or contender.hardware != "cpu":
+        return counted
+    grown = host_peak(running)
+    return None if grown is None else max(grown - output, 0)
+
+
+def host_peak(call: Callable[[], Any]) -> int | None:
+    """Return by how many bytes the process grew while a call ran, or None where nobody counts."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # only glibc has it
+        # Memory that was freed and not given back would be used again, unseen.
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        _RESET.write_text("5", encoding="ascii")  # the peak is what there is now
+        before = _status("VmRSS")
+        output = call()
+        after = _status("VmHWM")
+    except OSError:
+        return None
+    del output
+    return after - before
+
+
+def _status(name: str) -> int:
+    for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")

@@ -1,0 +1,116 @@
+"""Rates against length, under the roof of each device.
+
+What must hold true: the lines are told apart by colour, by readers with a colour vision deficiency
+too, and by their markers; nothing is written over anything else; pyplot does not hold the figure.
+"""
+
+from __future__ import annotations
+
+import importlib
+import textwrap
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from typing import Any
+
+from polyattn.bench.peaks import roof
+from polyattn.bench.report import Report, Row
+from polyattn.bench.table import rate_unit
+
+__all__ = ["DPI", "draw", "svg"]
+
+DPI = 130
+# Okabe and Ito's colours, less black, which the roofs have; yellow last, for it is faint on white.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")
+MARKERS = "osD^vPX*"
+ROOFS = ("--", ":", "-.", (0, (1, 3)))
+
+
+def draw(report: Report) -> Any:
+    """Return a figure of a report: a line for each backend, its band from quartile to quartile.
+
+    Parameters
+    ----------
+    report : Report
+        What was measured.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The figure.
+    """
+    figures = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=(7.4, 5.6), layout="constrained")
+    axes = figure.add_subplot()
+    unit, scale = rate_unit(report)
+    timed = [row for row in report.rows if row.seconds is not None]
+    lengths = sorted({row.length for row in timed})
+    for number, (device, peak) in enumerate(report.roofs.items()):
+        rates = [roof(peak, report.workload, length) / scale for length in lengths]
+        axes.plot(
+            lengths, rates, color="0.25", linestyle=ROOFS[number % len(ROOFS)], linewidth=1.2,
+            label=f"roof of {device}",
+        )  # fmt: skip
+    for number, name in enumerate(dict.fromkeys(row.backend for row in timed)):
+        own = [row for row in timed if row.backend == name]
+        colour = COLOURS[number % len(COLOURS)]
+        _line(axes, report, own, scale, color=colour, marker=MARKERS[number % len(MARKERS)])
+    if timed:  # of nothing there is no logarithm
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        _ticks(axes, lengths)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    axes.set_xlabel("keys" if report.workload.decode else "length")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.25, which="both")
+    axes.set_title("\n".join(_title(report)), fontsize="small", loc="left")
+    return figure
+
+
+def svg(report: Report) -> str:
+    """Return the figure as the element of a page."""
+    matplotlib, text = importlib.import_module("matplotlib"), StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "polyattn"}):  # so that ids are the same each time
+        draw(report).savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _line(axes: Any, report: Report, rows: Sequence[Row], scale: float, **look: Any) -> None:
+    lengths = [row.length for row in rows]
+
+    def rates(seconds: Iterable[float | None]) -> list[float]:
+        return [
+            report.workload.flops(length) / (second or 1) / scale
+            for length, second in zip(lengths, seconds, strict=True)
+        ]
+
+    middle = rates(row.seconds for row in rows)
+    axes.plot(lengths, middle, label=rows[0].backend, markersize=5, linewidth=1.6, **look)
+    low, high = rates(row.high for row in rows), rates(row.low for row in rows)
+    axes.fill_between(lengths, low, high, color=look["color"], alpha=0.18, linewidth=0)
+
+
+def _ticks(axes: Any, lengths: Sequence[int]) -> None:
+    """Name the lengths that were measured, as many as there is room for, and round rates."""
+    ticker = importlib.import_module("matplotlib.ticker")
+    shown, last = [], 0.0
+    for length in lengths:
+        if length >= 1.35 * last:
+            shown.append(length)
+            last = length
+    axes.xaxis.set_major_locator(ticker.FixedLocator(shown))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda length, _: f"{length:.0f}"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    plain = ticker.FuncFormatter(lambda rate, _: f"{rate:g}")
+    axes.yaxis.set_major_formatter(plain)
+    low, high = axes.get_ylim()
+    narrow = high / low < 30  # where the powers of ten alone would be too few
+    axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5) if narrow else (5,)))
+    axes.yaxis.set_minor_formatter(plain if narrow else ticker.NullFormatter())
+
+
+def _title(report: Report) -> list[str]:
+    machine = report.machine
+    where = [machine.processor, f"{machine.cores} cores", *machine.devices.values()]
+    libraries = [f"{name} {version}" for name, version in machine.libraries.items()]
+    said = (f"polyattn.attention: {report.workload}", "; ".join(where), ", ".join(libraries))
+    return [line for text in said for line in textwrap.wrap(text, 92)]

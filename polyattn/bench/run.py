@@ -1,0 +1,163 @@
+"""The whole of a measurement, within a budget of time.
+
+Short lengths come first, so that there is something to see soon. What is left of the budget is
+shared among the lengths that are left, the longer the more; a backend that would burst its share
+sits out, and the report says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from polyattn.bench import peaks
+from polyattn.bench.contender import Contender, Running
+from polyattn.bench.exact import Rows, exact_rows, largest_error
+from polyattn.bench.memory import peak_memory
+from polyattn.bench.report import Report, Row, number
+from polyattn.bench.table import digits
+from polyattn.bench.timing import FEWEST, alternate, spread_of
+
+__all__ = ["measure", "measure_peaks"]
+
+# The fewest that a row takes: to compile, to look at, for its memory, and the rounds.
+CALLS = 3 + FEWEST
+# Seconds for the rounds of the first of several lengths, so that there is soon something to see.
+SOON = 1.5
+# How much more of the budget a length has than the one before.
+GROWTH = 1.5
+# Seconds that a backend has at a length however little is left, so that short calls never sit out.
+LEAST = 1.0
+
+Say = Callable[[str], None]
+
+
+class Started(NamedTuple):
+    """A call that has run, the row that it will have, and about how many seconds it takes."""
+
+    running: Running
+    row: Row
+    seconds: float
+
+
+def measure_peaks(report: Report, contenders: Sequence[Contender], say: Say) -> None:
+    """Measure the rates of each backend."""
+    for contender in contenders:
+        say(f"{contender.name}, a matrix product and a sum")
+        report.peaks.append(peaks.measure(contender, report.workload.dtype))
+
+
+def measure(
+    report: Report,
+    contenders: Sequence[Contender],
+    lengths: Sequence[int],
+    deadline: float,
+    say: Say,
+) -> Iterator[list[Row]]:
+    """Measure every length, and yield its rows when they are in the report.
+
+    Parameters
+    ----------
+    report : Report
+        What the rows are added to.
+    contenders : sequence of Contender
+        The backends.
+    lengths : sequence of int
+        The lengths, in order.
+    deadline : float
+        When all of it should be done, as far as that can be foreseen, by `time.perf_counter`.
+    say : callable
+        Is told what is being done.
+    """
+    speeds: dict[str, float] = {}  # operations a second at the length before
+    for done, length in enumerate(lengths):
+        share = (deadline - time.perf_counter()) * _share(len(lengths) - done)
+        most = SOON if done == 0 and len(lengths) > 1 else share
+        rows = _measure_length(report, contenders, length, share, most, speeds, say)
+        for row in rows:
+            rate = report.rate(row)
+            if rate is not None:
+                speeds[row.backend] = rate
+        report.rows += rows
+        yield rows
+
+
+def _measure_length(
+    report: Report,
+    contenders: Sequence[Contender],
+    length: int,
+    share: float,
+    most: float,
+    speeds: dict[str, float],
+    say: Say,
+) -> list[Row]:
+    workload, began = report.workload, time.perf_counter()
+    arrays = workload.arrays(length)
+    exact = exact_rows(workload, arrays, length)
+    rows: dict[str, Row] = {}
+    started: dict[str, Started] = {}
+    for contender in contenders:
+        name = contender.name
+        say(f"{length}: {name}, first calls")
+        rows[name] = Row(length, name, contender.hardware)
+        if name in speeds:
+            foreseen = workload.flops(length) / speeds[name]
+            if CALLS * foreseen > max(share / len(contenders), LEAST):
+                rows[name] = replace(rows[name], note=_left_out(foreseen))
+                continue
+        try:
+            started[name] = _start(report, contender, rows[name], arrays, exact)
+        except Exception as error:  # such as too little memory, which says nothing of the others
+            said = str(error).partition("\n")[0]
+            rows[name] = replace(rows[name], note=f"{type(error).__name__}: {said}")
+    left = share - (time.perf_counter() - began)
+    each = max(left / max(len(started), 1), LEAST)
+    slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
+    times = alternate(
+        {name: one.running for name, one in started.items() if name not in slow},
+        {name: one.seconds for name, one in started.items()},
+        min(left, most),
+        lambda text: say(f"{length}: {text}"),
+    )
+    for name, one in started.items():
+        spread = spread_of(times.get(name, [one.seconds]))
+        rows[name] = replace(
+            one.row,
+            seconds=spread.median,
+            low=spread.low,
+            high=spread.high,
+            rounds=len(times.get(name, [0])),
+            note="one call alone, for a lack of time" if name in slow else None,
+        )
+    return list(rows.values())
+
+
+def _start(
+    report: Report, contender: Contender, row: Row, arrays: Sequence[Any], exact: list[Rows]
+) -> Started:
+    """Return a call that has run, with all that is known of it but its time."""
+    running = contender.start(report.workload, arrays)
+    first, output = _timed(running)
+    error = largest_error(running.fetched(output), exact)
+    del output
+    seconds, _ = _timed(running)
+    memory = peak_memory(running, report.workload.output_bytes(row.length))
+    row = replace(row, kernel=running.kernel, first=first, error=number(error), memory=memory)
+    return Started(running, row, seconds)
+
+
+def _timed(running: Running) -> tuple[float, Any]:
+    start = time.perf_counter()
+    output = running()
+    return time.perf_counter() - start, output
+
+
+def _share(left: int) -> float:
+    """Return the first share of a whole that is cut for the lengths left, each above the last."""
+    return 1 / sum(GROWTH**n for n in range(left))
+
+
+def _left_out(seconds: float) -> str:
+    return f"left out: a call would take about {digits(seconds)} s; raise --seconds to have it"

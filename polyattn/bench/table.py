@@ -1,0 +1,132 @@
+"""The report in a terminal, 100 columns wide, a group of rows at a time."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from polyattn.bench.machine import fact
+from polyattn.bench.report import Report, Row
+
+__all__ = [
+    "COLUMNS",
+    "LEGEND",
+    "cells_of",
+    "digits",
+    "duration",
+    "footer",
+    "group",
+    "head",
+    "heading",
+    "rate_unit",
+    "share",
+]
+
+WIDTH = 100
+COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
+WIDTHS = (7, 15, 7, 7, 5, 7, 10)
+LEGEND = (
+    "ms: the median of a call, and its quartiles; product, roof: the rate as a share of a matrix"
+    " product's and of the roof; error: the largest against float64; memory: beside inputs and"
+    " output."
+)
+
+
+def head(report: Report) -> list[str]:
+    """Return the lines that say what is run, on what, and how to repeat it."""
+    lines = [f"polyattn bench: {report.workload}", *report.machine.lines()]
+    return [*lines, *fact("repeat", report.command)]
+
+
+def heading(report: Report, names: Iterable[str]) -> list[str]:
+    """Return the lines that stand above the rows: the roof of each device, and the columns."""
+    unit, scale = rate_unit(report)
+    lines = [
+        line
+        for device, peak in report.roofs.items()
+        for line in fact(
+            "roof",
+            f"{device}: {digits(peak.product / scale)} {unit} in a matrix product"
+            f" ({peak.backend}), {digits(peak.bandwidth / 1e9)} GB/s",
+        )
+    ]
+    titles = [*COLUMNS]
+    titles[2] = unit
+    return [*lines, "", _line("length", "backend", "kernel", titles, _room(names))]
+
+
+def group(report: Report, rows: Sequence[Row], names: Iterable[str]) -> list[str]:
+    """Return the lines of the rows of one length."""
+    room = _room(names)
+    return [line for row in rows for line in _row(report, row, room)] + [""]
+
+
+def footer(report: Report) -> list[str]:
+    """Return the lines below the rows."""
+    return textwrap.wrap(LEGEND, WIDTH, initial_indent="  ", subsequent_indent="  ")
+
+
+def _room(names: Iterable[str]) -> int:
+    return max(len(name) for name in ("backend", *names))
+
+
+def _row(report: Report, row: Row, room: int) -> list[str]:
+    name, kernel = row.backend, row.kernel or ""
+    if row.seconds is None:
+        indent = f"  {row.length:>6}  {name:<{room}}  "
+        note = row.note or ""
+        return textwrap.wrap(
+            note, WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
+        )
+    cells = cells_of(report, row)
+    line = _line(str(row.length), name, kernel, cells, room)
+    return [line] if row.note is None else [line, *fact("", row.note)]
+
+
+def cells_of(report: Report, row: Row) -> list[str]:
+    """Return what stands in the columns of a row that has a time."""
+    middle, low, high = row.spread
+    _, scale = rate_unit(report)
+    rate, of_product, of_roof = report.rate(row), report.of_product(row), report.of_roof(row)
+    return [
+        duration(middle),
+        f"{duration(low)}-{duration(high)}",
+        digits((rate or 0) / scale),
+        share(of_product or 0),
+        share(of_roof or 0),
+        "no number" if row.error is None else f"{row.error:.1e}",
+        _size(row.memory),
+    ]
+
+
+def _line(length: str, name: str, kernel: str, cells: Sequence[str], room: int) -> str:
+    right = "  ".join(f"{cell:>{n}}" for cell, n in zip(cells, WIDTHS, strict=True))
+    return f"  {length:>6}  {name:<{room}}  {kernel:<6}  {right}"
+
+
+def rate_unit(report: Report) -> tuple[str, float]:
+    """Return the unit that suits the fastest device, and what it is in operations a second."""
+    fastest = max((peak.product for peak in report.roofs.values()), default=0.0)
+    return ("TFLOP/s", 1e12) if fastest >= 2e12 else ("GFLOP/s", 1e9)
+
+
+def duration(seconds: float) -> str:
+    """Return some seconds as milliseconds, three digits of them at least."""
+    return digits(1e3 * seconds)
+
+
+def _size(memory: int | None) -> str:
+    return "-" if memory is None else f"{memory / 2**20:.1f} MiB"
+
+
+def share(part: float) -> str:
+    """Return a share as a percentage, of two digits at least."""
+    return f"{part:.0%}" if part >= 0.0995 else f"{part:.1%}"
+
+
+def digits(value: float) -> str:
+    """Return a number with three digits, or with all that stand before the point."""
+    if not value:
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

@@ -1,0 +1,113 @@
+"""The call that is timed: its arrays, its options, and what it costs at the least."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Workload"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A call of `polyattn.attention`, but for its length.
+
+    Attributes
+    ----------
+    batch, heads, key_heads, size : int
+        B, H, G and D; values are as large as keys.
+    dtype : str
+        Of query, key and value.
+    causal : bool
+        Whether a row sees no key after its own.
+    window : tuple of (int or None, int or None), optional
+        How many keys a row sees before and after its own.
+    decode : bool
+        Whether the query is one token, and the length that of the keys alone.
+    kernel : str, optional
+        The kernel that is insisted on.
+    """
+
+    batch: int = 1
+    heads: int = 8
+    key_heads: int = 8
+    size: int = 64
+    dtype: str = "float32"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    decode: bool = False
+    kernel: str | None = None
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Workload:
+        """Return the workload that `as_dict` describes."""
+        window = given["window"]
+        return cls(**{**given, "window": None if window is None else tuple(window)})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it in plain types, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        heads = (
+            f"{self.heads}" if self.heads == self.key_heads else f"{self.heads}/{self.key_heads}"
+        )
+        parts = [f"batch {self.batch}", f"{heads} heads of {self.size}", self.dtype]
+        parts += ["causal"] if self.causal else []
+        if self.window is not None:
+            left, right = ("all" if end is None else end for end in self.window)
+            parts.append(f"window {left} before and {right} after")
+        parts += ["decoding one token"] if self.decode else []
+        parts += [f"kernel {self.kernel}"] if self.kernel is not None else []
+        return ", ".join(parts)
+
+    def shapes(self, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of the query and of key and value."""
+        rows = 1 if self.decode else length
+        query = (self.batch, self.heads, rows, self.size)
+        return query, (self.batch, self.key_heads, length, self.size)
+
+    def arrays(self, length: int) -> list[Any]:
+        """Return query, key and value as NumPy arrays, the same each time."""
+        random = np.random.default_rng(0)
+        query, key = self.shapes(length)
+        return [
+            random.standard_normal(shape, dtype=np.float32).astype(self.dtype)
+            for shape in (query, key, key)
+        ]
+
+    def options(self) -> dict[str, Any]:
+        """Return what the call is given beside arrays and backend."""
+        return {"is_causal": self.causal, "window": self.window, "kernel": self.kernel}
+
+    def flops(self, length: int) -> int:
+        """Return the operations of both products over the scores that are visible."""
+        first, last = self._visible(length)
+        visible = int(np.maximum(last - first + 1, 0).sum())
+        return 2 * visible * 2 * self.size * self.batch * self.heads
+
+    def bytes(self, length: int) -> int:
+        """Return the bytes of query and output, and of the keys and values that some row sees."""
+        first, last = self._visible(length)
+        seen = int(last.max() - first.min() + 1)
+        elements = 2 * self.heads * first.size + 2 * self.key_heads * seen
+        return int(self.batch * elements * self.size * np.dtype(self.dtype).itemsize)
+
+    def output_bytes(self, length: int) -> int:
+        """Return the bytes of the output, which is as large as the query."""
+        query, _ = self.shapes(length)
+        return math.prod(query) * int(np.dtype(self.dtype).itemsize)
+
+    def _visible(self, length: int) -> tuple[Any, Any]:
+        """Return the first and the last key that each row sees."""
+        rows = 1 if self.decode else length
+        position = np.arange(rows) + length - rows
+        left, right = self.window or (None, None)
+        first = np.zeros(rows, int) if left is None else np.maximum(position - left, 0)
+        last = (
+            np.full(rows, length - 1) if right is None else np.minimum(position + right, length - 1)
+        )
+        return first, np.minimum(last, position) if self.causal else last
