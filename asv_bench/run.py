@@ -1,83 +1,187 @@
-"""Time every backend in the environment that runs this, and print them side by side.
+"""Run asv on this tree, in this environment, and print the backends side by side.
 
-asv does the timing; this starts it, and pivots what it wrote into a table: a row for each case, a
-column for each backend that is here. With --quick each case runs once, as a check that it runs.
+What asv leaves out is added: results are labelled with a commit, so the tree must be that commit;
+library versions and hardware are written beside them; and since a skipped benchmark is no failure
+to asv, every backend that is here must have given a number in every case.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import platform
+import os
 import subprocess
 import sys
-from itertools import product
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from benchmarks.machine import processor, versions
+import report
+from benchmarks.common import BACKENDS
+
+import polyattn
+from polyattn.bench.machine import look
+
+if TYPE_CHECKING:
+    from polyattn.listing import BackendInfo
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE.parent / ".asv" / "results"
-ALWAYS_HERE = ("numpy", "array-api")
+ROOT = HERE.parent
+CONF = HERE / "asv.conf.json"
+MEASURED = ("polyattn", "backends", "asv_bench", "pyproject.toml")
 
 
-def main() -> int:
-    """Run asv and print the table; return 1 if a backend that must be here gave nothing."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="run each case once")
-    parser.add_argument("--bench", default="Forward", help="benchmarks to run (default: Forward)")
-    parser.add_argument("--show-stderr", action="store_true", help="show why a case failed")
-    options = parser.parse_args()
-    asv = [sys.executable, "-m", "asv"]
-    subprocess.run([*asv, "machine", "--yes"], cwd=HERE, check=True, stdout=subprocess.DEVNULL)
-    commit = _output("git", "rev-parse", "HEAD")
-    # --quick alone would save nothing to make a table of.
-    effort = ["--attribute", "repeat=1", "--attribute", "rounds=1"] if options.quick else []
-    command = ["run", f"--environment=existing:{sys.executable}", f"--set-commit-hash={commit}"]
-    effort += ["--show-stderr"] if options.show_stderr else []
-    run = subprocess.run([*asv, *command, "--bench", options.bench, *effort], cwd=HERE)
-    if run.returncode:
-        return run.returncode
-    newest = max(RESULTS.glob(f"*/{commit[:8]}-*.json"), key=lambda file: file.stat().st_mtime)
+def main(arguments: list[str] | None = None) -> int:
+    """Run asv and print the tables; return 1 if a backend that is here gave nothing."""
+    parser = argparse.ArgumentParser(
+        prog="make bench",
+        allow_abbrev=False,
+        description=__doc__.split("\n\n")[0],
+        epilog="Anything else is handed on to `asv run`, such as --show-stderr.",
+    )
+    parser.add_argument("--quick", action="store_true", help="run each case once, and keep nothing")
+    parser.add_argument("--machine", help="the name that asv keeps the results under")
+    parser.add_argument(
+        "--bench", "-b", action="append", default=[], metavar="REGEX", help="only what this finds"
+    )
+    options, others = parser.parse_known_args(arguments)
+    if not options.quick and (reason := why_not_labelled()):
+        print(reason, file=sys.stderr)
+        return 2
+    if options.machine:
+        others.append(f"--machine={options.machine}")
+    with configuration(options.quick) as (conf, results):
+        asv = [sys.executable, "-m", "asv", "--config", str(conf)]
+        introduce(asv, options.machine)
+        code, found = run(asv, results, options, others)
+    gaps = list(missing(found, expected(polyattn.list_backends())))
+    if gaps:
+        print("\n" + "\n".join(gaps), file=sys.stderr)
+    if code:
+        print("asv failed; with --show-stderr it says why", file=sys.stderr)
+    return code or (1 if gaps else 0)
+
+
+def run(
+    asv: list[str], results: Path, options: argparse.Namespace, others: list[str]
+) -> tuple[int, list[report.Benchmark]]:
+    """Run the benchmarks and print what they gave; return asv's exit status, and it."""
+    # The clock of files may be behind by a tick.
+    start, environ = time.time() - 1, dict(os.environ)
+    command = ["run", f"--environment=existing:{sys.executable}"]
+    command += [f"--set-commit-hash={_git('rev-parse', 'HEAD')}", *others]
+    command += [f"--bench={pattern}" for pattern in options.bench]
     if options.quick:
-        print("\n--quick: one timing of each, a check that they run and no measurement")
-    return show(json.loads(newest.read_text(encoding="utf-8")))
+        # Threads of BLAS that wait for each other on a busy machine would take minutes.
+        command, environ = [*command, "--quick"], environ | {"OMP_NUM_THREADS": "1"}
+    code = subprocess.run([*asv, *command], env=environ).returncode
+    try:
+        file = report.newest(results)
+    except FileNotFoundError:
+        return code or 1, []
+    if file.stat().st_mtime < start:
+        return code or 1, []
+    report.environment_file(file).write_text(environment(), encoding="utf-8")
+    found = report.show(file, start, options.bench)
+    if options.quick:
+        print("\n--quick: each case once, on one thread of BLAS: a check, no measurement")
+    return code, found
 
 
-def show(results: dict) -> int:
-    """Print a table for each benchmark; return 1 if a column that must be there is empty."""
-    columns = results["result_columns"]
-    print(f"\n{processor()}; Python {platform.python_version()}; {versions()}")
-    code = 0
-    for name, row in results["results"].items():
-        entry = dict(zip(columns, row, strict=False))
-        backends, *others = [[p.strip("'") for p in axis] for axis in entry["params"]]
-        # asv writes NaN for what was skipped.
-        times = [t if t is not None and t == t else None for t in entry["result"]]
-        values = dict(zip(product(backends, *others), times, strict=True))
-        here = [b for b in backends if any(values[b, *case] for case in product(*others))]
-        code |= any(backend not in here for backend in ALWAYS_HERE)
-        print(f"\n{name}, milliseconds (ratio to torch:cpu)")
-        print("jax: the array-api kernels under jax.jit; array-api: the same on NumPy arrays\n")
-        heads = [f"{'length':>7} {'causal':>6}", *(f"{backend:>18}" for backend in here)]
-        print(" ".join(heads))
-        for case in product(*others):
-            cells = [_cell(values[b, *case], values.get(("torch:cpu", *case))) for b in here]
-            print(" ".join([f"{case[0]:>7} {case[1]:>6}", *cells]))
-    return code
+def why_not_labelled() -> str | None:
+    """Return why results of what is installed cannot carry the commit's name, or None."""
+    # asv hides PYTHONPATH from what it measures, and so does -E.
+    where = [sys.executable, "-E", "-c", "import polyattn; print(polyattn.__file__)"]
+    told = subprocess.run(where, cwd=HERE, check=True, capture_output=True, text=True).stdout
+    installed = Path(told.strip()).resolve().parent.parent
+    if installed != ROOT:
+        return f"polyattn is imported from {installed}: pip install --editable {ROOT}"
+    changed = _git("status", "--porcelain", "--", *MEASURED)
+    if not changed:
+        return None
+    return (
+        "the results would carry the name of a commit that these files differ from:\n"
+        f"{changed}\ncommit them first, or see with --quick that all of it runs"
+    )
 
 
-def _cell(seconds: float | None, reference: float | None) -> str:
-    if seconds is None:
-        return f"{'-':>18}"
-    ratio = f" ({seconds / reference:.2f})" if reference else ""
-    return f"{seconds * 1e3:.2f}{ratio}".rjust(18)
+@contextlib.contextmanager
+def configuration(quick: bool) -> Iterator[tuple[Path, Path]]:
+    """Yield asv's configuration and where its results go; those of a quick run are not kept."""
+    if not quick:
+        yield CONF, report.RESULTS
+        return
+    with tempfile.TemporaryDirectory(prefix="polyattn-bench-") as name:
+        folder = Path(name)
+        conf = json.loads(CONF.read_text(encoding="utf-8"))
+        conf |= {"repo": str(ROOT), "benchmark_dir": str(HERE / conf["benchmark_dir"])}
+        conf |= {f"{kind}_dir": str(folder / kind) for kind in ("env", "results", "html")}
+        file = folder / CONF.name
+        file.write_text(json.dumps(conf), encoding="utf-8")
+        yield file, folder / "results"
 
 
-def _output(*command: str) -> str:
-    run = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True)
-    return run.stdout.strip()
+def introduce(asv: list[str], machine: str | None) -> None:
+    """Tell asv what this machine is, where it would ask: it keeps that in the home folder."""
+    known = Path.home() / ".asv-machine.json"
+    if not known.exists():
+        subprocess.run([*asv, "machine", "--yes"], check=True, stdout=subprocess.DEVNULL)
+    if machine and machine not in json.loads(known.read_text(encoding="utf-8")):
+        subprocess.run([*asv, "machine", f"--machine={machine}"], check=True)
+
+
+def environment() -> str:
+    """Return what results were measured on, of which asv keeps the processor's name alone."""
+    backends = str(polyattn.list_backends())
+    return "\n".join([*look(()).lines(), "", backends, ""])
+
+
+def expected(table: Iterable[BackendInfo]) -> list[str]:
+    """Return which of the benchmarks' backends are here.
+
+    Parameters
+    ----------
+    table : iterable of BackendInfo
+        What `polyattn.list_backends` gives.
+    """
+    here: set[str] = set()
+    for info in table:
+        if info.available:
+            kinds = {device.partition(":")[0] for device in info.devices}
+            here |= {info.name, *(f"{info.name}:{kind}" for kind in kinds)}
+    return [backend for backend in BACKENDS if backend in here]
+
+
+def missing(found: Iterable[report.Benchmark], backends: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each benchmark that lacks a number.
+
+    Parameters
+    ----------
+    found : iterable of Benchmark
+        What a run gave.
+    backends : iterable of str
+        Those that must have given a number in every case that there is for them.
+    """
+    found, backends = list(found), set(backends)
+    if not found:
+        yield "no benchmark ran"
+    for benchmark in found:
+        without = [
+            " ".join(case) or "its only case"
+            for case, value in benchmark.values.items()
+            if value is None and ("backend" not in benchmark.axes or case[0] in backends)
+        ]
+        if without:
+            yield f"{benchmark.name} gave nothing for {', '.join(without)}"
+
+
+def _git(*command: str) -> str:
+    git = subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True)
+    return git.stdout.rstrip()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

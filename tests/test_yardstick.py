@@ -170,6 +170,7 @@ def test_a_value_of_an_unknown_kind_is_refused():
         plainly(None, scores.softcap(1.0) >> Odd(), rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [case for case in CASES.values() if wants_extended(case, dict(case.options))],

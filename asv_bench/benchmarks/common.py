@@ -1,20 +1,18 @@
-"""What every benchmark shares: which backends, their data, their warm-up and their waiting.
+"""What every benchmark of the backends shares: which they are, their warm-up and their data.
 
-The list of backends never depends on what is installed, because asv keeps results by parameter; a
-backend that is not here is skipped. A call is over when its result is there, not when it is queued.
+The lists of backends never depend on what is installed, because asv keeps results by parameter; a
+backend that is not here is skipped, and says why. asv calls `setup` before every sample, in one
+process for each case: what it makes is made once.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from asv_runner.benchmarks.mark import SkipNotImplemented
 
-import polyattn
+from .libraries import has_driver
 
 BACKENDS = (
     "numpy",
@@ -26,95 +24,38 @@ BACKENDS = (
     "jax:cuda",
     "array-api",  # the core's kernels as they are, on NumPy arrays
 )
+ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "array-api")
+ON_CUDA = ("torch:cuda", "cupy", "jax:cuda")
+WITH_GRADIENTS = ("torch:cpu", "torch:cuda", "torch:mps", "jax:cpu", "jax:cuda")
 
 
 class BackendBenchmark:
-    """Base of benchmarks whose first parameter is a backend."""
+    """Base of benchmarks whose first parameter is a backend.
 
-    version = "1"  # raised by hand when the work that is timed changes
-    rounds = 2
+    A subclass has `params` and `param_names`, and says in `prepare` what is run.
+    """
+
+    version = "1"  # raised by hand when the work that is measured changes
+    rounds = 1 if has_driver() else 2  # each is a process, which starts a GPU and its compilers
     repeat = (3, 10, 10.0)
+    number = 1
     warmup_time = 0.0  # setup warms up, so that no compilation is timed
     timeout = 300
+    run: Callable[[], Any] | None = None
 
-    def prepare(self, backend: str, arrays: list[np.ndarray], **options: Any) -> None:
-        """Put the arrays where the backend is and make `run` the call to time.
+    def setup(self, backend: str, *case: Any) -> None:
+        """Prepare the call on the first of asv's calls, and warm it up."""
+        if self.run is None:
+            self.run = self.prepare(backend, *case)
+            self.run()
+            self.run()
 
-        Parameters
-        ----------
-        backend : str
-            One of `BACKENDS`.
-        arrays : list of numpy.ndarray
-            Query, key and value.
-        **options
-            Passed to `polyattn.attention`.
-        """
-        library, _, device = backend.partition(":")
-        needed = {"array-api": "numpy"}.get(library, library)
-        if importlib.util.find_spec(needed) is None:
-            raise SkipNotImplemented(f"{library} is not installed")
-        self.run: Callable[[], Any] = _PREPARE[library](device, arrays, options)
-        self.run()
-        self.run()
+    def prepare(self, backend: str, *case: Any) -> Callable[[], Any]:
+        """Return what is run: it returns when its result is there."""
+        raise NotImplementedError
 
 
-def _numpy(device: str, arrays: list[np.ndarray], options: dict[str, Any]) -> Callable[[], Any]:
-    return functools.partial(polyattn.attention, *arrays, **options)
-
-
-def _array_api(device: str, arrays: list[np.ndarray], options: dict[str, Any]) -> Callable[[], Any]:
-    return functools.partial(polyattn.attention, *arrays, backend="array-api", **options)
-
-
-def _torch(device: str, arrays: list[np.ndarray], options: dict[str, Any]) -> Callable[[], Any]:
-    import torch
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device != "cpu" and (accelerator is None or accelerator.type != device):
-        raise SkipNotImplemented(f"torch finds no {device}")
-    tensors = [torch.from_numpy(array).to(device) for array in arrays]
-
-    def run() -> Any:
-        with torch.no_grad():
-            output = polyattn.attention(*tensors, **options)
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        return output
-
-    return run
-
-
-def _cupy(device: str, arrays: list[np.ndarray], options: dict[str, Any]) -> Callable[[], Any]:
-    import cupy
-
-    if not cupy.cuda.is_available():
-        raise SkipNotImplemented("cupy finds no device")
-    on_device = [cupy.asarray(array) for array in arrays]
-
-    def run() -> Any:
-        output = polyattn.attention(*on_device, **options)
-        cupy.cuda.get_current_stream().synchronize()
-        return output
-
-    return run
-
-
-def _jax(device: str, arrays: list[np.ndarray], options: dict[str, Any]) -> Callable[[], Any]:
-    import jax
-
-    try:
-        place = jax.devices(device)[0]
-    except RuntimeError as error:
-        raise SkipNotImplemented(f"jax finds no {device}") from error
-    on_device = [jax.device_put(array, place) for array in arrays]
-    compiled = jax.jit(functools.partial(polyattn.attention, **options))
-    return lambda: compiled(*on_device).block_until_ready()
-
-
-_PREPARE = {
-    "numpy": _numpy,
-    "array-api": _array_api,
-    "torch": _torch,
-    "cupy": _cupy,
-    "jax": _jax,
-}
+def random(*shapes: tuple[int, ...], dtype: str = "float32") -> list[np.ndarray]:
+    """Return arrays of random numbers, the same at each call."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, dtype="float32").astype(dtype) for shape in shapes]

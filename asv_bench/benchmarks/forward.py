@@ -1,27 +1,38 @@
-"""The forward pass by backend and length: 8 heads of 64, float32, full and causal."""
+"""The causal forward pass by backend and length, in float32 everywhere and in float16 on GPUs."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from .common import BACKENDS, BackendBenchmark
+import polyattn
 
-LENGTHS = (128, 512, 2048)
+from .common import BACKENDS, ON_CUDA, BackendBenchmark, random
+from .libraries import open_library
 
 
 class Forward(BackendBenchmark):
-    """One call of `polyattn.attention`."""
+    """8 heads of 64, float32."""
 
-    params = (BACKENDS, LENGTHS, (False, True))
-    param_names = ("backend", "length", "causal")
+    params = (BACKENDS, (256, 2048))
+    param_names = ("backend", "length")
+    heads, size, dtype = 8, 64, "float32"
 
-    def setup(self, backend: str, length: int, causal: bool) -> None:
-        """Make the arrays and warm up."""
-        rng = np.random.default_rng(0)
-        shape = (1, 8, length, 64)
-        arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
-        self.prepare(backend, arrays, is_causal=causal)
+    def prepare(self, backend: str, length: int) -> Callable[[], Any]:
+        library = open_library(backend)
+        shape = (1, self.heads, length, self.size)
+        arrays = map(library.put, random(shape, shape, shape, dtype=self.dtype))
+        attend = partial(polyattn.attention, is_causal=True, **library.options)
+        return library.call(attend, *arrays)
 
-    def time_forward(self, backend: str, length: int, causal: bool) -> None:
-        """Time the call."""
+    def time_forward(self, backend: str, length: int) -> None:
+        """Time one call."""
         self.run()
+
+
+class ForwardHalf(Forward):
+    """32 heads of 128, float16."""
+
+    params = (ON_CUDA, (8192,))
+    heads, size, dtype = 32, 128, "float16"

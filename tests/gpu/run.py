@@ -110,7 +110,7 @@ def run_tests(select: str) -> tuple[str, bool]:
 def run_figures(rounds: int) -> Iterator[str]:
     """Yield the tables' lines as they are measured."""
     sys.path.insert(0, str(ROOT / "asv_bench"))
-    from benchmarks.gpu_peers import tables
+    from peers.gpu import tables
 
     for line in tables("cuda", rounds, 0.02):
         print(line, flush=True)

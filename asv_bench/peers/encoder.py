@@ -6,14 +6,12 @@ encoder of ``examples/minilm`` packs them, and is timed on padded ones as well. 
 in turn and then in reverse, after a rest in which threads that spin for more work give up; a ratio
 is the median over the rounds. All may use the same number of threads.
 
-``python -m benchmarks.minilm`` in ``asv_bench`` prints the figures; ``asv run --bench MiniLM``
-keeps the ratio over time.
+``make bench-minilm`` prints the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import sys
@@ -27,8 +25,7 @@ from threadpoolctl import ThreadpoolController
 
 import polyattn
 from polyattn import nn
-
-from .machine import processor, versions
+from polyattn.bench.machine import processor, versions
 
 # Seconds between two contenders: OpenBLAS's threads spin for more work for a tenth of one.
 REST = 0.2
@@ -163,22 +160,6 @@ def main(arguments: list[str] | None = None) -> int:
             f" ratio {statistics.median(found):.2f} ({spread})"
         )
     return 0
-
-
-class MiniLM:
-    """The ratio to transformers, threads alike."""
-
-    version = "1"
-    timeout = 300
-    unit = "ratio"
-
-    def track_ratio(self) -> float:
-        """Return the median ratio of alternating runs."""
-        try:
-            seconds = measure(len(os.sched_getaffinity(0)), 7, time.perf_counter)
-        except ImportError:
-            return math.nan
-        return statistics.median(ratios(seconds))
 
 
 if __name__ == "__main__":

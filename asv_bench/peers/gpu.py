@@ -4,7 +4,7 @@ Every library's engine is called by itself and through polyattn, in turn, in one
 that of the products, 4·B·H·L·S·D operations and half of it where causal, over the median time of a
 call; host time is what a call takes to come back while the GPU still works.
 
-``make gpu`` writes the tables into a page; ``python -m benchmarks.gpu_peers`` prints them, with
+``make gpu`` writes the tables into a page; ``python asv_bench/peers/gpu.py`` prints them, with
 ``--device cpu`` on a machine without a GPU and with shapes for that, to see that all of it runs.
 """
 
@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import polyattn
-
-from .machine import versions
+from polyattn.bench.machine import versions
 
 Array = Any
 Call = Callable[[], Any]
@@ -268,7 +267,7 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables."""
-    parser = argparse.ArgumentParser(prog="gpu_peers", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="gpu.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--rounds", type=int, default=21, help="alternating rounds (default: 21)")
     parser.add_argument("--window", type=float, default=0.02, help="seconds a round (0.02)")

@@ -6,15 +6,13 @@ which threads that spin for more work give up, and a warm-up; a ratio is the med
 of one window's time to torch's of the same round. Every contender may use the same number of
 threads, and the largest error of each against float64 stands beside its time.
 
-``make bench-cpu`` prints the tables and draws the plot; ``asv run --bench AgainstTorch`` keeps some
-of the ratios over time.
+``make bench-cpu`` prints the tables and draws the plot.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -27,8 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import polyattn
-
-from .machine import processor, versions
+from polyattn.bench.machine import processor, versions
 
 Contender = Callable[[], Any]
 Array = Any
@@ -436,27 +433,6 @@ def draw(file: Path, lines: list[tuple[Case, dict[str, Timing]]], found: Any, th
     figure.suptitle(f"{processor()}, {threads} threads; {versions()}", fontsize=9)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
-
-
-# ---- kept over time ----------------------------------------------------------------------------
-
-
-class AgainstTorch:
-    """The ratio to torch's fused kernel, threads alike."""
-
-    version = "1"
-    timeout = 300
-    unit = "ratio"
-    params = (("polyattn", "textbook"), (512, 2048), ("full", "causal"))
-    param_names = ("contender", "length", "kind")
-
-    def track_ratio(self, contender: str, length: int, kind: str) -> float:
-        """Return the median ratio of alternating windows."""
-        case = Case(1, 12, 12, length, length, 64, kind)
-        threads = len(os.sched_getaffinity(0))
-        with polyattn.use_threads(threads):
-            ratio = measure(case, threads, 5, 0.05)[contender].ratio
-        return math.nan if ratio is None else ratio
 
 
 if __name__ == "__main__":

@@ -1,0 +1,206 @@
+"""How each library is used: where its arrays lie, how it compiles, how one waits for it.
+
+A call that these make is over when its result is there, not when it is queued. No library is
+imported before it is asked for, and none at all where the system has no device for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from asv_runner.benchmarks.mark import SkipNotImplemented
+
+Call = Callable[[], Any]
+
+
+@functools.cache
+def has_driver() -> bool:
+    """Whether the system can drive a GPU for CUDA or ROCm."""
+    for library in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            continue
+        return True
+    return Path("/dev/kfd").exists()
+
+
+def open_library(backend: str) -> Library:
+    """Return the library of a backend, on its device.
+
+    Parameters
+    ----------
+    backend : str
+        One of `common.BACKENDS`.
+
+    Raises
+    ------
+    SkipNotImplemented
+        If it is not installed, or finds no such device.
+    """
+    name, _, device = backend.partition(":")
+    kind = LIBRARIES[name]
+    if importlib.util.find_spec(kind.module) is None:
+        raise SkipNotImplemented(f"{kind.module} is not installed")
+    if (device == "cuda" or name == "cupy") and not has_driver():
+        raise SkipNotImplemented("there is no driver of a GPU")
+    if device == "mps" and sys.platform != "darwin":
+        raise SkipNotImplemented("only macOS has mps")
+    return kind(device)
+
+
+class Library:
+    """NumPy, and what the others do in their own way."""
+
+    module = "numpy"
+    options: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def put(self, array: np.ndarray) -> Any:
+        """Return the array as the library's, on the device."""
+        return array
+
+    def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
+        """Return the call of a function as the library's users would run it again and again."""
+        return functools.partial(function, *arrays)
+
+    def gradients(self, function: Callable[..., Any], along: Any, *arrays: Any) -> Call:
+        """Return the call of a function and its gradients, given that of its output."""
+        raise SkipNotImplemented(f"{self.module} has no gradients")
+
+
+class ArrayAPI(Library):
+    """The core's own kernels, on NumPy arrays."""
+
+    options = MappingProxyType({"backend": "array-api"})
+
+
+class Torch(Library):
+    """PyTorch, on one kind of device."""
+
+    module = "torch"
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        super().__init__(device)
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if device != "cpu" and (found is None or found.type != device):
+            raise SkipNotImplemented(f"torch finds no {device}")
+
+    def put(self, array: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(array).to(self.device)
+
+    def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
+        import torch
+
+        def run() -> Any:
+            with torch.no_grad():
+                output = function(*arrays)
+            self.wait()
+            return output
+
+        return run
+
+    def gradients(self, function: Callable[..., Any], along: Any, *arrays: Any) -> Call:
+        import torch
+
+        leaves = [array.detach().requires_grad_() for array in arrays]
+
+        def run() -> Any:
+            found = torch.autograd.grad(function(*leaves), leaves, along)
+            self.wait()
+            return found
+
+        return run
+
+    def wait(self) -> None:
+        """Return when the device has done all that it was given."""
+        import torch
+
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+
+
+class CuPy(Library):
+    """CuPy, on its current device."""
+
+    module = "cupy"
+
+    def __init__(self, device: str) -> None:
+        import cupy
+
+        super().__init__(device)
+        if not cupy.cuda.is_available():
+            raise SkipNotImplemented("cupy finds no device")
+
+    def put(self, array: np.ndarray) -> Any:
+        import cupy
+
+        return cupy.asarray(array)
+
+    def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
+        import cupy
+
+        def run() -> Any:
+            output = function(*arrays)
+            cupy.cuda.get_current_stream().synchronize()
+            return output
+
+        return run
+
+
+class Jax(Library):
+    """JAX under `jax.jit`, on the first device of a kind."""
+
+    module = "jax"
+
+    def __init__(self, device: str) -> None:
+        import jax
+
+        super().__init__(device)
+        try:
+            self.place = jax.devices(device)[0]
+        except RuntimeError as error:
+            raise SkipNotImplemented(f"jax finds no {device}") from error
+
+    def put(self, array: np.ndarray) -> Any:
+        import jax
+
+        return jax.device_put(array, self.place)
+
+    def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
+        import jax
+
+        compiled = jax.jit(function)
+        return lambda: jax.block_until_ready(compiled(*arrays))
+
+    def gradients(self, function: Callable[..., Any], along: Any, *arrays: Any) -> Call:
+        import jax
+
+        def both(along: Any, *arrays: Any) -> Any:
+            _, back = jax.vjp(function, *arrays)
+            return back(along)
+
+        return self.call(both, along, *arrays)
+
+
+LIBRARIES: dict[str, type[Library]] = {
+    "numpy": Library,
+    "torch": Torch,
+    "cupy": CuPy,
+    "jax": Jax,
+    "array-api": ArrayAPI,
+}
