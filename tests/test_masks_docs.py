@@ -1,4 +1,4 @@
-"""The page of masks: its code runs, its arithmetic is what attention computes, its peers agree."""
+"""The page of masks: its pictures are drawn, its arithmetic is attention's, its peers agree."""
 
 import importlib.util
 import math
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+import pages
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,9 +59,8 @@ def gallery(tmp_path_factory):
     (folder / "images").mkdir()
     drawing = script("masks")
     drawing.main(folder)
-    found = {picture: dict(names) for picture, names in drawing.run() if picture}
-    drawing.pyplot.close("all")
-    return folder, found
+    ran = pages.run(DOCS / "masks.md")
+    return folder, {done.block.picture: done.names for done in ran if done.block.picture}
 
 
 def test_each_code_block_of_the_gallery_draws_its_picture(gallery):

@@ -1,12 +1,11 @@
-"""The README's code runs, and what it shows is what is printed."""
+"""What the README shows is what happens, and what it points to is there."""
 
 import re
 from pathlib import Path
 
 import numpy as np
+import pages
 import pytest
-
-import polyattn
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -20,22 +19,8 @@ def squeezed(text):
     return " ".join(text.split())
 
 
-@pytest.fixture(scope="module")
-def namespace():
-    """Run all Python blocks in order, as a reader would."""
-    names = {}
-    for block in blocks("python"):
-        exec(compile(block, str(README), "exec"), names)
-    return names
-
-
-def test_the_explanation_shown_is_the_one_printed(namespace):
-    q, k, v = (namespace[name] for name in "qkv")
-    shown = blocks("text")[0]
-    assert squeezed(shown) == squeezed(str(polyattn.explain(q, k, v, is_causal=True, softcap=30.0)))
-
-
-def test_the_errors_shown_are_the_ones_raised(namespace):
+def test_the_errors_shown_are_the_ones_raised():
+    namespace = pages.run(README)[-1].names
     shown = blocks("text")[1]
     calls = re.findall(r"^>>> (.*)\n(\w+): ((?:.+\n)+)", shown, flags=re.MULTILINE)
     assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""The page of scores: its code runs, and its arithmetic is what attention computes."""
+"""The page of scores: its arithmetic is what attention computes."""
 
 import importlib.util
 import math
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pages
 import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -71,13 +72,12 @@ FUNCTIONS = PYTHON | {"bucket": bucket, "threshold": threshold, "max": max, "D":
 
 @pytest.fixture(scope="module")
 def names():
-    """Run all blocks in order, as a reader would, and keep what each section makes."""
-    space, found = {}, {}
-    for code in re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M):
-        made = set(re.findall(r"^(score_mod|similarity|scale|normalizer) = ", code, re.M))
-        exec(compile(code, "scores.md", "exec"), space)
-        section = next((title for title, block, _ in SECTIONS if block == code), "first")
-        found[section] = dict(space) | {"options": {name: space[name] for name in made}}
+    """What each section makes."""
+    found = {}
+    for block, _, space, _ in pages.run(DOCS / "scores.md"):
+        made = set(re.findall(r"^(score_mod|similarity|scale|normalizer) = ", block.code, re.M))
+        section = next((title for title, code, _ in SECTIONS if code == block.code), "first")
+        found[section] = space | {"options": {name: space[name] for name in made}}
     return found
 
 

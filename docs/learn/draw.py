@@ -1,13 +1,12 @@
 """Draws the pictures of these pages, from what the code of the pages computes."""
 
 import argparse
-import contextlib
 import io
 import re
-from collections.abc import Callable, Iterator
-from functools import cache
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -20,6 +19,10 @@ from threadpoolctl import threadpool_limits
 
 from polyattn import attention_weights, use_threads
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages import run
+
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
 DPI = 100
@@ -28,39 +31,9 @@ BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#6
 Names = dict[str, Any]
 
 
-# ---- running a page ----------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """A block of code, and the output that stands below it, if one does."""
-
-    code: str
-    shown: str | None
-
-
-def blocks(page: str) -> Iterator[Block]:
-    """The code of a page in order."""
-    text = (FOLDER / page).read_text(encoding="utf-8")
-    pattern = r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?"
-    for found in re.finditer(pattern, text, flags=re.DOTALL | re.MULTILINE):
-        yield Block(found[1], found[2])
-
-
-def run(page: str) -> Iterator[tuple[Block, str, Names]]:
-    """Run a page as a reader would: yield each block, what it printed and the names so far."""
-    names: Names = {}
-    with np.printoptions():
-        for block in blocks(page):
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                exec(compile(block.code, page, "exec"), names)
-            yield block, printed.getvalue(), names
-
-
-@cache
 def names_of(page: str) -> Names:
     """The names that a page leaves behind."""
-    *_, (_, _, names) = run(page)
-    return names
+    return run(FOLDER / page)[-1].names
 
 
 # ---- query, key and value ----------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""What pages of the reference say, written from the code at each build."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from numpydoc.docscrape import FunctionDoc
+from repository import relinked
+from sphinx.application import Sphinx
+
+import polyattn
+from polyattn import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("added", "changed", "fixed", "removed")
+
+
+def changelog(root: Path = ROOT) -> str:
+    """The fragments as the next release, and the releases that were."""
+    introduction, heading, releases = (
+        (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")
+    )
+    parts = [introduction.partition("\n")[2].strip()]
+    fragments = {kind: sorted((root / "changelog.d").glob(f"*.{kind}.md")) for kind in KINDS}
+    if any(fragments.values()):
+        parts.append("## Next release")
+    for kind, files in fragments.items():
+        if files:
+            items = (file.read_text(encoding="utf-8").strip() for file in files)
+            parts.append(f"### {kind.capitalize()}")
+            parts.append("\n".join("- " + item.replace("\n", "\n  ") for item in items))
+    return "\n\n".join([*parts, (heading + releases).strip()])
+
+
+def said_by(*arguments: str) -> str:
+    """What the command line prints, at the width of a page."""
+    return subprocess.run(
+        [sys.executable, "-m", "polyattn", *arguments],
+        env=os.environ | {"COLUMNS": "88", "NO_COLOR": "1"},
+        capture_output=True,
+        check=True,
+        encoding="utf-8",
+    ).stdout
+
+
+def commands() -> str:
+    """The help of the command line, and of each of its commands."""
+    overall = said_by("--help")
+    parts = [f"```text\n{overall}```"]
+    for name in re.findall(r"^    (\w+) ", overall, flags=re.MULTILINE):
+        parts.append(f"## polyattn {name}\n\n```text\n{said_by(name, '--help')}```")
+    return "\n\n".join(parts)
+
+
+def raised() -> Iterator[tuple[str, str]]:
+    """Each exception that a docstring of a public function names, with the function."""
+    for name in polyattn.__all__:
+        function: Any = getattr(polyattn, name)
+        if inspect.isfunction(function):
+            yield from ((entry.type, name) for entry in FunctionDoc(function)["Raises"])
+
+
+def error_table() -> str:
+    """The exceptions of polyattn: what each means, and what raises it."""
+    by = defaultdict(list)
+    for kind, name in raised():
+        by[kind].append(f"{{py:func}}`~polyattn.{name}`")
+    lines = ["| exception | is also | means | raised by |", "|---|---|---|---|"]
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
+        meaning = inspect.getdoc(kind).partition("\n")[0]
+        raisers = ", ".join(by[name]) or "as one of those below"
+        lines.append(f"| {{py:exc}}`~polyattn.{name}` | {bases} | {meaning} | {raisers} |")
+    return "\n".join(lines)
+
+
+WRITERS = {"changelog": changelog, "commands": commands, "error-table": error_table}
+PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
+
+
+def write(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put what a writer returns in the place of its name."""
+
+    def written(found: re.Match[str]) -> str:
+        app.env.reread_always.add(page)  # for what it is written from is no file of this page
+        return relinked(WRITERS[found[1]](), ROOT)
+
+    source[0] = PLACE.sub(written, source[0])
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Tell Sphinx."""
+    app.connect("source-read", write)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,90 @@
+"""The site: every page of docs/, and the reference from docstrings; built without a network."""
+
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import polyattn
+
+sys.path.insert(0, str(Path(__file__).with_name("_ext")))
+
+project = author = "polyattn"
+project_copyright = "The polyattn developers"
+version = release = polyattn.__version__
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "repository",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",  # for the role "autolink" alone
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "written",
+]
+exclude_patterns = ["_build"]
+root_doc = "index"
+suppress_warnings = ["toc.empty_glob"]  # docs/results has pages once `make gpu` has written one
+smartquotes = False
+nitpicky = True
+# Names in docstrings that no page of this site is about: other libraries', and single attributes.
+nitpick_ignore = [
+    ("py:obj", name)
+    for name in (
+        "Finding",
+        "KVCache",
+        "check_callable",
+        "jax.nn.dot_product_attention",
+        "length",
+        "numpy.longdouble",
+        "poison_in",
+        "polyattn.picture.draw_mask",
+        "rotary",
+        "torch.nn.functional.scaled_dot_product_attention",
+        "tqdm",
+    )
+]
+
+# ---- pages ----
+
+myst_heading_anchors = 4
+# The prompt of a console and its output are not copied.
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gp, .go"
+
+# ---- docstrings ----
+
+default_role = "autolink"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autosummary_generate = False
+numpydoc_show_class_members = False
+
+# ---- looks ----
+
+html_theme = "furo"
+html_title = f"polyattn {release}"
+pygments_dark_style = "github-dark"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+
+
+def alias_of_viewcode(app: Sphinx, module: str, name: str) -> str | None:
+    """Spare viewcode a link that it would get wrong: this module is documented by another name."""
+    return module if name == "thread_count" else None
+
+
+def is_field(
+    app: Sphinx, kind: str, name: str, value: object, skip: bool, options: object
+) -> bool | None:
+    """Leave out the fields of a named tuple, which its docstring describes."""
+    return True if str(value.__doc__).startswith("Alias for field number") else None
+
+
+def setup(app: Sphinx) -> None:
+    """Tell Sphinx."""
+    app.connect("autodoc-skip-member", is_field)
+    app.connect("viewcode-follow-imported", alias_of_viewcode)

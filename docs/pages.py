@@ -1,0 +1,97 @@
+"""The code of a page, run as a reader would: in order, in one namespace, in an empty folder.
+
+A page is run once in a process, however many ask what it prints, draws or computes.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["Block", "Ran", "blocks", "commands", "run"]
+
+BLOCK = re.compile(
+    r"(?:^!\[[^]]*\]\((?P<picture>[^)]+)\)\n\n)?"
+    r"^```python\n(?P<code>.*?)^```\n"
+    r"(?:\n```text\n(?P<shown>.*?)^```\n)?",
+    flags=re.DOTALL | re.MULTILINE,
+)
+CONSOLE = re.compile(r"^```console\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of Python.
+
+    Attributes
+    ----------
+    code : str
+        What runs.
+    shown : str or None
+        The text block directly below it: what it prints.
+    picture : str or None
+        The picture directly above it: what it draws.
+    line : int
+        How many lines of the page stand above the code.
+    """
+
+    code: str
+    shown: str | None
+    picture: str | None
+    line: int
+
+
+class Ran(NamedTuple):
+    """A block that was run: what it printed, all names after it, and the figure that it left."""
+
+    block: Block
+    printed: str
+    names: dict[str, Any]
+    figure: Any
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start("code"))
+        yield Block(found["code"], found["shown"], found["picture"], line)
+
+
+@cache
+def run(page: Path) -> tuple[Ran, ...]:
+    """Run all blocks of a page."""
+    names: dict[str, Any] = {}
+    done = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), np.printoptions():
+        for block in blocks(page):
+            # So many empty lines that an error names the line of the page.
+            code = compile("\n" * block.line + block.code, str(page), "exec")
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(code, names)
+            done.append(Ran(block, printed.getvalue(), dict(names), figure()))
+    return tuple(done)
+
+
+def figure() -> Any:
+    """The figure that pyplot holds, if there is one; it holds none afterwards."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is None or not pyplot.get_fignums():
+        return None
+    held = pyplot.gcf()
+    pyplot.close("all")
+    return held
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page that start polyattn, without their comments."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    consoles = "\n".join(CONSOLE.findall(text))
+    found = re.findall(r"^\$ (polyattn\b.*?)(?: +#.*)?$", consoles, flags=re.MULTILINE)
+    return list(dict.fromkeys(found))
