@@ -54,6 +54,10 @@ class TestJax(BackendSuite):
     def test_lazy(self, lazy_subject, checked, case):
         super().test_lazy(lazy_subject, checked, case)
 
+    @pytest.mark.slow
+    def test_gradients(self, lazy_subject, checked, case):
+        super().test_gradients(lazy_subject, checked, case)
+
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):
         with jax.enable_x64(True):
@@ -65,6 +69,10 @@ class TestDask(BackendSuite):
     backend = "array-api"
     library = "dask.array"
     thorough = False
+
+    @pytest.mark.slow
+    def test_lazy(self, lazy_subject, checked, case):
+        super().test_lazy(lazy_subject, checked, case)
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():
