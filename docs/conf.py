@@ -56,6 +56,8 @@ copybutton_exclude = ".linenos, .gp, .go"
 # ---- docstrings ----
 
 default_role = "autolink"
+# What a layer or a kernel does is its call.
+autodoc_default_options = {"special-members": "__call__"}
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autosummary_generate = False
@@ -77,14 +79,16 @@ def alias_of_viewcode(app: Sphinx, module: str, name: str) -> str | None:
     return module if name == "thread_count" else None
 
 
-def is_field(
+def says_nothing(
     app: Sphinx, kind: str, name: str, value: object, skip: bool, options: object
 ) -> bool | None:
-    """Leave out the fields of a named tuple, which its docstring describes."""
+    """Leave out calls without a docstring, and a named tuple's fields, which its own describes."""
+    if name == "__call__":
+        return not value.__doc__ or None
     return True if str(value.__doc__).startswith("Alias for field number") else None
 
 
 def setup(app: Sphinx) -> None:
     """Tell Sphinx."""
-    app.connect("autodoc-skip-member", is_field)
+    app.connect("autodoc-skip-member", says_nothing)
     app.connect("viewcode-follow-imported", alias_of_viewcode)
