@@ -122,7 +122,7 @@ def attention(
 
     References
     ----------
-    .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762.
+    .. [1] Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762.
 
     Examples
     --------

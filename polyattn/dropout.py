@@ -6,7 +6,7 @@ on nothing but the seed and the indices, on no library, device or tile.
 
 References
 ----------
-.. [1] J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+.. [1] Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def merge(*partials: Partial) -> Partial:
 
     References
     ----------
-    .. [1] T. Dao, D. Haziza, F. Massa, G. Sizov, "Flash-Decoding for long-context inference", 2023.
+    .. [1] Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
     Examples
     --------

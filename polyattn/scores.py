@@ -133,7 +133,7 @@ def alibi(slopes: int | Array) -> Score:
 
     References
     ----------
-    .. [1] O. Press et al., "Train Short, Test Long", 2022, arXiv:2108.12409.
+    .. [1] Press et al., "Train Short, Test Long", 2022, arXiv:2108.12409.
 
     Examples
     --------
@@ -174,7 +174,7 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
 
     References
     ----------
-    .. [1] C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    .. [1] Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
        Transformer", 2020, arXiv:1910.10683, section 2.1.
 
     Examples
@@ -241,7 +241,7 @@ def cosine() -> Similarity:
 
     References
     ----------
-    .. [1] Z. Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883, section 3.2.
+    .. [1] Liu et al., "Swin Transformer V2", 2022, arXiv:2111.09883, section 3.2.
 
     Examples
     --------
@@ -293,7 +293,7 @@ def additive(weight: Array) -> Similarity:
 
     References
     ----------
-    .. [1] D. Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
+    .. [1] Bahdanau et al., "Neural Machine Translation by Jointly Learning to Align and
        Translate", 2015, arXiv:1409.0473, appendix A.1.2.
 
     Examples
@@ -369,7 +369,7 @@ def sigmoid() -> Normalizer:
 
     References
     ----------
-    .. [1] J. Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention",
+    .. [1] Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention",
        2024, arXiv:2409.04431.
 
     Examples
@@ -393,7 +393,7 @@ def sparsemax() -> Normalizer:
 
     References
     ----------
-    .. [1] A. Martins and R. Astudillo, "From Softmax to Sparsemax", 2016, arXiv:1602.02068.
+    .. [1] Martins and Astudillo, "From Softmax to Sparsemax", 2016, arXiv:1602.02068.
 
     Examples
     --------

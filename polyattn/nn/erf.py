@@ -5,7 +5,7 @@ namespace has one.
 
 References
 ----------
-.. [1] W. J. Cody, "Rational Chebyshev Approximations for the Error Function", 1969.
+.. [1] Cody, "Rational Chebyshev Approximations for the Error Function", 1969.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class RMSNorm(Module):
 
     References
     ----------
-    .. [1] B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
+    .. [1] Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
     """
 
     weight: Array
@@ -213,7 +213,7 @@ class FeedForward(Module):
 
     References
     ----------
-    .. [1] N. Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
+    .. [1] Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
     """
 
     up: Linear

@@ -35,7 +35,7 @@ class Sinusoidal(Module):
 
     References
     ----------
-    .. [1] A. Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, section 3.5.
+    .. [1] Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762, section 3.5.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class RelativeBias(Module):
 
     References
     ----------
-    .. [1] C. Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    .. [1] Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
        Transformer", 2020, arXiv:1910.10683.
 
     Examples
@@ -222,7 +222,7 @@ class Rotary(Module):
 
     References
     ----------
-    .. [1] J. Su et al., "RoFormer", 2021, arXiv:2104.09864.
+    .. [1] Su et al., "RoFormer", 2021, arXiv:2104.09864.
     """
 
     size: int
@@ -305,7 +305,7 @@ def linear_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[
 
     References
     ----------
-    .. [1] S. Chen et al., "Extending Context Window of Large Language Models via Position
+    .. [1] Chen et al., "Extending Context Window of Large Language Models via Position
        Interpolation", 2023, arXiv:2306.15595.
     """
     return tuple([frequency / factor for frequency in frequencies_of(size, base)])
@@ -365,7 +365,7 @@ def yarn_scaling(
 
     References
     ----------
-    .. [1] B. Peng et al., "YaRN", 2023, arXiv:2309.00071.
+    .. [1] Peng et al., "YaRN", 2023, arXiv:2309.00071.
     """
 
     def pair_that_turns(times: float) -> float:

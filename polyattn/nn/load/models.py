@@ -58,7 +58,7 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
 
     References
     ----------
-    .. [1] J. Devlin et al., "BERT", 2018, arXiv:1810.04805.
+    .. [1] Devlin et al., "BERT", 2018, arXiv:1810.04805.
     """
     settings = Settings("bert", read_config(weights, config))
     settings.only("position_embedding_type", "absolute")
@@ -143,7 +143,7 @@ def gpt2(
 
     References
     ----------
-    .. [1] A. Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
+    .. [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
     settings = Settings("gpt2", read_config(weights, config))
     settings.only("scale_attn_weights", True)
@@ -232,7 +232,7 @@ def llama(
 
     References
     ----------
-    .. [1] H. Touvron et al., "LLaMA", 2023, arXiv:2302.13971.
+    .. [1] Touvron et al., "LLaMA", 2023, arXiv:2302.13971.
     """
     settings = Settings("llama", read_config(weights, config))
     size, heads = settings.sizes("hidden_size", "num_attention_heads", whole_heads=False)
