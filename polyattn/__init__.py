@@ -1,5 +1,8 @@
 """Attention for every array library: one function, one written meaning, backends by name."""
 
+import importlib
+from types import ModuleType
+
 from polyattn import masks, scores
 from polyattn.attention import attention, attention_partial, explain
 from polyattn.errors import (
@@ -36,3 +39,10 @@ __all__ = [
     "use_backend",
     "use_threads",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import the parts that are not needed by attention when they are first asked for."""
+    if name in ("conformance", "dialects", "nn", "plot"):
+        return importlib.import_module(f"polyattn.{name}")
+    raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

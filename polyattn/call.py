@@ -194,6 +194,8 @@ def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
                 check_takes("the mask function", thing, "b, h, i, j")
         return mask.form(facts)
     _check_place("mask", mask)
+    if isinstance(mask, str):
+        raise TypeError(f"mask is an array, a function or a value of polyattn.masks; {_got(mask)}")
     if type(mask).__name__ in _MASKS_OF_TORCH:
         hint = _MASKS_OF_TORCH[type(mask).__name__]
         raise TypeError(f"mask is torch's {type(mask).__name__}, which is no array: {hint}")

@@ -161,11 +161,20 @@ def _refuse_unknown(asked: Request) -> None:
         if stem not in known:
             near = difflib.get_close_matches(stem, known, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else "."
+            having = [f"{one}:{stem}" for one in _having(stem)]
+            if having:
+                meant = f": it is a kind of device, as in {' or '.join(having)}."
             raise UnknownBackendError(
                 f"no plugin provides the backend {stem!r}{meant} The names here are"
                 f" {', '.join(known)}; `polyattn backends` shows what each needs"
                 + (f" (asked for by {asked})" if asked.channel == "environment" else "")
             )
+
+
+def _having(device: str) -> list[str]:
+    """Return the backends of several kinds of device, this one among them."""
+    specs = map(registry.spec_of, registry.names())
+    return [spec.name for spec in specs if device in spec.devices and len(spec.devices) > 1]
 
 
 # ---- what runs ---------------------------------------------------------------------------------
@@ -254,8 +263,8 @@ def _refuse_imaginary(library: str, device: str) -> None:
     """Refuse to explain a call with arrays that cannot be."""
     serving = registry.serving(library)
     if not registry.is_installed(library):
-        hint = "".join(f": {registry.load(name)}" for name in serving)
-        raise ValueError(f"there can be no array of {library!r}, which is not installed{hint}")
+        reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
+        raise ValueError(f"there can be no array of {library!r}: {reason}")
     specs = [registry.spec_of(name) for name in serving if registry.load(name) is None]
     if specs and not any(device.partition(":")[0] in spec.devices for spec in specs):
         raise ValueError(f"there can be no array of {library} on {device!r}")

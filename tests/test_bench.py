@@ -1,6 +1,7 @@
 """What ``polyattn bench`` measures: the work, turns, the roof, errors, memory and the budget."""
 
 import sys
+import time
 import types
 
 import jax
@@ -245,11 +246,21 @@ def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(name, dtype, monke
     monkeypatch.setattr(peaks, "SIDES", (4, 8))
     monkeypatch.setattr(peaks, "SMALLEST", 2**12)
     monkeypatch.setattr(peaks, "LARGEST", 2**13)
+    monkeypatch.setattr(peaks, "LONG", 2.0)
+    monkeypatch.setattr(peaks, "_seconds", lambda call: call() or 1.0)
     monkeypatch.setattr(peaks, "_least", lambda call: call() or 0.5)
     peak = peaks.measure(one, dtype)
     assert seen[-1] == ((8, 8), dtype)
     assert peak.product == 2 * 8**3 / 0.5
     assert peak.bandwidth in (1.5 * 2**12 / 0.5, 1.5 * 2**13 / 0.5)
+
+
+def test_a_product_that_had_to_wait_once_spoils_no_peak(monkeypatch):
+    times = iter([9.0, 1e-3, 1e-3, 8e-3, 4e-3, 4e-3])  # of three samples of each of two squares
+    monkeypatch.setattr(peaks, "SIDES", (4, 8))
+    monkeypatch.setattr(peaks, "_seconds", lambda call: next(times))
+    monkeypatch.setattr(peaks, "_least", lambda call: 9.0)
+    assert peaks._product(NUMPY, "float32") == 2 * 8**3 / 4e-3
 
 
 # ---- errors ----
@@ -361,12 +372,19 @@ def test_each_length_is_yielded_with_a_row_for_each_backend(quick):
 
 def test_a_backend_that_would_burst_the_budget_sits_out_and_the_row_says_so(quick, monkeypatch):
     monkeypatch.setattr(run, "LEAST", 0.0)
+    quick.peaks.clear()
     first, second = measured(quick, [NUMPY], (8, 64), 0.0)
     assert first[0].note == "one call alone, for a lack of time"
     assert first[0].rounds == 1
     assert first[0].low == first[0].seconds == first[0].high
     assert second[0].seconds is None
     assert second[0].note.startswith("left out: a call would take about")
+
+
+def test_a_first_length_that_not_even_a_product_could_do_in_time_sits_out(quick):
+    ((row,),) = measured(quick, [NUMPY], (2**22,), time.perf_counter() + 2)
+    assert row.seconds is None
+    assert row.note.startswith("left out: a call would take about")
 
 
 def test_short_calls_are_measured_however_little_time_is_left(quick):

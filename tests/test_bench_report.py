@@ -457,6 +457,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_told(capsys, monkeyp
     )
     assert main(["bench", "--plot", str(tmp_path / "a.png")]) == 2
     assert 'pip install "polyattn[plot]"' in capsys.readouterr().err
+    assert not (tmp_path / "a.png").exists()
 
 
 def test_a_file_that_may_not_be_written_is_an_error(capsys, tmp_path, monkeypatch):

@@ -99,6 +99,12 @@ def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
     assert loaded_after(run_python, "import polyattn, polyattn.cli", names) == []
 
 
+def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):
+    run_python("import polyattn; polyattn.nn.Linear, polyattn.dialects, polyattn.plot.mask")
+    with pytest.raises(AttributeError, match="no attribute 'layers'"):
+        polyattn.layers  # noqa: B018
+
+
 def test_public_names():
     assert set(polyattn.__all__) >= {
         "attention",

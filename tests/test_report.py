@@ -196,6 +196,22 @@ def test_a_failure_is_charged_to_the_feature_that_fails_alone():
     assert first.text.startswith("softcap: output")  # the simplest first
     assert first.text.endswith("as if softcap is ignored")
     assert "FAIL deaf: softcap: output" in str(found)
+    assert report.cell_text(cell("bias"), {}).endswith(", 1 fail elsewhere")
+
+
+def test_a_failure_without_a_result_leaves_it_to_the_next_to_say_which_meaning_it_agrees_with():
+    class Faint(Deaf):
+        name = "faint"
+
+        def __call__(self, problem, operands, backend):
+            if "bias" not in problem.features:
+                raise RuntimeError("it is too much")
+            return super().__call__(problem, operands, backend)
+
+    found, _ = reported(Faint(), ["softcap", "bias x softcap", "bias"])
+    raised, other = (failure.text for failure in found.sections[0].failures)
+    assert "too much" in raised
+    assert other.endswith("as if softcap is ignored")
 
 
 def test_a_failure_of_two_features_together_is_charged_to_both():

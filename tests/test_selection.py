@@ -85,6 +85,14 @@ def test_a_context_refuses_a_wrong_name_at_once():
         pass
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"), [("cuda", "jax:cuda or torch:cuda"), ("mps", "torch:mps")]
+)
+def test_a_kind_of_device_is_no_backend_and_is_told_of_which_it_is_one(kind, named):
+    with pytest.raises(polyattn.UnknownBackendError, match=f"a kind of device, as in {named}"):
+        attention(X, X, X, backend=kind)
+
+
 def test_a_context_ends_with_an_error_too():
     with pytest.raises(RuntimeError, match="mine"), use_backend("torch"):
         raise RuntimeError("mine")
@@ -480,7 +488,7 @@ def test_explain_takes_shapes_to_be_where_the_library_puts_arrays():
 
 
 def test_explain_refuses_a_library_that_is_not_here():
-    with pytest.raises(ValueError, match="no array of 'nunpy', which is not installed"):
+    with pytest.raises(ValueError, match="no array of 'nunpy': it is not installed"):
         explain(SHAPE, SHAPE, SHAPE, library="nunpy")
 
 

@@ -132,14 +132,14 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"--compare measures nothing, so that {option} has nothing to write")
         if file.is_dir() or not file.parent.is_dir():
             raise ValueError(f"{option} needs a file in a folder that is there; got {file}")
+        if option != "--json" and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(f'{option} needs matplotlib: pip install "polyattn[plot]"')
+        if option == "--plot" and file.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot writes .png, .svg or .pdf; got {file}")
         try:
             file.open("ab").close()
         except OSError as error:
             raise ValueError(f"{option} cannot write {file}: {error.strerror}") from None
-        if option != "--json" and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(f'{option} needs matplotlib: pip install "polyattn[plot]"')
-    if options.plot is not None and options.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--plot writes .png, .svg or .pdf; got {options.plot}")
 
 
 def _measure(options: argparse.Namespace) -> int:

@@ -85,6 +85,7 @@ def _product(contender: Contender, dtype: str) -> float:
     compiled = backend.compile(multiply)
     # Random numbers: a GPU draws less power for ones, and runs faster than it would at work.
     block = np.random.default_rng(0).standard_normal((SIDES[0], SIDES[0]), np.float32)
+    fastest = 0.0
     for side in SIDES:
         square = np.tile(block, (side // SIDES[0],) * 2).astype(dtype)
         a, b = (backend.place(square, contender.device) for _ in range(2))
@@ -93,9 +94,12 @@ def _product(contender: Contender, dtype: str) -> float:
             compiled(a, b)
             backend.synchronize(contender.device)
 
-        if _seconds(call) > LONG:
+        # One of them alone may have waited for something else that runs here.
+        seconds = min(_seconds(call) for _ in range(WINDOWS))
+        fastest = max(fastest, 2 * side**3 / seconds)
+        if seconds > LONG:
             break
-    return 2 * side**3 / _least(call)
+    return max(fastest, 2 * side**3 / _least(call))
 
 
 def _bandwidth(contender: Contender) -> float:

@@ -7,6 +7,7 @@ sits out, and the report says so.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -71,7 +72,9 @@ def measure(
     say : callable
         Is told what is being done.
     """
-    speeds: dict[str, float] = {}  # operations a second at the length before
+    # Operations a second: no more than a matrix product's, and then as at the length before.
+    roofs = report.roofs
+    speeds = {one.name: roofs[one.hardware].product for one in contenders if one.hardware in roofs}
     for done, length in enumerate(lengths):
         share = (deadline - time.perf_counter()) * _share(len(lengths) - done)
         most = SOON if done == 0 and len(lengths) > 1 else share
@@ -94,19 +97,20 @@ def _measure_length(
     say: Say,
 ) -> list[Row]:
     workload, began = report.workload, time.perf_counter()
+    rows = {one.name: Row(length, one.name, one.hardware) for one in contenders}
+    for name, row in rows.items():
+        foreseen = workload.flops(length) / speeds.get(name, math.inf)
+        if CALLS * foreseen > max(share / len(contenders), LEAST):
+            rows[name] = replace(row, note=_left_out(foreseen))
+    contenders = [one for one in contenders if rows[one.name].note is None]
+    if not contenders:
+        return list(rows.values())
     arrays = workload.arrays(length)
     exact = exact_rows(workload, arrays, length)
-    rows: dict[str, Row] = {}
     started: dict[str, Started] = {}
     for contender in contenders:
         name = contender.name
         say(f"{length}: {name}, first calls")
-        rows[name] = Row(length, name, contender.hardware)
-        if name in speeds:
-            foreseen = workload.flops(length) / speeds[name]
-            if CALLS * foreseen > max(share / len(contenders), LEAST):
-                rows[name] = replace(rows[name], note=_left_out(foreseen))
-                continue
         try:
             started[name] = _start(report, contender, rows[name], arrays, exact)
         except Exception as error:  # such as too little memory, which says nothing of the others
@@ -160,4 +164,5 @@ def _share(left: int) -> float:
 
 
 def _left_out(seconds: float) -> str:
-    return f"left out: a call would take about {digits(seconds)} s; raise --seconds to have it"
+    about = digits(seconds)
+    return f"left out: a call would take about {about} s or more; raise --seconds to have it"

@@ -307,6 +307,8 @@ def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
     if not cell.agreed and not cell.refused:
         return "no case"
     text = f"{cell.units:.2g}" if cell.agreed else ""
+    if cell.elsewhere:  # a cause that other features share hides whether this one is right
+        text += f", {cell.elsewhere} fail elsewhere"
     every = dict.fromkeys(r for reasons in cell.reasons for r in reasons.split("; "))
     own = [reason for reason in every if not reason.startswith("it does not compute")]
     marks = "".join(f"[{footnotes.setdefault(r, len(footnotes) + 1)}]" for r in own)

@@ -228,8 +228,10 @@ def _charge(section: Section, failed: list[_Failed]) -> None:
         fewest = [f for f in within if not any(other < f for other in within)]
         blamed = frozenset[str]().union(*fewest) or frozenset({"plain"})
         if (checked, blamed) not in told:
-            told.add((checked, blamed))
-            text += _as_if(section.subject, checked, case)
+            meaning = _as_if(section.subject, checked, case)
+            if meaning is not None:
+                told.add((checked, blamed))
+                text += meaning
         for row in ROWS:
             if row not in rows_of(case) and row.name not in blamed:
                 continue
@@ -241,13 +243,15 @@ def _charge(section: Section, failed: list[_Failed]) -> None:
         section.failures.append(Failure(str(checked), ", ".join(sorted(blamed)), text))
 
 
-def _as_if(subject: Subject, checked: Checked, case: Case) -> str:
-    """What other meaning the result of a case that failed agrees with, if that can be told."""
+def _as_if(subject: Subject, checked: Checked, case: Case) -> str | None:
+    """What other meaning a result that failed agrees with; None if there is none to ask."""
     try:
         output = subject.back(subject.call(case, checked.for_case(case)))
-        meaning = read(case, output, most=1) if output.shape == exact(case).output.shape else ""
+        if output.shape != exact(case).output.shape:
+            return None
+        meaning = read(case, output, most=1)
     except Exception:
-        return ""
+        return None
     return f"; as if {meaning}" if meaning else ""
 
 
