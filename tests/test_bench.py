@@ -11,7 +11,7 @@ import torch
 
 from polyattn import attention, registry
 from polyattn.bench import exact, memory, peaks, run, timing
-from polyattn.bench.contender import contenders, everything_here
+from polyattn.bench.contender import Running, contenders, everything_here
 from polyattn.bench.machine import look
 from polyattn.bench.report import Report
 from polyattn.bench.workload import Workload
@@ -26,6 +26,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the system counts no
 def hasty(monkeypatch):
     """Let windows and rests take no time."""
     monkeypatch.setattr(timing, "REST", 0.0)
+    monkeypatch.setattr(run, "REST", 0.0)
     monkeypatch.setattr(timing, "WINDOW", 0.0)
 
 
@@ -237,7 +238,7 @@ def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(name, dtype, monke
     (one,) = contenders(f"{name}:cpu")
     seen = []
 
-    def multiply(a, b):
+    def multiply(a, b, **options):
         seen.append((a.shape, str(a.dtype)))
         return a
 
@@ -247,7 +248,6 @@ def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(name, dtype, monke
     monkeypatch.setattr(peaks, "SMALLEST", 2**12)
     monkeypatch.setattr(peaks, "LARGEST", 2**13)
     monkeypatch.setattr(peaks, "LONG", 2.0)
-    monkeypatch.setattr(peaks, "_seconds", lambda call: call() or 1.0)
     monkeypatch.setattr(peaks, "_least", lambda call: call() or 0.5)
     peak = peaks.measure(one, dtype)
     assert seen[-1] == ((8, 8), dtype)
@@ -255,12 +255,23 @@ def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(name, dtype, monke
     assert peak.bandwidth in (1.5 * 2**12 / 0.5, 1.5 * 2**13 / 0.5)
 
 
-def test_a_product_that_had_to_wait_once_spoils_no_peak(monkeypatch):
-    times = iter([9.0, 1e-3, 1e-3, 8e-3, 4e-3, 4e-3])  # of three samples of each of two squares
+def test_a_product_that_had_to_wait_spoils_no_peak(monkeypatch):
+    waits = iter([0.0, 0.05, 0.05])  # the first call of all, and two that are timed
+
+    def call():
+        time.sleep(next(waits, 0.0))
+
+    monkeypatch.setattr(peaks, "FOR", 0.2)
+    assert peaks._least(call) < 0.05
+
+
+def test_the_peak_is_of_the_fastest_square_and_for_16_bits_of_the_faster_way(monkeypatch):
+    seconds = iter([1e-6, 1.0])
     monkeypatch.setattr(peaks, "SIDES", (4, 8))
-    monkeypatch.setattr(peaks, "_seconds", lambda call: next(times))
-    monkeypatch.setattr(peaks, "_least", lambda call: 9.0)
-    assert peaks._product(NUMPY, "float32") == 2 * 8**3 / 4e-3
+    monkeypatch.setattr(peaks, "_least", lambda call: next(seconds))
+    assert peaks._product(NUMPY, "float32") == 2 * 4**3 / 1e-6
+    seconds = iter([2.0, 4.0])  # in float32, in float16
+    assert peaks._product(NUMPY, "float16") == 2 * 4**3 / 2.0
 
 
 # ---- errors ----
@@ -373,7 +384,7 @@ def test_each_length_is_yielded_with_a_row_for_each_backend(quick):
 def test_a_backend_that_would_burst_the_budget_sits_out_and_the_row_says_so(quick, monkeypatch):
     monkeypatch.setattr(run, "LEAST", 0.0)
     quick.peaks.clear()
-    first, second = measured(quick, [NUMPY], (8, 64), 0.0)
+    first, second = measured(quick, [NUMPY], (32, 64), 0.0)
     assert first[0].note == "one call alone, for a lack of time"
     assert first[0].rounds == 1
     assert first[0].low == first[0].seconds == first[0].high
@@ -385,6 +396,59 @@ def test_a_first_length_that_not_even_a_product_could_do_in_time_sits_out(quick)
     ((row,),) = measured(quick, [NUMPY], (2**22,), time.perf_counter() + 2)
     assert row.seconds is None
     assert row.note.startswith("left out: a call would take about")
+
+
+def test_what_a_short_call_took_says_nothing_of_a_much_longer_one(quick, monkeypatch):
+    monkeypatch.setattr(run, "LEAST", 1e-3)
+    quick.peaks[:] = [peaks.Peak("numpy", "cpu", 1e15, 1e10)]
+    monkeypatch.setattr(Report, "rate", lambda self, row: 1.0)  # as if all were dispatch
+    near, far = measured(quick, [NUMPY], (8, 16), 0.0), measured(quick, [NUMPY], (8, 64), 0.0)
+    assert near[1][0].note.startswith("left out")
+    assert not (far[1][0].note or "").startswith("left out")
+
+
+def test_a_backend_that_fails_in_a_round_stops_no_other_and_says_why(quick, acme, monkeypatch):
+    genuine, calls = Running.__call__, []
+
+    def fail(self):
+        if self.contender.backend is acme:
+            calls.append(self)
+            if len(calls) > 2:
+                raise RuntimeError("the device\x1b[2J was lost")
+        return genuine(self)
+
+    monkeypatch.setattr(Running, "__call__", fail)
+    (rows,) = measured(quick, [*contenders("acme:cpu"), NUMPY], (8,), float("inf"))
+    assert rows[0].note == "RuntimeError: the device[2J was lost"
+    assert rows[0].seconds is None
+    assert rows[1].rounds == timing.FEWEST
+
+
+def test_a_length_for_which_there_is_no_memory_leaves_the_rows_before_it(quick, monkeypatch):
+    genuine = Workload.arrays
+
+    def arrays(self, length):
+        if length > 8:
+            raise MemoryError("Unable to allocate")
+        return genuine(self, length)
+
+    monkeypatch.setattr(Workload, "arrays", arrays)
+    first, second = measured(quick, [NUMPY], (8, 16), float("inf"))
+    assert first[0].seconds > 0
+    assert second[0].note == "MemoryError: Unable to allocate"
+
+
+def test_a_backend_without_a_peak_is_measured_all_the_same(quick, acme, monkeypatch):
+    def fail(contender, dtype):
+        raise MemoryError
+
+    monkeypatch.setattr(peaks, "measure", fail)
+    quick.peaks.clear()
+    run.measure_peaks(quick, [NUMPY], lambda text: None)
+    (rows,) = measured(quick, [NUMPY], (8,), float("inf"))
+    assert rows[0].seconds > 0
+    assert quick.of_product(rows[0]) is None
+    assert quick.of_roof(rows[0]) is None
 
 
 def test_short_calls_are_measured_however_little_time_is_left(quick):

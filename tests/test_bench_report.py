@@ -107,6 +107,25 @@ def test_a_file_of_others_is_refused_by_its_name(text, message, tmp_path):
     assert str(file) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"seconds": 0.004', '"seconds": NaN'),
+        ('"seconds": 0.004', '"seconds": -1'),
+        ('"seconds": 0.004', '"seconds": "fast"'),
+        ('"load": 0.1', '"load": "high"'),
+        ('"libraries": {', '"libraries": [], "was": {'),
+        ('"peaks": [', '"peaks": [' + 100_000 * "["),
+    ],
+)
+def test_a_file_that_was_changed_is_refused(before, after, tmp_path):
+    text, file = REPORT.as_json(), tmp_path / "a.json"
+    assert before in text
+    file.write_text(text.replace(before, after, 1), encoding="utf-8")
+    with pytest.raises(ValueError, match="is not what polyattn bench --json wrote"):
+        read(file)
+
+
 def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path):
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         read(tmp_path / "none.json")
@@ -294,6 +313,15 @@ def test_a_range_that_holds_1_is_no_difference():
     assert "The same processor and libraries" in text
 
 
+def test_that_a_run_was_busy_or_interrupted_is_said_though_both_were():
+    busy = replace(MACHINE, load=1.9)
+    one = changed(machine=busy)
+    text = "\n".join(compare(one, faster(2, busy, interrupted=True)))
+    assert text.count("this machine is busy") == 2
+    assert "B was interrupted before its end" in text
+    assert "A was interrupted" not in text
+
+
 def test_one_call_alone_has_no_range():
     alone = changed(rows=[replace(REPORT.rows[0], rounds=1, kernel="dense")])
     text = "\n".join(compare(REPORT, alone))
@@ -323,6 +351,7 @@ HASTE = ["bench", "--heads", "2", "--size", "8", "--seconds", "1"]
 def hasty(monkeypatch):
     """Let windows and rests take no time, and measure no roof."""
     monkeypatch.setattr(timing, "REST", 0.0)
+    monkeypatch.setattr(run, "REST", 0.0)
     monkeypatch.setattr(timing, "WINDOW", 0.0)
     monkeypatch.setattr(
         run.peaks, "measure", lambda one, dtype: Peak(one.name, one.hardware, 1e11, 1e10)
@@ -376,6 +405,44 @@ def test_an_interrupt_loses_no_row_that_was_there(tmp_path, capsys, hasty, monke
     report = read(file)
     assert report.interrupted
     assert [r.length for r in report.rows] == [8]
+
+
+def test_a_reader_that_leaves_loses_no_row_that_was_there(tmp_path, hasty, monkeypatch):
+    file = tmp_path / "a.json"
+
+    def leave(*arguments):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(table, "footer", leave)
+    monkeypatch.setattr(table, "group", leave)
+    main([*HASTE, "--backends", "numpy", "--lengths", "8:32", "--json", str(file)])
+    assert [r.length for r in read(file).rows] == [8]
+    assert read(file).interrupted
+
+
+def test_a_file_that_fails_to_be_written_stops_no_other(tmp_path, hasty, capsys, monkeypatch):
+    genuine = Path.write_text
+
+    def write_text(self, *arguments, **options):
+        if self.suffix == ".json":
+            raise OSError(28, "No space left on device")
+        return genuine(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    html, file = tmp_path / "a.html", tmp_path / "a.json"
+    arguments = ["--lengths", "8", "--json", str(file), "--html", str(html)]
+    assert main([*HASTE, "--backends", "numpy", *arguments]) == 1
+    assert "--json" in capsys.readouterr().err
+    assert "<svg" in html.read_text(encoding="utf-8")
+
+
+def test_a_wrong_command_line_leaves_no_file(tmp_path, capsys):
+    file = tmp_path / "a.json"
+    assert main(["bench", "--backends", "nunpy", "--json", str(file)]) != 0
+    assert not file.exists()
+    assert main(["bench", "--html", str(file), "--json", str(file)]) == 2
+    assert "name a file for each option" in capsys.readouterr().err
+    assert main(["bench", "--backends", ""]) == 2
 
 
 def test_an_interrupt_while_libraries_are_loaded_is_said_in_a_line(capsys, monkeypatch):

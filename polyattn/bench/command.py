@@ -136,37 +136,45 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f'{option} needs matplotlib: pip install "polyattn[plot]"')
         if option == "--plot" and file.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot writes .png, .svg or .pdf; got {file}")
+        if list(written.values()).count(file) > 1:
+            raise ValueError(f"{file} cannot be two things at once: name a file for each option")
+        was_there = file.exists()
         try:
             file.open("ab").close()
         except OSError as error:
             raise ValueError(f"{option} cannot write {file}: {error.strerror}") from None
+        if not was_there:  # until there is something to write
+            file.unlink()
 
 
 def _measure(options: argparse.Namespace) -> int:
-    from polyattn.bench import contender, machine, run, table
+    from polyattn.bench import contender, machine, table
     from polyattn.bench.report import Report
+    from polyattn.bench.run import measure, measure_peaks
 
     workload = _workload(options)
-    names = options.backends or contender.everything_here()
+    names = contender.everything_here() if options.backends is None else options.backends
     everyone = _able(contender.contenders(names), workload, options)
     report = Report(machine.look(everyone), workload, _command(options, everyone))
     titles = [one.name for one in everyone]
     _print(table.head(report))
     deadline = time.perf_counter() + options.seconds
+    report.interrupted = True
     try:
-        run.measure_peaks(report, everyone, _say)
+        measure_peaks(report, everyone, _say)
         _print(table.heading(report, titles))
-        for rows in run.measure(report, everyone, options.lengths, deadline, _say):
+        for rows in measure(report, everyone, options.lengths, deadline, _say):
             _print(table.group(report, rows, titles))
+        report.interrupted = False
         _print(table.footer(report))
     except KeyboardInterrupt:
-        report.interrupted = True
         _say("")
         print(f"polyattn bench: interrupted after {len(report.rows)} rows", file=sys.stderr)
-    _write(report, options)
+    finally:  # whatever happened, such as a reader that left, what was measured is kept
+        written = _write(report, options)
     if report.interrupted:
         return 130
-    return 0 if any(row.seconds is not None for row in report.rows) else 1
+    return 0 if written and any(row.seconds is not None for row in report.rows) else 1
 
 
 def _workload(options: argparse.Namespace) -> Any:
@@ -195,11 +203,11 @@ def _able(everyone: Sequence[Any], workload: Any, options: argparse.Namespace) -
 
     able = []
     for one in everyone:
-        refusal = one.refusal(workload, options.lengths[-1])
-        if refusal is None:
+        refusals = [one.refusal(workload, length) for length in options.lengths]
+        if None in refusals:  # of a length that it cannot take, its row says so
             able.append(one)
         elif options.backends:
-            raise UnsupportedError(f"{one.name} cannot take this call\n{refusal}")
+            raise UnsupportedError(f"{one.name} cannot take this call\n{refusals[-1]}")
         else:
             print(
                 f"polyattn bench: {one.name} cannot take this call, and sits out", file=sys.stderr
@@ -223,17 +231,35 @@ def _command(options: argparse.Namespace, everyone: Sequence[Any]) -> str:
     return shlex.join([*words, "--seconds", f"{options.seconds:g}"])
 
 
-def _write(report: Any, options: argparse.Namespace) -> None:
-    if options.json is not None:
-        options.json.write_text(report.as_json(), encoding="utf-8")
-    if options.plot is not None:
-        from polyattn.bench import picture
+def _write(report: Any, options: argparse.Namespace) -> bool:
+    """Write what is asked for, each whatever becomes of the others; say whether all were."""
+    ways = {"json": _write_json, "plot": _write_plot, "html": _write_html}
+    failed = []
+    for name, write in ways.items():
+        file = getattr(options, name)
+        try:
+            if file is not None:
+                write(report, file)
+        except OSError as error:
+            failed.append(name)
+            print(f"polyattn bench: --{name} {file}: {error.strerror}", file=sys.stderr)
+    return not failed
 
-        picture.draw(report).savefig(options.plot, dpi=picture.DPI)
-    if options.html is not None:
-        from polyattn.bench import page
 
-        options.html.write_text(page.page(report), encoding="utf-8")
+def _write_json(report: Any, file: Path) -> None:
+    file.write_text(report.as_json(), encoding="utf-8")
+
+
+def _write_plot(report: Any, file: Path) -> None:
+    from polyattn.bench import picture
+
+    picture.draw(report).savefig(file, dpi=picture.DPI)
+
+
+def _write_html(report: Any, file: Path) -> None:
+    from polyattn.bench import page
+
+    file.write_text(page.page(report), encoding="utf-8")
 
 
 def _print(lines: Sequence[str]) -> None:

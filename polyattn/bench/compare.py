@@ -75,9 +75,14 @@ def _differences(first: Report, second: Report) -> Iterator[str]:
     """Yield what the two ran on, where it is not the same."""
     ours, theirs = first.machine.facts(), second.machine.facts()
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if first.machine.is_busy and "load" not in names:
+        names.append("load")
     for name in names:
         yield from fact(name, f"A: {ours.get(name, '-')}")
         yield from fact("", f"B: {theirs.get(name, '-')}")
+    for name, report in (("A", first), ("B", second)):
+        if report.interrupted:
+            yield f"  {name} was interrupted before its end."
     if set(names) <= {"load", "date"}:
         yield "  The same processor and libraries."
 

@@ -33,7 +33,7 @@ def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]
     length : int
         Its length.
     """
-    query, key, value = (array.astype(np.float64) for array in arrays)
+    query, key, value = arrays
     rows, times = query.shape[-2], workload.heads // workload.key_heads
     starts = sorted({int(start) for start in np.linspace(0, max(rows - ROWS, 0), BLOCKS)})
     found = []
@@ -43,9 +43,7 @@ def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]
             # The batch's last item, one head, so that an item or head that is mixed up shows.
             where = (slice(-1, None), slice(head, head + 1), slice(start, start + ROWS))
             values = attention(
-                query[where],
-                key[-1:, group],
-                value[-1:, group],
+                *(x.astype(np.float64) for x in (query[where], key[-1:, group], value[-1:, group])),
                 is_causal=workload.causal,
                 window=workload.window,
                 query_offset=length - rows + start,

@@ -90,7 +90,9 @@ class Machine:
         """Return what is to be shown, by what it is about."""
         memory = [] if self.memory is None else [f"{self.memory / 2**30:.0f} GiB of memory"]
         facts = {
-            "processor": _listed([self.processor, f"{self.cores} cores to use", *memory]),
+            "processor": _listed(
+                [self.processor, f"{self.cores} core{'s' * (self.cores > 1)} to use", *memory]
+            ),
             "devices": "; ".join(f"{name}: {known}" for name, known in self.devices.items()),
             "threads": _listed(f"{name} {number}" for name, number in self.threads.items()),
             "system": _listed([self.system, f"Python {self.python}", f"polyattn {self.polyattn}"]),
@@ -111,8 +113,10 @@ class Machine:
 def fact(name: str, text: str) -> list[str]:
     """Return something that is known as lines of at most 100 columns."""
     indent = " " * 13
+    # What a file says, or an error, has no say over the terminal.
+    plain = "".join(letter if letter.isprintable() else " " for letter in text)
     return textwrap.wrap(
-        text, 99, initial_indent=f"  {name:<11}", subsequent_indent=indent,
+        plain, 99, initial_indent=f"  {name:<11}", subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 

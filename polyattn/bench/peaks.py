@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from polyattn.bench.contender import Contender
-from polyattn.bench.timing import WINDOW, window
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array
 
 __all__ = ["Peak", "measure", "roof", "roofs"]
 
-SIDES = (256, 512, 1024, 2048, 4096, 8192)  # of the squares that are multiplied
-LONG = 0.01  # seconds a product, beyond which a larger one says no more
+SIDES = (512, 1024, 2048, 4096, 8192)  # of the squares that are multiplied
+LONG = 0.03  # seconds a product, beyond which a larger one says no more
 SMALLEST, LARGEST = 2**28, 2**31  # bytes that are summed: beyond the caches
 PARTS = 8
 BRIEF = 0.002  # seconds a sum, below which starting it counts
-WINDOWS = 3
+FOR = 0.08  # seconds that each is measured
+NARROW = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -80,26 +80,30 @@ def roof(peak: Peak, workload: Workload, length: int) -> float:
 
 def _product(contender: Contender, dtype: str) -> float:
     backend = contender.backend
-    # The primitive is for the dtypes that scores are computed in; others are the library's own.
-    multiply = backend.matmul if dtype in ("float32", "float64") else backend.xp.matmul
-    compiled = backend.compile(multiply)
+    # Attention may compute 16-bit scores in float32, where a library has slow products of 16 bits.
+    ways = [(backend.matmul, "float32" if dtype in NARROW else dtype)]
+    ways += [(backend.xp.matmul, dtype)] if dtype in NARROW else []
+    return max(_product_by(contender, backend.compile(multiply), own) for multiply, own in ways)
+
+
+def _product_by(contender: Contender, multiply: Callable[..., Array], dtype: str) -> float:
+    """Return the largest rate over squares that grow until one takes long."""
+    backend, fastest = contender.backend, 0.0
     # Random numbers: a GPU draws less power for ones, and runs faster than it would at work.
     block = np.random.default_rng(0).standard_normal((SIDES[0], SIDES[0]), np.float32)
-    fastest = 0.0
     for side in SIDES:
         square = np.tile(block, (side // SIDES[0],) * 2).astype(dtype)
         a, b = (backend.place(square, contender.device) for _ in range(2))
 
         def call(a: Array = a, b: Array = b) -> None:
-            compiled(a, b)
+            multiply(a, b)
             backend.synchronize(contender.device)
 
-        # One of them alone may have waited for something else that runs here.
-        seconds = min(_seconds(call) for _ in range(WINDOWS))
+        seconds = _least(call)
         fastest = max(fastest, 2 * side**3 / seconds)
         if seconds > LONG:
             break
-    return max(fastest, 2 * side**3 / _least(call))
+    return fastest
 
 
 def _bandwidth(contender: Contender) -> float:
@@ -116,22 +120,23 @@ def _bandwidth(contender: Contender) -> float:
             backend.each(lambda pair: _keep(pair, compiled(*pair)), pairs)
             backend.synchronize(contender.device)
 
-        if _seconds(call) > BRIEF or size >= LARGEST:
-            return 1.5 * size / _least(call)  # both are read, and one is written
+        seconds = _least(call)
+        if seconds > BRIEF or size >= LARGEST:
+            return 1.5 * size / seconds  # both are read, and one is written
         size *= 2
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    """Return the seconds of a second call: the first may compile."""
-    call()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def _least(call: Callable[[], None]) -> float:
-    # It has just run, and needs no more to warm up.
-    return min(window(call, WINDOW, WINDOW) for _ in range(WINDOWS))
+    """Return the seconds of the fastest of some calls: the others had to wait for something."""
+    call()  # the first may compile
+    fastest, end = float("inf"), time.perf_counter() + FOR
+    while True:
+        start = time.perf_counter()
+        call()
+        now = time.perf_counter()
+        fastest = min(fastest, now - start)
+        if now >= end:
+            return fastest
 
 
 def _add(a: Array, b: Array) -> Array:

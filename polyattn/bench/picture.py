@@ -46,6 +46,12 @@ def draw(report: Report) -> Any:
     lengths = sorted({row.length for row in timed})
     for number, (device, peak) in enumerate(report.roofs.items()):
         rates = [roof(peak, report.workload, length) / scale for length in lengths]
+        if len(lengths) == 1:  # a line of one point would not be seen
+            axes.axhline(
+                rates[0], color="0.25", linestyle=ROOFS[number % len(ROOFS)], linewidth=1.2,
+                label=f"roof of {device}",
+            )  # fmt: skip
+            continue
         axes.plot(
             lengths, rates, color="0.25", linestyle=ROOFS[number % len(ROOFS)], linewidth=1.2,
             label=f"roof of {device}",
@@ -58,7 +64,9 @@ def draw(report: Report) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _ticks(axes, lengths)
-        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+        figure.legend(
+            loc="outside lower center", ncols=_columns(axes), frameon=False, fontsize="small"
+        )
     axes.set_xlabel("keys" if report.workload.decode else "length")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25, which="both")
@@ -87,6 +95,12 @@ def _line(axes: Any, report: Report, rows: Sequence[Row], scale: float, **look: 
     axes.plot(lengths, middle, label=rows[0].backend, markersize=5, linewidth=1.6, **look)
     low, high = rates(row.high for row in rows), rates(row.low for row in rows)
     axes.fill_between(lengths, low, high, color=look["color"], alpha=0.18, linewidth=0)
+
+
+def _columns(axes: Any) -> int:
+    """Return how many columns of names fit below."""
+    longest = max(map(len, axes.get_legend_handles_labels()[1]))
+    return max(1, min(4, 90 // (longest + 8)))
 
 
 def _ticks(axes: Any, lengths: Sequence[int]) -> None:

@@ -103,15 +103,15 @@ class Report:
 
     def of_product(self, row: Row) -> float | None:
         """Return a row's rate as a share of the matrix product's on its device."""
-        rate = self.rate(row)
-        return None if rate is None else rate / self.roofs[row.device].product
+        rate, peak = self.rate(row), self.roofs.get(row.device)
+        return None if rate is None or peak is None else rate / peak.product
 
     def of_roof(self, row: Row) -> float | None:
         """Return a row's rate as a share of the roof over its length."""
-        rate = self.rate(row)
-        if rate is None:
+        rate, peak = self.rate(row), self.roofs.get(row.device)
+        if rate is None or peak is None:
             return None
-        return rate / roof(self.roofs[row.device], self.workload, row.length)
+        return rate / roof(peak, self.workload, row.length)
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain types, for JSON, with the shares that follow from it."""
@@ -167,20 +167,38 @@ def read(file: Path) -> Report:
         If it cannot be read, is none of ours, or of a version that is not known here.
     """
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
+        given = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
         form, version = given["format"], given["version"]
         if form != FORMAT:
             raise KeyError(form)
         if version == VERSION:
-            return Report.from_dict(given)
+            return _checked(Report.from_dict(given))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
         raise ValueError(f"{file} is not what polyattn bench --json wrote") from None
     raise ValueError(
-        f"{file} is of version {version}, and this polyattn reads version {VERSION}: compare with"
+        f"{file} is of version {version!r}, and this polyattn reads version {VERSION}: compare with"
         " the release that wrote it, or measure again"
     )
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def _checked(report: Report) -> Report:
+    """Return a report of which all that is read again is what it should be."""
+    report.machine.lines()
+    for row in report.rows:
+        times = (row.seconds, row.low, row.high)
+        if not (isinstance(row.backend, str) and row.length > 0):
+            raise TypeError(row)
+        if any(time is not None for time in times) and not all(
+            time is not None and 0 < time < math.inf for time in times
+        ):
+            raise ValueError(row)
+    return report
 
 
 def number(value: float) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,16 +20,18 @@ from polyattn.bench.exact import Rows, exact_rows, largest_error
 from polyattn.bench.memory import peak_memory
 from polyattn.bench.report import Report, Row, number
 from polyattn.bench.table import digits
-from polyattn.bench.timing import FEWEST, alternate, spread_of
+from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
 __all__ = ["measure", "measure_peaks"]
 
 # The fewest that a row takes: to compile, to look at, for its memory, and the rounds.
 CALLS = 3 + FEWEST
 # Seconds for the rounds of the first of several lengths, so that there is soon something to see.
-SOON = 1.5
+SOON = 1.0
 # How much more of the budget a length has than the one before.
 GROWTH = 1.5
+# How much faster than a product that was measured on a busy machine a call may be at the most.
+DOUBT = 10.0
 # Seconds that a backend has at a length however little is left, so that short calls never sit out.
 LEAST = 1.0
 
@@ -44,10 +47,12 @@ class Started(NamedTuple):
 
 
 def measure_peaks(report: Report, contenders: Sequence[Contender], say: Say) -> None:
-    """Measure the rates of each backend."""
+    """Measure the rates of each backend; one that fails here has none."""
     for contender in contenders:
         say(f"{contender.name}, a matrix product and a sum")
-        report.peaks.append(peaks.measure(contender, report.workload.dtype))
+        time.sleep(REST)
+        with suppress(Exception):  # such as too little memory; the call itself may do with less
+            report.peaks.append(peaks.measure(contender, report.workload.dtype))
 
 
 def measure(
@@ -72,10 +77,15 @@ def measure(
     say : callable
         Is told what is being done.
     """
-    # Operations a second: no more than a matrix product's, and then as at the length before.
-    roofs = report.roofs
-    speeds = {one.name: roofs[one.hardware].product for one in contenders if one.hardware in roofs}
+    roofs, before = report.roofs, 0
+    bounds = {
+        one.name: DOUBT * roofs[one.hardware].product for one in contenders if one.hardware in roofs
+    }
+    speeds = dict(bounds)  # operations a second at the length before
     for done, length in enumerate(lengths):
+        if length > 2 * before:  # much shorter calls say little of this one
+            speeds = dict(bounds)
+        before = length
         share = (deadline - time.perf_counter()) * _share(len(lengths) - done)
         most = SOON if done == 0 and len(lengths) > 1 else share
         rows = _measure_length(report, contenders, length, share, most, speeds, say)
@@ -105,8 +115,11 @@ def _measure_length(
     contenders = [one for one in contenders if rows[one.name].note is None]
     if not contenders:
         return list(rows.values())
-    arrays = workload.arrays(length)
-    exact = exact_rows(workload, arrays, length)
+    try:
+        arrays = workload.arrays(length)
+        exact = exact_rows(workload, arrays, length)
+    except Exception as error:  # such as too little memory
+        return [replace(row, note=row.note or _said(error)) for row in rows.values()]
     started: dict[str, Started] = {}
     for contender in contenders:
         name = contender.name
@@ -114,18 +127,25 @@ def _measure_length(
         try:
             started[name] = _start(report, contender, rows[name], arrays, exact)
         except Exception as error:  # such as too little memory, which says nothing of the others
-            said = str(error).partition("\n")[0]
-            rows[name] = replace(rows[name], note=f"{type(error).__name__}: {said}")
+            rows[name] = replace(rows[name], note=_said(error))
     left = share - (time.perf_counter() - began)
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
+    failed: dict[str, Exception] = {}
     times = alternate(
-        {name: one.running for name, one in started.items() if name not in slow},
+        {
+            name: _kept(name, one.running, failed)
+            for name, one in started.items()
+            if name not in slow
+        },
         {name: one.seconds for name, one in started.items()},
         min(left, most),
         lambda text: say(f"{length}: {text}"),
     )
     for name, one in started.items():
+        if name in failed:
+            rows[name] = replace(one.row, note=_said(failed[name]))
+            continue
         spread = spread_of(times.get(name, [one.seconds]))
         rows[name] = replace(
             one.row,
@@ -150,6 +170,24 @@ def _start(
     memory = peak_memory(running, report.workload.output_bytes(row.length))
     row = replace(row, kernel=running.kernel, first=first, error=number(error), memory=memory)
     return Started(running, row, seconds)
+
+
+def _kept(name: str, running: Running, failed: dict[str, Exception]) -> Callable[[], None]:
+    """Return the call as one that fails once, keeps why, and stops no other."""
+
+    def call() -> None:
+        if name not in failed:
+            try:
+                running()
+            except Exception as error:
+                failed[name] = error
+
+    return call
+
+
+def _said(error: Exception) -> str:
+    lines = f"{type(error).__name__}: {error}".splitlines()
+    return "".join(letter for letter in lines[0] if letter.isprintable())
 
 
 def _timed(running: Running) -> tuple[float, Any]:

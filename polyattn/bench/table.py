@@ -93,8 +93,8 @@ def cells_of(report: Report, row: Row) -> list[str]:
         duration(middle),
         f"{duration(low)}-{duration(high)}",
         digits((rate or 0) / scale),
-        share(of_product or 0),
-        share(of_roof or 0),
+        share(of_product),
+        share(of_roof),
         "no number" if row.error is None else f"{row.error:.1e}",
         _size(row.memory),
     ]
@@ -120,8 +120,10 @@ def _size(memory: int | None) -> str:
     return "-" if memory is None else f"{memory / 2**20:.1f} MiB"
 
 
-def share(part: float) -> str:
+def share(part: float | None) -> str:
     """Return a share as a percentage, of two digits at least."""
+    if part is None:
+        return "-"
     return f"{part:.0%}" if part >= 0.0995 else f"{part:.1%}"
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["FEWEST", "Spread", "alternate", "spread_of", "window"]
+__all__ = ["FEWEST", "REST", "Spread", "alternate", "spread_of", "window"]
 
 REST = 0.1  # seconds
 WINDOW = 0.05  # seconds
