@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -120,6 +121,7 @@ def _versions(modules: tuple[str, ...]) -> dict[str, str]:
     for module in modules:
         try:
             found[module] = version(module)
-        except PackageNotFoundError:
-            continue
+        except PackageNotFoundError:  # the package has another name, as CuPy's for each CUDA has
+            said = getattr(sys.modules.get(module), "__version__", None)
+            found |= {} if said is None else {module: said}
     return found

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 
 import polyattn
+from polyattn import listing
 from polyattn.cli import main
 
 
@@ -24,6 +26,14 @@ def test_backends_as_json(capsys):
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["torch"]["devices"][0] == "cpu"
     assert rows["array-api"]["kernels"] == ["tiled", "dense"]
+
+
+def test_a_version_is_known_where_the_package_is_not_named_as_its_module(monkeypatch):
+    module = types.ModuleType("acme")
+    module.__version__ = "14.2"
+    monkeypatch.setitem(sys.modules, "acme", module)
+    assert listing._versions(("acme", "nowhere", "numpy"))["acme"] == "14.2"
+    assert "nowhere" not in listing._versions(("nowhere",))
 
 
 def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
