@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import polyattn
+from polyattn.bench import timing
 from polyattn.bench.machine import processor, versions
 
 Contender = Callable[[], Any]
@@ -79,8 +80,6 @@ CASES = (
 )
 QUICK = (*both(1, 4, 256, 64), Case(1, 8, 2, 1, 512, 64), Case(1, 4, 4, 256, 256, 64, "window"))
 PLOTTED = (128, 256, 512, 1024, 2048, 4096, 8192)
-# Seconds between two contenders: OpenBLAS's threads spin for more work for a tenth of one.
-REST = 0.1
 # Above so many scores, those that hold all of them or are many times slower sit out.
 MOST_SCORES = 2.5e8
 
@@ -259,36 +258,16 @@ def measure(case: Case, threads: int, rounds: int, window: float) -> dict[str, T
             seconds[name].append(_one_window(running[name], window))
     timings = {}
     for name, own in seconds.items():
-        ratios = sorted(a / b for a, b in zip(own, seconds.get(REFERENCE, []), strict=False))
-        spread = _quartiles(ratios) if ratios else (None, None, None)
+        ratios = [a / b for a, b in zip(own, seconds.get(REFERENCE, []), strict=False)]
+        spread = timing.spread_of(ratios) if ratios else (None, None, None)
         timings[name] = Timing(statistics.median(own), *spread, errors[name])
     return timings
 
 
 def _one_window(call: Contender, window: float) -> float:
     if window:
-        time.sleep(REST)
-        _seconds_a_call(call, window / 2)
-    return _seconds_a_call(call, window)
-
-
-def _seconds_a_call(call: Contender, window: float) -> float:
-    calls, start = 0, time.perf_counter()
-    while True:
-        call()
-        calls += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= window:
-            return elapsed / calls
-
-
-def _quartiles(sorted_values: list[float]) -> tuple[float, float, float]:
-    last = len(sorted_values) - 1
-    return (
-        statistics.median(sorted_values),
-        sorted_values[round(last / 4)],
-        sorted_values[round(3 * last / 4)],
-    )
+        time.sleep(timing.REST)
+    return timing.window(call, window)
 
 
 def rates(window: float) -> dict[str, float]:
@@ -401,11 +380,11 @@ def main(arguments: list[str] | None = None) -> int:
 def lines_of(case: Case, timings: dict[str, Timing], floor: float) -> Iterator[str]:
     """Yield the lines of a case: time, ratio to torch with its quartiles, error, floor."""
     yield f"\n{case.shape} {case.kind}: the floor is {floor * 1e3:.3g} ms"
-    for name, timing in timings.items():
+    for name, found in timings.items():
         ratio = ""
-        if timing.ratio is not None:
-            ratio = f"{timing.ratio:6.2f} ({timing.low:.2f} to {timing.high:.2f})"
-        yield f"  {name:12} {timing.seconds * 1e3:10.3f} ms {ratio:24} error {timing.error:.1e}"
+        if found.ratio is not None:
+            ratio = f"{found.ratio:6.2f} ({found.low:.2f} to {found.high:.2f})"
+        yield f"  {name:12} {found.seconds * 1e3:10.3f} ms {ratio:24} error {found.error:.1e}"
 
 
 def draw(file: Path, lines: list[tuple[Case, dict[str, Timing]]], found: Any, threads: int) -> None:

@@ -23,7 +23,7 @@ LONG = 0.03  # seconds a product, beyond which a larger one says no more
 SMALLEST, LARGEST = 2**28, 2**31  # bytes that are summed: beyond the caches
 PARTS = 8
 BRIEF = 0.002  # seconds a sum, below which starting it counts
-FOR = 0.08  # seconds that each is measured
+FOR = 0.05  # seconds that each is measured
 NARROW = ("float16", "bfloat16")
 
 

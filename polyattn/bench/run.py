@@ -107,11 +107,12 @@ def _measure_length(
     say: Say,
 ) -> list[Row]:
     workload, began = report.workload, time.perf_counter()
-    rows = {one.name: Row(length, one.name, one.hardware) for one in contenders}
-    for name, row in rows.items():
-        foreseen = workload.flops(length) / speeds.get(name, math.inf)
-        if CALLS * foreseen > max(share / len(contenders), LEAST):
-            rows[name] = replace(row, note=_left_out(foreseen))
+    most_each = max(share / len(contenders), LEAST)
+    rows = {}
+    for one in contenders:
+        foreseen = workload.flops(length) / speeds.get(one.name, math.inf)
+        note = _left_out(foreseen) if CALLS * foreseen > most_each else None
+        rows[one.name] = Row(length, one.name, one.hardware, note=note)
     contenders = [one for one in contenders if rows[one.name].note is None]
     if not contenders:
         return list(rows.values())
@@ -129,33 +130,31 @@ def _measure_length(
         except Exception as error:  # such as too little memory, which says nothing of the others
             rows[name] = replace(rows[name], note=_said(error))
     left = share - (time.perf_counter() - began)
+    rows |= _timed_rows(started, left, most, lambda text: say(f"{length}: {text}"))
+    return list(rows.values())
+
+
+def _timed_rows(started: dict[str, Started], left: float, most: float, say: Say) -> dict[str, Row]:
+    """Return the rows of calls that have run, with the times of as many rounds as there is time."""
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
     failed: dict[str, Exception] = {}
-    times = alternate(
-        {
-            name: _kept(name, one.running, failed)
-            for name, one in started.items()
-            if name not in slow
-        },
-        {name: one.seconds for name, one in started.items()},
-        min(left, most),
-        lambda text: say(f"{length}: {text}"),
-    )
+    calls = {
+        name: _kept(name, one.running, failed) for name, one in started.items() if name not in slow
+    }
+    expected = {name: one.seconds for name, one in started.items()}
+    times = alternate(calls, expected, min(left, most), say)
+    rows = {}
     for name, one in started.items():
-        if name in failed:
-            rows[name] = replace(one.row, note=_said(failed[name]))
-            continue
-        spread = spread_of(times.get(name, [one.seconds]))
-        rows[name] = replace(
-            one.row,
-            seconds=spread.median,
-            low=spread.low,
-            high=spread.high,
-            rounds=len(times.get(name, [0])),
-            note="one call alone, for a lack of time" if name in slow else None,
+        own = times.get(name, [one.seconds])
+        median, low, high = spread_of(own)
+        note = "one call alone, for a lack of time" if name in slow else None
+        rows[name] = (
+            replace(one.row, note=_said(failed[name]))
+            if name in failed
+            else replace(one.row, seconds=median, low=low, high=high, rounds=len(own), note=note)
         )
-    return list(rows.values())
+    return rows
 
 
 def _start(

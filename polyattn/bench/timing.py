@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 __all__ = ["FEWEST", "REST", "Spread", "alternate", "spread_of", "window"]
 
 REST = 0.1  # seconds
-WINDOW = 0.05  # seconds
+WINDOW = 0.04  # seconds
 FEWEST, MOST = 3, 7  # rounds
 
 
