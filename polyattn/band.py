@@ -1,17 +1,16 @@
 """Which keys a row may see by position, and what that makes of a tile.
 
-Everything here speaks of positions alone: arrays and functions given as a mask are the kernel's to
-apply. Ends are compared as Python numbers and clamped to where they can matter, so that no
+Everything here speaks of positions only: a kernel applies arrays and functions given as a mask
+itself. Ends are compared as Python numbers and clamped to where they can matter, so that no
 library's integers overflow, however far a window or an offset reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from polyattn.arrays import Array
-from polyattn.places import FAR
 from polyattn.problem import Problem
 
 __all__ = ["Span", "band", "column_span", "full_span", "in_band", "is_full"]
@@ -68,7 +67,7 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
     right = 0 if problem.is_causal else right
     offset = problem.query_offset
     if offset is None:
-        return None if left is None else -min(left, FAR), None if right is None else min(right, FAR)
+        return None if left is None else -left, right
     low = None if left is None else min(offset - left, problem.key_length)
     high = None if right is None else max(offset + right, -problem.query_length)
     if low is not None and low + problem.query_length <= 1:
@@ -78,17 +77,20 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
     return low, high
 
 
-def in_band(problem: Problem, rows: Array, columns: Array, offset: Array | None) -> Array | None:
+def in_band(
+    problem: Problem, position: Callable[[int], Array], rows: Array, columns: Array
+) -> Array | None:
     """Return which keys are in the band, as a bool array, or None where all of them are.
 
     Parameters
     ----------
     problem : Problem
         The facts of the call.
+    position : callable
+        Given a shift, where the rows stand among the keys, shifted; asked where an array gives the
+        query offset.
     rows, columns : Array
         Indices of query rows, shape (l, 1), and of keys, shape (1, s).
-    offset : Array or None
-        The query offset if an array gives it, shape (..., 1, 1, 1).
 
     Returns
     -------
@@ -96,9 +98,12 @@ def in_band(problem: Problem, rows: Array, columns: Array, offset: Array | None)
         Broadcasts to (..., H, l, s).
     """
     low, high = band(problem)
-    position = rows if problem.query_offset is not None else rows + offset
-    after = None if high is None else columns <= position + high
-    before = None if low is None else columns >= position + low
+
+    def moved(shift: int) -> Array:
+        return position(shift) if problem.query_offset is None else rows + shift
+
+    after = None if high is None else columns <= moved(high)
+    before = None if low is None else columns >= moved(low)
     if after is None or before is None:
         return before if after is None else after
     return after & before
@@ -122,7 +127,7 @@ def column_span(problem: Problem, rows: Span) -> Span:
     if problem.query_offset is None:
         return Span(0, problem.key_length)
     low, high = band(problem)
-    start = 0 if low is None else max(0, rows.start + low)
+    start = 0 if low is None else min(max(0, rows.start + low), problem.key_length)
     stop = problem.key_length if high is None else min(problem.key_length, rows.stop + high)
     return Span(start, max(start, stop))
 

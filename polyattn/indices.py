@@ -14,7 +14,7 @@ from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of,
 from polyattn.band import Span, in_band
 from polyattn.dropout import WORDS, kept, kept_by_place
 from polyattn.patterns import Mask
-from polyattn.places import FAR
+from polyattn.places import FAR, saturating_sum
 from polyattn.problem import Operands, Problem
 from polyattn.steps import Score
 
@@ -142,6 +142,8 @@ class Indices:
         """Return what is given for each batch item, (..., 1, 1, 1), or the number for all."""
         if isinstance(numbers, int):
             return min(numbers, FAR)
+        # In the dtype of indices: a narrow one may not hold the positions it is compared with.
+        numbers = cast(self.xp, numbers, self.row.dtype)
         return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
 
     def per_head(self, numbers: Array) -> Array:
@@ -192,17 +194,27 @@ class Indices:
         Array
             Shape (l, 1), or (..., 1, l, 1) where an array gives the query offset.
         """
+        row = self.row
+        return row + saturating_sum(self._offset(), shift, self.xp, row.dtype)
+
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return how far after the row's position the keys are, (..., H, l, s).
+
+        Parameters
+        ----------
+        modulus : int, optional
+            Where given, the remainder by this number is enough.
+        """
+        if modulus is None:
+            return self.column - self.position()
+        row, offset = self.row, self._offset()
+        if not isinstance(offset, int):
+            offset = cast(self.xp, offset, row.dtype)
+        return (self.column - row - offset % modulus) % modulus
+
+    def _offset(self) -> Any:
         offset = self._problem.query_offset
-        if offset is not None:
-            return self.row + max(-FAR, min(offset + shift, FAR))
-        return self.row + self._offsets() + max(-FAR, min(shift, FAR))
-
-    def away_from_row(self) -> Array:
-        """Return how far after the row's position the keys are, (..., H, l, s)."""
-        return self.column - self.position()
-
-    def _offsets(self) -> Array:
-        return self._of_items(cast(self.xp, self._x.query_offset, self.row.dtype))
+        return self._of_items(self._x.query_offset) if offset is None else offset
 
     # ---- dropout ----
 
@@ -255,8 +267,7 @@ class Indices:
             else:
                 yield self.by_rule(mask) if callable(mask) else self.of_scores(mask)
         if banded and self._problem.masks_by_position:
-            offset = None if self._problem.query_offset is not None else self._offsets()
-            seen = in_band(self._problem, self.row, self.column, offset)
+            seen = in_band(self._problem, self.position, self.row, self.column)
             if seen is not None:
                 yield seen
 

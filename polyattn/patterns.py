@@ -292,7 +292,7 @@ class Dilated(Mask):
     step: int
 
     def seen(self, at: Place) -> Array:
-        return at.away_from_row() % min(self.step, FAR) == 0
+        return at.away_from_row(min(self.step, FAR)) == 0
 
     def _answer(self, block: Block) -> Answer:
         return Answer(True, self.step == 1)

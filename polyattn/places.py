@@ -12,10 +12,30 @@ from typing import Any, NamedTuple, Protocol
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
 
-__all__ = ["FAR", "Called", "Dims", "Place"]
+__all__ = ["FAR", "Called", "Dims", "Place", "saturating_sum"]
 
 # Beyond any length, and far enough from the end of int32 to be added to a length.
 FAR = 2**30
+
+
+def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
+    """Return offset + shift, limited to ±FAR, although neither may fit in `dtype`.
+
+    An offset given as an array may be anything that its own dtype holds, and a window is a Python
+    integer of any size. Only their sum says which keys are seen.
+    """
+    if isinstance(offset, int):
+        return max(-FAR, min(offset + shift, FAR))
+    info = xp.iinfo(offset.dtype)
+    low, high = -FAR - shift, FAR - shift
+    if high <= info.min:
+        return FAR
+    if low >= info.max:
+        return -FAR
+    offset = cast(xp, xp.clip(offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
+    # In two steps: the shift itself may be just out of range where the sum is not.
+    half = shift // 2
+    return offset + half + (shift - half)
 
 
 class Dims(NamedTuple):
@@ -126,8 +146,14 @@ class Place(Protocol):
             What is added to it.
         """
 
-    def away_from_row(self) -> Array:
-        """Return how far after the row's position the keys are."""
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return how far after the row's position the keys are.
+
+        Parameters
+        ----------
+        modulus : int, optional
+            Where given, the remainder by this number is enough.
+        """
 
     def per_item(self, numbers: int | Array) -> Any:
         """Return what is given for each batch item.
@@ -233,23 +259,33 @@ class Called:
         self._offset, self._batch = offset, batch
         self.xp = library_of(j, "the indices").xp
 
-    def _moved_by(self, shift: int) -> Any:
-        if isinstance(self._offset, int):
-            return max(-FAR, min(self._offset + shift, FAR))
-        return self._offset[self.batch] + max(-FAR, min(shift, FAR))
-
     def position(self, shift: int = 0) -> Array:
         """Return where the rows stand among the keys, moved by `shift`."""
-        by = self._moved_by(shift)
+        offset = self._offset
+        if not isinstance(offset, int):
+            offset = offset[self.batch]
+        by = saturating_sum(offset, shift, self.xp, self._dtype)
         return self.row if isinstance(by, int) and by == 0 else self.row + by
 
-    def away_from_row(self) -> Array:
+    def away_from_row(self, modulus: int | None = None) -> Array:
         """Return how far after the row's position the keys are."""
-        return self.column - self.position()
+        if modulus is None:
+            return self.column - self.position()
+        offset = self._offset
+        if not isinstance(offset, int):
+            offset = cast(self.xp, offset[self.batch], self._dtype)
+        return (self.column - self.row - offset % modulus) % modulus
+
+    @property
+    def _dtype(self) -> Any:
+        """The dtype of positions: Python integers as indices are int64."""
+        return self.column.dtype
 
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
-        return min(numbers, FAR) if isinstance(numbers, int) else self._of_item(numbers, ())
+        if isinstance(numbers, int):
+            return min(numbers, FAR)
+        return cast(self.xp, self._of_item(numbers, ()), self._dtype)
 
     def per_head(self, numbers: Array) -> Array:
         """Return what is given for each query head."""

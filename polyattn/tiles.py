@@ -13,7 +13,7 @@ from polyattn.answers import Answer
 from polyattn.arrays import Array, cast, index_range, is_array
 from polyattn.band import Span
 from polyattn.patterns import And, Causal, Compiled, Dense, Mask, Rule, Window
-from polyattn.places import FAR
+from polyattn.places import FAR, saturating_sum
 from polyattn.problem import Operands, Problem
 
 __all__ = ["Grid", "Tile", "every_mask"]
@@ -70,11 +70,10 @@ class Tile:
     ) -> None:
         self.rows, self.columns, self.reads = rows, columns, reads
         self._xp = xp
+        self._like_query = x.query
         self._offset: Any = problem.query_offset
         if self._offset is None and reads:
-            # In the dtype of indices: in a narrow one a window's end may not be a number.
-            own = index_range(xp, 0, 1, x.query).dtype
-            self._offset = cast(xp, x.query_offset, own)
+            self._offset = x.query_offset
 
     def of(self, mask: Mask) -> Answer:
         """Return what a mask leaves of the tile.
@@ -103,21 +102,22 @@ class Tile:
 
     def first(self, shift: int = 0) -> Any:
         """Return the position of the first row, moved by `shift`."""
-        return self.rows[0] + self._moved_by(shift)
+        return self.rows[0] + saturating_sum(self._offset, shift, self._xp, self._dtype)
 
     def last(self, shift: int = 0) -> Any:
         """Return the position of the last row, moved by `shift`."""
-        return self.rows[1] - 1 + self._moved_by(shift)
+        return self.rows[1] - 1 + saturating_sum(self._offset, shift, self._xp, self._dtype)
 
-    def _moved_by(self, shift: int) -> Any:
-        if isinstance(self._offset, int):
-            return max(-FAR, min(self._offset + shift, FAR))
-        return self._offset + max(-FAR, min(shift, FAR))
+    @property
+    def _dtype(self) -> Any:
+        return index_range(self._xp, 0, 1, self._like_query).dtype
 
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
         if isinstance(numbers, int):
             return min(numbers, FAR)
+        # In the dtype of indices: a narrow one may not hold the positions it is compared with.
+        numbers = cast(self._xp, numbers, self._dtype)
         return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:

@@ -22,6 +22,7 @@ RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
 PATTERNS, TILES = "polyattn/patterns.py", "polyattn/tiles.py"
+PLACES = "polyattn/places.py"
 STEPS, DROPOUT = "polyattn/steps.py", "polyattn/dropout.py"
 PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/sums.py"
 SIGHT, CALL = "backends/polyattn_numpy/sight.py", "backends/polyattn_numpy/call.py"
@@ -123,8 +124,8 @@ MUTATIONS = (
              "meet & (low == high) & (least == most)", "meet"),
     mutation("a window turned round", PATTERNS, "at.column >= at.position(-self.left)",
              "at.column >= at.position(self.left)"),
-    mutation("dilated from the first key", PATTERNS, "at.away_from_row() % min(",
-             "at.column % min("),
+    mutation("dilated from the first key", PATTERNS, "at.away_from_row(min(self.step, FAR))",
+             "at.column % min(self.step, FAR)"),
     mutation("global tokens are seen and do not see", PATTERNS,
              "(at.column == token) | (at.position() == token)", "at.column == token"),
     mutation("padded rows see", PATTERNS, "return rows if seen is None else seen & rows",
@@ -136,7 +137,9 @@ MUTATIONS = (
              "self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1))",
              "self.xp.flip(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))"),
     mutation("positions without the offset", INDICES,
-             "self.row + max(-FAR, min(offset + shift, FAR))", "self.row + shift"),
+             "row + saturating_sum(self._offset(), shift, self.xp, row.dtype)", "row + shift"),
+    mutation("an offset limited before it is shifted", PLACES, "max(low, int(info.min))",
+             "max(-FAR, int(info.min))"),
     mutation("slopes of other heads", STEPS, "head * (-8 / whole) - 8 / whole,",
              "head * (-8 / whole),"),
     mutation("far keys share no bucket", STEPS, "for k in range(1, spread):",
@@ -158,10 +161,9 @@ MUTATIONS = (
              "[word >= threshold for word in words[::-1]]"),
     mutation("a key that stays the same", DROPOUT, "_raised(key[0], _WEYL[0], a)", "key[0]"),
     # what both are made of
-    mutation("< for <= in causal", BAND, "columns <= position + high",
-             "columns < position + high"),
-    mutation("window off by one, left", BAND, "columns >= position + low",
-             "columns > position + low"),
+    mutation("< for <= in causal", BAND, "columns <= moved(high)", "columns < moved(high)"),
+    mutation("window off by one, left", BAND, "columns >= moved(low)",
+             "columns > moved(low)"),
     mutation("window counts itself", BAND, "min(offset - left, problem",
              "min(offset - left + 1, problem"),
     mutation("span of keys ends one early", BAND, "rows.stop + high)", "rows.stop + high - 1)"),
@@ -226,6 +228,8 @@ MUTATIONS = (
              "problem.heads == 1 or", "True or"),
     mutation("heads of a function from its group", CALL,
              "Span(heads.start * members, heads.stop * members)", "heads"),
+    mutation("a block of rows that sees no key not thought of", TABLE, "if not len(flags):",
+             "if False:"),
     mutation("mixed cells taken for empty", TABLE, "seen = kinds != EMPTY", "seen = kinds == 2"),
     mutation("mixed cells taken for full", TABLE, "own == MIXED", "own > 2"),
     mutation("cells of the first row of them", TABLE, "kinds[number : number + 1], first",

@@ -1,6 +1,7 @@
 """Masks and scores at their corners: what is wrong is refused, what is odd means what it says."""
 
 import copy
+import itertools
 import pickle
 
 import jax
@@ -215,6 +216,72 @@ def drawn(mask):
     """Which cells are dark in the picture of a mask, which asks about all tiles at once."""
     axes = draw_mask(mask, tile=2, axes=Figure().add_subplot())
     return np.isin(axes.images[0].get_array(), (SEEN, FULL))
+
+
+KERNELS = ("tiled", "dense")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"), [*itertools.product(("numpy", "torch"), KERNELS), ("jax", "xla")]
+)
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_lengths_and_ids_may_have_a_dtype_that_positions_do_not_fit(name, kernel, dtype):
+    x = np.random.default_rng(1).normal(size=(3, 2, 700, 4)).astype("float32")
+    narrow = np.array([100, 3, 120], dtype)
+    ids = (np.arange(700) // 20).astype(dtype)
+
+    def called(to_lengths):
+        mask = masks.causal() & masks.padding(to_lengths(narrow)) | masks.prefix(to_lengths(narrow))
+        mask = mask & masks.segments(TO[name](ids))
+        arrays = [TO[name](x)] * 3
+        offset = to_lengths(np.array([5, -3, 100], dtype if dtype != "uint8" else "int8"))
+        return attention(*arrays, mask=mask, window=(500, 0), query_offset=offset, kernel=kernel)
+
+    wide = called(lambda lengths: TO[name](lengths.astype("int32")))
+    np.testing.assert_array_equal(np.asarray(called(TO[name])), np.asarray(wide))
+
+
+# Offset, window, and the keys that row i sees: from i + the first to i + the second.
+FAR_CALLS = [
+    (2**31 - 1, (2**40, 0), (-99, 99)),
+    (2**31 - 1, (2**31 - 1, 0), (0, 99)),
+    (2**31 - 2, (2**31, None), (-2, 99)),
+    (-(2**31), (0, 2**40), (-99, 99)),
+    (-(2**31), (None, 2**31), (-99, 0)),
+    (2**40, (2**40 + 1, 0), (-1, 99)),
+    (-(2**62), (3, 2**62 - 2), (-99, -2)),
+    (2**63 - 1, (2**63 - 1, 0), (0, 99)),
+    (2**40, (2**20, 0), (99, 99)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "offset", "window", "seen"),
+    [
+        *((name, k, *call) for name in ("numpy", "torch") for k in KERNELS for call in FAR_CALLS),
+        # JAX has no 64-bit integers here.
+        *(("jax", "xla", *call) for call in FAR_CALLS[:4]),
+    ],
+)
+def test_far_offsets_and_wide_windows_cancel_exactly(name, kernel, offset, window, seen):
+    low, high = (np.arange(L)[:, None] + end for end in seen)
+    own = "int64" if abs(offset) > 2**31 else "int32"
+    x = [TO[name](X.astype("float32"))] * 3
+    expected = run(X, mask=(np.arange(S) >= low) & (np.arange(S) <= high))
+    for given in (offset, TO[name](np.full(B, offset, own))):
+        for options in ({"window": window}, {"mask": masks.window(*window) & ~masks.prefix(0)}):
+            found = attention(*x, query_offset=given, kernel=kernel, **options)
+            np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TO)
+def test_dilation_counts_from_a_far_position(name):
+    far, x = 2**31 - 2, [TO[name](X.astype("float32"))] * 3
+    expected = run(X, mask=(np.arange(S) - np.arange(L)[:, None] - far) % 5 == 0)
+    for offset in (far, TO[name](np.full(B, far, "int32"))):
+        found = attention(*x, query_offset=offset, mask=masks.dilated(5))
+        np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
+
 
 
 @pytest.mark.parametrize(

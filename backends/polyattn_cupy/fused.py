@@ -222,8 +222,9 @@ def _record(problem: Problem, x: Operands, logsumexp: Array | None) -> tuple[Any
     """Return the record of `rows.ROWS` as far as all blocks share it, and what it points to."""
     low, high = band(problem)
     record = np.zeros((), rows.ROWS)
-    record["low"] = rows.NO_LOW if low is None else low
-    record["high"] = rows.NO_HIGH if high is None else high
+    # An end beyond int64 is beyond every key.
+    record["low"] = rows.NO_LOW if low is None else max(low, rows.NO_LOW)
+    record["high"] = rows.NO_HIGH if high is None else min(high, rows.NO_HIGH)
     record["length"], record["groups"] = problem.query_length, problem.key_heads
     record["members"] = problem.heads // problem.key_heads
     record["softcap"] = problem.softcap or 0

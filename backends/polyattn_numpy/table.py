@@ -162,6 +162,8 @@ class Cells(Grid):
 
 def _runs(flags: Array) -> Iterator[tuple[int, int]]:
     """Yield the first of each run of what holds, and the one after its last."""
+    if not len(flags):  # a piece whose rows see no key by position has no cells
+        return iter(())
     edges = (np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist()
     edges = [0, *edges, len(flags)]
     # Every other run holds, from the first or the second on.

@@ -100,6 +100,8 @@ class Case:
         Which rows.
     poison_in : tuple of str
         Of which of query, key and value.
+    rows : tuple of int or None
+        The query rows that are held to the oracle; None for all. Long cases are sampled.
     options : tuple of (str, object)
         The other arguments of the call.
     """
@@ -124,6 +126,7 @@ class Case:
     poison: float | None = None
     poisoned: tuple[int, ...] = ()
     poison_in: tuple[str, ...] = ("key", "value")
+    rows: tuple[int, ...] | None = None
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:

@@ -126,6 +126,10 @@ ALONE: Group = {
     "offset below 0": {"query_offset": -3, "is_causal": True},
     "offset past the end": {"query_offset": 30, "is_causal": True},
     "offset beyond int32": {"query_offset": 2**40, "is_causal": True},
+    "offset array and window beyond int32": {
+        "query_offset": Draw(lambda case, rng: 2**40 + offsets(case, rng)),
+        "window": (2**40 + 2, None),
+    },
     "offset array without causal": {"query_offset": Draw(offsets), "window": (3, 2)},
     "offset array of int32": {
         "query_offset": Draw(lambda case, rng: offsets(case, rng).astype("int32")),

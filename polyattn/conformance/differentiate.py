@@ -10,14 +10,14 @@ from typing import Any
 from polyattn import attention, explain
 from polyattn.arrays import facts_of
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases import CASES, PAIRED
+from polyattn.conformance.cases import CASES, HIDDEN, PAIRED
 from polyattn.conformance.gradients import cotangent, gradient_yardsticks
 from polyattn.conformance.subject import Checked, Subject
 from polyattn.conformance.tolerance import Deviation, deviation
 from polyattn.errors import UnsupportedError
 from polyattn.plugin import Kernel
 
-__all__ = ["GRADIENT_CASES", "check_gradients", "has_gradients"]
+__all__ = ["GRADIENT_CASES", "POISONED_GRADIENT_CASES", "check_gradients", "has_gradients"]
 
 
 def has_gradients(subject: Subject) -> bool:
@@ -160,3 +160,13 @@ def in_both_dtypes(names: Iterable[str]) -> Iterator[Case]:
 
 #: Calls whose gradients are worth checking, by their names.
 GRADIENT_CASES = {case.name: case for case in in_both_dtypes(NAMES)}
+
+#: Calls with NaN or infinity in keys and values that no row sees: no gradient may change.
+POISONED_GRADIENT_CASES = {
+    name: CASES[name]
+    for name in (
+        *(f"nan under {how}" for how in HIDDEN if how not in ("window", "causal")),
+        *("inf under mask array", "nan in a key under mask array"),
+        "nan under a mask value",
+    )
+}

@@ -31,11 +31,25 @@ class Rows(NamedTuple):
         H, L and S.
     offset : int, Array or None
         ``query_offset=`` as the call has it.
+    sampled : tuple of int or None
+        The query rows to compute; None for all L.
     """
 
     batch: tuple[int, ...]
     shape: tuple[int, int, int]
     offset: Any = None
+    sampled: tuple[int, ...] | None = None
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The query rows to compute."""
+        return tuple(range(self.shape[1])) if self.sampled is None else self.sampled
+
+    def of(self, array: Any) -> Any:
+        """Return the sampled rows of an array that broadcasts to (..., L, anything)."""
+        if array is None or self.sampled is None or array.ndim < 2 or array.shape[-2] == 1:
+            return array
+        return array[..., self.sampled, :]
 
     def each(self, numbers: Any, *ends: int) -> Array:
         """What is given for each batch item, the batch flat; `ends` are the axes that it has."""
@@ -61,7 +75,7 @@ def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     Returns
     -------
     mask, score_mod : Any
-        The same; what is no value, as it is.
+        The same, a mask array of the sampled rows only; a function stays as it is.
 
     Examples
     --------
@@ -73,9 +87,13 @@ def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     """
     if isinstance(mask, patterns.Mask):
         H, L, S = rows.shape
-        at = np.ogrid[: math.prod(rows.batch), :H, :L, :S]
-        seen = np.broadcast_to(_sees(mask, rows, *at), (math.prod(rows.batch), *rows.shape))
-        mask = seen.reshape(*rows.batch, *rows.shape)
+        b, h, i, j = np.ogrid[: math.prod(rows.batch), :H, :L, :S]
+        seen = _sees(mask, rows, b, h, rows.of(i), j)
+        whole = (H, len(rows.indices), S)
+        seen = np.broadcast_to(seen, (math.prod(rows.batch), *whole))
+        mask = seen.reshape(*rows.batch, *whole)
+    elif isinstance(mask, np.ndarray):
+        mask = rows.of(mask)
     if isinstance(score_mod, steps.Score):
         score_mod = _function(score_mod, rows)
     return mask, score_mod

@@ -96,6 +96,7 @@ def oracle(
     similarity: steps.Similarity | None = None,
     normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
+    rows: tuple[int, ...] | None = None,
     extended: bool = False,
 ) -> Oracle:
     """Evaluate attention row by row, as `polyattn.attention` defines it.
@@ -108,6 +109,8 @@ def oracle(
         As for `polyattn.attention`.
     dropout, similarity, normalizer, layout : optional
         As for `polyattn.attention`; a normalizer has no logsumexp, which is NaN.
+    rows : tuple of int, optional
+        The query rows to compute; the results have these only. All by default.
     extended : bool
         Whether to compute with 48 digits and return `numpy.longdouble` rather than float64, which
         is slow and takes finite numbers and no `score_mod`.
@@ -131,21 +134,23 @@ def oracle(
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (H, L, D), (G, S, E) = q.shape[-3:], v.shape[-3:]
+    sampled = Rows(batch, (H, L, S), query_offset, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
-    mask, score_mod = plainly(mask, score_mod, Rows(batch, (H, L, S), query_offset))
-    mask_at = mask if callable(mask) or mask is None else lookup(mask, batch, (H, L, S))
+    mask, score_mod = plainly(mask, score_mod, sampled)
+    if mask is not None and not callable(mask):
+        mask = lookup(mask, batch, (H, sampled.indices, S))
     offsets = np.broadcast_to(S - L if query_offset is None else query_offset, batch)
     factor = scale_of(a, scale, similarity, D, S)
     left, right = window or (None, None)
     rate, seed = dropout or (0, 0)
-    keeps = kept(rate, int(seed), batch, (H, L, S)) if rate else None
+    keeps = kept(rate, int(seed), batch, (H, L, S), rows) if rate else None
 
     def is_shown(b: int, h: int, i: int, j: int, p: int) -> bool:
         return (
             (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
-            and (mask_at is None or bool(mask_at(*index(b, h, i, j))))
+            and (mask is None or bool(mask(*index(b, h, i, j))))
         )
 
     def score(s: Any, c: Any, b: int, h: int, i: int, j: int, s_bias: Any) -> tuple[Any, Any]:
@@ -158,13 +163,15 @@ def oracle(
         return s + s_bias, c + abs(s_bias)
 
     dtype = np.longdouble if extended else np.float64
-    output, condition, sensitivity = np.zeros((3, *batch, H, L, E), dtype)
-    logsumexp, logsumexp_condition = np.zeros((2, *batch, H, L, 1), dtype)
-    for (b, item), h, i in product(enumerate(np.ndindex(*batch)), range(H), range(L)):
-        at, g = (*item, h, i), h // (H // G)
+    length = len(sampled.indices)
+    output, condition, sensitivity = np.zeros((3, *batch, H, length, E), dtype)
+    logsumexp, logsumexp_condition = np.zeros((2, *batch, H, length, 1), dtype)
+    places = product(enumerate(np.ndindex(*batch)), range(H), enumerate(sampled.indices))
+    for (b, item), h, (n, i) in places:
+        at, g = (*item, h, n), h // (H // G)
         p = i + int(offsets[item])
-        q_i, keys, values = (numbers(a, x) for x in (q[at], k[item][g], v[item][g]))
-        biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[at])
+        q_i, keys, values = (numbers(a, x) for x in (q[item][h, i], k[item][g], v[item][g]))
+        biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
         shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
         products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
         if isinstance(scale, steps.ByNorm):
@@ -375,8 +382,11 @@ def as_called(x: Any, rank: int, layout: str) -> Any:
 
 
 def lookup(
-    mask: Any, batch: tuple[int, ...], shape: tuple[int, ...]
+    mask: Any, batch: tuple[int, ...], shape: tuple[int, tuple[int, ...], int]
 ) -> Callable[[int, int, int, int], Any]:
-    """A mask array as the function of the indices that it stands for."""
-    table = np.broadcast_to(np.asarray(mask), batch + shape).reshape(math.prod(batch), *shape)
-    return lambda b, h, i, j: table[b, h, i, j]
+    """Return a mask array, of these rows only, as the function of the indices it stands for."""
+    heads, rows, keys = shape
+    whole = (heads, len(rows), keys)
+    table = np.broadcast_to(np.asarray(mask), batch + whole).reshape(math.prod(batch), *whole)
+    place = {i: n for n, i in enumerate(rows)}
+    return lambda b, h, i, j: table[b, h, place[int(i)], j]

@@ -49,7 +49,11 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 @cache
 def kept(
-    rate: float, seed: int, batch: tuple[int, ...], shape: tuple[int, int, int]
+    rate: float,
+    seed: int,
+    batch: tuple[int, ...],
+    shape: tuple[int, int, int],
+    rows: tuple[int, ...] | None = None,
 ) -> np.ndarray[Any, Any]:
     """Return which weights of a call are kept.
 
@@ -61,16 +65,20 @@ def kept(
         The batch axes.
     shape : tuple of int
         H, L and S.
+    rows : tuple of int, optional
+        The query rows to compute; all L by default.
 
     Returns
     -------
     numpy.ndarray of bool
-        Shape (..., H, L, S).
+        Shape (..., H, L, S), or of these rows only.
     """
-    heads, rows, keys = shape
+    heads, length, keys = shape
+    rows = tuple(range(length)) if rows is None else rows
     key, least = (seed % 2**32, seed // 2**32), round(rate * 2**32)
-    found = np.zeros((prod(batch), *shape), bool)
-    for b, h, i, block in product(range(prod(batch)), range(heads), range(rows), range(0, keys, 4)):
+    found = np.zeros((prod(batch), heads, len(rows), keys), bool)
+    places = product(range(prod(batch)), range(heads), enumerate(rows), range(0, keys, 4))
+    for b, h, (n, i), block in places:
         words = philox((block // 4, i, h, b), key)[: keys - block]
-        found[b, h, i, block : block + 4] = [word >= least for word in words]
-    return found.reshape(*batch, *shape)
+        found[b, h, n, block : block + 4] = [word >= least for word in words]
+    return found.reshape(*batch, *found.shape[1:])

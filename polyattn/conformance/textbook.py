@@ -57,6 +57,7 @@ def textbook(
     similarity: steps.Similarity | None = None,
     normalizer: steps.Normalizer | None = None,
     layout: str = "...HLD",
+    rows: tuple[int, ...] | None = None,
     coordinates_in_turn: bool = False,
     keys_reversed: bool = False,
     keys_in_turn: bool = False,
@@ -66,8 +67,8 @@ def textbook(
 ) -> tuple[Any, Any]:
     """Attention as a page of NumPy, wholly in the inputs' dtype: `(output, logsumexp)`.
 
-    The last six options are the same formula in another order of evaluation: see `ORDERS`. What
-    they change in the result is rounding and nothing else.
+    Compute only the query rows `rows`, where they are given. The last six options are the same
+    formula in another order of evaluation: see `ORDERS`. They change rounding and nothing else.
     """
     dtype = np.asarray(query).dtype
     q, k, v = (heads_first(np.asarray(x), layout) for x in (query, key, value))
@@ -75,12 +76,15 @@ def textbook(
     k, v = (np.repeat(x, H // max(G, 1), axis=-3) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
-    h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
+    sampled = Rows(batch, (H, L, S), query_offset, rows)
+    h, i, j = np.ogrid[:H, :L, :S]
+    i = sampled.of(i)
 
     def rounded(x: Any) -> Any:
         return np.asarray(x).astype(dtype)
 
-    mask, score_mod = plainly(mask, score_mod, Rows(batch, (H, L, S), query_offset))
+    mask, score_mod = plainly(mask, score_mod, sampled)
+    q, bias = sampled.of(q), sampled.of(bias)
     position = (
         i + np.asarray(S - L if query_offset is None else query_offset)[..., None, None, None]
     )
@@ -111,11 +115,11 @@ def textbook(
         s = rounded(score_mod(s, b, h, i, j))
     if bias is not None:
         s = s + rounded(bias)
-    s = np.broadcast_to(s, np.broadcast_shapes(s.shape, (*batch, H, L, S)))
+    s = np.broadcast_to(s, np.broadcast_shapes(s.shape, (*batch, H, len(sampled.indices), S)))
 
     s = np.where(hidden, rounded(-np.inf), s)
     rate, seed = dropout or (0, 0)
-    keeps = kept(rate, int(seed), batch, (H, L, S)) if rate else np.ones((1, 1, 1), bool)
+    keeps = kept(rate, int(seed), batch, (H, L, S), rows) if rate else np.ones((1, 1, 1), bool)
     if keys_reversed:
         s, v, keeps = s[..., ::-1], v[..., ::-1, :], keeps[..., ::-1]
 

@@ -39,12 +39,21 @@ class Yardstick(NamedTuple):
     textbook: float
     floor: Array
     or_nan: Any = False  # where NaN is as good
+    rows: tuple[int, ...] | None = None  # the query rows that `exact` has; None for all L
+    length: int = 0  # L
+    axis: int = -1  # the axis of the query rows
 
     @property
     def limit(self) -> Array:
         """The most units that each element may be off by."""
         limit: Array = 2 * self.textbook + self.floor
         return limit
+
+    def of(self, result: Array) -> Array:
+        """Return the rows of a result to judge; all of it if it has not the right length."""
+        if self.rows is None or result.shape[self.axis :][:1] != (self.length,):
+            return result
+        return np.take(result, self.rows, self.axis)
 
 
 class Deviation(NamedTuple):
@@ -110,7 +119,7 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
     Deviation
         How far it is off, and whether that is too far.
     """
-    actual = lift(actual)
+    actual = yard.of(lift(actual))
     if actual.shape != yard.exact.shape:
         return Deviation(math.inf, math.inf, f"{what}: {actual.shape} is not {yard.exact.shape}")
     must_equal = (yard.unit == 0) | ~np.isfinite(yard.exact + yard.unit + actual)
@@ -143,7 +152,9 @@ def output_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
     moved = float(finfo(dtype).eps) * sensitivity
     # An infinity that is seen gives infinity, or NaN where its weight underflows to 0.
     infinite = np.isinf(output)
-    return yardstick(output, condition, moved, results, case.dtype)._replace(or_nan=infinite)
+    yard = yardstick(output, condition, moved, results, case.dtype)
+    axis = -3 if case.layout == "...LHD" else -2
+    return yard._replace(or_nan=infinite, rows=case.rows, length=case.L, axis=axis)
 
 
 @cache
@@ -152,7 +163,9 @@ def logsumexp_yardstick(case: Case) -> Yardstick:
     dtype = accumulation_dtype(case.dtype)
     _, logsumexp, _, _, condition = exact(case)
     results = [logsumexp for _, logsumexp in evaluations(case, dtype)]
-    return yardstick(logsumexp, condition, 0, results, dtype)
+    yard = yardstick(logsumexp, condition, 0, results, dtype)
+    axis = -2 if case.layout == "...LHD" else -1
+    return yard._replace(rows=case.rows, length=case.L, axis=axis)
 
 
 def yardstick(
@@ -189,7 +202,8 @@ def in_units(actual: Any, exact: Any, unit: Array) -> Array:
 def exact(case: Case) -> Oracle:
     """What the oracle says of a case."""
     arrays, options = case.arguments()
-    return oracle(*arrays, **options, extended=wants_extended(case, options))
+    extended = wants_extended(case, options)
+    return oracle(*arrays, **options, rows=case.rows, extended=extended)
 
 
 def wants_extended(case: Case, options: dict[str, Any]) -> bool:
@@ -213,7 +227,7 @@ def evaluations(case: Case, dtype: str) -> list[tuple[Any, Any]]:
     cast = [x.astype(dtype) for x in arrays]
     orders: list[dict[str, Any]] = [{}, *(dict.fromkeys(order, True) for order in ORDERS)]
     with np.errstate(all="ignore"):
-        return [textbook(*cast, **(options | order)) for order in orders]
+        return [textbook(*cast, **(options | order), rows=case.rows) for order in orders]
 
 
 def accumulation_dtype(dtype: str) -> str:

@@ -237,14 +237,58 @@ LENGTHS: Group = {
     "65 x 700, prefix": {"mask": masks.causal() | masks.prefix(30), "L": 65, "S": 700},
     "150 x 150, packed documents": {"mask": Draw(packed), "L": 150, "S": 150},
     "150 x 150, composed masks": {"mask": Draw(composed), "L": 150, "S": 150},
+    # Whole blocks of rows see no key by position, and a mask is looked at all the same.
+    "150 x 40, causal and padding": {"mask": Draw(padded), "is_causal": True, "L": 150, "S": 40},
+    "150 x 40, causal and a mask (S,)": {
+        **{"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
+        **{"is_causal": True, "L": 150, "S": 40},
+    },
+    "150 x 150, window past all keys and a mask array": {
+        **{"mask": Draw(random_mask), "window": (9, 9), "query_offset": 100, "L": 150, "S": 150},
+    },
+    "150 x 150, composed masks before all keys": {
+        **{"mask": Draw(composed), "is_causal": True, "query_offset": -120, "L": 150, "S": 150},
+    },
     "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
     "150 x 150, heads that differ": {"mask": Draw(by_head), "H": 4, "L": 150, "S": 150},
     "65 x 513, score value": {"score_mod": Draw(relative), "L": 65, "S": 513},
 }
 
 
+# Lengths at which a kernel may change its way. A few rows of each are held to the oracle: the first
+# and the last, those beside them and some at the edges of blocks.
+VERY_LONG: Group = {
+    "4096 x 4096, window, padding": {
+        **{"mask": Draw(padded), "window": (700, 5), "L": 4096, "S": 4096},
+        "rows": (0, 511, 512, 4095),
+    },
+    "5000 x 1100, causal and a mask (S,)": {
+        **{"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,))), "is_causal": True},
+        **{"L": 5000, "S": 1100, "rows": (0, 3899, 3901, 3999, 4097, 4999)},
+    },
+    "1100 x 4500, documents before all keys": {
+        **{"mask": Draw(packed_apart), "is_causal": True, "query_offset": -600},
+        **{"L": 1100, "S": 4500, "rows": (0, 599, 601, 1099)},
+    },
+    "17 x 20000, bias": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S))),
+        **{"L": 17, "S": 20000, "rows": (0, 16)},
+    },
+    "20000 x 17, alibi, sinks": {
+        **{"score_mod": Draw(sloped), "query_offset": -19980, "is_causal": True, "H": 4, "G": 2},
+        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        **{"L": 20000, "S": 17, "rows": (0, 8191, 8192, 16384, 19980, 19999)},
+    },
+    "2 x 9001, decoding, softcap": {
+        **{"is_causal": True, "softcap": 2.0, "H": 4, "G": 1, "L": 2, "S": 9001, "rows": (0, 1)},
+    },
+}
+
+
 def make_value_cases() -> Iterator[Case]:
     """Make what there is beside one case for each feature, in float32."""
+    for name, fields in VERY_LONG.items():
+        yield make_case(name, topic="lengths", **LONG | {"H": 1} | fields)
     for first, a in STEPS.items():
         for second, b in (SHAPES | MEETING[first]).items():
             yield make_case(f"{first} x {second}", **a | b)
