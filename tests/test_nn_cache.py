@@ -1,5 +1,12 @@
 """Decoding with a cache: step by step what the full pass gives, whatever a library's arrays do."""
 
+import copy
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier
+
 import array_api_strict
 import jax
 import jax.numpy as jnp
@@ -9,6 +16,7 @@ import torch
 
 from polyattn import masks, nn, scores
 from polyattn.integrations.jax import register
+from polyattn.nn import cache as cache_module
 
 RNG = np.random.default_rng(9)
 IDS = RNG.integers(0, 11, size=(2, 9))
@@ -126,7 +134,7 @@ def test_a_compiled_step_of_torch_gives_the_same():
 
 def filled(to, count, capacity=6, **options):
     tokens = to(TOKENS[:, :, :count])
-    cache = nn.KVCache.init(3, 4, capacity, batch=(2,), like=tokens, **options)
+    cache = nn.KVCache.init(3, 4, capacity, batch=(2,), like=to(TOKEN), **options)
     return cache.append(tokens, tokens + 1)
 
 
@@ -199,6 +207,97 @@ def test_memory_that_can_be_written_to_is_shared_until_it_is_full():
     following = cache.append(more, more)
     assert np.shares_memory(following.key, cache.key)
     assert not np.shares_memory(cache.append(more, more).key, cache.key)
+
+
+class Slow(np.ndarray):
+    """Memory that lets other threads run before it is written to."""
+
+    def __setitem__(self, where, rows):
+        time.sleep(0.01)
+        super().__setitem__(where, rows)
+
+
+def test_of_threads_that_follow_one_cache_each_has_its_own_tokens(monkeypatch):
+    empty = cache_module._empty
+    monkeypatch.setattr(cache_module, "_empty", lambda *given: empty(*given).view(Slow))
+    tokens = [TOKEN + number for number in range(8)]
+    cache, start = filled(np.asarray, 2), Barrier(len(tokens), timeout=60)
+
+    def follow(new):
+        start.wait()
+        return cache.append(new, new + 1)
+
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        for found, new in zip(pool.map(follow, tokens), tokens, strict=True):
+            holds(np.asarray, found, np.concatenate([TOKENS[:, :, :2], new], axis=2))
+
+
+def pickled_without_a_copy(cache):
+    buffers = []
+    data = pickle.dumps(cache, protocol=5, buffer_callback=buffers.append)
+    return pickle.loads(data, buffers=buffers)
+
+
+def with_another_key(path, leaf):
+    return leaf.copy() if path[0].name == "key" else leaf
+
+
+TWINS = {
+    "tree map": lambda cache: jax.tree.map(lambda leaf: leaf, cache),
+    "tree map of a leaf": lambda cache: jax.tree.map_with_path(with_another_key, cache),
+    "replaced key": lambda cache: replace(cache, key=cache.key.copy()),
+    "another's buffer": lambda c: replace(c, buffer=filled(np.asarray, c.length).buffer),
+    "made of the arrays": lambda cache: nn.KVCache(cache.key, cache.value, cache.length),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": pickled_without_a_copy,
+    "slid": lambda cache: cache.slide(2),
+    "truncated": lambda cache: cache.truncate(cache.length),
+}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("twin", TWINS)
+def test_two_caches_of_the_same_memory_do_not_write_to_one_place(twin, count):
+    cache, held = filled(np.asarray, count), list(range(count))
+    twin = TWINS[twin](cache)
+    one, other = TOKENS[:, :, 3:4], TOKENS[:, :, 4:5]
+    first, second = twin.append(one, one + 1), cache.append(other, other + 1)
+    third = twin.append(other, other + 1)
+    holds(np.asarray, first, TOKENS[:, :, [*held, 3]])
+    holds(np.asarray, second, TOKENS[:, :, [*held, 4]])
+    holds(np.asarray, third, TOKENS[:, :, [*held, 4]])
+
+
+def test_another_owner_of_the_arrays_keeps_them():
+    cache, other = filled(np.asarray, 2), filled(np.asarray, 2)
+    one, two = TOKENS[:, :, 3:4], TOKENS[:, :, 4:5]
+    mixed = replace(cache, key=other.key)
+    first, second = mixed.append(one, one + 1), other.append(two, two + 1)
+    holds(np.asarray, first, TOKENS[:, :, [0, 1, 3]])
+    holds(np.asarray, second, TOKENS[:, :, [0, 1, 4]])
+
+
+def test_arrays_that_a_cache_is_made_of_are_not_written_to():
+    key, value = np.zeros((2, 2, 3, 6, 4))
+    holds(np.asarray, nn.KVCache(key, value).append(TOKEN, TOKEN + 1), TOKEN)
+    assert not key.any()
+    assert not value.any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_caches_are_made_and_grow_in_a_compiled_function_of_torch():
+    def grown(tokens):
+        cache = nn.KVCache.init(3, 4, 6, batch=(2,), like=tokens)
+        return cache, cache.append(tokens, tokens + 1)
+
+    tokens = torch.tensor(TOKENS[:, :, :8])
+    empty, cache = torch.compile(grown, fullgraph=True, backend="eager")(tokens)
+    one, other = tokens[:, :, :1], tokens[:, :, 1:2]
+    first, second = empty.append(one, one + 1), empty.append(other, other + 1)
+    holds(np.asarray, first, TOKENS[:, :, :1])
+    holds(np.asarray, second, TOKENS[:, :, 1:2])
+    holds(np.asarray, cache.append(one, one + 1), TOKENS[:, :, [*range(8), 0]])
 
 
 def test_gradients_pass_through_a_cache_of_torch_and_nothing_is_written_to():

@@ -82,9 +82,9 @@ def _unflattener(kind: type[T]) -> Any:
         for name, value in (*zip(names, inner, strict=True), *settings):
             object.__setattr__(thing, name, value)
         for field in fields(kind):  # type: ignore[arg-type]
+            # Two trees may hold the same arrays: who may write to them is not handed on.
             if not field.compare:
-                begun: Any = field.default_factory
-                object.__setattr__(thing, field.name, begun())
+                object.__setattr__(thing, field.name, field.default)
         return thing
 
     return unflatten

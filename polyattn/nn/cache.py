@@ -2,8 +2,9 @@
 
 A cache is a value: what it holds never changes. Where arrays can be written to, the next cache
 shares its memory, as long as it is the only one to follow; a second one that would write to the
-same place takes a copy. Where they cannot (JAX, a graph of gradients) it makes new arrays of the
-same shape, so that a compiled step is compiled once.
+same place takes a copy, and so does one whose arrays came from elsewhere. Where they cannot (JAX,
+a graph of gradients) it makes new arrays of the same shape, so that a compiled step is compiled
+once.
 """
 
 from __future__ import annotations
@@ -28,10 +29,29 @@ __all__ = ["KVCache"]
 
 
 class _Buffer:
-    """How far arrays that several caches share are written."""
+    """Arrays that a cache made for itself, and how far the caches that share them wrote."""
 
-    def __init__(self, filled: int) -> None:
-        self.filled = filled
+    def __init__(self, key: Array, value: Array, filled: int) -> None:
+        self.key, self.value = key, value
+        self.ends = {filled}  # empty while a cache writes
+
+    def claim(self, cache: KVCache, at: int) -> bool:
+        """Return whether the cache may write from `at` on, which only one cache may."""
+        if self.key is not cache.key or self.value is not cache.value:
+            return False  # a cache that was made of this one, with other arrays
+        try:
+            self.ends.remove(at)  # atomic, so that only one thread succeeds
+        except KeyError:
+            return False
+        return True
+
+    def release(self, filled: int) -> None:
+        """Let one cache write from `filled` on."""
+        self.ends.add(filled)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Copy and pickle as None: nobody knows with whom the new arrays share their memory."""
+        return type(None), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +68,9 @@ class KVCache:
         Where in the memory the first of them is.
     dropped : int
         How many came before those and are held no more.
-    buffer : object
-        How far the memory is written, which the caches that share it have in common.
+    buffer : object, optional
+        Who may write to the memory, which the caches that share it have in common. Without it the
+        memory is never written to: the next cache takes a copy.
     """
 
     key: Array
@@ -57,7 +78,7 @@ class KVCache:
     length: int | Array = 0
     first: int = 0
     dropped: int = 0
-    buffer: _Buffer = field(default_factory=lambda: _Buffer(0), repr=False, compare=False)
+    buffer: _Buffer | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def init(
@@ -106,7 +127,9 @@ class KVCache:
         shape = (*batch, heads, 1, 1)
         one = like[(0,) * len(like.shape)]
         one = library_of(like).xp.broadcast_to(one, shape)
-        return cls(_empty(one, capacity, size), _empty(one, capacity, value_size or size))
+        key, value = _empty(one, capacity, size), _empty(one, capacity, value_size or size)
+        # torch.compile cannot return a buffer that it made.
+        return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
 
     @property
     def capacity(self) -> int:
@@ -208,23 +231,24 @@ class KVCache:
     def _written(self, key: Array, value: Array) -> KVCache:
         assert isinstance(self.length, int)
         more, at, cache = key.shape[-2], self.first + self.length, self
-        if at + more > self.capacity or self.buffer.filled != at:
-            cache = self._moved(more)
-            at = self.length
+        if self.buffer is None or at + more > self.capacity or not self.buffer.claim(self, at):
+            cache, at = self._moved(more), self.length
         cache.key[..., at : at + more, :] = key
         cache.value[..., at : at + more, :] = value
-        cache.buffer.filled = at + more
+        assert cache.buffer is not None
+        cache.buffer.release(at + more)
         return replace(cache, length=self.length + more)
 
     def _moved(self, more: int) -> KVCache:
-        """Return the same in memory of its own, with room for more."""
+        """Return the same in memory of its own, with room for more, which nobody else may fill."""
         assert isinstance(self.length, int)
         room, memory = self._room(more), []
         for held in (self.keys, self.values):
             new = _empty(held, room, held.shape[-1])
             new[..., : self.length, :] = held
             memory.append(new)
-        return replace(self, key=memory[0], value=memory[1], first=0, buffer=_Buffer(self.length))
+        buffer = _Buffer(memory[0], memory[1], self.length + more)
+        return replace(self, key=memory[0], value=memory[1], first=0, buffer=buffer)
 
     def _joined_anew(self, key: Array, value: Array) -> KVCache:
         """Return a cache of new arrays of the same shape, made without writing to any."""
@@ -235,7 +259,9 @@ class KVCache:
             _with_rows(held, new, cache.first + cache.length)
             for held, new in ((cache.key, key), (cache.value, value))
         ]
-        return replace(cache, key=memory[0], value=memory[1], length=cache.length + more)
+        length = cache.length + more
+        # A graph of gradients may hold the new arrays, so that nobody may write to them.
+        return replace(cache, key=memory[0], value=memory[1], length=length, buffer=None)
 
     def _moved_anew(self, more: int) -> KVCache:
         """Return the same in arrays of its own, with room for more, without writing to any."""
@@ -245,7 +271,7 @@ class KVCache:
             xp.concat((held, _empty(held, room, held.shape[-1])), axis=-2)
             for held in (self.keys, self.values)
         )
-        return replace(self, key=key, value=value, first=0, buffer=_Buffer(self.length))
+        return replace(self, key=key, value=value, first=0, buffer=None)
 
     def _room(self, more: int) -> int:
         """Return how many tokens to make room for, so that these and more fit."""
