@@ -1,6 +1,7 @@
 """Weights from elsewhere: what is made of them computes what those that had them compute."""
 
 import json
+import shutil
 import sys
 
 import ml_dtypes
@@ -420,15 +421,15 @@ def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [
-        ("bert", {"model_type": "roberta"}, "of a 'roberta' model; this function reads 'bert'"),
+        ("bert", {"model_type": "roberta"}, "model_type is 'roberta'; this function reads 'bert'"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'rel"),
         ("bert", {"hidden_act": "mish"}, "hidden_act must be one of gelu.*; got 'mish'"),
         ("bert", {"num_attention_heads": None}, "config has no num_attention_heads"),
         ("bert", {"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size"),
-        ("bert", {"layer_norm_eps": "small"}, "layer_norm_eps must be a positive number; got 'sm"),
+        ("bert", {"layer_norm_eps": "small"}, "layer_norm_eps must be a positive number.*; got 's"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is T"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
-        ("gpt2", {"n_layer": 0}, "n_layer must be a positive integer; got 0"),
+        ("gpt2", {"n_layer": 0}, r"n_layer must be a positive integer.*; got 0"),
         ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "got 'longrope'"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "config has no factor"),
@@ -496,3 +497,262 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch, gpt2, tmp_path
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
         nn.load.gpt2(tmp_path, like=FLOAT32)
+
+
+# ---- files and settings of anyone --------------------------------------------------------------
+
+# The settings that a loader reads, of which some stand for others or are often absent.
+READ = {
+    "bert": (
+        "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size"
+        " type_vocab_size max_position_embeddings layer_norm_eps hidden_act is_decoder"
+        " position_embedding_type"
+    ),
+    "gpt2": (
+        "model_type n_embd n_layer n_head n_inner vocab_size n_positions layer_norm_epsilon"
+        " activation_function scale_attn_weights scale_attn_by_inverse_layer_idx"
+        " add_cross_attention tie_word_embeddings"
+    ),
+    "llama": (
+        "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+        " intermediate_size vocab_size rms_norm_eps hidden_act attention_bias mlp_bias rope_theta"
+        " rope_parameters rope_scaling partial_rotary_factor max_position_embeddings"
+        " original_max_position_embeddings tie_word_embeddings"
+    ),
+}
+# As Python's parser takes them, which knows more numbers than JSON.
+VALUES = [
+    *("null", "[]", "{}", '"x"', "-1", "0", "2.5", "true", "NaN", "Infinity", "1e400", "1e300"),
+    *("1" + "0" * 9, "1" + "0" * 18, "1" + "0" * 400, "[" * 400 + "]" * 400),
+    '{"a":' * 400 + "1" + "}" * 400,
+]
+
+
+@pytest.fixture(scope="module")
+def folders(bert, gpt2, transformers, tmp_path_factory):
+    """Return a folder of each family's tiny model."""
+    llama = made(transformers, "llama", **LLAMA, head_dim=8)
+    found = {}
+    for family, model in {"bert": bert, "gpt2": gpt2, "llama": llama}.items():
+        found[family] = tmp_path_factory.mktemp(family)
+        model.save_pretrained(found[family])
+    return found
+
+
+def copied(folder, to):
+    """Return a copy of a model's folder, to be spoilt."""
+    return shutil.copytree(folder, to, dirs_exist_ok=True)
+
+
+def with_setting(config, name, value):
+    """Return the text of a config in which a setting has a value, itself text."""
+    text = json.dumps(config | {name: "here"})
+    return text.replace(f'"{name}": "here"', f'"{name}": {value}')
+
+
+def refused(family, folder):
+    """Return what is said of a model, or None if it is loaded."""
+    try:
+        getattr(nn.load, family)(folder, like=FLOAT32)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("family", READ)
+def test_every_setting_is_understood_or_refused_by_name(family, folders, tmp_path):
+    folder = copied(folders[family], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert refused(family, folder) is None
+    for name in READ[family].split():
+        for value in VALUES:
+            (folder / "config.json").write_text(with_setting(config, name, value))
+            said = refused(family, folder)
+            assert said is None or name in said or "weights do not fit" in said, (name, value, said)
+            assert said is None or len(said) < 10_000
+
+
+@pytest.mark.parametrize("rope", ["linear", "dynamic", "yarn told", "llama3"])
+def test_every_setting_of_rotary_positions_is_understood_or_refused_by_name(
+    rope, folders, tmp_path
+):
+    folder = copied(folders["llama"], tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    given = {"rope_theta": 1e4, "attention_factor": 1.0, **ROPES[rope]}
+    for name in [*given, "type", "partial_rotary_factor", "truncate"]:
+        for value in [*VALUES, "1", "1e-300", "1e-37", "3e38"]:
+            text = with_setting(config, "rope_parameters", with_setting(given, name, value))
+            (folder / "config.json").write_text(text)
+            said = refused("llama", folder)
+            assert said is None or name.removeprefix("rope_") in said, (name, value, said)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("gpt2", {"n_layer": 10**9}, r"n_layer is 10{9}, and weights have 2 blocks.*h\.0\. and"),
+        ("bert", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and weights have 2 blocks"),
+        ("llama", {"head_dim": 10**12}, r"q_proj\.weight: expected \(4000000000000, 32\)"),
+        ("llama", {"head_dim": 5}, "head_dim must be even, for rotary positions; got 5"),
+        ("llama", {"num_key_value_heads": 3}, "a divisor of num_attention_heads 4; got 3"),
+        ("llama", {"rms_norm_eps": float("inf")}, "positive number that float32 holds; got inf"),
+        ("llama", {"rope_parameters": "x"}, r"config\.json: rope_parameters must be a mapping of"),
+        (
+            "llama",
+            {"rope_parameters": ROPES["llama3"] | {"high_freq_factor": 1.0}},
+            r"of .*config\.json: high_freq_factor must be larger than low_freq_factor, 1\.0; got 1",
+        ),
+        (
+            "llama",
+            {"rope_parameters": ROPES["yarn"] | {"rope_theta": 1}},
+            "rope_theta must be larger than 1, for yarn; got 1",
+        ),
+    ],
+)
+def test_settings_are_held_to_their_range_and_to_the_weights(
+    family, change, said, folders, tmp_path
+):
+    folder = copied(folders[family], tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | change
+    if "rope_parameters" not in change:  # where frequencies are computed, by the size of a head
+        config["rope_parameters"] = ROPES["linear"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said):
+        getattr(nn.load, family)(folder, like=FLOAT32)
+
+
+def test_a_head_of_two_numbers_has_one_frequency_however_it_is_scaled():
+    assert nn.ntk_scaling(2, 8.0) == (1.0,)
+
+
+def test_a_length_and_an_epsilon_are_numbers(transformers):
+    config = LLAMA | {"rope_parameters": ROPES["dynamic"]}
+    with pytest.raises(TypeError, match="length must be an integer"):
+        nn.load.llama({}, config, like=FLOAT32, length="40")
+    with pytest.raises(ValueError, match="length is for dynamic scaling, and positive"):
+        nn.load.llama({}, config, like=FLOAT32, length=10**400)
+    state = torch.nn.TransformerEncoderLayer(16, 4, 24).state_dict()
+    for epsilon in (float("inf"), float("nan"), -1.0, "1e-5"):
+        with pytest.raises(ValueError, match="epsilon must be 0 or a positive number"):
+            nn.load.torch_encoder_layer(state, 4, like=FLOAT32, epsilon=epsilon)
+    with pytest.raises(TypeError, match="heads must be an integer"):
+        nn.load.torch_encoder_layer(state, "4", like=FLOAT32)
+
+
+def test_weights_have_names_of_text_each_once(gpt2):
+    config = gpt2.config.to_dict()
+    for load in (
+        lambda weights: nn.load.gpt2(weights, config, like=FLOAT32),
+        lambda weights: nn.load.torch_attention(weights, 4, like=FLOAT32),
+    ):
+        with pytest.raises(ValueError, match="weights are arrays by name; got the name 0"):
+            load({0: FLOAT32})
+        with pytest.raises(TypeError, match=r"lm_head\.weight is a int, not an array"):
+            load({"lm_head.weight": 3, "wte.weight": 4})
+    state = gpt2.state_dict() | {"wte.weight": torch.ones(50, 32)}
+    with pytest.raises(ValueError, match=r"transformer\.wte\.weight and wte\.weight are one"):
+        nn.load.gpt2(state, config, like=FLOAT32)
+
+
+def indexed(folder, name="model-1.safetensors", **more):
+    """Put a folder's weights into one file that an index names; return it and the index."""
+    shard = folder / "model-1.safetensors"
+    (folder / "model.safetensors").rename(shard)
+    names = pytest.importorskip("safetensors.numpy").load_file(shard)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, name) | more}))
+    return shard, index
+
+
+def test_an_index_names_no_file_outside_its_folder(folders, tmp_path):
+    folder = copied(folders["gpt2"], tmp_path / "one")
+    shard, index = indexed(folder)
+    (tmp_path / "other").mkdir()
+    other = shard.rename(tmp_path / "other" / shard.name)
+    good = index.read_text()
+    for name in (f"../other/{shard.name}", f"..\\other\\{shard.name}", str(other), "C:x", "a/../b"):
+        index.write_text(good.replace(shard.name, json.dumps(name)[1:-1]))
+        said = refused("gpt2", folder)
+        assert said is not None
+        assert str(index) in said
+        assert f"{name!r}, which leaves the folder" in said
+    # The Hugging Face cache: names in the folder, links to files elsewhere.
+    index.write_text(good)
+    (folder / shard.name).symlink_to(other)
+    assert refused("gpt2", folder) is None
+    # A folder of the folder.
+    (folder / "sub").mkdir()
+    (folder / shard.name).rename(folder / "sub" / shard.name)
+    index.write_text(good.replace(shard.name, f"sub/{shard.name}"))
+    assert refused("gpt2", folder) is None
+
+
+def test_an_index_says_which_file_has_a_weight(folders, tmp_path):
+    folder = copied(folders["gpt2"], tmp_path)
+    shard, index = indexed(folder, extra="model-1.safetensors")
+    said = refused("gpt2", folder)
+    assert said == f"{shard} has no extra, which {index} says it has"
+    # The same name in another file, of other numbers, is not the model's.
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    names = json.loads(index.read_text())["weight_map"]
+    del names["extra"]
+    save_file({"extra": FLOAT32, next(iter(names)): FLOAT32}, folder / "z")
+    index.write_text(json.dumps({"weight_map": names | {"lm_head.weight": "z"}}))
+    assert "z has no lm_head.weight" in refused("gpt2", folder)
+    save_file(dict.fromkeys([*names, "h.0.attn.bias"], FLOAT32), folder / "z")
+    index.write_text(json.dumps({"weight_map": names | {"h.0.attn.bias": "z"}}))
+    assert refused("gpt2", folder) is None
+    (folder / "z").unlink()
+    with pytest.raises(FileNotFoundError, match=r"z, which .*index\.json names"):
+        nn.load.gpt2(folder, like=FLOAT32)
+
+
+TEXTS = (b"", b"{", b"[]", b"3", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 10_000, b'{"a":' * 10_000)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_file_of_settings_that_is_damaged_is_named(name, folders, tmp_path):
+    folder = copied(folders["gpt2"], tmp_path)
+    file = folder / name
+    index = (b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}')
+    for text in (*TEXTS, *(index if "index" in name else ())):
+        file.write_bytes(text)
+        assert str(file) in refused("gpt2", folder), text
+
+
+def test_weights_that_are_damaged_are_refused_with_their_files_name(folders, tmp_path):
+    folder = copied(folders["gpt2"], tmp_path)
+    file = folder / "model.safetensors"
+    good = file.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    cuts = [good[:length] for length in (0, 5, 8, 50, header - 1, header, len(good) - 1)]
+    lengths = [length.to_bytes(8, "little") + good[8:] for length in (0, header, 10**8, 2**63)]
+    one = b'{"dtype":"F32","shape":[%b],"data_offsets":[0,4]}'
+    headers = [
+        b'{"a":' + one % b"1" + b',"b":' + one % b"1" + b"}",  # overlapping
+        b'{"a":' + one % b"-1" + b"}",
+        b'{"a":' + one % (b"1," * 69 + b"1") + b"}",
+        b'{"a":' + one.replace(b"4]", b"0]") % b"4611686018427387904,0,4611686018427387904" + b"}",
+        b'{"a":' + one.replace(b"F32", b"F8_E4M3") % b"4" + b"}",
+        *TEXTS,
+    ]
+    headers = [len(text).to_bytes(8, "little") + text + b"\0" * 4 for text in headers]
+    for data in (*cuts, *lengths, *headers, good + b"\0"):
+        file.write_bytes(data)
+        assert str(file) in refused("gpt2", folder), data[:80]
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        flipped = bytearray(good)
+        flipped[rng.integers(header)] ^= 1 << rng.integers(8)
+        file.write_bytes(flipped)
+        said = refused("gpt2", folder)  # A name that is another one, at least.
+        assert said is None or str(file) in said or "weights" in said
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_folder_in_a_files_place_is_no_file(name, folders, tmp_path):
+    folder = copied(folders["gpt2"], tmp_path)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(FileNotFoundError, match=rf"there is no .*{name}"):
+        nn.load.gpt2(folder, like=FLOAT32)

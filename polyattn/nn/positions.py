@@ -328,7 +328,8 @@ def ntk_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[flo
     tuple of float
         For ``Rotary(frequencies=)``: those of the base times factor ** (size / (size − 2)).
     """
-    return frequencies_of(size, base * factor ** (size / (size - 2)))
+    # The one frequency of a size of 2 is 1 for every base.
+    return frequencies_of(size, base * factor ** (size / max(size - 2, 1)))
 
 
 def yarn_scaling(

@@ -7,9 +7,11 @@ from functools import partial
 from typing import Any
 
 from polyattn.arrays import Array
+from polyattn.call import check_whole
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
 from polyattn.nn.layers import FeedForward, Linear
+from polyattn.nn.load.settings import check_number
 from polyattn.nn.load.stored import Stored, fill, layer_norm, linear, turned, vector, within
 
 __all__ = ["keras_attention", "torch_attention", "torch_encoder_layer"]
@@ -110,6 +112,7 @@ def torch_encoder_layer(
     --------
     torch_attention : The attention in it.
     """
+    epsilon = check_number("epsilon", epsilon, zero=True)
     own = within(weights, prefix)
     attention = _torch_attention(own, heads, "self_attn.")
     inner, size = _lengths(own, 2, "linear1.weight")
@@ -142,7 +145,7 @@ def _torch_attention(
     together = separate[0] not in weights
     anchor = in_proj if together else separate[0]
     size = _lengths(weights, 2, f"{prefix}out_proj.weight", anchor)[1]
-    if heads < 1 or size % heads:
+    if check_whole("heads", heads) < 1 or size % heads:
         raise ValueError(f"{heads} heads do not divide the layer's size of {size}")
     rest: dict[str, Any] = {"heads": heads, "key_heads": heads, "head_size": size // heads}
     rest["output"] = linear(f"{prefix}out_proj", size, size, f"{prefix}out_proj.bias" in weights)

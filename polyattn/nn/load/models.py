@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from polyattn.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock, Stack
 from polyattn.nn.layers import Embedding, FeedForward, Linear
-from polyattn.nn.load.files import Weights, read_config, read_weights
+from polyattn.nn.load.files import Weights, read_settings, read_weights
 from polyattn.nn.load.rope import rotary
 from polyattn.nn.load.settings import Settings
-from polyattn.nn.load.stored import fill, joined, layer_norm, linear, rms_norm, vector
+from polyattn.nn.load.stored import (
+    fill,
+    joined,
+    layer_norm,
+    linear,
+    numbered,
+    renamed,
+    rms_norm,
+    vector,
+)
 from polyattn.nn.models import Transformer
-from polyattn.nn.positions import LearnedPositions
+from polyattn.nn.positions import LearnedPositions, Rotary
 
 __all__ = ["bert", "gpt2", "llama"]
 
@@ -47,8 +57,8 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
     Raises
     ------
     ValueError
-        If names or shapes do not fit, all of which are listed, or the config asks for what there
-        is not.
+        If names or shapes do not fit, all of which are listed, the config asks for what there is
+        not, or a file is damaged or names one outside its folder.
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
 
@@ -60,13 +70,16 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
     ----------
     .. [1] Devlin et al., "BERT", 2018, arXiv:1810.04805.
     """
-    settings = Settings("bert", read_config(weights, config))
+    settings = read_settings("bert", weights, config)
     settings.only("position_embedding_type", "absolute")
     settings.only("is_decoder", False)
     size, heads = settings.sizes("hidden_size", "num_attention_heads")
     inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
     epsilon = settings.number("layer_norm_eps", 1e-12)
     activation = settings.activation("hidden_act", "gelu")
+    layers = settings.whole("num_hidden_layers")
+    positions = settings.whole("max_position_embeddings", 512)
+    kinds = settings.whole("type_vocab_size", 2)
 
     def block(name: str) -> EncoderBlock:
         maps = [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]
@@ -84,25 +97,21 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
             pre_norm=False,
         )
 
-    layers = range(settings.whole("num_hidden_layers"))
-    positions = settings.whole("max_position_embeddings", 512)
-    kinds = settings.whole("type_vocab_size", 2)
-    model = Transformer(
-        Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
-        Stack(tuple([block(f"encoder.layer.{n}") for n in layers])),
-        LearnedPositions(vector("embeddings.position_embeddings.weight", positions, size)),
-        Embedding(vector("embeddings.token_type_embeddings.weight", kinds, size)),
-        layer_norm("embeddings.LayerNorm", size, epsilon),
-    )
     own = _own(
         read_weights(weights),
         prefix="bert.",
         left_out=r"(pooler|cls|classifier|qa_outputs)\..*|embeddings\.(position|token_type)_ids",
+        # As the first BERT's files name them.
+        old={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
     )
-    # As the first BERT's files name them.
-    old = {r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"}
-    for pattern, name in old.items():
-        own = {re.sub(pattern, name, key): array for key, array in own.items()}
+    names = numbered(own, "encoder.layer.", layers, "num_hidden_layers")
+    model = Transformer(
+        Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
+        Stack(tuple([block(name) for name in names])),
+        LearnedPositions(vector("embeddings.position_embeddings.weight", positions, size)),
+        Embedding(vector("embeddings.token_type_embeddings.weight", kinds, size)),
+        layer_norm("embeddings.LayerNorm", size, epsilon),
+    )
     return fill(model, own, like=like, origin="a BERT of this config")
 
 
@@ -145,7 +154,7 @@ def gpt2(
     ----------
     .. [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
-    settings = Settings("gpt2", read_config(weights, config))
+    settings = read_settings("gpt2", weights, config)
     settings.only("scale_attn_weights", True)
     settings.only("scale_attn_by_inverse_layer_idx", False)
     settings.only("add_cross_attention", False)
@@ -153,6 +162,9 @@ def gpt2(
     inner = settings.whole("n_inner", 4 * size)
     epsilon = settings.number("layer_norm_epsilon", 1e-5)
     activation = settings.activation("activation_function", "gelu_new")
+    layers = settings.whole("n_layer")
+    tokens, positions = settings.whole("vocab_size"), settings.whole("n_positions", 1024)
+    output, tied = _output(settings, logits, size, tokens, tied=True)
 
     def conv(name: str, inputs: int, outputs: int) -> Linear:
         # Its Conv1D stores (inputs, outputs), as Linear here.
@@ -172,22 +184,20 @@ def gpt2(
             layer_norm(f"{name}.ln_2", size, epsilon),
         )
 
-    blocks = tuple([block(f"h.{n}") for n in range(settings.whole("n_layer"))])
-    tokens, positions = settings.whole("vocab_size"), settings.whole("n_positions", 1024)
-    output, tied = _output(settings, logits, size, tokens, tied=True)
-    model = Transformer(
-        Embedding(vector("wte.weight", tokens, size)),
-        Stack(blocks, layer_norm("ln_f", size, epsilon)),
-        LearnedPositions(vector("wpe.weight", positions, size)),
-        output=output,
-        tied=tied,
-    )
     own = _own(
         read_weights(weights),
         prefix="transformer.",
         left_out=r"h\.\d+\.attn\.(bias|masked_bias)|(score|multiple_choice_head)\..*",
     )
     own = _without_idle_output(own, output, "wte.weight", tied=tied)
+    names = numbered(own, "h.", layers, "n_layer")
+    model = Transformer(
+        Embedding(vector("wte.weight", tokens, size)),
+        Stack(tuple([block(name) for name in names]), layer_norm("ln_f", size, epsilon)),
+        LearnedPositions(vector("wpe.weight", positions, size)),
+        output=output,
+        tied=tied,
+    )
     return fill(model, own, like=like, origin="a GPT-2 of this config")
 
 
@@ -234,15 +244,20 @@ def llama(
     ----------
     .. [1] Touvron et al., "LLaMA", 2023, arXiv:2302.13971.
     """
-    settings = Settings("llama", read_config(weights, config))
+    settings = read_settings("llama", weights, config)
     size, heads = settings.sizes("hidden_size", "num_attention_heads", whole_heads=False)
     key_heads = settings.whole("num_key_value_heads", heads)
+    if heads % key_heads:
+        wanted = f"a divisor of num_attention_heads {heads}"
+        raise settings.refusal("num_key_value_heads", wanted, key_heads)
     head_size = settings.whole("head_dim", size // heads)
     inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
     epsilon = settings.number("rms_norm_eps", 1e-6)
     activation = settings.activation("hidden_act", "silu")
     biased, inner_biased = settings.flag("attention_bias"), settings.flag("mlp_bias")
-    turn = rotary(settings, head_size, length)
+    make_rotary = rotary(settings, head_size, length)
+    layers = settings.whole("num_hidden_layers")
+    output, tied = _output(settings, logits, size, tokens, tied=False)
     width, key_width = heads * head_size, key_heads * head_size
 
     def block(name: str) -> EncoderBlock:
@@ -250,9 +265,7 @@ def llama(
         output = linear(f"{name}.self_attn.o_proj", width, size, biased)
         one = joined(maps, size, [width, key_width, key_width], biased)
         return EncoderBlock(
-            MultiHeadAttention(
-                None, None, None, output, heads, key_heads, head_size, one, rotary=turn
-            ),
+            MultiHeadAttention(None, None, None, output, heads, key_heads, head_size, one),
             FeedForward(
                 linear(f"{name}.mlp.up_proj", size, inner, inner_biased),
                 linear(f"{name}.mlp.down_proj", inner, size, inner_biased),
@@ -263,31 +276,48 @@ def llama(
             rms_norm(f"{name}.post_attention_layernorm", size, epsilon),
         )
 
-    layers = range(settings.whole("num_hidden_layers"))
-    output, tied = _output(settings, logits, size, tokens, tied=False)
-    model = Transformer(
-        Embedding(vector("embed_tokens.weight", tokens, size)),
-        Stack(tuple([block(f"layers.{n}") for n in layers]), rms_norm("norm", size, epsilon)),
-        output=output,
-        tied=tied,
-    )
     own = _own(
         read_weights(weights),
         prefix="model.",
         left_out=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(score|qa_outputs)\..*",
     )
     own = _without_idle_output(own, output, "embed_tokens.weight", tied=tied)
-    return fill(model, own, like=like, origin="a Llama of this config")
+    names = numbered(own, "layers.", layers, "num_hidden_layers")
+    model = Transformer(
+        Embedding(vector("embed_tokens.weight", tokens, size)),
+        Stack(tuple([block(name) for name in names]), rms_norm("norm", size, epsilon)),
+        output=output,
+        tied=tied,
+    )
+    filled = fill(model, own, like=like, origin="a Llama of this config")
+    return _turned(filled, make_rotary())
 
 
-def _own(weights: Mapping[str, Array], *, prefix: str, left_out: str) -> dict[str, Array]:
+def _own(
+    weights: Mapping[str, Array],
+    *,
+    prefix: str,
+    left_out: str,
+    old: Mapping[str, str] | None = None,
+) -> dict[str, Array]:
     """Return the weights by the base model's own names, without buffers and other heads."""
-    names = {name: name.removeprefix(prefix) for name in weights}
-    return {
-        names[name]: array
-        for name, array in weights.items()
-        if not re.fullmatch(left_out, names[name])
-    }
+
+    def name_of(name: str) -> str | None:
+        name = name.removeprefix(prefix)
+        for pattern, new in (old or {}).items():
+            name = re.sub(pattern, new, name)
+        return None if re.fullmatch(left_out, name) else name
+
+    return renamed(weights, name_of)
+
+
+def _turned(model: Transformer, turn: Rotary) -> Transformer:
+    """Return a model whose attention has rotary positions."""
+    blocks = [
+        replace(block, attention=replace(block.attention, rotary=turn))
+        for block in model.stack.blocks
+    ]
+    return replace(model, stack=replace(model.stack, blocks=tuple(blocks)))
 
 
 def _output(

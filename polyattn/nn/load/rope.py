@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
+from polyattn.call import check_whole
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.positions import (
     Rotary,
@@ -18,8 +21,11 @@ __all__ = ["rotary"]
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def rotary(settings: Settings, size: int, length: int | None) -> Rotary:
-    """Return what turns the queries and keys of heads of a size.
+def rotary(settings: Settings, size: int, length: int | None) -> Callable[[], Rotary]:
+    """Return a function that makes the rotary positions of heads of a size.
+
+    The settings are checked now. The frequencies, as many as the size says, are computed by the
+    function, once the weights are known to have this size.
 
     Parameters
     ----------
@@ -30,55 +36,77 @@ def rotary(settings: Settings, size: int, length: int | None) -> Rotary:
     length : int or None
         What dynamic scaling is to serve.
     """
-    given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    rope = Settings("rope_parameters", given)
+    if size % 2:
+        raise settings.refusal("head_dim", "even, for rotary positions", size)
+    rope = settings.section("rope_parameters") or settings.section("rope_scaling")
+    kind = rope.choice("rope_type" if "rope_type" in rope else "type", KINDS, "default")
     rope.only("partial_rotary_factor", 1.0)
     settings.only("partial_rotary_factor", 1.0)
     base = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
-    if length is not None and (kind != "dynamic" or length < 1):
-        raise ValueError(
-            f"length is for dynamic scaling, and positive; got {length!r}, with rope_type {kind!r}"
-        )
+    _check_length(length, kind)
     longest = settings.whole("max_position_embeddings", 2048)
     trained = rope.whole("original_max_position_embeddings", longest)
     trained = settings.whole("original_max_position_embeddings", trained)
     if kind == "default":
-        return Rotary(size, base)
+        return lambda: Rotary(size, base)
     factor = rope.number("factor")
-    if kind == "linear":
-        return Rotary(size, base, frequencies=linear_scaling(size, factor, base=base))
-    if kind == "dynamic":
-        beyond = max(length or longest, longest) / longest - 1
-        return Rotary(size, base, frequencies=ntk_scaling(size, 1 + factor * beyond, base=base))
     if kind == "yarn":
         return _yarn(rope, size, base, factor, trained)
     if kind == "llama3":
-        return Rotary(size, base, frequencies=_llama3(rope, size, base, factor, trained))
-    raise ValueError(f"config: rope_type must be one of {', '.join(KINDS)}; got {kind!r}")
+        scaled = _llama3(rope, size, base, factor, trained)
+    elif kind == "linear":
+        scaled = partial(linear_scaling, size, factor, base=base)
+    else:
+        beyond = max(length or longest, longest) / longest - 1
+        scaled = partial(ntk_scaling, size, 1 + factor * beyond, base=base)
+    return lambda: Rotary(size, base, frequencies=scaled())
 
 
-def _yarn(rope: Settings, size: int, base: float, factor: float, trained: int) -> Rotary:
+def _check_length(length: int | None, kind: str) -> None:
+    if length is None:
+        return
+    if kind != "dynamic" or not 0 < check_whole("length", length) < 2**63:
+        raise ValueError(
+            f"length is for dynamic scaling, and positive; got {length!r}, with rope_type {kind!r}"
+        )
+
+
+def _yarn(
+    rope: Settings, size: int, base: float, factor: float, trained: int
+) -> Callable[[], Rotary]:
     rope.only("truncate", True)
+    if base <= 1:
+        raise rope.refusal("rope_theta", "larger than 1, for yarn", base)
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    frequencies, magnitude = yarn_scaling(
-        size, factor, base=base, trained=trained, fast=fast, slow=slow
-    )
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    if above and below and factor > 1:
-        magnitude = (above * math.log(factor) + 10) / (below * math.log(factor) + 10)
-    magnitude = rope.number("attention_factor", magnitude)
-    return Rotary(size, base, frequencies=frequencies, magnitude=magnitude)
+    above, below = (rope.number(name, 0.0, zero=True) for name in ("mscale", "mscale_all_dim"))
+    told = rope.number("attention_factor") if "attention_factor" in rope else None
+
+    def make() -> Rotary:
+        frequencies, magnitude = yarn_scaling(
+            size, factor, base=base, trained=trained, fast=fast, slow=slow
+        )
+        if above and below and factor > 1:
+            magnitude = (above * math.log(factor) + 10) / (below * math.log(factor) + 10)
+        magnitude = magnitude if told is None else told
+        return Rotary(size, base, frequencies=frequencies, magnitude=magnitude)
+
+    return make
 
 
 def _llama3(
     rope: Settings, size: int, base: float, factor: float, trained: int
-) -> tuple[float, ...]:
-    """Return frequencies of which the slow are divided by the factor, as Llama 3.1 has them."""
+) -> Callable[[], tuple[float, ...]]:
+    """Return a function of frequencies whose slow ones are divided by the factor (Llama 3.1)."""
     slow, fast = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    found = []
-    for frequency in frequencies_of(size, base):
-        turns = trained * frequency / (2 * math.pi)
-        kept = min(max((turns - slow) / (fast - slow), 0.0), 1.0)
-        found.append(frequency * kept + frequency / factor * (1 - kept))
-    return tuple(found)
+    if fast <= slow:
+        raise rope.refusal("high_freq_factor", f"larger than low_freq_factor, {slow}")
+
+    def make() -> tuple[float, ...]:
+        found = []
+        for frequency in frequencies_of(size, base):
+            turns = trained * frequency / (2 * math.pi)
+            kept = min(max((turns - slow) / (fast - slow), 0.0), 1.0)
+            found.append(frequency * kept + frequency / factor * (1 - kept))
+        return tuple(found)
+
+    return make

@@ -6,6 +6,7 @@ arrays it comes of, and how. `fill` then compares all of them with what there is
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ __all__ = [
     "joined",
     "layer_norm",
     "linear",
+    "numbered",
+    "renamed",
     "rms_norm",
     "turned",
     "vector",
@@ -148,16 +151,47 @@ def rms_norm(name: str, size: int, epsilon: float) -> RMSNorm:
     return RMSNorm(vector(f"{name}.weight", size), epsilon)
 
 
+# ---- names -------------------------------------------------------------------------------------
+
+
+def renamed(weights: Mapping[str, Array], name_of: Callable[[str], str | None]) -> dict[str, Array]:
+    """Return the arrays by the names that a function makes of theirs, without those of None."""
+    found: dict[str, Array] = {}
+    sources: dict[str, str] = {}
+    for name, array in weights.items():
+        if not isinstance(name, str):
+            raise ValueError(f"weights are arrays by name; got the name {reprlib.repr(name)}")
+        own = name_of(name)
+        if own is None:
+            continue
+        if own in found:
+            raise ValueError(f"{sources[own]} and {name} are one weight, {own}: leave one out")
+        facts_of(array, name)
+        found[own], sources[own] = array, name
+    return found
+
+
 def within(weights: Mapping[str, Array], prefix: str) -> dict[str, Array]:
     """Return what has names with a prefix, without it."""
-    found = {
-        name.removeprefix(prefix): array
-        for name, array in weights.items()
-        if name.startswith(prefix)
-    }
+    found = renamed(
+        weights, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None
+    )
     if not found:
-        first = ", ".join(list(weights)[:3])
-        raise ValueError(
-            f"no weight has a name that begins with {prefix!r}; they begin with {first}"
-        )
+        raise ValueError(f"no weight has a name that begins with {prefix!r}; {_first(weights)}")
     return found
+
+
+def numbered(weights: Mapping[str, Array], prefix: str, count: int, setting: str) -> list[str]:
+    """Return the names of a model's blocks, if the weights have as many as a setting says."""
+    rests = (name.removeprefix(prefix) for name in weights if name.startswith(prefix))
+    there = len({number for number, dot, _ in (rest.partition(".") for rest in rests) if dot})
+    if count > there:
+        raise ValueError(
+            f"config: {setting} is {count}, and weights have {there} blocks, whose names begin"
+            f" with {prefix}0. and so on; {_first(weights)}"
+        )
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+def _first(weights: Mapping[str, Array]) -> str:
+    return f"they begin with {', '.join(list(weights)[:3]) or 'none'}"
