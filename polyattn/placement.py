@@ -20,8 +20,8 @@ from polyattn.values import Value
 __all__ = ["Plan", "Refusal", "Site", "backend_of", "brought", "open_site"]
 
 
-# Beyond any length; a library may have no integers of 64 bits.
-FURTHEST = 2**29
+# The last integer of 32 bits: a library may have no others.
+FURTHEST = 2**31 - 1
 
 
 class Site(NamedTuple):
@@ -83,7 +83,8 @@ class Plan(NamedTuple):
             if name == "seed":
                 brought[name] = int(given)  # all 64 bits of it, which not every library has
             elif not isinstance(given, Value):
-                given = _in_reach(given) if name == "query_offset" else given
+                if name == "query_offset":
+                    given = _in_reach(given, self.site.problem)
                 brought[name] = _mover(backend_of(given), backend, device)(given)
         for name in ("mask", "score_mod", "similarity"):
             given = getattr(operands, name)
@@ -105,10 +106,11 @@ class Plan(NamedTuple):
         return _abroad(thing, back, backend, problem.device, problem.transforms)
 
 
-def _in_reach(offset: Array) -> Array:
-    """Return query offsets that 32 bits hold, and a window's end added to them too."""
+def _in_reach(offset: Array, problem: Problem) -> Array:
+    """Limit query offsets to 32 bits, unless a window is so wide that it would change a result."""
     facts = facts_of(offset)
-    if facts.dtype not in ("int64", "uint64", "uint32"):
+    is_wide = any(end is not None and end > FURTHEST // 2 for end in problem.window)
+    if is_wide or facts.dtype not in ("int64", "uint64", "uint32"):
         return offset
     least = 0 if facts.dtype.startswith("u") else -FURTHEST
     return library_of(offset).xp.clip(offset, least, FURTHEST)

@@ -274,6 +274,19 @@ def test_far_offsets_and_wide_windows_cancel_exactly(name, kernel, offset, windo
             np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [(2**40, 0), (2**20, 0)], ids=str)
+def test_far_offsets_that_are_moved_are_right_or_refused(window):
+    x, offset = X.astype("float32"), np.full(B, 2**40)
+    options = {"query_offset": offset, "window": window}
+    expected = run(x, **options)
+    np.testing.assert_allclose(run(x, **options, backend="torch"), expected, atol=1e-5)
+    if window[0] == 2**20:
+        np.testing.assert_allclose(run(x, **options, backend="jax"), expected, atol=1e-5)
+    else:
+        with pytest.raises(ValueError, match="JAX has no integers beyond 32 bits"):
+            run(x, **options, backend="jax")
+
+
 @pytest.mark.parametrize("name", TO)
 def test_dilation_counts_from_a_far_position(name):
     far, x = 2**31 - 2, [TO[name](X.astype("float32"))] * 3
@@ -281,7 +294,6 @@ def test_dilation_counts_from_a_far_position(name):
     for offset in (far, TO[name](np.full(B, far, "int32"))):
         found = attention(*x, query_offset=offset, mask=masks.dilated(5))
         np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
-
 
 
 @pytest.mark.parametrize(
