@@ -458,17 +458,36 @@ def test_a_block_wins_over_the_variable_over_the_machine(monkeypatch):
     assert thread_count() == 5
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_a_variable_that_is_no_number_is_refused(monkeypatch, text, qkv):
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " "])
+@pytest.mark.parametrize("length", [3, 30, 700])  # dense, tiled in one piece, on threads
+def test_a_variable_that_is_no_number_is_refused(monkeypatch, text, length, qkv):
     monkeypatch.setenv("POLYATTN_NUM_THREADS", text)
     with pytest.raises(ValueError, match=f"POLYATTN_NUM_THREADS must be .*{text!r}"):
-        attention(*qkv)
+        attention(*(x[..., :length, :] for x in qkv))
+
+
+def test_a_variable_that_is_empty_is_not_set(monkeypatch):
+    from polyattn.threads import granted, thread_count
+
+    monkeypatch.setenv("POLYATTN_NUM_THREADS", "")
+    assert thread_count() == granted(os.getpid())
+
+
+def test_use_threads_takes_any_integer():
+    from polyattn.threads import thread_count
+
+    with polyattn.use_threads(np.int64(2)):
+        assert type(thread_count()) is int
+        assert thread_count() == 2
 
 
 @pytest.mark.parametrize(
     ("count", "error"),
-    [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)],
-)
+    [
+        (0, ValueError), (-2, ValueError), (np.int64(0), ValueError), (1.5, TypeError),
+        (True, TypeError), (np.True_, TypeError), ("2", TypeError),
+    ],
+)  # fmt: skip
 def test_use_threads_refuses_what_is_no_number(count, error):
     with pytest.raises(error, match="use_threads takes"), polyattn.use_threads(count):
         pass
