@@ -1,7 +1,7 @@
 """Reads the entry points of plugins, each distribution by itself.
 
-`importlib.metadata.entry_points` raises if it cannot parse one line of one distribution, whatever its
-group.
+`importlib.metadata.entry_points` raises if it cannot parse one line of one distribution, of
+whatever group.
 """
 
 from __future__ import annotations

@@ -60,13 +60,16 @@ _array_api: dict[str, Backend] = {}
 def _find() -> dict[str, Registered]:
     if not _plugins:
         found: dict[str, Registered] = {}
-        # polyattn's own first, so that no other plugin can take one of its names; broken lines last.
-        order = sorted(entries(), key=lambda e: (e.distribution != "polyattn", bool(e.flaw), e.name))
-        for entry in order:
+        # polyattn's own first, so that no other plugin can take one of its names; flawed lines last.
+        for entry in sorted(entries(), key=_rank):
             plugin = _read(entry, found.get(entry.name))
             found.setdefault(plugin.name, plugin)
         _plugins.update(found)  # at once: an interrupt leaves all or nothing
     return _plugins
+
+
+def _rank(entry: Entry) -> tuple[bool, bool, str]:
+    return entry.distribution != "polyattn", entry.flaw is not None, entry.name
 
 
 def _read(entry: Entry, taken: Registered | None) -> Registered:

@@ -281,6 +281,7 @@ def rates(window: float) -> dict[str, float]:
     weights, product = np.empty_like(scores), np.empty_like(query)
     exp = np.exp2 if fast_exp2(np.dtype("float32")) else np.exp
     flops = 2 * scores.size * 64
+
     def best(work: Callable[[], object]) -> float:
         return min(threads.blas.held(lambda: _one_window(work, window)) for _ in "123")
 
