@@ -60,7 +60,7 @@ _array_api: dict[str, Backend] = {}
 def _find() -> dict[str, Registered]:
     if not _plugins:
         found: dict[str, Registered] = {}
-        # polyattn's own first, so that no other plugin can take one of its names; flawed lines last.
+        # polyattn's own first, so that no other can take one of its names; flawed lines last.
         for entry in sorted(entries(), key=_rank):
             plugin = _read(entry, found.get(entry.name))
             found.setdefault(plugin.name, plugin)
