@@ -100,20 +100,29 @@ def list_backends() -> BackendTable:
 
 
 def _rows() -> Iterator[BackendInfo]:
-    for name in registry.names():
-        reason = registry.load(name)
-        if reason is not None:
-            yield BackendInfo(name, False, {}, (), {}, (), reason)
-            continue
-        backend = registry.loaded(name)
-        kernels = tuple(kernel.name for kernel in registry.kernels_of(backend))
-        versions = _versions(registry.spec_of(name).requires) | backend.engines()
-        devices = registry.devices_of(name)
-        hardware = {device: backend.hardware(device) for device in devices}
-        yield BackendInfo(name, True, versions, devices, hardware, kernels, None)
+    yield from map(_row, registry.names())
     closing = tuple(kernel.name for kernel in registry.kernels_of(None))
     versions = _versions(("array-api-compat",))
     yield BackendInfo(registry.ARRAY_API, True, versions, (), {}, closing, None)
+
+
+def _row(name: str) -> BackendInfo:
+    reason = registry.load(name)
+    if reason is None:
+        try:
+            return _available(name)
+        except Exception as error:  # in the plugin, which must not hide the others
+            reason = f"it cannot tell what is here: {type(error).__name__}: {error}"
+    return BackendInfo(name, False, {}, (), {}, (), reason)
+
+
+def _available(name: str) -> BackendInfo:
+    backend = registry.loaded(name)
+    kernels = tuple(kernel.name for kernel in registry.kernels_of(backend))
+    versions = _versions(registry.spec_of(name).requires) | backend.engines()
+    devices = registry.devices_of(name)
+    hardware = {device: backend.hardware(device) for device in devices}
+    return BackendInfo(name, True, versions, devices, hardware, kernels, None)
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

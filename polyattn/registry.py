@@ -11,9 +11,9 @@ import importlib.util
 import threading
 from collections.abc import Set
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 
 from polyattn.arrays import constant_when_traced, library_of
+from polyattn.entries import GROUP, Entry, entries
 from polyattn.kernels import Dense, Tiled
 from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
 
@@ -31,9 +31,9 @@ __all__ = [
     "names",
     "serving",
     "spec_of",
+    "specs",
 ]
 
-GROUP = "polyattn.backends"
 #: The name of the core's own kernels on the arrays' own library.
 ARRAY_API = "array-api"
 
@@ -60,24 +60,34 @@ _array_api: dict[str, Backend] = {}
 def _find() -> dict[str, Registered]:
     if not _plugins:
         found: dict[str, Registered] = {}
-        entries = entry_points(group=GROUP)
-        # polyattn's own first, so that no other plugin can take one of its names.
-        for entry in sorted(entries, key=lambda e: (_owner(e) != "polyattn", e.name)):
-            if entry.name not in found and entry.name != ARRAY_API:
-                found[entry.name] = _read(entry)
+        # polyattn's own first, so that no other can take one of its names; flawed lines last.
+        for entry in sorted(entries(), key=_rank):
+            plugin = _read(entry, found.get(entry.name))
+            found.setdefault(plugin.name, plugin)
         _plugins.update(found)  # at once: an interrupt leaves all or nothing
     return _plugins
 
 
-def _owner(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else ""
+def _rank(entry: Entry) -> tuple[bool, bool, str]:
+    return entry.distribution != "polyattn", entry.flaw is not None, entry.name
 
 
-def _read(entry: EntryPoint) -> Registered:
-    plugin = Registered(entry.name, _owner(entry))
+def _read(entry: Entry, taken: Registered | None) -> Registered:
+    """Return the plugin of an entry point; `taken` is the one that has its name already."""
+    plugin = Registered(entry.name, entry.distribution, failure=entry.flaw)
+    if taken is not None or entry.name == ARRAY_API:
+        owner = "polyattn" if taken is None else taken.distribution
+        plugin.name = f"{entry.name} ({entry.distribution})"
+        plugin.failure = plugin.failure or (
+            f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
+        )
+    if plugin.failure is not None:
+        return plugin
     try:
         spec = entry.load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
         plugin.failure = f"its plugin cannot be imported: {type(error).__name__}: {error}"
         return plugin
     if not isinstance(spec, BackendSpec):
@@ -110,6 +120,12 @@ def serving(library: str) -> tuple[str, ...]:
     return own or tuple(p.name for p in serving)
 
 
+def specs() -> tuple[BackendSpec, ...]:
+    """Return the specs of all plugins that have one, whether they can be loaded or not."""
+    with _lock:
+        return tuple(p.spec for p in _find().values() if p.spec is not None)
+
+
 @constant_when_traced
 def load(name: str) -> str | None:
     """Load the plugin of a name that `names` lists; return why it cannot be, or None."""
@@ -122,7 +138,9 @@ def load(name: str) -> str | None:
                     backend = plugin.spec.load()
                     plugin.failure = _flaw(backend)
                     plugin.backend = None if plugin.failure else backend
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # as when its spec is imported
                 plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
 

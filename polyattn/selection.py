@@ -173,8 +173,7 @@ def _refuse_unknown(asked: Request) -> None:
 
 def _having(device: str) -> list[str]:
     """Return the backends of several kinds of device, this one among them."""
-    specs = map(registry.spec_of, registry.names())
-    return [spec.name for spec in specs if device in spec.devices and len(spec.devices) > 1]
+    return [s.name for s in registry.specs() if device in s.devices and len(s.devices) > 1]
 
 
 # ---- what runs ---------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ over what the machine grants this process: its processors, by affinity and by co
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
+from typing import SupportsIndex
 
 __all__ = ["VARIABLE", "granted", "thread_count", "use_threads"]
 
@@ -22,7 +24,7 @@ _context: ContextVar[int | None] = ContextVar("polyattn_threads", default=None)
 
 
 @contextmanager
-def use_threads(count: int) -> Iterator[None]:
+def use_threads(count: SupportsIndex) -> Iterator[None]:
     """Limit the threads of every call made inside the block, by this thread or task.
 
     It holds for the NumPy backend. PyTorch and JAX have settings of their own. Results have the
@@ -31,7 +33,7 @@ def use_threads(count: int) -> Iterator[None]:
     Parameters
     ----------
     count : int
-        How many threads a call may use, the calling one among them.
+        How many threads a call may use, the calling one among them; any integer type, not bool.
 
     Yields
     ------
@@ -54,11 +56,16 @@ def use_threads(count: int) -> Iterator[None]:
     ...     polyattn.attention(x, x, x).shape
     (8, 512, 64)
     """
-    if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"use_threads takes a number of threads; got {count!r}")
-    if count < 1:
+    wrong = TypeError(f"use_threads takes a number of threads, such as 4; got {count!r}")
+    if isinstance(count, bool):
+        raise wrong
+    try:
+        threads = operator.index(count)
+    except TypeError:
+        raise wrong from None
+    if threads < 1:
         raise ValueError(f"use_threads takes at least 1 thread; got {count}")
-    token = _context.set(count)
+    token = _context.set(threads)
     try:
         yield
     finally:
@@ -77,6 +84,11 @@ def thread_count(most: Callable[[], int] | None = None) -> int:
     -------
     int
         At least 1.
+
+    Raises
+    ------
+    ValueError
+        If the environment variable is no number of threads.
     """
     chosen = _context.get()
     if chosen is not None:
@@ -89,9 +101,15 @@ def thread_count(most: Callable[[], int] | None = None) -> int:
 
 
 def _parsed(variable: str) -> int:
-    if not variable.strip().isdecimal() or int(variable) < 1:
-        raise ValueError(f"{VARIABLE} must be a number of threads, at least 1; it is {variable!r}")
-    return int(variable)
+    try:
+        count = int(variable)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ValueError(
+            f"{VARIABLE} must be a number of threads, such as 4, or not be set; it is {variable!r}"
+        )
+    return count
 
 
 @lru_cache(maxsize=1)

@@ -89,7 +89,7 @@ class HostBackend(Backend):
 
 
 class _Entry:
-    dist, value, name = None, "here:SPEC", "host"
+    name, value, distribution, flaw = "host", "here:SPEC", "here", None
 
     def load(self):
         return BackendSpec("host", ("host",), "here:HostBackend", (), "", devices=("cuda",))
@@ -97,8 +97,8 @@ class _Entry:
 
 def register(monkeypatch, kernel):
     """Have the kernel, on the host, as the backend `host` for the length of a test."""
-    genuine = registry.entry_points
-    monkeypatch.setattr(registry, "entry_points", lambda group: [_Entry(), *genuine(group=group)])
+    genuine = registry.entries
+    monkeypatch.setattr(registry, "entries", lambda: [_Entry(), *genuine()])
     monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(HostBackend=HostBackend))
     monkeypatch.setattr(HostBackend, "kernels", (kernel,))
     monkeypatch.setattr(registry, "_plugins", {})

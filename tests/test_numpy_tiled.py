@@ -1,5 +1,7 @@
 """NumPy's own tiled kernel: its threads, its cuts, the three ways through a piece."""
 
+import contextlib
+import itertools
 import math
 import os
 import signal
@@ -128,6 +130,34 @@ def test_blas_has_its_threads_back(qkv, two_blas_threads):
     assert set(blas_threads()) == {2}
 
 
+def test_blas_is_held_and_put_back_by_any_thread(two_blas_threads):
+    """The first of two calls that overlap ends first, so that another thread puts it back."""
+    blas, begun, ends = threads.Blas(), threading.Event(), threading.Event()
+    held = []
+
+    def second():
+        begun.set()
+        ends.wait(30)
+        held.extend(blas_threads())
+
+    other = threading.Thread(target=blas.held, args=(second,))
+
+    def first():
+        other.start()
+        begun.wait(30)
+
+    blas.held(first)
+    ends.set()
+    other.join(30)
+    assert set(held) == {1}
+    assert set(blas_threads()) == {2}
+    alone = threading.Thread(target=blas.held, args=(lambda: held.extend(blas_threads()),))
+    alone.start()
+    alone.join(30)
+    assert set(held) == {1}
+    assert set(blas_threads()) == {2}
+
+
 def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_threads):
     caller = threading.current_thread()
 
@@ -190,7 +220,7 @@ with polyattn.use_threads(2):
     except KeyboardInterrupt:
         print("interrupted", time.perf_counter() - start)
     assert [library.get_num_threads() for library in threads.blas.libraries()] == before
-    assert threads.blas._users == 0
+    assert not threads.blas._holders
     print(float(polyattn.attention(small, small, small).max()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -199,6 +229,85 @@ with polyattn.use_threads(2):
     assert first.startswith("interrupted")
     assert float(first.split()[1]) < 5
     assert float(second) == pytest.approx(1, rel=1e-5)
+
+
+def interrupt_at(place, work):
+    """Run some work, interrupt it at an instruction of `threads`; return whether it got so far."""
+    events = itertools.count()
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != threads.__file__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode" and next(events) == place:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["it works", "it fails"])
+def test_an_interrupt_between_any_two_instructions_leaves_nothing_held(two_blas_threads, fails):
+    before, done = blas_threads(), []
+
+    def work(item):
+        assert set(blas_threads()) == {1}
+        done.append(item)
+        if fails:
+            raise KeyError(item)
+
+    def call():
+        with contextlib.suppress(KeyError):
+            threads.each(work, range(3), min(2, threads.default()), threads.Shared())
+
+    call()
+    for place in itertools.count():
+        interrupted = interrupt_at(place, call)
+        assert blas_threads() == before, place
+        elsewhere = threading.Thread(target=call, daemon=True)
+        done.clear()
+        elsewhere.start()
+        elsewhere.join(30)
+        assert not elsewhere.is_alive(), place
+        assert len(done) == 3 or fails, place
+        if not interrupted:
+            break
+    assert place > 300
+
+
+def test_a_call_at_exit_is_computed(run_python):
+    code = """
+import atexit
+import numpy as np, polyattn
+x = np.ones((1, 8, 700, 64), np.float32)
+
+def call():
+    with polyattn.use_threads(3):
+        print(round(float(polyattn.attention(x, x, x).mean()), 3))
+
+call()
+atexit.register(call)
+"""
+    assert run_python(code).split() == ["1.0", "1.0"]
+    assert run_python(code.replace("\ncall()", "")).split() == ["1.0"]
+
+
+def test_threads_that_cannot_be_started_are_not_needed(qkv, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "_pool", threads.Pool())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with polyattn.use_threads(3):
+        assert np.isfinite(attention(*qkv)).all()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -230,11 +339,11 @@ with polyattn.use_threads(3):
 def test_a_fork_amid_a_call_leaves_the_child_no_held_blas(two_blas_threads):
     blas = threads.Blas()
     before = blas_threads()
-    blas.__enter__()
-    blas.forget_users()
+    blas._take(object())
+    assert set(blas_threads()) == {1}
+    blas.forget_holders()
     assert blas_threads() == before
-    with blas:
-        assert set(blas_threads()) == {1}
+    assert set(blas.held(blas_threads)) == {1}
     assert blas_threads() == before
 
 
@@ -458,17 +567,36 @@ def test_a_block_wins_over_the_variable_over_the_machine(monkeypatch):
     assert thread_count() == 5
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5"])
-def test_a_variable_that_is_no_number_is_refused(monkeypatch, text, qkv):
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " "])
+@pytest.mark.parametrize("length", [3, 30, 700])  # dense, tiled in one piece, on threads
+def test_a_variable_that_is_no_number_is_refused(monkeypatch, text, length, qkv):
     monkeypatch.setenv("POLYATTN_NUM_THREADS", text)
     with pytest.raises(ValueError, match=f"POLYATTN_NUM_THREADS must be .*{text!r}"):
-        attention(*qkv)
+        attention(*(x[..., :length, :] for x in qkv))
+
+
+def test_a_variable_that_is_empty_is_not_set(monkeypatch):
+    from polyattn.threads import granted, thread_count
+
+    monkeypatch.setenv("POLYATTN_NUM_THREADS", "")
+    assert thread_count() == granted(os.getpid())
+
+
+def test_use_threads_takes_any_integer():
+    from polyattn.threads import thread_count
+
+    with polyattn.use_threads(np.int64(2)):
+        assert type(thread_count()) is int
+        assert thread_count() == 2
 
 
 @pytest.mark.parametrize(
     ("count", "error"),
-    [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)],
-)
+    [
+        (0, ValueError), (-2, ValueError), (np.int64(0), ValueError), (1.5, TypeError),
+        (True, TypeError), (np.True_, TypeError), ("2", TypeError),
+    ],
+)  # fmt: skip
 def test_use_threads_refuses_what_is_no_number(count, error):
     with pytest.raises(error, match="use_threads takes"), polyattn.use_threads(count):
         pass

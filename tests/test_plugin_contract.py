@@ -4,6 +4,7 @@ It serves array-api-strict, which has three devices without any hardware.
 """
 
 import dataclasses
+import importlib
 import sys
 import types
 
@@ -69,7 +70,7 @@ SPEC = BackendSpec(
 
 
 class _Entry:
-    dist, value = None, "acme:SPEC"
+    value, distribution, flaw = "acme:SPEC", "acme", None
 
     def __init__(self, name, spec):
         self.name, self.load = name, lambda: spec
@@ -78,11 +79,9 @@ class _Entry:
 @pytest.fixture
 def acme(monkeypatch):
     """Install the plugin for the length of a test, and return its backend."""
-    genuine = registry.entry_points
+    genuine = registry.entries
     monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace(AcmeBackend=AcmeBackend))
-    monkeypatch.setattr(
-        registry, "entry_points", lambda group: [_Entry("acme", SPEC), *genuine(group=group)]
-    )
+    monkeypatch.setattr(registry, "entries", lambda: [_Entry("acme", SPEC), *genuine()])
     monkeypatch.setattr(registry, "_plugins", {})
     monkeypatch.setattr(selection, "_plans", {})
     assert "acme" in registry.names()
@@ -283,3 +282,102 @@ import numpy as np, polyattn
 x = np.ones((2, 3, 4))
 polyattn.attention(x, x, x)
 """)
+
+
+# ---- what is installed -------------------------------------------------------------------------
+
+GOOD = """
+from polyattn.plugin import BackendSpec
+SPEC = BackendSpec("good", ("good",), "good:Backend", ("no_such_library",), "pip install good")
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs a distribution for the length of a test."""
+
+    def install(distribution, lines, metadata="Name: {}", group="polyattn.backends"):
+        info = tmp_path / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        if metadata is not None:
+            (info / "METADATA").write_text(metadata.format(distribution))
+        text = lines if isinstance(lines, bytes) else "\n".join(lines).encode()
+        (info / "entry_points.txt").write_bytes(f"[{group}]\n".encode() + text)
+        importlib.invalidate_caches()
+
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_plugins", {})
+    monkeypatch.setattr(selection, "_plans", {})
+    yield install
+    sys.modules.pop("good", None)
+
+
+def reasons():
+    """Return why each backend is not available, after a call that must not notice."""
+    attention(X, X, X)
+    return {info.name: info.reason for info in polyattn.list_backends()}
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("acme", "acme"),
+        ("acme pkg:SPEC", "acme"),
+        ("acme = pkg:", "acme"),
+        ("= pkg:SPEC", "polyattn-acme"),
+        ("acme = pkg:SPEC; one", "acme"),
+        ("numpy: pkg:SPEC", "numpy (polyattn-acme)"),
+    ],
+)
+def test_a_malformed_line_is_listed_and_stops_nothing(install, line, name):
+    install("polyattn-acme", ["# ours", "", line, "good = good:SPEC [extra]"])
+    install("elsewhere", ["malformed"], group="console_scripts")
+    found = reasons()
+    assert f"entry_points.txt of polyattn-acme has the line {line!r}, which must be" in found[name]
+    assert found["good"] == "no_such_library is not installed: pip install good"
+    assert found["numpy"] is None
+    with pytest.raises(polyattn.UnknownBackendError, match="did you mean 'good'"):
+        attention(X, X, X, backend="goood")
+
+
+def test_a_file_of_other_bytes_than_utf8_is_read_as_far_as_it_goes(install):
+    install("polyattn-acme", b"acme = p\xff:SPEC\ngood = good:SPEC\n[other]\n\xff")
+    found = reasons()
+    assert "has the line 'acme = p\ufffd:SPEC'" in found["acme"]
+    assert found["good"].startswith("no_such_library is not installed")
+
+
+@pytest.mark.parametrize("metadata", [None, "Version: 1.0"])
+def test_a_distribution_without_a_name_is_told_by_its_place(install, tmp_path, metadata):
+    install("polyattn-acme", ["acme", "good = good:SPEC"], metadata)
+    found = reasons()
+    assert f"of an unnamed distribution in {tmp_path} has the line 'acme'" in found["acme"]
+    assert found["good"].startswith("no_such_library is not installed")
+
+
+def test_a_name_that_is_taken_is_listed_with_its_distribution(install):
+    install("one", ["good = good:SPEC"])
+    install("two", ["good = good:SPEC", "array-api = good:SPEC"])
+    found = reasons()
+    first, second = ("one", "two") if "good (two)" in found else ("two", "one")
+    assert f"'good' is taken already, by {first}" in found[f"good ({second})"]
+    assert "'array-api' is taken already, by polyattn" in found["array-api (two)"]
+    assert found["array-api"] is None
+
+
+def test_a_distribution_hides_those_of_its_name_further_down_the_path(
+    install, tmp_path, monkeypatch
+):
+    install("acme", ["old"])
+    above = tmp_path / "above"
+    for name in ("acme", "empty"):
+        (above / f"{name}-2.0.dist-info").mkdir(parents=True)
+        (above / f"{name}-2.0.dist-info/METADATA").write_text(f"Name: {name}")
+    monkeypatch.syspath_prepend(above)
+    assert "old" not in reasons()
+
+
+def test_a_backend_that_fails_to_tell_its_devices_is_listed_with_the_error(acme, monkeypatch):
+    monkeypatch.setattr(AcmeBackend, "devices", lambda self: 1 / 0)
+    assert reasons()["acme"].endswith("ZeroDivisionError: division by zero")

@@ -93,6 +93,12 @@ def test_a_kind_of_device_is_no_backend_and_is_told_of_which_it_is_one(kind, nam
         attention(X, X, X, backend=kind)
 
 
+def test_an_interrupt_while_a_plugin_is_imported_comes_out(plugins):
+    plugins(acme=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        attention(X, X, X)
+
+
 def test_a_context_ends_with_an_error_too():
     with pytest.raises(RuntimeError, match="mine"), use_backend("torch"):
         raise RuntimeError("mine")
@@ -193,14 +199,13 @@ def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
 class _Entry:
     """An entry point of a plugin that is not installed."""
 
-    dist = None
-    value = "acme:SPEC"
+    value, distribution, flaw = "acme:SPEC", "acme", None
 
     def __init__(self, name, spec):
         self.name, self._spec = name, spec
 
     def load(self):
-        if isinstance(self._spec, Exception):
+        if isinstance(self._spec, BaseException):
             raise self._spec
         return self._spec
 
@@ -208,11 +213,11 @@ class _Entry:
 @pytest.fixture
 def plugins(monkeypatch):
     """Return a function that registers more plugins for the length of a test."""
-    genuine = registry.entry_points
+    genuine = registry.entries
 
     def register(**specs):
         more = [_Entry(name, spec) for name, spec in specs.items()]
-        monkeypatch.setattr(registry, "entry_points", lambda group: [*more, *genuine(group=group)])
+        monkeypatch.setattr(registry, "entries", lambda: [*more, *genuine()])
         monkeypatch.setattr(registry, "_plugins", {})
         monkeypatch.setattr(selection, "_plans", {})
 
@@ -241,6 +246,7 @@ def _spec(name="acme", **changes):
         (_spec(api_version=2), "version 2 of the plugin contract"),
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
+        (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
         (object(), "no BackendSpec"),
     ],
 )

@@ -281,11 +281,14 @@ def rates(window: float) -> dict[str, float]:
     weights, product = np.empty_like(scores), np.empty_like(query)
     exp = np.exp2 if fast_exp2(np.dtype("float32")) else np.exp
     flops = 2 * scores.size * 64
-    with threads.blas:
-        by_keys = min(_one_window(lambda: np.matmul(query, key.T, weights), window) for _ in "123")
-        by_values = min(_one_window(lambda: np.matmul(scores, key, product), window) for _ in "123")
-        scores /= 8
-        exponential = min(_one_window(lambda: exp(scores, weights), window) for _ in "123")
+
+    def best(work: Callable[[], object]) -> float:
+        return min(threads.blas.held(lambda: _one_window(work, window)) for _ in "123")
+
+    by_keys = best(lambda: np.matmul(query, key.T, weights))
+    by_values = best(lambda: np.matmul(scores, key, product))
+    scores /= 8
+    exponential = best(lambda: exp(scores, weights))
     found = {
         "query·key GFLOP/s": flops / by_keys / 1e9,
         "weights·value GFLOP/s": flops / by_values / 1e9,

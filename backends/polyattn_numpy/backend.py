@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Problem, thread_count
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.tiled import Tiled
 
@@ -30,6 +30,13 @@ class NumpyBackend(Backend):
     def place(self, array: Array, device: str | None) -> Array:
         """Return `array` as a NumPy array, on the same memory where it is the host's."""
         return array if isinstance(array, np.ndarray) else super().place(array, device)
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel; a wrong number of threads is refused for a call of any size."""
+        thread_count()
+        return super().run(kernel, problem, operands)
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Do some work on every item, on the threads that attention takes too."""

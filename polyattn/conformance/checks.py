@@ -317,10 +317,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 _HYGIENE = """
 import sys
-from importlib.metadata import entry_points
 import polyattn.plugin
+from polyattn.entries import entries
 before = set(sys.modules)
-spec = next(e for e in entry_points(group="polyattn.backends") if e.name == {name!r}).load()
+spec = next(e for e in entries() if e.name == {name!r} and e.flaw is None).load()
 loaded = set(sys.modules) - before
 print(*sorted(loaded & {{*spec.requires, *spec.namespaces}}))
 """
