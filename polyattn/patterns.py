@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from polyattn.answers import UNKNOWN, Answer, Block, opposite
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, constant_when_traced, is_array
-from polyattn.places import FAR, Called, Dims, Place
+from polyattn.places import FAR, Called, Dims, Place, is_ambiguous
 from polyattn.values import Value
 
 __all__ = [
@@ -433,7 +433,7 @@ class Dense(Mask):
                 f"masks.dense takes a bool array, True where a key takes part; got {facts}"
             )
         scores = dims.scores
-        if 2 < len(facts.shape) < len(scores):
+        if is_ambiguous(facts.shape, len(scores)):
             raise ValueError(
                 f"masks.dense: {facts.shape} has {len(facts.shape)} axes for scores {scores}, so"
                 " its first could be batch or heads: write array[:, None] for a mask per batch"

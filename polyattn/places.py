@@ -12,10 +12,23 @@ from typing import Any, NamedTuple, Protocol
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
 
-__all__ = ["FAR", "Called", "Dims", "Place"]
+__all__ = ["FAR", "Called", "Dims", "Place", "is_ambiguous"]
 
 # Beyond any length, and far enough from the end of int32 to be added to a length.
 FAR = 2**30
+
+
+def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
+    """Whether the first axis of a mask could be batch or heads; where all are 1 both are the same.
+
+    Parameters
+    ----------
+    mask : tuple of int
+        The shape of the mask.
+    rank : int
+        How many axes the scores have.
+    """
+    return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
 
 
 class Dims(NamedTuple):
