@@ -489,7 +489,7 @@ class Compiled(Mask):
         return self.mask.seen(at)
 
     def answer(self, block: Block) -> Answer:
-        return block.table(self)
+        return block.table(self) if self.some else UNKNOWN  # a form has no table
 
     def check(self, dims: Dims) -> None:
         made = (self.query_length, self.key_length, self.query_offset)

@@ -94,7 +94,8 @@ class Problem(NamedTuple):
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
     mask_form, score_form, similarity_form : Mask, Score, Similarity or None
-        The values given for mask, score_mod and similarity, with facts in place of arrays.
+        The values given for mask, score_mod and similarity, with facts in place of arrays, and
+        compiled masks without their tables.
     score_norm : ByNorm or None
         What divides each row's scores by their norm.
     normalizer : Normalizer or None
