@@ -16,8 +16,8 @@ class Recent(Generic[K, V]):
     """A table that forgets what was not used for long, and may be used by threads at once.
 
     New entries are young. When half of the table is young, those become the old ones, and the old
-    ones of before are forgotten; an old one that is asked for is young again. So a lookup of what is
-    in use reads one dict and writes nothing, which needs no lock.
+    ones of before are forgotten; an old one that is asked for is young again. So a lookup of what
+    is in use reads one dict and writes nothing, which needs no lock.
 
     Parameters
     ----------
