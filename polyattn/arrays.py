@@ -83,7 +83,7 @@ class Library(NamedTuple):
     xp : module
         Its standard namespace.
     traced : bool
-        Whether arrays of this class have no values yet, or only lazily.
+        Whether arrays of this class have no values yet, or only lazily, or not in their own memory.
     strided : Any
         What the layout of an ordinary array is, where a library has others; or None.
     """
@@ -117,10 +117,18 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
 
+# Classes that look like arrays, and mean something else than the numbers that they hold.
 _REFUSED = {
-    "matrix": "is a numpy.matrix, whose * and shapes are not an array's; pass numpy.asarray({0})",
-    "MaskedArray": "is a masked array, whose mask would be lost; pass {0}.data, and say with mask="
-    " which keys take part",
+    ("numpy", "matrix"): "is a numpy.matrix, whose * and shapes are not an array's; pass"
+    " numpy.asarray({0})",
+    ("numpy", "MaskedArray"): "is a masked array, whose mask would be lost; pass {0}.data, and say"
+    " with mask= which keys take part",
+    ("torch", "MaskedTensor"): "is a masked tensor, whose mask would be lost; pass"
+    " {0}.get_data(), and say with mask= which keys take part",
+    ("torch", "CausalBias"): "is torch's CausalBias, which is no array: pass is_causal=True, and"
+    " query_offset=0 for causal_upper_left",
+    ("torch", "BlockMask"): "is torch's BlockMask, which is no array: pass the function that it was"
+    " made of, its .mask_mod, in mask=",
 }
 
 
@@ -129,9 +137,18 @@ def library_of(array: Array, name: str = "array") -> Library:
     cls = type(array)
     known = _libraries.get(cls)
     if known is None:
+        why = _why_refused(cls)
+        if why is not None:
+            raise TypeError(f"{name} {why.format(name)}")
         known = _tensors[cls] if _is_tensor(cls) else _learn(array, name)
         _libraries[cls] = known
     return known
+
+
+@constant_when_traced
+def _why_refused(cls: type) -> str | None:
+    keys = [(c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__]
+    return next((_REFUSED[key] for key in keys if key in _REFUSED), None)
 
 
 @constant_when_traced
@@ -142,15 +159,14 @@ def _is_tensor(cls: type) -> bool:
         return False
     xp = importlib.import_module("array_api_compat.torch")
     torch = _modules["torch"] = sys.modules["torch"]
-    _tensors[cls] = Library("torch", xp, cls.__name__ == "FakeTensor", torch.strided)
+    # A class that dispatches by itself, such as FakeTensor, has no numbers in memory of its own.
+    own: Any = cls
+    dispatches = own.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    _tensors[cls] = Library("torch", xp, dispatches, torch.strided)
     return True
 
 
 def _learn(array: Array, name: str) -> Library:
-    classes = type(array).__mro__
-    for c in classes:
-        if c.__module__.split(".")[0] == "numpy" and c.__name__ in _REFUSED:
-            raise TypeError(f"{name} {_REFUSED[c.__name__].format(name)}")
     try:
         xp = array_api_compat.array_namespace(array)
     except TypeError:
@@ -161,6 +177,7 @@ def _learn(array: Array, name: str) -> Library:
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)
+    classes = type(array).__mro__
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
     return Library(library, xp, traced or library == "dask")
 

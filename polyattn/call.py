@@ -196,19 +196,10 @@ def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
     _check_place("mask", mask)
     if isinstance(mask, str):
         raise TypeError(f"mask is an array, a function or a value of polyattn.masks; {_got(mask)}")
-    if type(mask).__name__ in _MASKS_OF_TORCH:
-        hint = _MASKS_OF_TORCH[type(mask).__name__]
-        raise TypeError(f"mask is torch's {type(mask).__name__}, which is no array: {hint}")
     if not callable(mask):
         return facts(mask, "mask")
     check_takes("the mask function", mask, "b, h, i, j")
     return "function"
-
-
-_MASKS_OF_TORCH = {
-    "BlockMask": "pass the function that it was made of, its .mask_mod",
-    "CausalBias": "pass is_causal=True, and query_offset=0 for causal_upper_left",
-}
 
 
 def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:

@@ -41,7 +41,8 @@ def scaled_dot_product_attention(
         Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E), of any array library.
     attn_mask : Array, optional
         Bool, True where a key takes part, or float, added to the scores. It broadcasts to
-        (..., H, L, S) by the ordinary rule, so one of rank 3 is per head.
+        (..., H, L, S) by the ordinary rule, so one of rank 3 is per head. torch's CausalBias stands
+        for the mask that it describes.
     dropout_p : float
         Must be 0: torch draws from a generator that no other library has.
     is_causal : bool
@@ -59,7 +60,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        If `attn_mask` and `is_causal` are both given, or heads differ without `enable_gqa`.
+        If `attn_mask` and `is_causal` are both given, heads differ without `enable_gqa`, or a
+        causal_lower_right is of other lengths than the call.
     NotImplementedError
         If `dropout_p` is not 0.
 
@@ -80,15 +82,13 @@ def scaled_dot_product_attention(
         raise ValueError(
             f"query has {shapes[0][-3]} heads and key {shapes[1][-3]}: pass enable_gqa=True"
         )
-    return attention(
-        query,
-        key,
-        value,
-        is_causal=is_causal,
-        query_offset=0 if is_causal else None,
-        scale=scale,
-        **_mask_or_bias(attn_mask, len(shapes[0])),
-    )
+    if is_causal:
+        masks: dict[str, Any] = {"is_causal": is_causal, "query_offset": 0}
+    elif type(attn_mask).__name__ == "CausalBias":
+        masks = _causal_bias(attn_mask, (shapes[0][-2], shapes[1][-2]))
+    else:
+        masks = _mask_or_bias(attn_mask, max(map(len, shapes)))
+    return attention(query, key, value, scale=scale, **masks)
 
 
 def dot_product_attention(
@@ -112,9 +112,9 @@ def dot_product_attention(
     query, key, value : Array
         Shapes (B, L, H, D), (B, S, G, D) and (B, S, G, E), or all without B.
     bias : Array, optional
-        Added to the scores; broadcasts to (B, H, L, S), of that rank.
+        Added to the scores; broadcasts to (B, H, L, S), so one of rank 3 is per head.
     mask : Array of bool, optional
-        True where a key takes part; broadcasts to (B, H, L, S), of that rank.
+        True where a key takes part; broadcasts to (B, H, L, S), so one of rank 3 is per head.
     scale : float, optional
         Multiplies the scores; 1/√D by default.
     is_causal : bool
@@ -141,15 +141,15 @@ def dot_product_attention(
     (2, 5, 8, 64)
     """
     xp = library_of(query, "query").xp
-    window = local_window_size
+    window, rank = local_window_size, len(query.shape)
     call = attention_partial if return_residual else attention
     return call(
         query,
         key,
         value,
-        bias=bias,
+        bias=_spelt_out(bias, rank, "bias"),
         mask=_and(
-            mask,
+            _spelt_out(mask, rank, "mask"),
             _within(xp, query, query_seq_lengths, (-1, 1)),
             _within(xp, key, key_value_seq_lengths, (1, -1)),
         ),
@@ -305,14 +305,36 @@ def _mask_or_bias(mask: Array | None, rank: int) -> dict[str, Array]:
     """Return an argument that others use for both, with every axis of the scores spelt out."""
     if mask is None:
         return {}
-    facts = facts_of(mask, "attn_mask")
-    if 2 < len(facts.shape) < rank:
-        shape = (*(1,) * (rank - len(facts.shape)), *facts.shape)
-        mask = library_of(mask).xp.reshape(mask, shape)
-    return {"mask" if facts.dtype == "bool" else "bias": mask}
+    name = "mask" if facts_of(mask, "attn_mask").dtype == "bool" else "bias"
+    return {name: _spelt_out(mask, rank, "attn_mask")}
+
+
+def _spelt_out(mask: Array | None, rank: int, name: str) -> Array | None:
+    """Return a mask or bias of three axes and more with as many as the scores have."""
+    if mask is None:
+        return None
+    shape = facts_of(mask, name).shape
+    if len(shape) < 3 or len(shape) == rank:
+        return mask
+    extra = max(0, len(shape) - rank)
+    if any(length != 1 for length in shape[:extra]):
+        return mask
+    shape = (*(1,) * (rank - len(shape)), *shape[extra:])
+    return library_of(mask).xp.reshape(mask, shape)
+
+
+def _causal_bias(bias: Any, lengths: tuple[int, int]) -> dict[str, Any]:
+    """Return what torch's CausalBias says, as torch takes it; its memory holds nothing."""
+    made = (bias.seq_len_q, bias.seq_len_kv)
+    if bias.variant.name == "UPPER_LEFT" or made[0] == made[1]:
+        return {"is_causal": True, "query_offset": 0}
+    if made != lengths:
+        raise ValueError(f"attn_mask is causal_lower_right{made}, and the scores are {lengths}")
+    return {"is_causal": True, "query_offset": made[1] - made[0]}
 
 
 def _padded(xp: Any, mask: Array, keys: int) -> Array:
+    facts_of(mask, "attn_mask")  # refuses what is no array
     missing = keys - mask.shape[-1]
     if missing <= 0 or mask.shape[-1] == 1:
         return mask

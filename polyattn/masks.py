@@ -256,7 +256,7 @@ def dense(array: Array) -> Mask:
     >>> masks.causal() & masks.dense(np.array([True, False, True]))
     masks.causal() & masks.dense(numpy.asarray([True, False, True], dtype=numpy.bool))
     """
-    if not is_array(array) or facts_of(array).dtype != "bool":
+    if not is_array(array) or facts_of(array, "masks.dense: array").dtype != "bool":
         got = facts_of(array) if is_array(array) else repr(array)
         raise TypeError(f"masks.dense takes a bool array, True where a key takes part; got {got}")
     return Dense(array)

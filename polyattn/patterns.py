@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from polyattn.answers import UNKNOWN, Answer, Block, opposite
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, constant_when_traced, is_array
-from polyattn.places import FAR, Called, Dims, Place
+from polyattn.places import FAR, Called, Dims, Place, is_ambiguous
 from polyattn.values import Value
 
 __all__ = [
@@ -433,7 +433,7 @@ class Dense(Mask):
                 f"masks.dense takes a bool array, True where a key takes part; got {facts}"
             )
         scores = dims.scores
-        if 2 < len(facts.shape) < len(scores):
+        if is_ambiguous(facts.shape, len(scores)):
             raise ValueError(
                 f"masks.dense: {facts.shape} has {len(facts.shape)} axes for scores {scores}, so"
                 " its first could be batch or heads: write array[:, None] for a mask per batch"
@@ -489,7 +489,7 @@ class Compiled(Mask):
         return self.mask.seen(at)
 
     def answer(self, block: Block) -> Answer:
-        return block.table(self)
+        return block.table(self) if self.some else UNKNOWN  # a form has no table
 
     def check(self, dims: Dims) -> None:
         made = (self.query_length, self.key_length, self.query_offset)

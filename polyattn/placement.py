@@ -244,7 +244,8 @@ def _to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
             name.partition(".")[0]  # of the argument, where the array is part of a value
             for name, facts in call.arrays()
             if facts.library not in spec.namespaces
-            or (device and facts.device != device and not facts.traced)
+            # Nobody knows where a traced array of no device will be.
+            or (device and facts.device != device and (facts.device or not facts.traced))
         ]
     )
 
@@ -280,8 +281,8 @@ def _loss(name: str, facts: ArrayFacts, transforms: frozenset[str]) -> str | Non
     """Return what a conversion to another library would lose of an array, or None."""
     if facts.traced or (facts.library == "torch" and transforms):
         return (
-            f"{name} is traced, transformed or lazy, without values to convert: call outside of"
-            " that, or name no backend to stay in its library"
+            f"{name} is traced, transformed, lazy or a wrapper, without values to convert: call"
+            " outside of that, or name no backend to stay in its library"
         )
     if facts.requires_grad:
         return (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
 
-__all__ = ["FAR", "Called", "Dims", "Place", "saturating_sum"]
+__all__ = ["FAR", "Called", "Dims", "Place", "is_ambiguous", "saturating_sum"]
 
 # Beyond any length, and far enough from the end of int32 to be added to a length.
 FAR = 2**30
@@ -36,6 +36,19 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
     # In two steps: the shift itself may be just out of range where the sum is not.
     half = shift // 2
     return offset + half + (shift - half)
+
+
+def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
+    """Whether the first axis of a mask could be batch or heads; where all are 1 both are the same.
+
+    Parameters
+    ----------
+    mask : tuple of int
+        The shape of the mask.
+    rank : int
+        How many axes the scores have.
+    """
+    return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
 
 
 class Dims(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from polyattn.arrays import ArrayFacts, broadcast_shapes
 from polyattn.call import Call, Ends, Operands, Shape
 from polyattn.patterns import Mask
-from polyattn.places import Dims
+from polyattn.places import Dims, is_ambiguous
 from polyattn.steps import ByNorm, LongSequence, Normalizer, Score, Similarity
 from polyattn.values import carries_function
 
@@ -94,7 +94,8 @@ class Problem(NamedTuple):
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
     mask_form, score_form, similarity_form : Mask, Score, Similarity or None
-        The values given for mask, score_mod and similarity, with facts in place of arrays.
+        The values given for mask, score_mod and similarity, with facts in place of arrays, and
+        compiled masks without their tables.
     score_norm : ByNorm or None
         What divides each row's scores by their norm.
     normalizer : Normalizer or None
@@ -418,7 +419,7 @@ def _check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for facts in (call.query, call.key, call.value)))
     if isinstance(call.mask, ArrayFacts):
         mask = call.mask.shape
-        if 2 < len(mask) < rank:
+        if is_ambiguous(mask, rank):
             raise ValueError(
                 f"mask {mask} has {len(mask)} axes for scores {scores} of {rank}, so its first"
                 " could be batch or heads: write mask[:, None] for a mask per batch item,"

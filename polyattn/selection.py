@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from polyattn import registry
 from polyattn.arrays import Array, is_compiling
@@ -27,9 +28,11 @@ from polyattn.errors import (
     UnsupportedError,
 )
 from polyattn.explain import Candidate, Explanation
-from polyattn.placement import Plan, Refusal, open_site
+from polyattn.kernels.weights import Weights
+from polyattn.placement import Plan, Refusal, Site, open_site
 from polyattn.plugin import Kernel
 from polyattn.problem import Problem, examine
+from polyattn.recent import Recent
 
 __all__ = ["VARIABLE", "decide", "default_device", "plan", "use_backend"]
 
@@ -178,8 +181,12 @@ def _having(device: str) -> list[str]:
 
 # ---- what runs ---------------------------------------------------------------------------------
 
-_plans: dict[tuple[Call, Request, str | Kernel | None], Plan] = {}
-_MOST_PLANS = 4096
+# Keys and plans hold facts in place of arrays, functions and tables, so that they keep nothing of
+# the caller's alive. A kernel that the caller gave is no such fact: where it runs is remembered as
+# long as the kernel lives.
+_plans: Recent[tuple[Call, Request, str | Kernel | None], Plan] = Recent(4096)
+_sites: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Site]] = WeakKeyDictionary()
+_MOST_SITES = 256
 
 
 def plan(
@@ -202,16 +209,31 @@ def plan(
     asked = request(backend)
     if is_compiling():
         return _plan(call, query, asked, kernel)
+    if isinstance(kernel, Kernel) and not isinstance(kernel, Weights):
+        return _plan_of_given(kernel, call, query, asked)
     key = (call, asked, kernel)
     try:
         found = _plans.get(key)
     except TypeError:  # lengths that are symbols cannot be remembered by
         return _plan(call, query, asked, kernel)
     if found is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
         found = _plans[key] = _plan(call, query, asked, kernel)
     return found
+
+
+def _plan_of_given(kernel: Kernel, call: Call, query: Array, asked: Request) -> Plan:
+    """Return how to run the call by a kernel that the caller gave."""
+    key = (call, asked)
+    try:
+        sites = _sites.get(kernel)
+        if sites is None:
+            sites = _sites.setdefault(kernel, Recent(_MOST_SITES))
+        site = sites.get(key)
+    except TypeError:  # nor by a kernel without a hash
+        return _plan(call, query, asked, kernel)
+    if site is None:
+        site = sites[key] = _plan(call, query, asked, kernel).site
+    return Plan(kernel, site, call.query.device)
 
 
 def _check_kernel(kernel: str | Kernel | None) -> None:

@@ -44,15 +44,19 @@ class Value:
         change : callable
             Given the name and the array or function, what is to stand in its place.
         """
+        return self._map(change, lambda table: table)
+
+    def _map(self: V, change: Callable[[str, Any], Any], other: Callable[[bytes], bytes]) -> V:
+        """Return the value with each array and function replaced, and each table of bytes."""
 
         def changed(name: str, field: Any) -> Any:
             if is_array(field) or (callable(field) and not isinstance(field, Value)):
                 return change(name, field)
             if isinstance(field, Value):
-                return field.map(change)
+                return field._map(change, other)
             if isinstance(field, tuple):
                 return tuple([changed(name, one) for one in field])
-            return field
+            return other(field) if isinstance(field, bytes) else field
 
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
@@ -68,14 +72,34 @@ class Value:
         return found
 
     def form(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
-        """Return the value with facts in place of arrays, and no functions.
+        """Return the value with facts in place of arrays, no functions, and tables that are empty.
 
         Parameters
         ----------
         facts : callable
             What gives the facts of an array, and says its name where there are none.
         """
-        return self.map(lambda name, x: facts(x, name) if is_array(x) else FUNCTION)
+        return self._map(
+            lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
+        )
+
+    def filled(self: V, value: Value) -> V:
+        """Return a form with the tables of the value that it is of.
+
+        Parameters
+        ----------
+        value : Value
+            The value.
+        """
+        tables: list[bytes] = []
+
+        def note(table: bytes) -> bytes:
+            tables.append(table)
+            return table
+
+        value._map(lambda name, x: x, note)
+        rest = iter(tables)
+        return self._map(lambda name, x: x, lambda table: next(rest)) if tables else self
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):

@@ -77,7 +77,8 @@ def attention_weights(
     rows, heads : slice, int or sequence of int, optional
         Which query rows and query heads; all by default.
     top : int, optional
-        How many of the largest weights of each row to return.
+        How many of the largest weights of each row to return, from 1 to S. Where S is 0 there are
+        none to return, whatever the number.
     per_key : bool
         Whether to return, for each key, the sum of its weights over the rows.
     mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks : optional
@@ -139,9 +140,9 @@ def _top(top: Any, length: int) -> int | None:
     if top is None:
         return None
     number = check_whole("top", top)
-    if not 1 <= number <= length:
+    if number < 1 or number > length > 0:
         raise ValueError(f"top must be from 1 to S = {length}; got {top!r}")
-    return number
+    return min(number, length)
 
 
 def _spans(name: str, given: Any, length: int) -> tuple[Span, ...] | None:
@@ -163,6 +164,6 @@ def _spans(name: str, given: Any, length: int) -> tuple[Span, ...] | None:
             spans[-1] = Span(spans[-1].start, place + 1)
         else:
             spans.append(Span(place, place + 1))
-    if not spans:
+    if not spans and length:
         raise ValueError(f"{name} must name at least one; got {given!r}")
     return tuple(spans)

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from polyattn import registry
+from polyattn import registry, use_backend
 from polyattn.dialects import (
     dot_product_attention,
     onnx_attention,
@@ -103,6 +104,28 @@ def test_torch(options, heads):
     np.testing.assert_allclose(output, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [causal_upper_left(6, 9), causal_lower_right(6, 9), causal_lower_right(9, 9)],
+    ids=["upper left", "lower right", "square"],
+)
+def test_torch_takes_a_causal_bias_for_what_it_describes(bias):
+    expected = torch.nn.functional.scaled_dot_product_attention(Q, K, V, bias)
+    for backend in ("torch", "numpy"):
+        with use_backend(backend):
+            output = scaled_dot_product_attention(Q, K, V, bias)
+        torch.testing.assert_close(output, expected, atol=2e-6, rtol=0)
+    output = scaled_dot_product_attention(*(x.numpy() for x in (Q, K, V)), bias)
+    np.testing.assert_allclose(output, expected, atol=2e-6)
+
+
+def test_a_causal_bias_of_other_lengths_or_for_others_is_refused():
+    with pytest.raises(ValueError, match=r"lower_right\(5, 9\), and the scores are \(6, 9\)"):
+        scaled_dot_product_attention(Q, K, V, causal_lower_right(5, 9))
+    with pytest.raises(TypeError, match="attn_mask is torch's CausalBias"):
+        onnx_attention(Q, K, V, causal_lower_right(6, 7))
+
+
 def _jax_cases():
     rng = np.random.default_rng(0)
     return {
@@ -111,6 +134,16 @@ def _jax_cases():
         "causal": {"is_causal": True},
         "bias": {"bias": rng.standard_normal((2, 4, 6, 9), dtype=np.float32)},
         "mask": {"mask": np.arange(9) < rng.integers(1, 9, (2, 1, 6, 1))},
+        "bias per head": {"bias": rng.standard_normal((4, 1, 9), dtype=np.float32)},
+        "mask per head": {
+            "mask": np.arange(9) < rng.integers(1, 9, (4, 6, 1)),
+            "key_value_seq_lengths": np.array([9, 4]),
+        },
+        "mask and bias of keys": {
+            "mask": np.arange(9) < 5,
+            "bias": rng.standard_normal((1, 9), dtype=np.float32),
+        },
+        "mask per head alone": {"mask": np.arange(9) < rng.integers(1, 9, (4, 6, 1))},
         "window": {"local_window_size": 2},
         "window of two": {"local_window_size": (3, 1), "is_causal": True},
         "lengths": {
@@ -141,9 +174,12 @@ def test_jax(case, asarray):
 
 def test_jax_without_a_batch():
     arrays = [x[0] for x in BTNH]
-    options = {"is_causal": True, "key_value_seq_lengths": np.array([4])}
-    expected = jax.nn.dot_product_attention(*map(jnp.asarray, arrays), **options)
-    np.testing.assert_allclose(dot_product_attention(*arrays, **options), expected, atol=2e-6)
+    for options in (
+        {"is_causal": True, "key_value_seq_lengths": np.array([4])},
+        {"mask": np.tril(np.ones((1, 4, 6, 9), bool)), "bias": np.ones((1, 1, 1, 9), "f4")},
+    ):
+        expected = jax.nn.dot_product_attention(*map(jnp.asarray, arrays), **options)
+        np.testing.assert_allclose(dot_product_attention(*arrays, **options), expected, atol=2e-6)
 
 
 def test_what_torch_refuses_or_only_torch_can_do():

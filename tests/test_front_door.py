@@ -1,5 +1,6 @@
 """Every refusal comes before any work, quotes what the caller gave and says how to mend it."""
 
+import importlib
 import re
 import warnings
 
@@ -7,9 +8,11 @@ import array_api_strict
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import create_block_mask
 
 import polyattn
-from polyattn import attention, attention_partial
+from polyattn import UnsupportedError, attention, attention_partial, masks, scores
 
 Q = np.zeros((2, 4, 5, 8), np.float32)
 K = np.zeros((2, 2, 7, 8), np.float32)
@@ -46,6 +49,59 @@ def test_numpy_matrix():
 def test_masked_array():
     masked = np.ma.masked_array(V, V == 0)
     refused(TypeError, "value is a masked array", "value.data", "mask=", v=masked)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
+def test_masked_tensor():
+    masked = torch.masked.masked_tensor(torch.ones(5, 7), torch.ones(5, 7, dtype=torch.bool))
+    refused(TypeError, "bias is a masked tensor", "bias.get_data()", "mask=", bias=masked)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("where", [{}, {"kernel": "tiled"}, {"backend": "numpy"}], ids=str)
+def test_a_bias_of_torch_without_numbers(make, where):
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    bias = make(5, 7)
+    for name in ("bias", "mask", "sinks", "query_offset"):
+        refused(
+            TypeError, f"{name} is torch's CausalBias", "is_causal=True",
+            q=q, k=k, v=v, **{name: bias}, **where,
+        )  # fmt: skip
+    for inside in ({"mask": masks.causal() | bias}, {"score_mod": scores.alibi(bias)}):
+        refused(TypeError, "is torch's CausalBias", q=q, k=k, v=v, **inside, **where)
+    for value in (masks.dense, masks.segments, masks.prefix):
+        with pytest.raises(TypeError, match="CausalBias"):
+            value(bias)
+
+
+def test_a_block_mask_goes_by_its_function():
+    blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, 5, 7, device="cpu")
+    for name in ("mask", "bias"):
+        refused(TypeError, f"{name} is torch's BlockMask", ".mask_mod, in mask=", **{name: blocks})
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose numbers are in another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        bare = [x.inner if isinstance(x, cls) else x for x in args]
+        return function(*bare, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "jax"])
+def test_a_tensor_whose_numbers_are_elsewhere_is_not_converted(backend):
+    q, k, v = map(torch.from_numpy, (Q, K, V))
+    bias = Wrapper(torch.ones(5, 7))
+    assert attention(q, k, v, bias=bias, kernel="dense").shape == (2, 4, 5, 3)
+    refused(UnsupportedError, "bias is traced", q=q, k=k, v=v, bias=bias, backend=backend)
 
 
 def test_object_array():
@@ -162,9 +218,25 @@ def test_shapes_are_quoted_in_the_callers_layout():
 
 def test_mask_of_rank_three_for_rank_four():
     refused(ValueError, "(4, 5, 7)", "mask[:, None]", "mask[None]", mask=np.ones((4, 5, 7), bool))
-    refused(ValueError, "mask[:, None]", mask=np.ones((1, 5, 7), bool))
+    refused(ValueError, "could be batch or heads", mask=masks.causal() | np.ones((4, 5, 7), bool))
     for mask in (np.ones((4, 5, 7), bool), np.ones((2, 4, 5, 7), bool)):
         refused(ValueError, "mask[:, None]", q=Q[None], k=K[None], v=V[None], mask=mask)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
+def test_a_mask_of_rank_three_that_means_the_same_either_way(library):
+    xp = importlib.import_module("jax.numpy" if library == "jax" else library)
+    rng = np.random.default_rng(0)
+    query, key, value = (xp.asarray(rng.random(x.shape, np.float32)) for x in (Q, K, V))
+    seen = np.arange(7) % 3 != np.arange(5)[:, None] % 2
+    kernels = {"numpy": ("tiled", "dense"), "torch": ("sdpa", "tiled"), "jax": ("xla",)}
+    for rows in (seen[None], seen[None, :1]):
+        mask, whole = xp.asarray(rows), xp.asarray(rows[0])
+        for kernel in kernels.get(library, (None,)):
+            expected = attention(query, key, value, mask=whole, kernel=kernel)
+            for given in (mask, masks.dense(mask) & masks.window(3, 3) | masks.dense(mask)):
+                found = attention(query, key, value, mask=given, kernel=kernel)
+                np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5)
 
 
 def test_mask_and_bias_that_do_not_broadcast():

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextvars
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import array_api_strict
@@ -17,7 +19,17 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import attention, attention_partial, explain, registry, selection, use_backend
+from polyattn import (
+    attention,
+    attention_partial,
+    explain,
+    kernels,
+    masks,
+    registry,
+    scores,
+    selection,
+    use_backend,
+)
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
@@ -400,14 +412,14 @@ def test_a_graph_of_gradients_does_not_leave_its_library():
 
 
 def test_a_traced_array_does_not_leave_its_library():
-    with pytest.raises(polyattn.UnsupportedError, match="traced, transformed or lazy"):
+    with pytest.raises(polyattn.UnsupportedError, match="traced, transformed, lazy"):
         jax.jit(lambda x: attention(x, x, x, backend="numpy"))(jnp.asarray(X))
 
 
 def test_a_lazy_array_does_not_leave_its_library():
     lazy = dask.array.from_array(X)
     for backend in ("numpy", "torch"):
-        with pytest.raises(polyattn.UnsupportedError, match="traced, transformed or lazy"):
+        with pytest.raises(polyattn.UnsupportedError, match="traced, transformed, lazy"):
             attention(lazy, lazy, lazy, backend=backend)
 
 
@@ -528,12 +540,102 @@ def test_a_plan_is_remembered_by_facts_not_by_values():
     assert len(polyattn.selection._plans) == before + 1
 
 
-def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(polyattn.selection, "_MOST_PLANS", 3)
-    for length in range(1, 9):
+def test_plans_are_bounded_and_the_newest_and_those_in_use_are_kept(monkeypatch):
+    plans = selection.Recent(8)
+    monkeypatch.setattr(selection, "_plans", plans)
+    made = []
+    genuine = selection._plan
+    monkeypatch.setattr(selection, "_plan", lambda *given: made.append(0) or genuine(*given))
+
+    def call(length):
         x = np.ones((1, length, 4))
+        before = len(made)
         attention(x, x, x)
-    assert len(polyattn.selection._plans) <= 3
+        return len(made) > before
+
+    assert call(1)
+    for length in range(2, 30):
+        assert call(length)
+        assert not call(1)  # in use
+        assert len(plans) <= 8
+    assert not any(map(call, range(27, 30)))
+    assert call(2)
+
+
+def test_a_table_of_what_is_recent_is_for_many_threads():
+    table = selection.Recent(16)
+
+    def work(start):
+        for n in range(start, start + 3000):
+            key = n % 40
+            found = table.get(key)
+            assert found in (None, key)
+            table[key] = key
+            assert len(table._young) <= 8
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert 8 <= len(table) <= 16
+
+
+class Carried:
+    """A mask or score function that can be weakly referred to."""
+
+    def __call__(self, *given):
+        return given[-1] >= 0 if len(given) == 4 else given[0]
+
+
+class Given(kernels.Dense):
+    """A kernel of the caller's."""
+
+
+@pytest.mark.parametrize(
+    ("make", "options_of"),
+    [
+        (Carried, lambda f: {"mask": f}),
+        (Carried, lambda f: {"mask": masks.rule(f) | masks.prefix(1)}),
+        (Carried, lambda f: {"mask": masks.compile(f, 5)}),
+        (Carried, lambda f: {"score_mod": f}),
+        (Carried, lambda f: {"score_mod": scores.function(f) >> scores.temperature(2.0)}),
+        (Given, lambda kernel: {"kernel": kernel}),
+        (lambda: np.ones(5, np.int64), lambda ids: {"mask": masks.segments(ids) | masks.prefix(1)}),
+        (lambda: np.ones(4), lambda slopes: {"score_mod": scores.alibi(slopes)}),
+        (lambda: np.ones(8), lambda weight: {"similarity": scores.additive(weight)}),
+    ],
+)
+def test_a_decision_keeps_nothing_of_the_callers_alive(make, options_of):
+    x = np.ones((2, 4, 5, 8))
+    thing = make()
+    for _ in range(2):
+        attention(x, x, x, **options_of(thing))
+    alive = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_decision_of_a_given_kernel_is_remembered_while_it_lives(monkeypatch):
+    kernel = Given()
+    attention(X, X, X, kernel=kernel)
+    monkeypatch.setattr(selection, "_plan", lambda *_: 1 / 0)
+    attention(X, X, X, kernel=kernel)
+    with pytest.raises(ZeroDivisionError):
+        attention(X, X, X, kernel=Given())
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
+def test_compiled_masks_of_other_tables_share_a_decision_and_nothing_else(to, monkeypatch):
+    monkeypatch.setattr(selection, "_plans", selection.Recent(64))
+    q, k, v = (to(RNG.standard_normal((2, 64, 8), dtype=np.float32)) for _ in range(3))
+    for keys in (17, 40):
+        mask = masks.compile(masks.prefix(to(np.array(keys))), 64, tile=8)
+        found = attention(q, k, v, mask=masks.global_tokens(0) | mask, window=(None, 16))
+        expected = attention(
+            *(np.asarray(x) for x in (q, k, v)), kernel="dense", backend="numpy",
+            mask=lambda b, h, i, j, keys=keys: (j < keys) | (i == 0), window=(None, 16),
+        )  # fmt: skip
+        assert len(selection._plans) == 2  # and that of what is expected
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
 
 
 # ---- first use ----

@@ -126,6 +126,39 @@ def test_a_matrix_is_one_head_without_an_axis():
     assert top.weights.shape == top.keys.shape == (L, 2)
 
 
+@pytest.mark.parametrize("library", [*LIBRARIES, JAX], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 4, 0, 5), {}),
+        ((2, 4, 3, 0), {"sinks": np.ones(4, np.float32)}),
+        ((2, 4, 0, 0), {"is_causal": True, "rows": slice(None), "heads": [3, 1]}),
+        ((0, 4, 3, 5), {"normalizer": scores.sparsemax()}),
+        ((2, 0, 3, 5), {"heads": slice(0, 2)}),
+    ],
+    ids=str,
+)
+def test_where_there_are_no_rows_keys_items_or_heads_the_weights_are_empty(shape, options, library):
+    items, heads, rows, keys = shape
+    query = library.to(np.zeros((items, heads, rows, D), np.float32))
+    key = library.to(np.zeros((items, heads // 2, keys, D), np.float32))
+    given = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+    count = min(heads, 2) if "heads" in options else heads
+    weights = attention_weights(query, key, **given)
+    assert tuple(weights.shape) == (items, count, rows, keys)
+    sums = library.back(attention_weights(query, key, per_key=True, **given))
+    np.testing.assert_array_equal(sums, np.zeros((items, count, keys), np.float32), strict=True)
+    top = attention_weights(query, key, top=1, **given)
+    assert tuple(top.weights.shape) == tuple(top.keys.shape) == (items, count, rows, min(1, keys))
+
+
+def test_where_there_are_no_rows_gradients_are_0():
+    query, key = (torch.zeros(1, 2, n, D, dtype=torch.float64, requires_grad=True) for n in (0, S))
+    attention_weights(query, key, per_key=True).sum().backward()
+    assert not key.grad.any()
+    assert query.grad.shape == query.shape
+
+
 def test_sixteen_bits_give_float32():
     weights = attention_weights(QUERY.astype(np.float16), KEY.astype(np.float16))
     assert weights.dtype == np.float32

@@ -54,6 +54,10 @@ class Xla(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
+        if problem.mask_form is not None:
+            # What tiles there are to visit is laid out by the tables, which forms do not hold.
+            mask: Any = operands.mask
+            problem = problem._replace(mask_form=problem.mask_form.filled(mask))
         problem, operands = one_form_of_offset(problem, operands, self.tile)
         operands = operands._replace(seed=words(operands.seed))
         if problem.features & {"mask_mod", "score_mod"}:

@@ -13,7 +13,7 @@ from polyattn.arrays import Array, cast
 from polyattn.band import Span
 from polyattn.indices import Indices
 from polyattn.kernels.dense import scaled, scores
-from polyattn.kernels.running import or_zero
+from polyattn.kernels.running import or_zero, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.problem import FEATURES, Operands, Problem
 
@@ -27,7 +27,7 @@ class Weights(Kernel):
     Attributes
     ----------
     rows, heads : tuple of Span or None
-        Which of them, in order; None for all.
+        Which of them, in order; None for all. Empty where the call has none.
     top : int or None
         How many of the largest weights of each row to return, with their keys, and no others.
     per_key : bool
@@ -49,7 +49,7 @@ class Weights(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the weights (..., H, L, S) or their sums; with `top`, the keys as well."""
-        if self.heads is None:
+        if not self.heads:
             return self._of(problem, operands, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)
         members = problem.heads // problem.key_heads
@@ -68,9 +68,12 @@ class Weights(Kernel):
         self, problem: Problem, x: Operands, backend: Backend, heads: Span | None
     ) -> tuple[Array, Array | None]:
         xp: Any = backend.xp
-        row = math.prod(problem.batch) * problem.heads * problem.key_length
-        size = max(1, self.tile // max(1, row))
         spans = self.rows or (Span(0, problem.query_length),)
+        if 0 in problem.scores:
+            count = sum([span.length for span in spans])
+            return self._look(_nothing(problem, x, xp, count), xp)
+        row = math.prod(problem.batch) * problem.heads * problem.key_length
+        size = max(1, self.tile // row)
         blocks = [block for span in spans for block in span.split(size)]
         found = [self._look(weigh(problem, x, backend, rows, heads), xp) for rows in blocks]
         if self.per_key:
@@ -89,6 +92,13 @@ class Weights(Kernel):
         # + 0: an array of its own, where a view would keep the order of all keys in memory.
         keys = xp.argsort(weights, axis=-1, descending=True)[..., : self.top] + 0
         return xp.take_along_axis(weights, keys, axis=-1), keys
+
+
+def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
+    """Return the weights of a call without rows, keys, heads or items: an empty array."""
+    problem = problem._replace(value_size=problem.key_length)
+    empty = start(problem, x._replace(sinks=None), xp, Span(0, rows)).output
+    return empty + 0  # an array of the caller's own, where a broadcast view may be read-only
 
 
 def _joined(
