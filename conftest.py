@@ -4,4 +4,4 @@ import sys
 
 collect_ignore_glob = []
 if sys.platform != "linux":
-    collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/test_cupy*", "tests/gpu/*"]
+    collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/test_cupy*", "tests/gpu/*"]

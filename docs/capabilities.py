@@ -7,7 +7,7 @@ import polyattn_cupy
 import polyattn_jax
 import polyattn_numpy
 import polyattn_torch
-from polyattn import registry
+from polyattn.dispatch import registry
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")

@@ -23,7 +23,7 @@ from onnx import helper
 
 from polyattn import attention
 from polyattn.conformance import CASES, Subject
-from polyattn.conformance.callables import (
+from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
     NO_ARGUMENT,
@@ -33,8 +33,8 @@ from polyattn.conformance.callables import (
     arguments_for,
     check_callable,
 )
-from polyattn.conformance.departures import Row, summarise
-from polyattn.conformance.tolerance import deviation, exact, output_yardstick
+from polyattn.conformance.functions.report import Row, summarise
+from polyattn.conformance.reference.tolerance import deviation, exact, output_yardstick
 
 PAGE = Path(__file__).with_name("peers.md")
 
@@ -521,7 +521,8 @@ Written by `python docs/peers.py`, which ran on a CPU
 
 Each function was given the cases of `polyattn.conformance`, one feature, dtype or corner at a time,
 and held to [what attention means here](semantics.md). A departure is not a fault: most are another
-meaning, and the cell says which. `polyattn.conformance.callables` does the same to any function.
+meaning, and the cell says which. `polyattn.conformance.functions.check` does the same to any
+function.
 
 A cell is about the cases that the function has arguments for. *2/3* is two of three of them, and in
 parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a weight: in float32

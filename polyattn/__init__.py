@@ -4,19 +4,19 @@ import importlib
 from types import ModuleType
 
 from polyattn import masks, scores
-from polyattn.attention import attention, attention_partial, explain
-from polyattn.errors import (
+from polyattn.api.attention import attention, attention_partial, explain
+from polyattn.api.partial import Partial, merge
+from polyattn.api.weights import TopWeights, attention_weights
+from polyattn.dispatch.errors import (
     BackendError,
     BackendUnavailableError,
     UnknownBackendError,
     UnsupportedError,
 )
-from polyattn.explain import Explanation
-from polyattn.listing import list_backends
-from polyattn.partial import Partial, merge
-from polyattn.selection import use_backend
+from polyattn.dispatch.explanation import Explanation
+from polyattn.dispatch.listing import list_backends
+from polyattn.dispatch.request import use_backend
 from polyattn.threads import use_threads
-from polyattn.weights import TopWeights, attention_weights
 
 __version__ = "0.1.0"
 

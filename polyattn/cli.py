@@ -20,7 +20,7 @@ from typing import Any
 
 import polyattn
 from polyattn.bench import command
-from polyattn.errors import BackendError
+from polyattn.dispatch.errors import BackendError
 
 __all__ = ["main"]
 
@@ -217,7 +217,9 @@ def _explain(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     """0 if everything agrees, 1 if something does not, 2 if it cannot be asked so."""
     try:
-        from polyattn.conformance import CASES, ESSENTIAL, Subject, page, run
+        from polyattn.conformance import CASES, ESSENTIAL, Subject
+        from polyattn.conformance.report import html as page
+        from polyattn.conformance.report import run
     except ModuleNotFoundError as error:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
@@ -259,7 +261,10 @@ def _json(found: Any) -> str:
 
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
-    from polyattn.conformance import callables, departures, page, run
+    from polyattn.conformance.functions import check as callables
+    from polyattn.conformance.functions import report as departures
+    from polyattn.conformance.report import html as page
+    from polyattn.conformance.report import run
 
     for name, given in (("a backend", options.backends), ("--kernel", options.kernel)):
         if given:

@@ -11,9 +11,9 @@ import math
 import operator
 from typing import Any, NamedTuple
 
+from polyattn.api.attention import attention, attention_partial
+from polyattn.api.partial import Partial
 from polyattn.arrays import Array, cast, facts_of, index_range, library_of
-from polyattn.attention import attention, attention_partial
-from polyattn.partial import Partial
 
 __all__ = [
     "OnnxAttention",

@@ -14,17 +14,11 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import (
-    Array,
-    broadcast_shapes,
-    facts_of,
-    index_range,
-    is_array,
-    library_of,
-)
-from polyattn.band import Span
-from polyattn.call import check_ends, check_takes, check_whole
-from polyattn.patterns import (
+from polyattn.arguments import check_ends, check_takes, check_whole
+from polyattn.arrays import Array, broadcast_shapes, facts_of, index_range, is_array, library_of
+from polyattn.expressions.expression import Value
+from polyattn.expressions.indices import Called, Dims
+from polyattn.expressions.masks import (
     Causal,
     Compiled,
     Dense,
@@ -38,8 +32,7 @@ from polyattn.patterns import (
     Window,
     as_mask,
 )
-from polyattn.places import Called, Dims
-from polyattn.values import Value
+from polyattn.span import Span
 
 __all__ = [
     "Mask",

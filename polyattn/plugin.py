@@ -45,14 +45,17 @@ from typing import Any, ClassVar
 
 import polyattn.arrays as arrays
 from polyattn.arrays import Array
-from polyattn.band import Span, band, column_span, full_span, in_band, is_full
-from polyattn.indices import Indices
-from polyattn.patterns import Mask
-from polyattn.places import Called
-from polyattn.problem import DTYPES, FEATURES, Operands, Problem
-from polyattn.steps import Score
+from polyattn.call.describe import Operands
+from polyattn.call.features import DTYPES, FEATURES
+from polyattn.call.problem import Problem
+from polyattn.expressions.indices import Called
+from polyattn.expressions.masks import Mask
+from polyattn.expressions.scores import Score
+from polyattn.span import Span
 from polyattn.threads import thread_count
-from polyattn.tiles import Grid, Tile, every_mask
+from polyattn.tiles.band import band, column_span, full_span, in_band, is_full
+from polyattn.tiles.coverage import Grid, Tile, every_mask
+from polyattn.tiles.indices import Indices
 
 __all__ = [
     "API_VERSION",

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.arrays import Array, is_array
-from polyattn.steps import (
+from polyattn.expressions.scores import (
     Additive,
     Alibi,
     ByNorm,

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from polyattn.call.features import DTYPES
 from polyattn.kernels import Tiled
-from polyattn.problem import DTYPES
 
 
 def to_torch(x):

@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
-BAND, GROUPS = "polyattn/band.py", "polyattn/kernels/groups.py"
-RUNNING, ABSENT = "polyattn/kernels/running.py", "polyattn/kernels/absent.py"
-NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/indices.py"
+BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/kernels/grouped_heads.py"
+RUNNING, ABSENT = "polyattn/kernels/online_softmax.py", "polyattn/kernels/masked_sum.py"
+NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/tiles/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
-PATTERNS, TILES = "polyattn/patterns.py", "polyattn/tiles.py"
-PLACES = "polyattn/places.py"
-STEPS, DROPOUT = "polyattn/steps.py", "polyattn/dropout.py"
-PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/sums.py"
-SIGHT, CALL = "backends/polyattn_numpy/sight.py", "backends/polyattn_numpy/call.py"
-TABLE = "backends/polyattn_numpy/table.py"
+PATTERNS, TILES = "polyattn/expressions/masks.py", "polyattn/tiles/coverage.py"
+PLACES = "polyattn/expressions/indices.py"
+STEPS, DROPOUT = "polyattn/expressions/scores.py", "polyattn/tiles/dropout.py"
+PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/online_softmax.py"
+SIGHT, CALL = "backends/polyattn_numpy/visibility.py", "backends/polyattn_numpy/prepared.py"
+TABLE = "backends/polyattn_numpy/mask_table.py"
 
 
 class Mutation(NamedTuple):

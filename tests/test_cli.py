@@ -8,8 +8,8 @@ import types
 import pytest
 
 import polyattn
-from polyattn import listing
 from polyattn.cli import main
+from polyattn.dispatch import listing
 
 
 def test_backends(capsys):
@@ -37,10 +37,10 @@ def test_a_version_is_known_where_the_package_is_not_named_as_its_module(monkeyp
 
 
 def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
-    genuine = polyattn.registry.is_installed
-    monkeypatch.setattr(polyattn.registry, "_plugins", {})
+    genuine = polyattn.dispatch.registry.is_installed
+    monkeypatch.setattr(polyattn.dispatch.registry, "_plugins", {})
     monkeypatch.setattr(
-        polyattn.registry, "is_installed", lambda name: name != "torch" and genuine(name)
+        polyattn.dispatch.registry, "is_installed", lambda name: name != "torch" and genuine(name)
     )
     assert main(["backends"]) == 0
     assert 'torch is not installed: pip install "polyattn[torch]"' in capsys.readouterr().out

@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from polyattn import registry, use_backend
-from polyattn.dialects import (
-    dot_product_attention,
-    onnx_attention,
-    scaled_dot_product_attention,
-)
+from polyattn import use_backend
+from polyattn.dialects import dot_product_attention, onnx_attention, scaled_dot_product_attention
+from polyattn.dispatch import registry
 
 
 def onnx_cases():

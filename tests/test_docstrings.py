@@ -10,8 +10,8 @@ from numpydoc.validate import validate
 
 import polyattn
 import polyattn.conformance
-import polyattn.conformance.callables
-import polyattn.conformance.departures
+import polyattn.conformance.functions.check
+import polyattn.conformance.functions.report
 import polyattn.conformance.suite
 import polyattn.dialects
 import polyattn.integrations.jax
@@ -22,14 +22,14 @@ import polyattn.nn.load
 import polyattn.plot
 import polyattn.plugin
 import polyattn.scores
-from polyattn.answers import Block
-from polyattn.places import Place
+from polyattn.expressions.coverage import Block
+from polyattn.expressions.indices import Place
 
 MODULES = (
     polyattn,
     polyattn.conformance,
-    polyattn.conformance.callables,
-    polyattn.conformance.departures,
+    polyattn.conformance.functions.check,
+    polyattn.conformance.functions.report,
     polyattn.conformance.suite,
     polyattn.dialects,
     polyattn.integrations.jax,

@@ -38,7 +38,10 @@ def test_no_framework_is_imported(run_python, code):
 def test_a_spec_imports_no_array_library(run_python):
     code = "import polyattn_numpy, polyattn_torch, polyattn_numpy as n; n.SPEC"
     assert loaded_after(run_python, code, FRAMEWORKS) == []
-    assert loaded_after(run_python, "import polyattn.registry as r; r.names()", FRAMEWORKS) == []
+    assert (
+        loaded_after(run_python, "import polyattn.dispatch.registry as r; r.names()", FRAMEWORKS)
+        == []
+    )
 
 
 def test_a_named_backend_brings_its_library(run_python):

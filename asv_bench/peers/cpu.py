@@ -273,7 +273,7 @@ def _one_window(call: Contender, window: float) -> float:
 def rates(window: float) -> dict[str, float]:
     """Return what the floor is made of, on one thread: GFLOP/s of both products, ns of exp."""
     from polyattn_numpy import threads
-    from polyattn_numpy.kept import fast_exp2
+    from polyattn_numpy.scratch import fast_exp2
 
     rng = np.random.default_rng(0)
     query, key = (rng.standard_normal((512, 64), dtype=np.float32) for _ in range(2))

@@ -20,10 +20,10 @@ import numpy as np
 
 from polyattn.plugin import Array, Indices
 from polyattn_numpy.blocks import Piece, Tile
-from polyattn_numpy.call import Call
-from polyattn_numpy.kept import Memory, fast_exp2, ones
-from polyattn_numpy.sight import Hidden, Sight
-from polyattn_numpy.sums import Running, spoilt_product, weighted_sum
+from polyattn_numpy.online_softmax import Running, spoilt_product, weighted_sum
+from polyattn_numpy.prepared import Call
+from polyattn_numpy.scratch import Memory, fast_exp2, ones
+from polyattn_numpy.visibility import Hidden, Sight
 
 __all__ = ["Sweep"]
 

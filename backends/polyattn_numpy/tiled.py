@@ -14,9 +14,9 @@ import numpy as np
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import TASK, Piece, pieces
-from polyattn_numpy.call import Call, call_of
-from polyattn_numpy.kept import Memory, borrowed_memory
-from polyattn_numpy.sums import Running, join
+from polyattn_numpy.online_softmax import Running, join
+from polyattn_numpy.prepared import Call, call_of
+from polyattn_numpy.scratch import Memory, borrowed_memory
 from polyattn_numpy.sweep import Sweep
 
 __all__ = ["Tiled"]

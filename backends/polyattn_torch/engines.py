@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from polyattn.plugin import Problem, Span, band, column_span
 from polyattn_torch.attn_mask import as_bias, is_square_causal
-from polyattn_torch.facts import Facts
+from polyattn_torch.device_info import Facts
 
 __all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_CPU", "WITH_LOGSUMEXP", "Engine", "operator"]
 

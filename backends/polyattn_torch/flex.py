@@ -17,16 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from polyattn.plugin import (
-    Array,
-    Backend,
-    Kernel,
-    Mask,
-    Operands,
-    Problem,
-    Score,
-    every_mask,
-)
+from polyattn.plugin import Array, Backend, Kernel, Mask, Operands, Problem, Score, every_mask
 from polyattn_torch.batched import one_batch_axis
 from polyattn_torch.block_mask import block_mask, single
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from polyattn.plugin import Problem
 from polyattn_torch.attn_mask import is_square_causal, may_have_empty_rows, takes_mask
-from polyattn_torch.facts import Facts
+from polyattn_torch.device_info import Facts
 
 __all__ = ["QUIRKS", "Quirk", "Reroute", "refusals", "reroutes"]
 

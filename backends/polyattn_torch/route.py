@@ -9,8 +9,8 @@ import torch
 
 from polyattn.plugin import Problem
 from polyattn_torch.attn_mask import is_bare, is_square_causal, needs_band
+from polyattn_torch.device_info import Facts, facts_of
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, Engine
-from polyattn_torch.facts import Facts, facts_of
 from polyattn_torch.quirks import Reroute, reroutes
 
 __all__ = ["Route", "route_of", "why_no_engine"]

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.batched import one_batch_axis
-from polyattn_torch.detours import Arrays, detoured, returned
-from polyattn_torch.facts import facts_of
+from polyattn_torch.device_info import facts_of
+from polyattn_torch.engine_report import remark_on
 from polyattn_torch.quirks import refusals
-from polyattn_torch.remark import remark_on
 from polyattn_torch.route import route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, disagreement
+from polyattn_torch.workarounds import Arrays, detoured, returned
 
 __all__ = ["Sdpa"]
 

@@ -15,7 +15,7 @@ from repository import relinked
 from sphinx.application import Sphinx
 
 import polyattn
-from polyattn import errors
+from polyattn.dispatch import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("added", "changed", "fixed", "removed")

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from polyattn.problem import DTYPES
+from polyattn.call.features import DTYPES
 
 __all__ = ["add_options", "run"]
 
@@ -199,7 +199,7 @@ def _workload(options: argparse.Namespace) -> Any:
 
 def _able(everyone: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
     """Return the backends that can take the call; who was named and cannot is an error."""
-    from polyattn.errors import UnsupportedError
+    from polyattn.dispatch.errors import UnsupportedError
 
     able = []
     for one in everyone:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from polyattn import registry
-from polyattn.attention import attention, explain
+from polyattn.api.attention import attention, explain
 from polyattn.bench.workload import Workload
-from polyattn.errors import BackendUnavailableError
+from polyattn.dispatch import registry
+from polyattn.dispatch.errors import BackendUnavailableError
+from polyattn.dispatch.request import parse
 from polyattn.plugin import Array, Backend
-from polyattn.selection import parse
 
 __all__ = ["Contender", "Running", "contenders", "everything_here"]
 

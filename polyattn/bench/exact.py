@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.attention import attention
+from polyattn.api.attention import attention
 from polyattn.bench.workload import Workload
 
 __all__ = ["Rows", "exact_rows", "largest_error"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import threadpoolctl
 
 import polyattn
-from polyattn import registry
+from polyattn.dispatch import registry
 from polyattn.threads import granted, thread_count
 
 if TYPE_CHECKING:

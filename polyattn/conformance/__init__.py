@@ -8,11 +8,11 @@ It needs more than the rest of the package: ``pip install "polyattn[testing]"``.
 """
 
 try:
-    from polyattn.conformance.case import Case, make_case
-    from polyattn.conformance.cases import CASES, ESSENTIAL
-    from polyattn.conformance.oracle import Oracle, oracle
-    from polyattn.conformance.subject import Checked, Subject
-    from polyattn.conformance.tolerance import Deviation, assert_accurate, deviation
+    from polyattn.conformance.cases.case import Case, make_case
+    from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+    from polyattn.conformance.checks.target import Checked, Subject
+    from polyattn.conformance.reference.oracle import Oracle, oracle
+    from polyattn.conformance.reference.tolerance import Deviation, assert_accurate, deviation
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'polyattn.conformance needs {error.name}: pip install "polyattn[testing]"', name=error.name

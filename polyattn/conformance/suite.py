@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from polyattn.conformance import checks
-from polyattn.conformance.case import Case
-from polyattn.conformance.cases import CASES, ESSENTIAL
-from polyattn.conformance.differentiate import GRADIENT_CASES, check_gradients, has_gradients
-from polyattn.conformance.lazy import is_lazy, lazily
-from polyattn.conformance.subject import Checked, Subject
-from polyattn.registry import ARRAY_API
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
+from polyattn.conformance.checks.lazy import is_lazy, lazily
+from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.dispatch.registry import ARRAY_API
 
 __all__ = ["BackendSuite"]
 

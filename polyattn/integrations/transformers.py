@@ -20,9 +20,9 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from polyattn.attention import attention, explain
+from polyattn.api.attention import attention, explain
+from polyattn.api.weights import attention_weights
 from polyattn.plugin import Kernel
-from polyattn.weights import attention_weights
 
 __all__ = ["register"]
 

@@ -10,13 +10,15 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array, cast
-from polyattn.band import Span
-from polyattn.indices import Indices
-from polyattn.kernels.absent import hide, weighted_sum
-from polyattn.kernels.groups import fold, unfold
-from polyattn.kernels.running import Running, finish, join, start
+from polyattn.call.describe import Operands
+from polyattn.call.features import FEATURES
+from polyattn.call.problem import Problem
+from polyattn.kernels.grouped_heads import fold, unfold
+from polyattn.kernels.masked_sum import hide, weighted_sum
+from polyattn.kernels.online_softmax import Running, finish, join, start
 from polyattn.plugin import Backend, Kernel
-from polyattn.problem import FEATURES, Operands, Problem
+from polyattn.span import Span
+from polyattn.tiles.indices import Indices
 
 __all__ = ["Dense", "attend", "scaled", "scores"]
 

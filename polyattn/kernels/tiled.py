@@ -10,13 +10,16 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.band import Span, column_span
+from polyattn.call.describe import Operands
+from polyattn.call.features import FEATURES
+from polyattn.call.problem import Problem
+from polyattn.expressions.masks import Mask
 from polyattn.kernels.dense import attend, scaled
-from polyattn.kernels.running import Running, finish, join, start
-from polyattn.patterns import Mask
+from polyattn.kernels.online_softmax import Running, finish, join, start
 from polyattn.plugin import Backend, Kernel
-from polyattn.problem import FEATURES, Operands, Problem
-from polyattn.tiles import Tile, every_mask
+from polyattn.span import Span
+from polyattn.tiles.band import column_span
+from polyattn.tiles.coverage import Tile, every_mask
 
 __all__ = ["Tiled"]
 

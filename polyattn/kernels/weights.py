@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, cast
-from polyattn.band import Span
-from polyattn.indices import Indices
+from polyattn.call.describe import Operands
+from polyattn.call.features import FEATURES
+from polyattn.call.problem import Problem
 from polyattn.kernels.dense import scaled, scores
-from polyattn.kernels.running import or_zero, start
+from polyattn.kernels.online_softmax import or_zero, start
 from polyattn.plugin import Backend, Kernel
-from polyattn.problem import FEATURES, Operands, Problem
+from polyattn.span import Span
+from polyattn.tiles.indices import Indices
 
 __all__ = ["Weights"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from polyattn.api.attention import attention
+from polyattn.api.weights import attention_weights
+from polyattn.arguments import check_whole
 from polyattn.arrays import Array, index_range, library_of
-from polyattn.attention import attention
-from polyattn.call import check_whole
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Linear, Norm, draws
 from polyattn.nn.module import Draws, Module
 from polyattn.nn.positions import Rotary
-from polyattn.weights import attention_weights
 
 __all__ = ["MultiHeadAttention"]
 

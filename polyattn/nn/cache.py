@@ -13,17 +13,10 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polyattn.arrays import (
-    Array,
-    index_range,
-    is_array,
-    is_compiling,
-    library_of,
-    torch_transforms,
-)
-from polyattn.call import check_whole
+from polyattn.arguments import check_whole
+from polyattn.arrays import Array, index_range, is_array, is_compiling, library_of, torch_transforms
+from polyattn.expressions.masks import as_mask
 from polyattn.masks import padding
-from polyattn.patterns import as_mask
 
 __all__ = ["KVCache"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from polyattn.arguments import check_whole
 from polyattn.arrays import Array, index_range, library_of
-from polyattn.call import check_whole
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, draws

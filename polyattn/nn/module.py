@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from polyattn.arguments import check_whole
 from polyattn.arrays import Array, cast, facts_of, is_array, library_of, numbers_like
-from polyattn.call import check_whole
 
 __all__ = ["Draws", "Module"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.arrays import Array, library_of
-from polyattn.placement import backend_of
+from polyattn.dispatch.transfer import backend_of
 
 __all__ = ["by_rows", "mapped"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from polyattn import scores
 from polyattn.arrays import Array, cast, library_of, numbers_like
+from polyattn.expressions.scores import Score
 from polyattn.nn.layers import Embedding, draws
 from polyattn.nn.module import Draws, Module
-from polyattn.steps import Score
 
 __all__ = [
     "LearnedPositions",

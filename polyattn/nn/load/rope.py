@@ -6,15 +6,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from polyattn.call import check_whole
+from polyattn.arguments import check_whole
 from polyattn.nn.load.settings import Settings
-from polyattn.nn.positions import (
-    Rotary,
-    frequencies_of,
-    linear_scaling,
-    ntk_scaling,
-    yarn_scaling,
-)
+from polyattn.nn.positions import Rotary, frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
 
 __all__ = ["rotary"]
 

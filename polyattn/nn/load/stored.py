@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from polyattn.arrays import Array, cast, facts_of, library_of
+from polyattn.dispatch.transfer import brought
 from polyattn.nn.layers import LayerNorm, Linear, RMSNorm
 from polyattn.nn.module import Module
-from polyattn.placement import brought
 
 __all__ = [
     "Stored",

@@ -1,0 +1,1 @@
+"""The front door: `attention`, its parts and its weights."""

@@ -1,0 +1,312 @@
+"""The front door: describe the call, choose, run, hand back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from polyattn.api.partial import Partial
+from polyattn.arguments import lengths
+from polyattn.arrays import Array, ArrayFacts, facts_of
+from polyattn.call.describe import Call, Operands, describe
+from polyattn.call.layout import _swap, heads_first, is_flat
+from polyattn.dispatch.explanation import Explanation
+from polyattn.dispatch.select import decide, default_device, plan
+from polyattn.expressions.masks import Mask
+from polyattn.expressions.scores import Normalizer, ScaleRule, Score, Similarity
+from polyattn.plugin import Kernel
+
+__all__ = ["attention", "attention_partial", "explain"]
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | Mask | Callable[..., Array] | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: int | Array | None = None,
+    scale: float | ScaleRule | None = None,
+    softcap: float | None = None,
+    score_mod: Score | Callable[..., Array] | None = None,
+    sinks: Array | None = None,
+    dropout: tuple[float, int | Array] | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
+    layout: str = "...HLD",
+    backend: str | Sequence[str] | None = None,
+    kernel: str | Kernel | None = None,
+) -> Array:
+    """Compute scaled dot-product attention, softmax(scale · query·keyᵀ) · value.
+
+    In the shapes below ``...`` are batch axes, any number, that broadcast against each other; H
+    are query heads and G key/value heads, H a multiple of G; L and S the lengths of query and key;
+    D the size of a query or key vector and E that of a value vector. Arrays of rank 2 are one head.
+
+    Parameters
+    ----------
+    query : Array
+        Queries, shape (..., H, L, D), float16, bfloat16, float32 or float64, of NumPy, PyTorch,
+        JAX, CuPy or any library that follows the array API standard.
+    key : Array
+        Keys, shape (..., G, S, D), the dtype of the query. Query head h reads head h // (H // G).
+    value : Array
+        Values, shape (..., G, S, E), the dtype of the query.
+    mask : Array of bool, polyattn.masks value, or callable, optional
+        Which keys take part, True for those that do: an array that broadcasts to (..., H, L, S),
+        of that rank or of at most 2; a value such as ``masks.window(256, 0) | masks.prefix(16)``;
+        or a function ``mask(b, h, i, j)`` of index arrays. A key that does not take part is absent,
+        whatever it or its value holds.
+    bias : Array of float, optional
+        Added to the scores; broadcasts to (..., H, L, S). Where it is −inf the key is absent.
+    is_causal : bool
+        Whether row i sees only the keys j <= i + `query_offset`.
+    window : tuple of (int or None, int or None), optional
+        How many keys before and after its own position a row sees, the own not counted; None for
+        no bound. The own position of row i is i + `query_offset`.
+    query_offset : int or Array of int, optional
+        The position of the first query among the keys; an array gives one for each batch item. By
+        default S − L: the queries are the newest tokens.
+    scale : float or polyattn.scores scale rule, optional
+        Multiplies the scores; 1/√D by default, and 1 with a `similarity`.
+    softcap : float, optional
+        Bounds the scaled scores by s = softcap · tanh(s / softcap), before `score_mod` and `bias`.
+    score_mod : polyattn.scores value or callable, optional
+        A value such as ``scores.alibi(8)``; or a function ``score_mod(score, b, h, i, j)`` that
+        returns the score to use, given index arrays that broadcast with it: batch item (flat),
+        query head, row and key.
+    sinks : Array of float, optional
+        One more logit for each query head in the softmax's denominator, shape (H,), with no value.
+    dropout : tuple of (float, int), optional
+        At which rate weights are dropped, and the seed: which ones is decided by it and by batch
+        item, head, row and key, the same on every backend. The seed may be an integer array of no
+        axes, so that a compiled training step takes a new one each time.
+    similarity : polyattn.scores similarity, optional
+        What stands in place of query·key, such as ``scores.cosine()``.
+    normalizer : polyattn.scores normalizer, optional
+        What makes weights of scores in place of softmax, such as ``scores.sparsemax()``.
+    layout : {"...HLD", "...LHD"}
+        The order of heads and length in query, key, value and output.
+    backend : str or sequence of str, optional
+        A backend, ``name`` or ``name:device``, or several in order: the first that is here and can
+        do what is asked runs, and nothing else. Arrays are brought there and the result back;
+        ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
+        then the arrays' own library decides.
+    kernel : str or polyattn.plugin.Kernel, optional
+        The kernel to insist on: one of the backend's by its name, or one of your own.
+
+    Returns
+    -------
+    Array
+        The attention, shape (..., H, L, E) in the layout of the query, of the query's library,
+        device and dtype. A row that sees no key is 0.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of the wrong kind, library or dtype.
+    ValueError
+        If shapes do not fit together or an option is out of range.
+    UnknownBackendError
+        If no plugin has a name asked for.
+    BackendUnavailableError
+        If none of the backends asked for is installed.
+    UnsupportedError
+        If none of those that are can do what is asked.
+
+    See Also
+    --------
+    attention_partial : The same, with the logsumexp that joins attention over parts of the keys.
+    explain : What would run, and why.
+
+    References
+    ----------
+    .. [1] Vaswani et al., "Attention Is All You Need", 2017, arXiv:1706.03762.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention
+    >>> rng = np.random.default_rng(0)
+    >>> query = rng.standard_normal((2, 8, 5, 64), dtype=np.float32)  # (batch, H, L, D)
+    >>> key = rng.standard_normal((2, 2, 7, 64), dtype=np.float32)  # 2 heads serve 8
+    >>> value = rng.standard_normal((2, 2, 7, 32), dtype=np.float32)
+    >>> attention(query, key, value, is_causal=True).shape
+    (2, 8, 5, 32)
+    """
+    call, operands = describe(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
+        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
+    )  # fmt: skip
+    output, _ = _run(call, operands, backend, kernel)
+    return output
+
+
+def attention_partial(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | Mask | Callable[..., Array] | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: int | Array | None = None,
+    scale: float | ScaleRule | None = None,
+    softcap: float | None = None,
+    score_mod: Score | Callable[..., Array] | None = None,
+    sinks: Array | None = None,
+    dropout: tuple[float, int | Array] | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
+    layout: str = "...HLD",
+    backend: str | Sequence[str] | None = None,
+    kernel: str | Kernel | None = None,
+) -> Partial:
+    """Compute attention over some of the keys, to be joined with attention over others.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`, key and value being those of some keys only.
+    mask, bias, is_causal, window, query_offset, scale, softcap : optional
+        As for `attention`; indices and positions count from the first of these keys, so
+        `query_offset` says where the queries stand among them.
+    score_mod, sinks, dropout, similarity : optional
+        As for `attention`. Give sinks with one part only.
+    normalizer : None
+        Must be None, for nothing but softmax has a logsumexp.
+    layout, backend, kernel : optional
+        As for `attention`.
+
+    Returns
+    -------
+    Partial
+        The output, as of `attention`, and the logsumexp, shape (..., H, L) in the layout of the
+        output, in float32, or float64 for float64 inputs; −inf for a row that sees no key.
+
+    See Also
+    --------
+    merge : Join partials.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_partial
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, logsumexp = attention_partial(x, x, x)
+    >>> output.shape, logsumexp.shape
+    ((8, 5, 64), (8, 5))
+    """
+    call, operands = describe(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
+        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
+        logsumexp=True,
+    )  # fmt: skip
+    return Partial(*_run(call, operands, backend, kernel))
+
+
+def explain(
+    query: Array | tuple[int, ...],
+    key: Array | tuple[int, ...],
+    value: Array | tuple[int, ...],
+    *,
+    mask: Array | tuple[int, ...] | Mask | Callable[..., Array] | None = None,
+    bias: Array | tuple[int, ...] | None = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: int | Array | tuple[int, ...] | None = None,
+    scale: float | ScaleRule | None = None,
+    softcap: float | None = None,
+    score_mod: Score | Callable[..., Array] | None = None,
+    sinks: Array | tuple[int, ...] | None = None,
+    dropout: tuple[float, int | Array] | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
+    layout: str = "...HLD",
+    backend: str | Sequence[str] | None = None,
+    kernel: str | Kernel | None = None,
+    logsumexp: bool = False,
+    library: str = "numpy",
+    device: str | None = None,
+    dtype: str = "float32",
+) -> Explanation:
+    """Say what `attention` would do with a call: which kernel runs, and why no other.
+
+    Nothing is computed, converted or moved.
+
+    Parameters
+    ----------
+    query, key, value : Array or tuple of int
+        As for `attention`, or only their shapes.
+    mask, bias, is_causal, window, query_offset, scale, softcap : optional
+        As for `attention`; of mask, bias and query_offset the shape is enough.
+    score_mod, sinks, dropout, similarity, normalizer : optional
+        As for `attention`; of sinks the shape is enough.
+    layout, backend, kernel : optional
+        As for `attention`.
+    logsumexp : bool
+        Whether to explain `attention_partial` instead.
+    library : str
+        Whose arrays the shapes are taken to be of; arrays speak for themselves.
+    device : str, optional
+        Where those are; by default on the library's default device.
+    dtype : str
+        Of what they are.
+
+    Returns
+    -------
+    Explanation
+        The decision; it prints as a table.
+
+    Examples
+    --------
+    >>> import polyattn
+    >>> shape = (2, 8, 128, 64)
+    >>> print(polyattn.explain(shape, shape, shape, is_causal=True, backend="numpy"))
+    attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
+    needs:     causal
+    selected by backend='numpy'
+      numpy  tiled  CHOSEN
+      numpy  dense  next
+    """
+
+    def shaped(given: Any, dtype: str = dtype) -> Any:
+        if not isinstance(given, (tuple, list)):
+            return given
+        where = default_device(library) if device is None else device
+        return ArrayFacts(library, dtype, where, lengths(given))
+
+    def facts(given: Any, name: str) -> ArrayFacts:
+        return given if isinstance(given, ArrayFacts) else facts_of(given, name)
+
+    call, _ = describe(
+        shaped(query), shaped(key), shaped(value), mask=shaped(mask, "bool"), bias=shaped(bias),
+        is_causal=is_causal, window=window, query_offset=shaped(query_offset, "int64"),
+        scale=scale, softcap=softcap, score_mod=score_mod, sinks=shaped(sinks), dropout=dropout,
+        similarity=similarity, normalizer=normalizer, layout=layout, logsumexp=logsumexp,
+        facts=facts,
+    )  # fmt: skip
+    only_shapes = isinstance(query, (tuple, list))
+    return decide(call, None if only_shapes else query, backend, kernel)
+
+
+def _run(
+    call: Call,
+    operands: Operands,
+    backend: str | Sequence[str] | None,
+    kernel: str | Kernel | None,
+) -> tuple[Array, Array | None]:
+    chosen = plan(call, operands.query, backend, kernel)
+    output, logsumexp = chosen.run(heads_first(call, operands))
+    if is_flat(call):
+        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
+    if call.layout == "...LHD":
+        output = _swap(output, -2, -3)
+        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
+    return output, logsumexp

@@ -1,0 +1,160 @@
+"""What must hold among the arguments of a call.
+
+A check sees shapes, dtypes, libraries and options, never the values of an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.arguments import Shape
+from polyattn.arrays import ArrayFacts, broadcast_shapes
+from polyattn.call.describe import Call
+from polyattn.call.features import DTYPES
+from polyattn.expressions.indices import is_ambiguous
+
+__all__ = []
+
+
+def _check_dtypes(call: Call) -> None:
+    three = (("query", call.query), ("key", call.key), ("value", call.value))
+    for name, facts in three:
+        if facts.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} has dtype {facts.dtype}; attention takes {', '.join(DTYPES)}:"
+                " cast it first"
+            )
+    if not call.query.dtype == call.key.dtype == call.value.dtype:
+        given = ", ".join(f"{name} {facts.dtype}" for name, facts in three)
+        raise TypeError(f"query, key and value must have one dtype; got {given}: cast them to one")
+    if isinstance(call.mask, ArrayFacts) and call.mask.dtype != "bool":
+        dtype = call.mask.dtype
+        if "float" in dtype:
+            hint = "a float array that is added to the scores goes in bias="
+        else:
+            hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
+        raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")
+    for name, extra in (("bias", call.bias), ("sinks", call.sinks)):
+        if extra is not None and extra.dtype not in DTYPES:
+            hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
+            raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
+    offset = call.query_offset
+    if isinstance(offset, ArrayFacts) and "int" not in offset.dtype:
+        raise TypeError(f"query_offset must hold integers; got dtype {offset.dtype}")
+
+
+def _check_known_lengths(call: Call) -> None:
+    for name, facts in call.arrays():
+        for length in facts.shape:
+            if length is None or length != length:  # dask: NaN stands for an unknown length
+                raise ValueError(
+                    f"{name} has the shape {facts.shape}, whose lengths are not all known;"
+                    " compute them first (dask: compute_chunk_sizes())"
+                )
+
+
+def _check_range(call: Call) -> None:
+    # Scores are float32 for all but float64.
+    largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)
+    for name, value in (("scale", call.scale), ("softcap", call.softcap)):
+        if isinstance(value, float) and value != 0 and not smallest <= abs(value) <= largest:
+            raise ValueError(
+                f"{name} must be within the range of the scores' dtype, {smallest} to {largest};"
+                f" got {value!r}"
+            )
+
+
+def _common_shape(call: Call) -> tuple[Any, ...]:
+    given = f"query {call.query.shape}, key {call.key.shape}, value {call.value.shape}"
+    letters = (
+        "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
+        if call.layout == "...HLD"
+        else "(..., L, H, D), (..., S, G, D), (..., S, G, E)"
+    )
+    for name, facts in (("query", call.query), ("key", call.key), ("value", call.value)):
+        if len(facts.shape) < 2:
+            raise ValueError(
+                f"{name} needs at least the axes length and size; got {given}, for {letters}"
+            )
+    q_batch, heads, query_length, head_size = _axes(call.query.shape, call.layout)
+    k_batch, key_heads, key_length, key_size = _axes(call.key.shape, call.layout)
+    v_batch, value_heads, value_length, value_size = _axes(call.value.shape, call.layout)
+    if head_size != key_size:
+        raise ValueError(
+            f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
+            f" {given}, for {letters}"
+        )
+    if key_length != value_length:
+        raise ValueError(
+            f"key and value must have one length S; got {key_length} and {value_length}:"
+            f" {given}, for {letters}"
+        )
+    if key_heads != value_heads:
+        raise ValueError(
+            f"key and value must have one number of heads G; got {key_heads} and {value_heads}:"
+            f" {given}, for {letters}"
+        )
+    if (key_heads == 0 and heads != 0) or (key_heads and heads % key_heads):
+        other = "" if call.layout == "...LHD" else '; if length comes before heads, layout="...LHD"'
+        raise ValueError(
+            f"the number of query heads must be a multiple of that of key heads; got {heads} and"
+            f" {key_heads}: {given}, for {letters}{other}"
+        )
+    batch = broadcast_shapes(q_batch, k_batch, v_batch)
+    if batch is None:
+        raise ValueError(
+            f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:"
+            f" {given}, for {letters}"
+        )
+    return batch, heads, key_heads, query_length, key_length, head_size, value_size
+
+
+def _axes(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
+    if len(shape) == 2:
+        return (), 1, shape[0], shape[1]
+    heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
+    return shape[:-3], heads, length, shape[-1]
+
+
+def _check_operand_shapes(call: Call, scores: Shape) -> None:
+    rank = max(2, *(len(facts.shape) for facts in (call.query, call.key, call.value)))
+    if isinstance(call.mask, ArrayFacts):
+        mask = call.mask.shape
+        if is_ambiguous(mask, rank):
+            raise ValueError(
+                f"mask {mask} has {len(mask)} axes for scores {scores} of {rank}, so its first"
+                " could be batch or heads: write mask[:, None] for a mask per batch item,"
+                " mask[None] for one per head"
+            )
+        _check_broadcasts("mask", mask, scores[-rank:])
+    if call.bias is not None:
+        _check_broadcasts("bias", call.bias.shape, scores[-rank:])
+    if call.sinks is not None and call.sinks.shape != (scores[-3],):
+        raise ValueError(
+            f"sinks must hold one number per query head, shape ({scores[-3]},); got"
+            f" {call.sinks.shape}"
+        )
+    if call.known_logsumexp is not None:
+        known, whole = call.known_logsumexp, scores[:-1][-max(1, rank - 1) :]
+        if call.layout == "...LHD" and rank > 2:
+            whole = (*whole[:-2], whole[-1], whole[-2])
+        if known.shape != whole or known.dtype not in ("float32", "float64"):
+            raise ValueError(
+                f"logsumexp must be what attention_partial gave for this call, {whole} in float32"
+                f" or float64; got {known}"
+            )
+    if isinstance(call.query_offset, ArrayFacts):
+        offset, batch = call.query_offset.shape, scores[:-3]
+        if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:
+            raise ValueError(
+                "query_offset as an array gives one offset per batch item: its shape must broadcast"
+                f" to {batch}; got {offset}"
+            )
+
+
+def _check_broadcasts(name: str, shape: Shape, scores: Shape) -> None:
+    if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
+        letters = ("L", "S") if len(scores) == 2 else ("...", "H", "L", "S")
+        raise ValueError(
+            f"{name} {shape} does not broadcast to the scores ({', '.join(letters)}) = {scores}"
+        )

@@ -1,0 +1,271 @@
+"""Call: what the caller gave, less the arrays' values, each option checked by itself.
+
+Options are checked here one by one; what must hold among the arrays is for `problem` to check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from polyattn.arguments import Ends, _got, check_ends, check_takes
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, torch_transforms
+from polyattn.call.options import _dropout, _finite, _flag, _offset, _softcap
+from polyattn.expressions.expression import Value, named
+from polyattn.expressions.masks import And, Causal, Dense, Mask, Rule, Window
+from polyattn.expressions.scores import (
+    Chain,
+    Function,
+    Normalizer,
+    ScaleRule,
+    Score,
+    Similarity,
+    Softcap,
+)
+
+__all__ = ["Call", "Operands", "describe"]
+
+
+class Operands(NamedTuple):
+    """The arrays and functions of one call, heads before length, query, key and value of rank 3 up.
+
+    Attributes
+    ----------
+    query, key, value : Array
+        Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E).
+    mask : Array of bool, Mask, callable or None
+        Broadcasts to (..., H, L, S), or a value or function of (b, h, i, j).
+    bias : Array or None
+        Broadcasts to (..., H, L, S).
+    query_offset : int, Array or None
+        An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
+    score_mod : Score, callable or None
+        A value or function of (score, b, h, i, j).
+    sinks : Array or None
+        Shape (H,).
+    similarity : Similarity or None
+        What stands in place of q·k.
+    seed : int, Array or None
+        What decides, with the indices, which weights are dropped.
+    known_logsumexp : Array or None
+        Of a call for weights, the logsumexp that they are to be measured by, shape (..., H, L).
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    mask: Array | Callable[..., Array] | None
+    bias: Array | None
+    query_offset: int | Array | None
+    score_mod: Callable[..., Array] | None
+    sinks: Array | None
+    similarity: Similarity | None = None
+    seed: int | Array | None = None
+    known_logsumexp: Array | None = None
+
+
+class Call(NamedTuple):
+    """What the caller gave, less the arrays' values: the key that a decision is remembered by."""
+
+    query: ArrayFacts
+    key: ArrayFacts
+    value: ArrayFacts
+    mask: ArrayFacts | Mask | str | None
+    bias: ArrayFacts | None
+    is_causal: bool
+    window: Ends | None
+    query_offset: ArrayFacts | int | None
+    scale: float | ScaleRule | None
+    softcap: float | None
+    score_mod: Score | str | None
+    sinks: ArrayFacts | None
+    dropout: float
+    seed: ArrayFacts | None
+    similarity: Similarity | None
+    normalizer: Normalizer | None
+    known_logsumexp: ArrayFacts | None
+    layout: str
+    logsumexp: bool
+    transforms: frozenset[str]
+
+    def arrays(self) -> list[tuple[str, ArrayFacts]]:
+        """Return the name and facts of each array that was given, ``mask.key_ids`` inside one."""
+        found: list[tuple[str, ArrayFacts]] = []
+        for name, given in zip(self._fields, self, strict=True):
+            if isinstance(given, ArrayFacts):
+                found.append((name, given))
+            elif isinstance(given, (Mask, Score, Similarity)):
+                found += named(given, name)
+        return found
+
+
+def describe(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    is_causal: Any = False,
+    window: Any = None,
+    query_offset: Any = None,
+    scale: Any = None,
+    softcap: Any = None,
+    score_mod: Any = None,
+    sinks: Any = None,
+    dropout: Any = None,
+    similarity: Any = None,
+    normalizer: Any = None,
+    known_logsumexp: Any = None,
+    layout: Any = "...HLD",
+    logsumexp: bool = False,
+    facts: Callable[[Any, str], ArrayFacts] = facts_of,
+) -> tuple[Call, Operands]:
+    """Return the facts of a call, its options checked one by one, and its operands.
+
+    What a value says that an option of its own says too is moved there, so that every kernel that
+    knows the option knows the value. `examine` checks the whole.
+    """
+    if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
+        raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
+    is_causal = is_causal if is_causal is False else _flag("is_causal", is_causal)
+    window = None if window is None else check_ends(window)
+    if isinstance(mask, Mask):
+        mask, is_causal, window = _without_band(mask, is_causal, window)
+    scale = scale if scale is None or isinstance(scale, ScaleRule) else _finite("scale", scale)
+    softcap = None if softcap is None else _softcap(softcap)
+    if isinstance(score_mod, Score):
+        score_mod, softcap = _without_softcap(score_mod, softcap)
+    _check_kind("similarity", similarity, Similarity, "scores.cosine()")
+    _check_kind("normalizer", normalizer, Normalizer, "scores.sparsemax()")
+    rate, seed = (0.0, None) if dropout is None else _dropout(dropout)
+    if rate == 0:
+        seed = None
+    call = Call(
+        facts(query, "query"),
+        facts(key, "key"),
+        facts(value, "value"),
+        _mask_facts(mask, facts),
+        None if bias is None else facts(bias, "bias"),
+        is_causal,
+        window,
+        None if query_offset is None else _offset(query_offset, facts),
+        scale,
+        softcap,
+        _score_facts(score_mod, facts),
+        None if sinks is None else facts(sinks, "sinks"),
+        rate,
+        facts(seed, "dropout's seed") if is_array(seed) else None,
+        None if similarity is None else similarity.form(facts),
+        normalizer,
+        None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
+        layout,
+        logsumexp,
+        torch_transforms(),
+    )
+    operands = Operands(
+        query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
+        known_logsumexp,
+    )  # fmt: skip
+    return call, operands
+
+
+def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    if mask is None:
+        return None
+    if isinstance(mask, Mask):
+        for _, thing in mask.carried():
+            if not is_array(thing):
+                check_takes("the mask function", thing, "b, h, i, j")
+        return mask.form(facts)
+    _check_place("mask", mask)
+    if isinstance(mask, str):
+        raise TypeError(f"mask is an array, a function or a value of polyattn.masks; {_got(mask)}")
+    if not callable(mask):
+        return facts(mask, "mask")
+    check_takes("the mask function", mask, "b, h, i, j")
+    return "function"
+
+
+def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    if score_mod is None:
+        return None
+    if not isinstance(score_mod, Score):
+        _check_place("score_mod", score_mod)
+    if not callable(score_mod):
+        raise TypeError(
+            "score_mod must be a function (score, b, h, i, j) -> score, or a value of"
+            f" polyattn.scores; {_got(score_mod)}"
+        )
+    if not isinstance(score_mod, Score):
+        check_takes("score_mod", score_mod, "score, b, h, i, j")
+        return "function"
+    for _, thing in score_mod.carried():
+        if not is_array(thing):
+            check_takes("score_mod", thing, "score, b, h, i, j")
+    return score_mod.form(facts)
+
+
+def _check_place(name: str, given: Any) -> None:
+    """Refuse a value that goes in another argument."""
+    if isinstance(given, Value):
+        place = next(place for kind, place in _PLACES.items() if isinstance(given, kind))
+        raise TypeError(f"{given!r} goes in {place}=, not in {name}=")
+
+
+_PLACES = {
+    Mask: "mask",
+    Score: "score_mod",
+    Similarity: "similarity",
+    ScaleRule: "scale",
+    Normalizer: "normalizer",
+}
+
+
+def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{name} must be a value of polyattn.scores such as {example}; {_got(given)}"
+        )
+
+
+def _without_band(
+    mask: Mask, is_causal: bool, window: Ends | None
+) -> tuple[Any, bool, Ends | None]:
+    """Move what causal and window say out of a mask; return what is left as simply as it goes."""
+    rest: list[Mask] = []
+    for part in mask.parts if isinstance(mask, And) else (mask,):
+        if isinstance(part, Causal):
+            is_causal = True
+        elif isinstance(part, Window):
+            window = _narrower(window or (None, None), (part.left, part.right))
+        else:
+            rest.append(part)
+    if not rest:
+        return None, is_causal, window
+    if len(rest) > 1:
+        return And(tuple(rest)), is_causal, window
+    left = rest[0]
+    if isinstance(left, Dense):
+        return left.array, is_causal, window
+    return left.function if isinstance(left, Rule) else left, is_causal, window
+
+
+def _narrower(one: Ends, other: Ends) -> Ends:
+    ends = [
+        b if a is None else a if b is None else min(a, b) for a, b in zip(one, other, strict=True)
+    ]
+    return ends[0], ends[1]
+
+
+def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
+    """Move a softcap that comes first out of a score value, and a function alone out of its."""
+    parts = score.parts if isinstance(score, Chain) else (score,)
+    first = parts[0]
+    if softcap is None and isinstance(first, Softcap):
+        parts, softcap = parts[1:], first.cap
+    if not parts:
+        return None, softcap
+    if len(parts) > 1:
+        return Chain(parts), softcap
+    return parts[0].rule if isinstance(parts[0], Function) else parts[0], softcap

@@ -1,0 +1,40 @@
+"""The closed vocabulary of what a call can ask of a kernel."""
+
+from __future__ import annotations
+
+__all__ = ["DTYPES", "FEATURES", "MASKING"]
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+#: What a call can ask of a kernel. A kernel declares which of these it computes, and is never
+#: given a problem that needs another.
+FEATURES: dict[str, str] = {
+    "batch_broadcast": "batch axes of query, key and value that differ",
+    "bias": "bias=, added to the scores",
+    "causal": "is_causal=True",
+    "dropout": "dropout=",
+    "grouped_heads": "fewer key/value heads than query heads",
+    "logsumexp": "the logsumexp of each row beside the output",
+    "mask": "mask= as an array",
+    "mask_mod": "mask= as a function",
+    "mask_value": "mask= as a value of polyattn.masks that no other option says",
+    "normalizer": "normalizer=, in place of softmax",
+    "query_offset": "query_offset= as a number other than S − L",
+    "query_offset_array": "query_offset= as an array",
+    "scale": "scale= other than 1/√D",
+    "score_mod": "score_mod= as a function",
+    "score_norm": "scale=scores.by_norm()",
+    "score_value": "score_mod= as a value of polyattn.scores that no other option says",
+    "similarity": "similarity=, in place of q·k",
+    "sinks": "sinks=",
+    "softcap": "softcap=",
+    "value_size": "value vectors of another size than query and key vectors",
+    "window": "window=",
+}
+
+
+#: Those by which a key may be absent.
+MASKING = frozenset(
+    {"bias", "causal", "mask", "mask_mod", "mask_value", "score_mod", "score_value", "window"}
+)

@@ -1,0 +1,266 @@
+"""Problem: a call in the letters of the semantics, once all that must hold of it is checked.
+
+A check sees shapes, dtypes, libraries and options, never an array's values, so that all of them
+work on traced and lazy arrays and cost no device a wait. Each refusal quotes what the caller gave
+and says how to mend it, and comes before any conversion or device work.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from polyattn.arguments import Ends, Shape
+from polyattn.arrays import ArrayFacts
+from polyattn.call.checks import (
+    _check_dtypes,
+    _check_known_lengths,
+    _check_operand_shapes,
+    _check_range,
+    _common_shape,
+)
+from polyattn.call.describe import Call
+from polyattn.expressions.expression import carries_function
+from polyattn.expressions.indices import Dims
+from polyattn.expressions.masks import Mask
+from polyattn.expressions.scores import ByNorm, LongSequence, Normalizer, Score, Similarity
+
+__all__ = ["Problem", "examine"]
+
+
+class Problem(NamedTuple):
+    """The facts of a checked call, in the letters of the semantics: all that a kernel may ask.
+
+    Attributes
+    ----------
+    library, device, dtype : str
+        Where the kernel finds the arrays, and of what they are; an empty device is not known.
+    batch : tuple of int
+        The batch axes, broadcast.
+    heads, key_heads : int
+        H and G.
+    query_length, key_length : int
+        L and S.
+    head_size, value_size : int
+        D and E.
+    is_causal : bool
+        Whether a row sees no key after its position.
+    window : tuple of (int or None, int or None)
+        How far a row sees to either side of its position.
+    query_offset : int or None
+        The position of the first row; None if an array gives it. S − L where none matters.
+    scale : float
+        What multiplies q·k.
+    softcap : float or None
+        The bound of the scores.
+    mask, bias : tuple of int or None
+        The shape of the array, if there is one.
+    bias_dtype : str or None
+        The dtype of the bias.
+    features : frozenset of str
+        Which of `FEATURES` the call needs.
+    requires_grad : bool
+        Whether an array carries a graph of gradients.
+    transforms : frozenset of str
+        Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are at work.
+    traced : bool
+        Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
+    converted : bool
+        Whether the arrays come from another library or device than the kernel's.
+    mask_form, score_form, similarity_form : Mask, Score, Similarity or None
+        The values given for mask, score_mod and similarity, with facts in place of arrays, and
+        compiled masks without their tables.
+    score_norm : ByNorm or None
+        What divides each row's scores by their norm.
+    normalizer : Normalizer or None
+        What stands in place of softmax.
+    dropout : float
+        The rate at which weights are dropped.
+    """
+
+    library: str
+    device: str
+    dtype: str
+    batch: Shape
+    heads: int
+    key_heads: int
+    query_length: int
+    key_length: int
+    head_size: int
+    value_size: int
+    is_causal: bool
+    window: Ends
+    query_offset: int | None
+    scale: float
+    softcap: float | None
+    mask: Shape | None
+    bias: Shape | None
+    bias_dtype: str | None
+    features: frozenset[str]
+    requires_grad: bool
+    transforms: frozenset[str]
+    traced: bool = False
+    converted: bool = False
+    mask_form: Mask | None = None
+    score_form: Score | None = None
+    similarity_form: Similarity | None = None
+    score_norm: ByNorm | None = None
+    normalizer: Normalizer | None = None
+    dropout: float = 0.0
+
+    @property
+    def device_kind(self) -> str:
+        """The device without its number: ``cpu``, ``cuda``, ``mps``."""
+        return self.device.partition(":")[0]
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of scores, sums and logsumexp."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def scores(self) -> Shape:
+        """The shape (..., H, L, S) of the scores, which mask and bias broadcast to."""
+        return (*self.batch, self.heads, self.query_length, self.key_length)
+
+    @property
+    def masks_by_position(self) -> bool:
+        """Whether causal or window is given."""
+        return not self.features.isdisjoint(("causal", "window"))
+
+    @property
+    def masks(self) -> bool:
+        """Whether any key may be absent for any row."""
+        return not self.features.isdisjoint(
+            (
+                "causal",
+                "window",
+                "mask",
+                "mask_mod",
+                "mask_value",
+                "bias",
+                "score_mod",
+                "score_value",
+            )
+        )
+
+
+def examine(call: Call) -> Problem:
+    """Check a call as a whole and return its Problem.
+
+    Parameters
+    ----------
+    call : Call
+        The facts of the call.
+
+    Returns
+    -------
+    Problem
+        The same facts in the letters of the semantics.
+    """
+    _check_dtypes(call)
+    _check_known_lengths(call)
+    _check_range(call)
+    batch, heads, key_heads, *lengths_and_sizes = _common_shape(call)
+    query_length, key_length, head_size, value_size = lengths_and_sizes
+    scores = (*batch, heads, query_length, key_length)
+    _check_operand_shapes(call, scores)
+    default_scale = 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
+    offset = call.query_offset
+    positions_matter = (
+        call.is_causal
+        or (call.window or (None, None)) != (None, None)
+        or isinstance(call.mask, Mask)
+        or isinstance(call.score_mod, Score)
+    )
+    if offset is None or not positions_matter:
+        offset = key_length - query_length
+    arrays = call.arrays()
+    problem = Problem(
+        library=call.query.library,
+        device=call.query.device,
+        dtype=call.query.dtype,
+        batch=batch,
+        heads=heads,
+        key_heads=key_heads,
+        query_length=query_length,
+        key_length=key_length,
+        head_size=head_size,
+        value_size=value_size,
+        is_causal=call.is_causal,
+        window=call.window or (None, None),
+        query_offset=None if isinstance(offset, ArrayFacts) else offset,
+        scale=_scale(call.scale, default_scale, key_length),
+        softcap=call.softcap,
+        mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
+        bias=None if call.bias is None else call.bias.shape,
+        bias_dtype=None if call.bias is None else call.bias.dtype,
+        features=frozenset(),
+        requires_grad=any(facts.requires_grad for _, facts in arrays),
+        transforms=call.transforms,
+        traced=any(facts.traced for _, facts in arrays),
+        mask_form=call.mask if isinstance(call.mask, Mask) else None,
+        score_form=call.score_mod if isinstance(call.score_mod, Score) else None,
+        similarity_form=call.similarity,
+        score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
+        normalizer=call.normalizer,
+        dropout=call.dropout,
+    )
+    _check_values(call, problem)
+    features = _features(call, problem, default_scale)
+    return problem._replace(features=features)
+
+
+def _scale(given: Any, default: float, key_length: int) -> float:
+    if isinstance(given, LongSequence):
+        return default / math.sqrt(max(key_length, 1))
+    return default if given is None or isinstance(given, ByNorm) else float(given)
+
+
+def _check_values(call: Call, problem: Problem) -> None:
+    dims = Dims(
+        problem.batch, problem.heads, problem.query_length, problem.key_length, problem.query_offset
+    )
+    if problem.mask_form is not None:
+        problem.mask_form.check(dims)
+    if problem.score_form is not None:
+        problem.score_form.check(dims)
+    if problem.similarity_form is not None:
+        problem.similarity_form.check(problem.head_size)
+    if problem.normalizer is not None:
+        asked = call.logsumexp or call.known_logsumexp is not None
+        for name, given in (("sinks", call.sinks is not None), ("a logsumexp", asked)):
+            if given:
+                raise ValueError(
+                    f"{name} is of softmax alone, and normalizer={problem.normalizer!r} was given"
+                )
+
+
+def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
+    needed = {
+        "batch_broadcast": not call.query.shape[:-3]
+        == call.key.shape[:-3]
+        == call.value.shape[:-3],
+        "bias": call.bias is not None,
+        "causal": call.is_causal,
+        "dropout": call.dropout > 0,
+        "grouped_heads": problem.heads != problem.key_heads,
+        "logsumexp": call.logsumexp,
+        "mask": isinstance(call.mask, ArrayFacts),
+        "mask_mod": isinstance(call.mask, str) or carries_function(problem.mask_form),
+        "mask_value": problem.mask_form is not None,
+        "normalizer": call.normalizer is not None,
+        "query_offset": problem.query_offset is not None
+        and problem.query_offset != problem.key_length - problem.query_length,
+        "query_offset_array": problem.query_offset is None,
+        "scale": problem.scale != default_scale,
+        "score_mod": isinstance(call.score_mod, str) or carries_function(problem.score_form),
+        "score_norm": problem.score_norm is not None,
+        "score_value": problem.score_form is not None,
+        "similarity": problem.similarity_form is not None,
+        "sinks": call.sinks is not None,
+        "softcap": call.softcap is not None,
+        "value_size": problem.value_size != problem.head_size,
+        "window": problem.window != (None, None),
+    }
+    return frozenset([name for name, holds in needed.items() if holds])

@@ -1,0 +1,1 @@
+"""The calls that kernels are held to."""

@@ -1,0 +1,315 @@
+"""A case: one call of attention, made from its name and fields alone.
+
+Two runs, on any machine, make the same arrays: the seed is a checksum of the name.
+"""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from polyattn import explain
+from polyattn.arrays import is_array
+from polyattn.expressions.expression import Value
+
+__all__ = ["ARRAYS", "VIEWS", "Case", "Draw", "arrays_in", "finfo", "make_case", "with_arrays"]
+
+finfo: Any = ml_dtypes.finfo
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An array among the options, or a value that carries some: `make(case, rng)`.
+
+    It is cast to the inputs' dtype if it is real, or to a dtype of its own.
+    """
+
+    make: Callable[[Any, Any], Any]
+    dtype: str | None = None
+
+
+def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
+    """Return an option of a call with each array that is in it replaced.
+
+    Parameters
+    ----------
+    option : Any
+        An array, a value that carries some, a pair of a rate and a seed; or anything else, which
+        stays as it is.
+    change : callable
+        Given an array, what is to stand in its place.
+    """
+    if isinstance(option, Value):
+        return option.map(lambda _, x: change(x) if is_array(x) else x)
+    if isinstance(option, tuple):
+        return tuple([with_arrays(one, change) for one in option])
+    return change(option) if is_array(option) else option
+
+
+def arrays_in(option: Any) -> list[Any]:
+    """Return the arrays that are in an option, in the order in which `with_arrays` meets them."""
+    found: list[Any] = []
+
+    def note(array: Any) -> Any:
+        found.append(array)
+        return array
+
+    with_arrays(option, note)
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `attention`; the shape fields are the letters of the semantics.
+
+    Attributes
+    ----------
+    name : str
+        What it is called, and the seed of its arrays.
+    topic : str
+        What of the semantics it is about: one of `TOPICS`.
+    dtype : str
+        Of query, key and value.
+    batch, key_batch, value_batch : tuple of int
+        The batch axes of query, key and value; None for the query's.
+    H, G, L, S, D, E : int
+        The lengths; G is H and E is D where they are None.
+    one_head : bool
+        Whether the arrays have no axis of heads.
+    layout : str
+        The order of heads and length.
+    values : str
+        How query, key and value are drawn.
+    view : str or None
+        How arrays lie in memory; None for contiguous ones.
+    viewed : str or None
+        Which array does; None for all.
+    poison : float or None
+        What some rows of the arrays `poison_in` hold.
+    poisoned : tuple of int
+        Which rows.
+    poison_in : tuple of str
+        Of which of query, key and value.
+    rows : tuple of int or None
+        The query rows that are held to the oracle; None for all. Long cases are sampled.
+    options : tuple of (str, object)
+        The other arguments of the call.
+    """
+
+    name: str
+    topic: str = "formula"
+    dtype: str = "float32"
+    batch: Shape = (2,)
+    key_batch: Shape | None = None
+    value_batch: Shape | None = None
+    H: int = 2
+    G: int | None = None
+    L: int = 11
+    S: int = 11
+    D: int = 8
+    E: int | None = None
+    one_head: bool = False
+    layout: str = "...HLD"
+    values: str = "normal"
+    view: str | None = None
+    viewed: str | None = None
+    poison: float | None = None
+    poisoned: tuple[int, ...] = ()
+    poison_in: tuple[str, ...] = ("key", "value")
+    rows: tuple[int, ...] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def full_batch(self) -> Shape:
+        """The batch axes, broadcast."""
+        others = (self.key_batch, self.value_batch)
+        return np.broadcast_shapes(self.batch, *(x for x in others if x is not None))
+
+    @property
+    def score_shape(self) -> Shape:
+        """The shape of the scores."""
+        heads = () if self.one_head else (self.H,)
+        return (*self.full_batch, *heads, self.L, self.S)
+
+    @property
+    def value_size(self) -> int:
+        """E, or D where it is that."""
+        return self.D if self.E is None else self.E
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
+        """The shapes of query, key and value, heads first."""
+        G = self.H if self.G is None else self.G
+        k_batch, v_batch = (
+            self.batch if b is None else b for b in (self.key_batch, self.value_batch)
+        )
+        heads = (self.H, G, G) if not self.one_head else ((), (), ())
+        lengths = ((self.L, self.D), (self.S, self.D), (self.S, self.value_size))
+        q, k, v = (
+            (*batch, *((h,) if isinstance(h, int) else ()), *ends)
+            for batch, h, ends in zip((self.batch, k_batch, v_batch), heads, lengths, strict=True)
+        )
+        return q, k, v
+
+    def arguments(self, poisoned: bool = True) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
+        """Make the arguments of the call, fresh ones each time.
+
+        Parameters
+        ----------
+        poisoned : bool
+            Whether with the poison, or clean.
+
+        Returns
+        -------
+        arrays : tuple of numpy.ndarray
+            Query, key and value.
+        options : dict
+            The other arguments.
+        """
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        dtype = np.dtype(self.dtype)
+        arrays = dict(zip(ARRAYS, VALUES[self.values](self, rng), strict=True))
+        for name in self.poison_in if poisoned and self.poison is not None else ():
+            arrays[name][..., self.poisoned, :] = self.poison
+        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
+        if self.layout == "...LHD":
+            arrays = {n: np.ascontiguousarray(np.swapaxes(x, -3, -2)) for n, x in arrays.items()}
+        query, key, value = (self._lying(name, x) for name, x in arrays.items())
+        options: dict[str, Any] = {}
+        for name, option in self.options:
+            if isinstance(option, Draw):
+                own = np.dtype(option.dtype or dtype)
+                change = partial(self._drawn, name, own)
+                option = with_arrays(option.make(self, rng), change)
+            options[name] = option
+        if self.layout != "...HLD":
+            options["layout"] = self.layout
+        return (query, key, value), options
+
+    def _drawn(self, name: str, dtype: Any, x: Array) -> Array:
+        """An array that was drawn, in its dtype and as it is to lie."""
+        return self._lying(name, x.astype(dtype) if x.dtype.kind == "f" else x)
+
+    def _lying(self, name: str, x: Array) -> Array:
+        """An argument as it is to lie in memory."""
+        return VIEWS[self.view](x) if self.viewed in (None, name) else x
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """Which of `polyattn.plugin.FEATURES` the call needs."""
+        arrays, options = self.arguments()
+        return explain(*arrays, **options, backend="numpy").problem.features
+
+
+# Values
+
+
+ARRAYS = ("query", "key", "value")
+
+
+def normal(case: Case, rng: Any) -> tuple[Any, ...]:
+    return tuple(rng.normal(size=shape) for shape in case.shapes)
+
+
+def outliers(case: Case, rng: Any) -> tuple[Any, ...]:
+    """N(0, 1) + N(0, 100) Bernoulli(0.001), as in the FlashAttention-3 paper."""
+    return tuple(
+        rng.normal(size=n) + 10 * rng.normal(size=n) * (rng.random(n) < 0.001) for n in case.shapes
+    )
+
+
+def scaled(
+    case: Case, rng: Any, query: float = 1.0, key: float = 1.0, value: float = 1.0
+) -> tuple[Any, ...]:
+    return tuple(x * by for x, by in zip(normal(case, rng), (query, key, value), strict=True))
+
+
+def subnormal(case: Case, rng: Any) -> tuple[Any, ...]:
+    tiny = float(finfo(case.dtype).smallest_normal)
+    return scaled(case, rng, key=tiny / 4, value=tiny / 4)
+
+
+def large(case: Case, rng: Any) -> tuple[Any, ...]:
+    return scaled(case, rng, value=1e4 if case.dtype == "float16" else 1e30)
+
+
+def cancelling(case: Case, rng: Any) -> tuple[Any, ...]:
+    """Large values of both signs that all but cancel in the sum."""
+    query, key, value = normal(case, rng)
+    signs = 1 - 2 * (np.arange(case.S)[:, None] % 2)
+    return 0.01 * query, key, value + 1000.0 * signs
+
+
+VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
+    "normal": normal,
+    "outliers": outliers,
+    "scores of 1e4": partial(scaled, query=1e4),
+    "equal scores": partial(scaled, query=0.0),
+    "zero values": partial(scaled, value=0.0),
+    "subnormal": subnormal,
+    "large values": large,
+    "cancelling values": cancelling,
+}
+
+
+# Views: the same numbers, lying otherwise in memory
+
+
+def spaced(x: Array, axis: int = -1) -> Array:
+    """Every other entry of an array twice as long."""
+    at = [slice(None)] * x.ndim
+    at[axis] = slice(None, None, 2)
+    return np.repeat(x, 2, axis)[tuple(at)]
+
+
+def read_only(x: Array) -> Array:
+    x.flags.writeable = False
+    return x
+
+
+def zero_stride(x: Array) -> Array:
+    """The first batch item in place of every other."""
+    return np.broadcast_to(x[:1], x.shape) if x.ndim > 3 else x
+
+
+VIEWS: dict[str | None, Callable[[Array], Array]] = {
+    None: lambda x: x,
+    "transposed": lambda x: np.ascontiguousarray(x.T).T,
+    "last axis in steps": spaced,
+    "rows in steps": lambda x: spaced(x, -min(x.ndim, 2)),
+    "negative strides": lambda x: np.flip(np.flip(x).copy()),
+    "zero strides": zero_stride,
+    "read-only": read_only,
+}
+
+
+def make_case(name: str, **fields: Any) -> Case:
+    """Make a case.
+
+    Parameters
+    ----------
+    name : str
+        What it is called, and the seed of its arrays.
+    **fields : Any
+        Fields of `Case`; any other is an option of the call, as a `Draw` where it has arrays.
+
+    Returns
+    -------
+    Case
+        The case.
+    """
+    own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
+    return Case(name, options=tuple(fields.items()), **own)

@@ -1,0 +1,379 @@
+"""The cases: what of the semantics they are about, and the names and fields of each."""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+
+from polyattn.call.features import DTYPES
+from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Draw, make_case
+from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
+from polyattn.conformance.cases.generators import (
+    alibi,
+    bent,
+    bias_with,
+    first_keys,
+    hiding_3_and_4,
+    hiding_a_third,
+    hiding_all,
+    hiding_every_third_row,
+    mask_with_empty_rows,
+    mask_without,
+    no_key,
+    offsets,
+    padding,
+    random_mask,
+    segments,
+    third_row_empty,
+    two_in_three,
+    without_3_and_4,
+)
+
+__all__ = ["CASES", "ESSENTIAL", "TOPICS"]
+
+Fields = dict[str, Any]
+Group = dict[str, Fields]
+
+OFFSETS: Fields = {"is_causal": True, "query_offset": Draw(offsets)}
+PAIRED: Group = {
+    "causal": {"is_causal": True},
+    "window": {"window": (3, 2)},
+    "mask array": {"mask": Draw(random_mask)},
+    "mask function": {"mask": two_in_three},
+    "bias": {"bias": Draw(lambda case, rng: rng.normal(size=case.score_shape))},
+    "softcap": {"softcap": 1.5},
+    "score_mod": {"score_mod": bent},
+    "sinks": {"sinks": Draw(lambda case, rng: rng.normal(size=case.H))},
+    "grouped heads": {"H": 4, "G": 2},
+    "offset int": {"is_causal": True, "query_offset": 2},
+    "offset array": OFFSETS,
+    "scale": {"scale": 0.7},
+    "E != D": {"E": 5},
+    "L < S": {"L": 7, "S": 17},
+    "L > S": {"L": 17, "S": 7},
+    "broadcast batch": {"batch": (2, 1), "key_batch": (1, 3), "value_batch": (2, 3)},
+    "rank 2": {"batch": (), "H": 1, "one_head": True, "layout": "...HLD"},
+    "rank 3": {"batch": ()},
+    "rank 5": {"batch": (2, 2)},
+    "LHD": {"layout": "...LHD"},
+}
+
+ALONE: Group = {
+    "plain": {},
+    "left window": {"window": (3, None)},
+    "right window": {"window": (None, 2)},
+    "window of one": {"window": (0, 0)},
+    "window of none bound": {"window": (None, None)},
+    "window ahead": {"window": (0, 2), "query_offset": 1},
+    "window beyond int32": {"window": (2**40, 0)},
+    "window, mask and sinks": PAIRED["window"] | PAIRED["mask array"] | PAIRED["sinks"],
+    "softcap and bias": PAIRED["softcap"] | PAIRED["bias"],
+    "score_mod and bias": PAIRED["score_mod"] | PAIRED["bias"],
+    "causal, mask and bias, grouped": (
+        PAIRED["causal"] | PAIRED["mask array"] | PAIRED["bias"] | PAIRED["grouped heads"]
+    ),
+    "mask (L, S)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, case.S)))},
+    "mask (S,)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
+    "mask (L, 1)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, 1)))},
+    "mask per head": {
+        "mask": Draw(lambda case, rng: random_mask(case, rng, (1, case.H, 1, case.S)))
+    },
+    "mask (B, 1, L, S)": {
+        "mask": Draw(lambda case, rng: random_mask(case, rng, (*case.batch, 1, case.L, case.S)))
+    },
+    "mask (2, 1, 1, 1, S) for a batch (2, 3)": {
+        "mask": Draw(lambda case, rng: random_mask(case, rng, (2, 1, 1, 1, case.S))),
+        "batch": (2, 3),
+    },
+    "mask (1, 1)": {"mask": Draw(lambda case, rng: np.zeros((1, 1), bool))},
+    "padding mask": {"mask": Draw(padding)},
+    "mask function of j": {"mask": first_keys},
+    "segments": {"mask": segments},
+    "bias (L, S)": {"bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)))},
+    "bias (H, 1, S)": {"bias": Draw(lambda case, rng: rng.normal(size=(case.H, 1, case.S)))},
+    "bias (B, 1, L, 1)": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
+    },
+    "bias of float32": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)), "float32")
+    },
+    "bias of float64": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)), "float64")
+    },
+    "sinks of float64": {"sinks": Draw(lambda case, rng: rng.normal(size=case.H), "float64")},
+    "bias as mask": {"bias": bias_with(lambda i, j: (i + j) % 3 == 0)},
+    "bias (1, H, L, S)": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(1, case.H, case.L, case.S)))
+    },
+    "alibi": {"score_mod": alibi},
+    "score_mod hides keys": {"score_mod": hiding_a_third},
+    "low sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, -1e4))},
+    "high sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, 1e4))},
+    "sink of -inf": {"sinks": Draw(lambda case, rng: np.full(case.H, -np.inf))},
+    "one sink of -inf": {
+        "sinks": Draw(lambda case, rng: np.where(np.arange(case.H), 0.3, -np.inf))
+    },
+    "offset 0, L < S": {"query_offset": 0, "is_causal": True, "L": 7, "S": 17},
+    "offset 0, L > S": {"query_offset": 0, "is_causal": True, "L": 17, "S": 7},
+    "offset below 0": {"query_offset": -3, "is_causal": True},
+    "offset past the end": {"query_offset": 30, "is_causal": True},
+    "offset beyond int32": {"query_offset": 2**40, "is_causal": True},
+    "offset array and window beyond int32": {
+        "query_offset": Draw(lambda case, rng: 2**40 + offsets(case, rng)),
+        "window": (2**40 + 2, None),
+    },
+    "offset array without causal": {"query_offset": Draw(offsets), "window": (3, 2)},
+    "offset array of int32": {
+        "query_offset": Draw(lambda case, rng: offsets(case, rng).astype("int32")),
+        "is_causal": True,
+    },
+    "offset array (3,) for a batch (2, 3)": {
+        **{"query_offset": Draw(lambda case, rng: np.array([-3, 2, 6]))},
+        **{"is_causal": True, "batch": (2, 3)},
+    },
+    "scale 0": {"scale": 0.0},
+    "scale below 0": {"scale": -0.4},
+    "softcap 50": {"softcap": 50.0},
+    "one key/value head": {"H": 4, "G": 1},
+    "groups of three heads": {"H": 6, "G": 2},
+    "five items, nine heads": {"batch": (5,), "H": 9, "L": 3},
+    "D = 0": {"D": 0, "E": 3},
+    "D = 1": {"D": 1},
+    "E = 1": {"E": 1},
+    "E > D": {"D": 4, "E": 9},
+    "D = 20": {"D": 20},
+    "D = 80": {"D": 80},
+    "D = 192": {"D": 192, "L": 5, "S": 9},
+    "E = 192": {"E": 192, "L": 5, "S": 9},
+    "one query, one key": {"L": 1, "S": 1},
+    "decode": {"L": 1, "S": 33, "is_causal": True, "H": 4, "G": 2},
+    "key without batch axes": {"key_batch": (), "value_batch": ()},
+    "query without batch axes": {"batch": (), "key_batch": (2,), "value_batch": (2,)},
+    "value alone in a batch": {"batch": (), "key_batch": (), "value_batch": (3,)},
+    "rank 6": {"batch": (2, 1, 2)},
+}
+
+EMPTY_ROWS: Group = {
+    "mask hides some rows": {"mask": Draw(mask_with_empty_rows)},
+    "mask hides all": {"mask": Draw(lambda case, rng: np.zeros((case.L, case.S), bool))},
+    "function hides some rows": {"mask": third_row_empty},
+    "function hides all": {"mask": no_key},
+    "causal, L > S": {"is_causal": True, "L": 17, "S": 7},
+    "bias hides some rows": {"bias": bias_with(lambda i, j: i % 3 == 0)},
+    "bias hides all": {"bias": bias_with(lambda i, j: i >= 0)},
+    "score_mod hides some rows": {"score_mod": hiding_every_third_row},
+    "score_mod hides all": {"score_mod": hiding_all},
+    "window behind all keys": {"window": (1, 0), "query_offset": 9},
+    "window ahead of all keys": {"window": (0, 1), "query_offset": -9},
+    "causal and mask share no key": {"is_causal": True, "mask": mask_without(*range(5))},
+    "mask and bias share no key": {
+        "mask": mask_without(0, 2, 4, 6, 8, 10),
+        "bias": bias_with(lambda i, j: j % 2 == 1),
+    },
+    "sink of -inf in an empty row": {**ALONE["sink of -inf"], "mask": Draw(mask_with_empty_rows)},
+    "S = 0": {"S": 0},
+    "S = 0, causal": {"S": 0, "is_causal": True},
+    "S = 0, mask": {"S": 0, "mask": Draw(random_mask)},
+    "S = 0, mask function": {"S": 0, "mask": two_in_three},
+    "S = 0, window": {"S": 0, "window": (1, 1)},
+    "S = 0, score_mod": {"S": 0, "score_mod": bent},
+    "S = 0, rank 2": {"S": 0, **PAIRED["rank 2"]},
+    "S = 0, LHD": {"S": 0, "layout": "...LHD"},
+}
+
+NO_ROWS: Group = {
+    "L = 0": {"L": 0},
+    "L = 0, causal": {"L": 0, "is_causal": True},
+    "L = 0, mask function": {"L": 0, "mask": two_in_three},
+    "L = 0, LHD": {"L": 0, "layout": "...LHD"},
+    "E = 0": {"E": 0},
+    "no head": {"H": 0},
+    "L = 0, S = 0": {"L": 0, "S": 0},
+    "no batch item": {"batch": (0,)},
+    "no batch item, causal": {"batch": (0,), "is_causal": True},
+    "no batch item, S = 0": {"batch": (0,), "S": 0},
+    "no batch item, broadcast": {"batch": (0, 2), "key_batch": (2,), "value_batch": (1, 2)},
+}
+
+ADVERSARIAL: Group = {
+    "outliers": {"values": "outliers", "batch": (1,), "L": 33, "S": 129, "D": 64},
+    "outliers, causal": {"values": "outliers", "L": 65, "S": 65, "D": 32, "is_causal": True},
+    "scores of 1e4": {"values": "scores of 1e4", "L": 33, "S": 33},
+    "scores of 1e4, softcap": {"values": "scores of 1e4", "L": 33, "S": 65, "softcap": 30.0},
+    "scores of 1e4, causal": {"values": "scores of 1e4", "L": 33, "S": 33, "is_causal": True},
+    "scores of 1e4, sinks": {
+        **{"values": "scores of 1e4", "L": 33, "S": 33},
+        "sinks": Draw(lambda case, rng: np.linspace(-1e4, 2e4, case.H)),
+    },
+    "bias of 1e4": {"bias": Draw(lambda case, rng: 1e4 * rng.normal(size=case.score_shape))},
+    "bias of -1e4 in some rows": {
+        "bias": Draw(
+            lambda case, rng: np.where(
+                np.arange(case.L)[:, None] % 3, rng.normal(size=(case.L, case.S)), -1e4
+            )
+        )
+    },
+    "equal scores": {"values": "equal scores", "S": 33},
+    "zero values": {"values": "zero values"},
+    "subnormal": {"values": "subnormal", "S": 33},
+    "large values": {"values": "large values", "S": 33},
+    "cancelling values": {"values": "cancelling values", "S": 32},
+}
+
+# The hidden keys 3 and 4 are hidden from every row; the others from some rows, whose results
+# must not change, while the rows that see them must turn NaN.
+HIDDEN: Group = {
+    "mask array": {"mask": mask_without(3, 4)},
+    "mask function": {"mask": without_3_and_4},
+    "bias": {"bias": bias_with(lambda i, j: (j == 3) | (j == 4))},
+    "score_mod": {"score_mod": hiding_3_and_4},
+    "window": {"window": (2, None), "L": 5, "S": 17},
+    "causal": {"is_causal": True, "query_offset": -9},
+}
+POISONED: Group = {
+    f"{poison} under {name}": {"poison": poison, "poisoned": (3, 4), **fields}
+    for poison in (math.nan, math.inf, -math.inf)
+    for name, fields in HIDDEN.items()
+}
+# Alone, where no other NaN hides what becomes of it.
+POISONED |= {
+    f"{poison} in a {name} under {how}": {**fields, "poison_in": (name,)}
+    for poison, name in ((math.nan, "key"), (math.inf, "value"))
+    for how in HIDDEN
+    for fields in (POISONED[f"{poison} under {how}"],)
+}
+POISONED |= {
+    "nan in a query": {"poison": math.nan, "poisoned": (3,), "poison_in": ("query",)},
+    "nan in a query of which some rows are empty": {
+        **{"poison": math.nan, "poisoned": (0, 4), "poison_in": ("query",)},
+        **EMPTY_ROWS["function hides some rows"],
+    },
+    **{
+        f"{poison} in a value seen by later rows": {
+            **{"poison": poison, "poisoned": (5,), "poison_in": ("value",), "is_causal": True},
+        }
+        for poison in (math.nan, math.inf, -math.inf)
+    },
+    "nan seen by later rows": {"poison": math.nan, "poisoned": (5,), "is_causal": True},
+    "nan in a key seen by later rows": {
+        **{"poison": math.nan, "poisoned": (5,), "poison_in": ("key",), "is_causal": True},
+    },
+    "nan seen through a window": {"poison": math.nan, "poisoned": (5,), "window": (2, 1)},
+    "nan seen by even rows": {
+        "poison": math.nan,
+        "poisoned": (5,),
+        "mask": lambda b, h, i, j: (j != 5) | (i % 2 == 0),
+    },
+    "nan seen far away": {
+        **{"poison": math.nan, "poisoned": (300,), "batch": (1,), "D": 4, "L": 65, "S": 513},
+        **{"is_causal": True, "query_offset": 270},
+    },
+}
+
+# A tile edge lies somewhere among these, whatever the size of a tile.
+LENGTHS = (1, 2, 7, 31, 33, 63, 64, 65, 127, 129)
+EDGES = [(n, n) for n in LENGTHS]
+EDGES += [p for n, m in pairwise(LENGTHS) for p in ((n, m), (m, n))]
+EDGES += [(1, 700), (700, 1), (7, 513), (513, 33), (65, 700), (700, 65), (129, 513)]
+
+LONG: Fields = {"batch": (1,), "H": 1, "D": 4, "L": 65, "S": 700}
+TALL: Fields = LONG | {"H": 2, "L": 150, "S": 40, "D": 16}
+MANY: Fields = {
+    **{"is_causal": True, "window": (10, None), "mask": two_in_three, "softcap": 2.0},
+    **{"score_mod": bent, **PAIRED["bias"], **PAIRED["sinks"], **PAIRED["grouped heads"]},
+    **{"E": 5, "L": 33, "S": 129, "layout": "...LHD", **PAIRED["offset array"]},
+}
+
+LAYOUTS: Group = {
+    f"{view}, {name}": {"view": view, **fields}
+    for view in VIEWS
+    if view is not None
+    for name, fields in {
+        "plain": {},
+        "mask, bias": {**PAIRED["mask array"], **PAIRED["bias"]},
+        "causal, LHD": {"is_causal": True, "layout": "...LHD"},
+    }.items()
+} | {
+    f"{view}, {name} alone": {"view": view, "viewed": name, **PAIRED["mask array"]}
+    for view in ("transposed", "rows in steps", "zero strides")
+    for name in (*ARRAYS, "mask")
+}
+
+#: What a case can be about, and the cases of one sentence of it each.
+TOPICS: dict[str, Group] = {
+    "formula": PAIRED | ALONE,
+    "rows without a visible key": EMPTY_ROWS,
+    "nothing to compute": NO_ROWS,
+    "extreme values": ADVERSARIAL,
+    "NaN and infinity": POISONED,
+    "lengths": {},
+    "memory layouts": LAYOUTS,
+}
+
+
+def make_cases() -> Iterator[Case]:
+    for topic, cases in TOPICS.items():
+        for name, fields in cases.items():
+            yield make_case(name, topic=topic, **fields)
+            if name in EMPTY_ROWS and "sinks" not in fields:
+                yield make_case(f"{name}, sinks", topic=topic, **fields, **PAIRED["sinks"])
+    for (first, a), (second, b) in combinations(PAIRED.items(), 2):
+        if not a.keys() & b.keys():
+            yield make_case(f"{first} x {second}", **a, **b)
+    yield make_case("many", **MANY)
+    for name, fields in STEPS.items():
+        yield make_case(name, **fields)
+    yield from make_long_cases()
+
+
+def make_long_cases() -> Iterator[Case]:
+    long = partial(make_case, topic="lengths")
+    for L, S in EDGES:
+        yield long(f"{L} x {S}", **LONG | {"L": L, "S": S})
+        yield long(f"{L} x {S}, causal", **LONG | {"L": L, "S": S}, is_causal=True)
+    for name, fields in (PAIRED | ALONE | EMPTY_ROWS).items():
+        if not fields.keys() & {"L", "S", "D", "batch"}:
+            yield long(f"long {name}", **LONG | {"H": 2, "L": 17} | fields)
+    for name, fields in PAIRED.items():
+        if not fields.keys() & {"L", "S", "D", "batch"}:
+            yield long(f"1 x 700 with {name}", **LONG | {"H": 2, "L": 1} | fields)
+            yield long(f"150 x 40 with {name}", **TALL | fields)
+    yield long("513 x 700, causal, window", **LONG | {"L": 513}, window=(130, 0))
+    yield long("150 x 160, offset array", **LONG | {"batch": (2,), "L": 150, "S": 160} | OFFSETS)
+    yield long("1030 x 1030, window", **LONG | {"L": 1030, "S": 1030}, window=(20, 5))
+    yield long("700 x 700, causal", **LONG | {"L": 700, "D": 2}, is_causal=True)
+
+
+def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
+    """Every case in float32; those with one feature, and the hard ones, in every other dtype."""
+    for case in cases:
+        yield case
+        if " x " not in case.name and not case.name.startswith("long"):
+            for dtype in DTYPES:
+                if dtype != case.dtype:
+                    yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
+
+
+#: All cases by their names.
+CASES = {case.name: case for case in (*in_every_dtype(make_cases()), *make_value_cases())}
+
+#: One feature or corner at a time: for libraries where every call is dear.
+ESSENTIAL = {
+    name: CASES[name]
+    for name in (
+        *("plain", "plain, float16", "plain, bfloat16", "plain, float64"),
+        *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL),
+        *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
+        *(name for name in LAYOUTS if name.endswith("plain")),
+        *("score_mod hides keys", "outliers, float16", "many", *STEPS),
+        *("33 x 31", "65 x 127, causal", "129 x 127, causal"),
+    )
+}

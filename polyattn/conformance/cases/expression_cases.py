@@ -1,0 +1,304 @@
+"""Cases of what is given as a value, and of dropout: masks, scores, and what replaces a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from polyattn import masks, scores
+from polyattn.conformance.cases.case import Case, Draw, make_case
+from polyattn.conformance.cases.generators import bent, offsets, random_mask, two_in_three
+
+__all__ = ["STEPS", "make_value_cases"]
+
+Fields = dict[str, Any]
+Group = dict[str, Fields]
+
+# ---- masks -------------------------------------------------------------------------------------
+
+
+def counts(case: Case, *those: int) -> Any:
+    """A number for each batch item."""
+    return np.resize(those, case.full_batch)
+
+
+def documents(case: Case, rng: Any, length: int) -> Any:
+    """Ids of documents that follow one another, others in each batch item."""
+    return np.sort(rng.integers(0, 4, size=(*case.full_batch, length)), axis=-1)
+
+
+def prefix_of_items(case: Case, rng: Any) -> Any:
+    return masks.causal() | masks.prefix(counts(case, 3, 0, case.S))
+
+
+def packed(case: Case, rng: Any) -> Any:
+    return masks.causal() & masks.segments(documents(case, rng, case.L))
+
+
+def packed_apart(case: Case, rng: Any) -> Any:
+    """Segments that queries and keys have in no order, without a batch axis."""
+    queries, keys = (rng.integers(0, 3, size=length) for length in (case.L, case.S))
+    return masks.segments(queries, keys)
+
+
+def padded(case: Case, rng: Any) -> Any:
+    return masks.padding(counts(case, case.S - 2, 1, case.S), counts(case, case.L, case.L - 3))
+
+
+def per_head(case: Case, rng: Any) -> Any:
+    return masks.window(1, 0) | masks.dense(random_mask(case, rng, (1, case.H, 1, case.S)))
+
+
+def by_head(case: Case, rng: Any) -> Any:
+    """A mask that says the same of each head's tiles, and in them shows each other keys."""
+    return masks.prefix(case.S - 1) & masks.rule(two_in_three)
+
+
+def compiled(case: Case, rng: Any) -> Any:
+    mask = masks.rule(two_in_three) & ~masks.window(2, 3)
+    items = math.prod(case.full_batch)
+    return masks.compile(mask, case.L, case.S, batch=items, heads=case.H, tile=4)
+
+
+def composed(case: Case, rng: Any) -> Any:
+    ids = documents(case, rng, case.L)
+    near = masks.segments(ids) & ~masks.dilated(3) | masks.global_tokens(2)
+    return near & masks.padding(counts(case, case.S - 1, 4))
+
+
+def without_3_and_4(case: Case, rng: Any) -> Any:
+    return masks.prefix(3) | ~masks.prefix(counts(case, 5))
+
+
+# ---- scores ------------------------------------------------------------------------------------
+
+
+def relative(case: Case, rng: Any) -> Any:
+    table = scores.relative_bias(rng.normal(size=(8, case.H)), max_distance=8)
+    return scores.temperature(0.8) >> table >> scores.softcap(1.5)
+
+
+def backwards(case: Case, rng: Any) -> Any:
+    table = rng.normal(size=(6, case.H))
+    return scores.relative_bias(table, bidirectional=False, max_distance=9)
+
+
+def sloped(case: Case, rng: Any) -> Any:
+    return scores.alibi(rng.random(case.H))
+
+
+def additive(case: Case, rng: Any) -> Any:
+    return scores.additive(rng.normal(size=case.D))
+
+
+# ---- the cases ---------------------------------------------------------------------------------
+
+#: One case for each of these features, which is asked in every dtype.
+STEPS: Group = {
+    "mask value": {"mask": Draw(prefix_of_items)},
+    "score value": {"score_mod": Draw(relative)},
+    "similarity": {"similarity": scores.cosine()},
+    "score norm": {"scale": scores.by_norm(5.0)},
+    "normalizer": {"normalizer": scores.sparsemax()},
+    "dropout": {"dropout": (0.25, 7)},
+}
+
+SHAPES: Group = {
+    "grouped heads, LHD": {"H": 4, "G": 2, "layout": "...LHD"},
+    "broadcast batch, E != D": {"batch": (2, 1), "key_batch": (1, 3), "value_batch": (3,), "E": 5},
+    "rank 2, L > S": {"batch": (), "H": 1, "one_head": True, "L": 17, "S": 7},
+    "rank 5, L < S": {"batch": (2, 2), "L": 7, "S": 17},
+}
+MEETING: dict[str, Group] = {
+    "mask value": {
+        "offset int": {"query_offset": 2},
+        "offset array": {"query_offset": Draw(offsets)},
+        "bias and sinks": {
+            "bias": Draw(lambda case, rng: rng.normal(size=case.score_shape)),
+            "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        },
+    },
+    "score value": {
+        "offset array": {"query_offset": Draw(offsets)},
+        "softcap and causal": {"softcap": 2.0, "is_causal": True},
+        "mask value": STEPS["mask value"],
+    },
+    "similarity": {
+        "scale and mask array": {"scale": 4.0, "mask": Draw(random_mask)},
+        "score norm": STEPS["score norm"],
+    },
+    "score norm": {
+        "causal": {"is_causal": True},
+        "window and bias as mask": {
+            "window": (4, 2),
+            "bias": Draw(
+                lambda case, rng: np.where(
+                    np.arange(case.S) % 4 == 1, -np.inf, rng.normal(size=case.score_shape)
+                )
+            ),
+        },
+        "mask value and softcap": STEPS["mask value"] | {"softcap": 2.0},
+    },
+    "normalizer": {
+        "causal and bias": {
+            "bias": Draw(lambda case, rng: rng.normal(size=case.score_shape)),
+            "is_causal": True,
+        },
+        "score value and mask value": STEPS["score value"] | STEPS["mask value"],
+        "dropout": STEPS["dropout"],
+    },
+    "dropout": {
+        "mask value": STEPS["mask value"],
+        "causal and sinks": {
+            "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+            "is_causal": True,
+        },
+    },
+}
+
+VARIANTS: Group = {
+    "prefix": {"mask": masks.causal() | masks.prefix(4)},
+    "window or global tokens": {"mask": masks.window(2, 1) | masks.global_tokens(0, 1, 7)},
+    "window and dilated": {"mask": masks.window(6, 4) & masks.dilated(3), "query_offset": 1},
+    "outside of a window": {"mask": ~masks.window(1, None)},
+    "packed documents": {"mask": Draw(packed)},
+    "segments of queries and keys": {"mask": Draw(packed_apart), "L": 7, "S": 17},
+    "mask value per head": {"mask": Draw(per_head)},
+    "mask value of a function": {"mask": masks.causal() | masks.rule(two_in_three)},
+    "compiled mask": {"mask": Draw(compiled)},
+    "compiled mask, L < S": {"mask": Draw(compiled), "L": 7, "S": 17},
+    "composed masks": {"mask": Draw(composed)},
+    "composed masks, offset below 0": {"mask": Draw(composed), "query_offset": -3},
+    "alibi value": {"score_mod": Draw(sloped)},
+    "alibi of six heads": {"score_mod": scores.alibi(6), "H": 6, "G": 2},
+    "relative bias one way": {"score_mod": Draw(backwards), "L": 15, "S": 15},
+    "score value of a function": {"score_mod": scores.softcap(3.0) >> scores.function(bent)},
+    "distance": {"similarity": scores.distance(2)},
+    "sum of distances": {"similarity": scores.distance(1), "scale": 0.3},
+    "additive": {"similarity": Draw(additive)},
+    "scale of long sequences": {"scale": scores.long_sequence(), "S": 23},
+    "sigmoid": {"normalizer": scores.sigmoid()},
+    "sigmoid of both signs": {"normalizer": scores.sigmoid(), "scale": -9.0},
+    "dropout of most": {"dropout": (0.9, 2**64 - 1)},
+    "dropout, seed of an array": {"dropout": Draw(lambda case, rng: (0.5, np.asarray(2**40 + 3)))},
+}
+
+EMPTY: Group = {
+    "mask value hides some rows": {"mask": Draw(padded)},
+    "mask value hides all": {"mask": masks.prefix(0) | ~masks.prefix(11)},
+    **{
+        f"causal, L > S, {name}": {"is_causal": True, "L": 17, "S": 7} | fields
+        for name, fields in (STEPS | {"sigmoid": VARIANTS["sigmoid"]}).items()
+        if name not in ("mask value", "score value")
+    },
+    **{f"S = 0, {name}": {"S": 0} | fields for name, fields in STEPS.items()},
+}
+
+EXTREME: Group = {
+    f"scores of 1e4, {name}": {"values": "scores of 1e4", "L": 33, "S": 33} | fields
+    for name, fields in {
+        "sparsemax": STEPS["normalizer"],
+        "sigmoid": VARIANTS["sigmoid"],
+        "score norm": STEPS["score norm"],
+        "cosine": STEPS["similarity"],
+    }.items()
+} | {
+    "equal scores, score norm": {"values": "equal scores"} | STEPS["score norm"],
+    "equal scores, sparsemax": {"values": "equal scores"} | STEPS["normalizer"],
+    "zero queries, cosine": {"values": "equal scores"} | STEPS["similarity"],
+}
+
+HIDDEN: Fields = {"mask": Draw(without_3_and_4), "poisoned": (3, 4)}
+POISONED: Group = {
+    **{f"{x} under a mask value": HIDDEN | {"poison": x} for x in (math.nan, math.inf, -math.inf)},
+    **{
+        f"nan under a mask value, {name}": HIDDEN | {"poison": math.nan} | fields
+        for name, fields in (STEPS | {"sigmoid": VARIANTS["sigmoid"]}).items()
+        if name != "mask value"
+    },
+    **{
+        f"nan in a key seen by later rows, {name}": {
+            **{"poison": math.nan, "poisoned": (5,), "poison_in": ("key",), "is_causal": True},
+            **fields,
+        }
+        for name, fields in {
+            "sparsemax": STEPS["normalizer"],
+            "sigmoid": VARIANTS["sigmoid"],
+            "score norm": STEPS["score norm"],
+        }.items()
+    },
+}
+
+LONG: Fields = {"batch": (1,), "D": 4}
+LENGTHS: Group = {
+    "65 x 700, prefix": {"mask": masks.causal() | masks.prefix(30), "L": 65, "S": 700},
+    "150 x 150, packed documents": {"mask": Draw(packed), "L": 150, "S": 150},
+    "150 x 150, composed masks": {"mask": Draw(composed), "L": 150, "S": 150},
+    # Whole blocks of rows see no key by position, and a mask is looked at all the same.
+    "150 x 40, causal and padding": {"mask": Draw(padded), "is_causal": True, "L": 150, "S": 40},
+    "150 x 40, causal and a mask (S,)": {
+        **{"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
+        **{"is_causal": True, "L": 150, "S": 40},
+    },
+    "150 x 150, window past all keys and a mask array": {
+        **{"mask": Draw(random_mask), "window": (9, 9), "query_offset": 100, "L": 150, "S": 150},
+    },
+    "150 x 150, composed masks before all keys": {
+        **{"mask": Draw(composed), "is_causal": True, "query_offset": -120, "L": 150, "S": 150},
+    },
+    "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
+    "150 x 150, heads that differ": {"mask": Draw(by_head), "H": 4, "L": 150, "S": 150},
+    "65 x 513, score value": {"score_mod": Draw(relative), "L": 65, "S": 513},
+}
+
+
+# Lengths at which a kernel may change its way. A few rows of each are held to the oracle: the first
+# and the last, those beside them and some at the edges of blocks.
+VERY_LONG: Group = {
+    "4096 x 4096, window, padding": {
+        **{"mask": Draw(padded), "window": (700, 5), "L": 4096, "S": 4096},
+        "rows": (0, 511, 512, 4095),
+    },
+    "5000 x 1100, causal and a mask (S,)": {
+        **{"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,))), "is_causal": True},
+        **{"L": 5000, "S": 1100, "rows": (0, 3899, 3901, 3999, 4097, 4999)},
+    },
+    "1100 x 4500, documents before all keys": {
+        **{"mask": Draw(packed_apart), "is_causal": True, "query_offset": -600},
+        **{"L": 1100, "S": 4500, "rows": (0, 599, 601, 1099)},
+    },
+    "17 x 20000, bias": {
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S))),
+        **{"L": 17, "S": 20000, "rows": (0, 16)},
+    },
+    "20000 x 17, alibi, sinks": {
+        **{"score_mod": Draw(sloped), "query_offset": -19980, "is_causal": True, "H": 4, "G": 2},
+        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        **{"L": 20000, "S": 17, "rows": (0, 8191, 8192, 16384, 19980, 19999)},
+    },
+    "2 x 9001, decoding, softcap": {
+        **{"is_causal": True, "softcap": 2.0, "H": 4, "G": 1, "L": 2, "S": 9001, "rows": (0, 1)},
+    },
+}
+
+
+def make_value_cases() -> Iterator[Case]:
+    """Make what there is beside one case for each feature, in float32."""
+    for name, fields in VERY_LONG.items():
+        yield make_case(name, topic="lengths", **LONG | {"H": 1} | fields)
+    for first, a in STEPS.items():
+        for second, b in (SHAPES | MEETING[first]).items():
+            yield make_case(f"{first} x {second}", **a | b)
+    for topic, cases in {
+        "formula": VARIANTS,
+        "rows without a visible key": EMPTY,
+        "extreme values": EXTREME,
+        "NaN and infinity": POISONED,
+        "lengths": LENGTHS,
+    }.items():
+        for name, fields in cases.items():
+            long = LONG if topic == "lengths" else {}
+            yield make_case(name, topic=topic, **long | fields)

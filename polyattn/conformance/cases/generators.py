@@ -1,0 +1,141 @@
+"""What cases are made of: masks, biases, offsets, and functions of the indices.
+
+Functions use operators only (and a cast or a choice where an index meets a score), so that they run
+on the arrays of every library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyattn.arrays import cast, library_of
+from polyattn.conformance.cases.case import Case, Draw, Shape
+
+__all__ = [
+    "alibi",
+    "bent",
+    "bias_with",
+    "first_keys",
+    "hidden",
+    "hiding_3_and_4",
+    "hiding_a_third",
+    "hiding_all",
+    "hiding_every_third_row",
+    "like",
+    "mask_with_empty_rows",
+    "mask_without",
+    "no_key",
+    "offsets",
+    "padding",
+    "random_mask",
+    "segments",
+    "third_row_empty",
+    "two_in_three",
+    "without_3_and_4",
+]
+
+
+def random_mask(case: Case, rng: Any, shape: Shape | None = None) -> Any:
+    return rng.random(case.score_shape if shape is None else shape) < 0.7
+
+
+def mask_with_empty_rows(case: Case, rng: Any) -> Any:
+    mask = random_mask(case, rng)
+    mask[..., ::3, :] = False
+    return mask
+
+
+def mask_without(*hidden: int) -> Draw:
+    """A mask `(L, S)` that hides some keys from every row."""
+
+    def make(case: Case, rng: Any) -> Any:
+        return np.broadcast_to(~np.isin(np.arange(case.S), hidden), (case.L, case.S)).copy()
+
+    return Draw(make)
+
+
+def bias_with(hide: Callable[[Any, Any], Any]) -> Draw:
+    """A bias that is -inf where `hide(i, j)` and normal elsewhere."""
+
+    def make(case: Case, rng: Any) -> Any:
+        i, j = np.arange(case.L)[:, None], np.arange(case.S)
+        return np.where(hide(i, j), -np.inf, rng.normal(size=case.score_shape))
+
+    return Draw(make)
+
+
+def padding(case: Case, rng: Any) -> Any:
+    """A mask `(batch, 1, 1, S)`: each batch item has a length of its own."""
+    lengths = rng.integers(1, max(case.S, 1) + 1, size=(*case.full_batch, 1, 1, 1))
+    mask = np.arange(case.S) < lengths
+    return mask[0, 0] if case.one_head else mask
+
+
+def offsets(case: Case, rng: Any) -> Any:
+    return np.resize([5, -4, case.S, 0], case.full_batch)
+
+
+def like(score: Any, index: Any) -> Any:
+    """An index as numbers that may meet a score: the standard mixes no kinds of dtype."""
+    return cast(library_of(score).xp, index, score.dtype)
+
+
+def bent(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Not linear in the score, so that its place in the order of the steps shows."""
+    near = like(score, (i - j) * (i - j) < 9)
+    head = like(score, 1 + h + 2 * b)
+    return 0.25 * score * score + score / head + near
+
+
+def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return score - like(score, abs(i - j)) * 0.125 / like(score, h + 1)
+
+
+def hidden(score: Any, where: Any) -> Any:
+    """Scores that are -inf somewhere."""
+    xp = library_of(score).xp
+    return xp.where(where, xp.full_like(score, -math.inf), score)
+
+
+def hiding_a_third(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return hidden(score, (i + 2 * j + b + h) % 3 == 0)
+
+
+def hiding_every_third_row(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return hidden(score, i % 3 == 0)
+
+
+def hiding_all(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return hidden(score, i >= 0)
+
+
+def hiding_3_and_4(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    return hidden(score, (j == 3) | (j == 4))
+
+
+def two_in_three(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i + 2 * j + b + h) % 3 != 0
+
+
+def first_keys(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return j < 7
+
+
+def segments(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return i // 4 == j // 4
+
+
+def no_key(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i < 0) & (j < 0)
+
+
+def third_row_empty(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (i % 3 != 0) & (j >= 0)
+
+
+def without_3_and_4(b: Any, h: Any, i: Any, j: Any) -> Any:
+    return (j < 3) | (j > 4)

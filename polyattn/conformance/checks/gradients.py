@@ -1,0 +1,172 @@
+"""The gradients that a library's own differentiation gives, held against the textbook's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from polyattn import attention, explain
+from polyattn.arrays import facts_of
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.catalogue import CASES, HIDDEN, PAIRED
+from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
+from polyattn.conformance.reference.tolerance import Deviation, deviation
+from polyattn.dispatch.errors import UnsupportedError
+from polyattn.plugin import Kernel
+
+__all__ = ["GRADIENT_CASES", "POISONED_GRADIENT_CASES", "check_gradients", "has_gradients"]
+
+
+def has_gradients(subject: Subject) -> bool:
+    """Say whether the subject's library differentiates, as far as this module knows.
+
+    Parameters
+    ----------
+    subject : Subject
+        The backend.
+    """
+    return subject.library.partition(".")[0] in BY
+
+
+def check_gradients(subject: Subject, checked: Checked, case: Case) -> dict[str, Deviation] | None:
+    """Hold a kernel to gradients as accurate as the textbook's.
+
+    Parameters
+    ----------
+    subject : Subject
+        The backend.
+    checked : Checked
+        Its kernel.
+    case : Case
+        The call; one of `GRADIENT_CASES`.
+
+    Returns
+    -------
+    dict of str to Deviation, or None
+        How far each gradient is off; None if the library has no gradients, or the kernel refuses
+        the call or the gradients of it.
+
+    Raises
+    ------
+    AssertionError
+        If an element is off by more than its limit.
+    """
+    given = subject.arguments(case)
+    by = BY.get(facts_of(given[0][0]).library)
+    found = None if by is None else by(subject, case, checked.for_case(case), given)
+    if found is None:
+        return None
+    deviations = {}
+    for name, yard in gradient_yardsticks(case).items():
+        off = deviation(subject.back(found[name]), yard, f"{case}: gradient of {name}")
+        assert off.fault is None, off.fault
+        deviations[name] = off
+    return deviations
+
+
+Given = tuple[list[Any], dict[str, Any]]
+
+
+def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that have gradients, by name."""
+    named = dict(zip(("query", "key", "value"), arrays, strict=True))
+    return named | {name: options[name] for name in ("bias", "sinks") if name in options}
+
+
+def by_torch(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
+    """The gradients by torch's autograd, or None if the kernel refuses."""
+    torch = importlib.import_module("torch")
+    arrays, options = given
+    inputs = differentiable(arrays, options)
+    for x in inputs.values():
+        x.requires_grad_()
+    if explain(*arrays, **options, backend=subject.backend, kernel=kernel).chosen is None:
+        return None
+    output = subject.call(case, kernel, given=given)
+    assert output.requires_grad, f"{case}: the output has lost the graph of its gradients"
+    along = subject.to(cotangent(case))
+    found = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(inputs.items(), found, strict=True)
+    }
+
+
+def by_jax(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
+    """The same by JAX's."""
+    jax = importlib.import_module("jax")
+    along = subject.to(cotangent(case))
+
+    def differentiated(*arrays: Any, **options: Any) -> Any:
+        inputs = differentiable(arrays, options)
+        others = {name: x for name, x in options.items() if name not in inputs}
+        _, back = jax.vjp(lambda inputs: attention(**inputs, **others), inputs)
+        return back(along)[0]
+
+    try:
+        found: dict[str, Any] = subject.call(case, kernel, differentiated, given)
+    except UnsupportedError:
+        # Nothing tells that an array of JAX is to be differentiated until it is.
+        return None
+    return found
+
+
+BY = {"torch": by_torch, "jax": by_jax}
+
+NAMES = (
+    *PAIRED,
+    "plain",
+    "padding mask",
+    "mask (L, 1)",
+    "bias (H, 1, S)",
+    "bias (B, 1, L, 1)",
+    "bias as mask",
+    "sink of -inf",
+    "offset below 0",
+    "scale below 0",
+    "one key/value head",
+    "key without batch axes",
+    "value alone in a batch",
+    "decode",
+    "mask hides some rows",
+    "mask hides some rows, sinks",
+    "mask hides all",
+    "causal, L > S",
+    "bias hides some rows",
+    "sink of -inf in an empty row",
+    "S = 0",
+    "equal scores",
+    "many",
+    "65 x 65, causal",
+    "64 x 65",
+    "mask value",
+    "mask value hides some rows",
+    "composed masks, offset below 0",
+    "score value",
+    "score value x mask value",
+    "score value x offset array",
+    "score value of a function",
+)
+
+
+def in_both_dtypes(names: Iterable[str]) -> Iterator[Case]:
+    for name in names:
+        yield CASES[name]
+        yield replace(CASES[name], name=f"{name}, float64", dtype="float64")
+
+
+#: Calls whose gradients are worth checking, by their names.
+GRADIENT_CASES = {case.name: case for case in in_both_dtypes(NAMES)}
+
+#: Calls with NaN or infinity in keys and values that no row sees: no gradient may change.
+POISONED_GRADIENT_CASES = {
+    name: CASES[name]
+    for name in (
+        *(f"nan under {how}" for how in HIDDEN if how not in ("window", "causal")),
+        *("inf under mask array", "nan in a key under mask array"),
+        "nan under a mask value",
+    )
+}

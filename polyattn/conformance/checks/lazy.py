@@ -1,0 +1,51 @@
+"""Calls that stay lazy: nothing is computed while one is traced or its graph is built.
+
+`array_api_extra.testing` patches the functions of a module: under JAX they are jitted, under dask
+they may not compute. This module holds one for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from array_api_extra.testing import lazy_xp_function, patch_lazy_xp_functions
+
+from polyattn.arrays import library_of
+from polyattn.conformance.checks.target import Subject
+
+__all__ = ["is_lazy", "lazily"]
+
+LAZY = ("jax", "dask")
+
+
+def is_lazy(subject: Subject) -> bool:
+    """Whether the subject's library can evaluate lazily, as far as this module knows."""
+    return subject.library.partition(".")[0] in LAZY
+
+
+def lazily(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of lists and dictionaries of arrays that fails if it computes anything.
+
+    It is a transform for a `Subject`.
+    """
+    here: Any = sys.modules[__name__]
+    request: Any = SimpleNamespace(module=here)
+
+    def run(arrays: list[Any], options: dict[str, Any]) -> Any:
+        xp = importlib.import_module(library_of(arrays[0]).xp.__name__)
+        with patch_lazy_xp_functions(request, xp=xp):
+            return here.call(function, arrays, options)
+
+    return run
+
+
+def call(function: Callable[..., Any], arrays: list[Any], options: dict[str, Any]) -> Any:
+    """Call it: the function that is patched."""
+    return function(arrays, options)
+
+
+lazy_xp_function(call)

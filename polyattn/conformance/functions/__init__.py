@@ -1,0 +1,1 @@
+"""Checks of any attention function against the semantics."""

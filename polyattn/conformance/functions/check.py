@@ -1,0 +1,291 @@
+"""Any function of the shape of torch's SDPA, held to the cases: where it departs, and how far.
+
+A departure is read: `readings` has the other meanings that are tried.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
+from polyattn.conformance.checks.target import Subject
+from polyattn.conformance.functions.interpretations import Options, read
+from polyattn.conformance.reference.oracle import Array
+from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
+
+__all__ = [
+    "AGREES",
+    "DIFFERS",
+    "NO_ARGUMENT",
+    "RAISES",
+    "Finding",
+    "NoArgumentError",
+    "arguments_for",
+    "check_callable",
+    "load",
+    "subject_of",
+]
+
+AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
+
+Function = Callable[..., Any]
+
+
+class NoArgumentError(Exception):
+    """Raised by an adapter that its function has no argument for what it was given."""
+
+
+class Finding(NamedTuple):
+    """What became of a case.
+
+    Attributes
+    ----------
+    status : str
+        ``agrees``, ``differs``, ``raises`` or ``no argument``.
+    deviation : Deviation or None
+        How far the output is off; None if there is none.
+    error : str
+        The type and the first line of what was raised.
+    missing : str
+        What there is no argument for.
+    reading : str
+        The other meaning that a result which differs agrees with; empty if none was found.
+    """
+
+    status: str
+    deviation: Deviation | None = None
+    error: str = ""
+    missing: str = ""
+    reading: str = ""
+
+
+def load(spec: str) -> Function:
+    """Return a function by its name.
+
+    Parameters
+    ----------
+    spec : str
+        ``"module:function"``.
+
+    Returns
+    -------
+    callable
+        The function.
+
+    Raises
+    ------
+    ValueError
+        If it is written otherwise, or there is no such function.
+
+    Examples
+    --------
+    >>> from polyattn.conformance.functions.check import load
+    >>> load("polyattn.dialects:scaled_dot_product_attention").__name__
+    'scaled_dot_product_attention'
+    """
+    example = "torch.nn.functional:scaled_dot_product_attention"
+    refusal = f'a function is written "module:function", such as "{example}"; got {spec!r}'
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise ValueError(refusal)
+    try:
+        found: Any = importlib.import_module(module)
+    except (ImportError, TypeError) as error:  # TypeError: a relative name
+        hint = "; leave out the .py" if module.endswith(".py") else ""
+        raise ValueError(f"the module {module!r} cannot be imported: {error}{hint}") from error
+    try:
+        found = functools.reduce(getattr, name.split("."), found)
+    except AttributeError as error:
+        near = difflib.get_close_matches(name, dir(found), n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"the module {module!r} has no {name!r}{meant}") from error
+    if not callable(found):
+        raise ValueError(f"{spec!r} is no function; it is {found!r:.80}")
+    return found  # type: ignore[no-any-return]
+
+
+def subject_of(spec: str, library: str | None) -> Subject:
+    """Return the subject whose arrays a function is given.
+
+    Parameters
+    ----------
+    spec : str
+        The function, as for `load`.
+    library : str or None
+        The module that makes the arrays; None for that of the function, or else NumPy.
+
+    Returns
+    -------
+    Subject
+        It takes NumPy arrays to the library and back.
+    """
+    root = spec.partition(":")[0].partition(".")[0]
+    library = library or {"torch": "torch", "jax": "jax.numpy"}.get(root, "numpy")
+    return Subject("array-api", library)
+
+
+#: What torch's function takes, which has no signature to inspect.
+_OF_TORCH = frozenset(["attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
+
+
+def _parameters(function: Function) -> tuple[frozenset[str], bool]:
+    """The names that a function takes, and whether it takes any other."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return _OF_TORCH, False
+    by_name = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return frozenset(by_name), any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+
+def arguments_for(function: Function, options: Options, *, grouped: bool = False) -> Options:
+    """Return the options of a call of `polyattn.attention` as a function takes them.
+
+    An option goes to the parameter of its own name. A mask array and a bias without one go to
+    `attn_mask`, together as the bias, -inf where the mask is False. What is left goes to
+    ``**kwargs``.
+
+    Parameters
+    ----------
+    function : callable
+        The function.
+    options : dict
+        The options, arrays among them.
+    grouped : bool
+        Whether there are fewer key/value heads than query heads, which `enable_gqa` allows.
+
+    Returns
+    -------
+    dict
+        The keyword arguments.
+
+    Raises
+    ------
+    NoArgumentError
+        If an option is left over; it names all of them.
+    """
+    names, others = _parameters(function)
+    left = dict(options)
+    given = {name: left.pop(name) for name in options if name in names}
+    if "attn_mask" in names:
+        mask = None if callable(left.get("mask")) else left.pop("mask", None)
+        bias = left.pop("bias", None)
+        if mask is not None and bias is not None:
+            given["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
+        elif mask is not None or bias is not None:
+            given["attn_mask"] = bias if mask is None else mask
+    if left and not others:
+        function_of = {"mask": "mask as a function"} if callable(left.get("mask")) else {}
+        raise NoArgumentError(", ".join(function_of.get(name, name) for name in left))
+    if grouped and "enable_gqa" in names:
+        given["enable_gqa"] = True
+    return given | left
+
+
+#: The features that an option can make a call need, where they are not named as it is.
+_FEATURES_OF = {
+    "is_causal": ("causal",),
+    "mask": ("mask", "mask_mod", "mask_value"),
+    "query_offset": ("query_offset", "query_offset_array"),
+    "scale": ("scale", "score_norm"),
+    "score_mod": ("score_mod", "score_value"),
+}
+
+
+def _asked(function: Function, case: Case, options: Options) -> Options:
+    """The options, less those that ask for nothing and that the function has no parameter for."""
+    names, others = _parameters(function)
+    return {
+        name: option
+        for name, option in options.items()
+        if others
+        or name in names
+        or name == "layout"
+        or not case.features.isdisjoint(_FEATURES_OF.get(name, (name,)))
+    }
+
+
+def check_callable(
+    function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
+) -> Finding:
+    """Hold a function to a case.
+
+    Parameters
+    ----------
+    function : callable
+        Takes query, key and value, and options by the names of torch's
+        `scaled_dot_product_attention` or of `polyattn.attention`; see `arguments_for`.
+    case : Case
+        The call.
+    to : callable
+        Makes an array of the function's library of a NumPy array.
+    back : callable
+        The inverse.
+
+    Returns
+    -------
+    Finding
+        What became of it.
+
+    Raises
+    ------
+    ValueError
+        If the case is one of dropout.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn.conformance import CASES
+    >>> from polyattn.conformance.functions.check import check_callable
+    >>> from polyattn.dialects import scaled_dot_product_attention as sdpa
+    >>> found = check_callable(sdpa, CASES["causal x L < S"], np.asarray, np.asarray)
+    >>> found.status, found.reading
+    ('differs', 'rows count from the first key (query_offset=0)')
+    """
+    if "dropout" in case.features:
+        raise ValueError(f"{case}: what dropout draws is no function's to agree with")
+    arrays, options = case.arguments()
+    try:
+        options = _asked(function, case, options)
+        options = arguments_for(function, options, grouped="grouped_heads" in case.features)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = [to(x) for x in arrays]
+            keywords = {name: with_arrays(option, to) for name, option in options.items()}
+            held = given + [x for option in keywords.values() for x in arrays_in(option)]
+            before = [_bits(back(x)) for x in held]
+            output = np.array(back(function(*given, **keywords)))
+            after = [_bits(back(x)) for x in held]
+    except NoArgumentError as error:
+        return Finding(NO_ARGUMENT, missing=str(error))
+    except Exception as error:
+        line = next(iter(str(error).strip().splitlines()), "")
+        return Finding(RAISES, error=f"{type(error).__name__}: {line}")
+    return _judge(case, output, after != before)
+
+
+def _bits(x: Any) -> bytes:
+    return np.ascontiguousarray(x).tobytes()
+
+
+def _judge(case: Case, output: Array, written: bool) -> Finding:
+    yard = output_yardstick(case)
+    off = deviation(output, yard, f"{case}: output")
+    wrong = ["an input is written to"] if written else []
+    if output.dtype != case.dtype:
+        wrong.append(f"the output is {output.dtype}")
+    if output.shape != yard.exact.shape:
+        wrong.append("the output has another shape")
+    elif off.fault is not None:
+        wrong.append(read(case, output))
+    if not wrong:
+        return Finding(AGREES, off)
+    return Finding(DIFFERS, off, reading="; ".join(filter(None, wrong)))

@@ -1,0 +1,353 @@
+"""Other meanings of a call, which a result that departs from ours may agree with.
+
+A reading is a call that, by ours, gives what the function gives. The oracle and the textbook
+formula evaluate that call, so that every meaning is held to a yardstick of its own.
+"""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.oracle import Array, heads_first, lift
+from polyattn.conformance.reference.tolerance import deviation, output_yardstick
+
+__all__ = ["READINGS", "Reading", "read"]
+
+Options = dict[str, Any]
+Arguments = tuple[tuple[Array, Array, Array], Options]
+
+
+class Reading(NamedTuple):
+    """Another meaning: the call that, by ours, gives what a call gives by it.
+
+    Attributes
+    ----------
+    name : str
+        The meaning, as a sentence.
+    applies : callable
+        Whether it makes anything else of a case than ours does.
+    call : callable
+        Takes the arguments of the case's call and returns those of the other one.
+    dtype : str or None
+        What it computes in; None for the dtype of the semantics.
+    """
+
+    name: str
+    applies: Callable[[Case], bool]
+    call: Callable[[Arguments], Arguments] = lambda arguments: arguments
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class _Reread(Case):
+    """A case whose call is that of other meanings of it."""
+
+    readings: tuple[Reading, ...] = ()
+
+    def arguments(self, poisoned: bool = True) -> Arguments:
+        arguments = _in_plain_terms(super().arguments(poisoned))
+        for reading in self.readings:
+            arguments = reading.call(arguments)
+        return arguments
+
+
+@np.errstate(all="ignore")
+def read(case: Case, output: Array, most: int = 2) -> str:
+    """Return the meanings that a result agrees with, together; empty if none do.
+
+    Parameters
+    ----------
+    case : Case
+        The call.
+    output : numpy.ndarray
+        What a function gave for it.
+    most : int
+        How many of them to try together.
+    """
+    those = [reading for reading in READINGS if reading.applies(case)]
+    own = {field.name: getattr(case, field.name) for field in fields(case)}
+    together = (combinations(those, n) for n in range(1, most + 1))
+    for readings in chain.from_iterable(together):
+        dtype = next((r.dtype for r in readings if r.dtype), None)
+        yard = output_yardstick(_Reread(**own, readings=readings), dtype)
+        if deviation(output, yard, "").fault is None:
+            return " and ".join(reading.name for reading in readings)
+    return ""
+
+
+def _has_dtype(dtype: str, case: Case) -> bool:
+    return case.dtype == dtype
+
+
+def _option(case: Case, name: str) -> Any:
+    return dict(case.options).get(name)
+
+
+def _changed(**options: Any) -> Callable[[Arguments], Arguments]:
+    return lambda arguments: (arguments[0], arguments[1] | options)
+
+
+def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
+    """The batch, H, L and S of a call."""
+    (query, key, value), options = arguments
+    layout = options.get("layout", "...HLD")
+    q, k, v = (heads_first(x, layout).shape for x in (query, key, value))
+    return np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), q[-3], q[-2], k[-2]
+
+
+def _in_plain_terms(arguments: Arguments) -> Arguments:
+    """The same call, in which no mask and no score is a value."""
+    arrays, options = arguments
+    batch, *ends = _lengths(arguments)
+    rows = Rows(batch, (ends[0], ends[1], ends[2]), options.get("query_offset"))
+    mask, score_mod = plainly(options.get("mask"), options.get("score_mod"), rows)
+    return arrays, options | {"mask": mask, "score_mod": score_mod}
+
+
+def _spread(arguments: Arguments, x: Any) -> Array:
+    """Broadcast to (batch, H, L, S), the batch flat, as functions of the indices see it."""
+    batch, H, L, S = _lengths(arguments)
+    return np.broadcast_to(x, (*batch, H, L, S)).reshape(math.prod(batch), H, L, S)
+
+
+def _visible(arguments: Arguments) -> Array:
+    """Which keys each row sees, (batch, H, L, S), by all but `score_mod`."""
+    options = arguments[1]
+    batch, H, L, S = _lengths(arguments)
+    b, h, i, j = np.ogrid[: math.prod(batch), :H, :L, :S]
+    offset = options.get("query_offset")
+    position = i + np.broadcast_to(S - L if offset is None else offset, batch).reshape(-1, 1, 1, 1)
+    left, right = options.get("window") or (None, None)
+    seen: Array = np.ones((math.prod(batch), H, L, S), bool)
+    if options.get("is_causal"):
+        seen &= j <= position
+    if left is not None:
+        seen &= position - left <= j
+    if right is not None:
+        seen &= j <= position + right
+    if (mask := options.get("mask")) is not None:
+        seen &= mask(b, h, i, j) if callable(mask) else _spread(arguments, mask)
+    if (bias := options.get("bias")) is not None:
+        seen &= ~np.isneginf(lift(_spread(arguments, bias)))
+    return seen
+
+
+def _empty_rows(score: float) -> Callable[[Arguments], Arguments]:
+    """Let rows without a key see all keys, but those of a bias of -inf if others are left."""
+
+    def call(arguments: Arguments) -> Arguments:
+        arrays, options = arguments
+        seen, mod, bias = _visible(arguments), options.get("score_mod"), options.get("bias")
+        empty: Array = ~np.any(seen, -1)
+        left = seen if bias is None else ~np.isneginf(lift(_spread(arguments, bias)))
+        seen |= empty[..., None] & (left | ~np.any(left, -1, keepdims=True))
+
+        def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            s = s if mod is None else mod(s, b, h, i, j)
+            return np.where(empty[b, h, i], np.asarray(score, s.dtype), s)
+
+        changed: Options = {"mask": lambda *at: seen[at], "score_mod": score_mod}
+        if bias is not None:
+            batch, *ends = _lengths(arguments)
+            bias = np.where(empty[..., None], np.asarray(0, bias.dtype), _spread(arguments, bias))
+            changed["bias"] = bias.reshape(*batch, *ends)
+        positions = {"is_causal": False, "window": None, "query_offset": None}
+        return arrays, options | positions | changed
+
+    return call
+
+
+def _softcap_after_bias(arguments: Arguments) -> Arguments:
+    arrays, options = arguments
+    bias, c = _spread(arguments, options["bias"]), options["softcap"]
+
+    def score_mod(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return c * np.tanh((s + bias[b, h, i, j].astype(s.dtype)) / c)
+
+    return arrays, options | {"bias": None, "softcap": None, "score_mod": score_mod}
+
+
+def _heads_in_turn(arguments: Arguments) -> Arguments:
+    (query, key, value), options = arguments
+    axis = -2 if options.get("layout") == "...LHD" else -3
+    times = query.shape[axis] // key.shape[axis]
+    key, value = (np.concatenate([x] * times, axis) for x in (key, value))
+    return (query, key, value), options
+
+
+def _mask_inverted(arguments: Arguments) -> Arguments:
+    mask = arguments[1]["mask"]
+    inverted = (lambda *at: np.logical_not(mask(*at))) if callable(mask) else ~mask
+    return arguments[0], arguments[1] | {"mask": inverted}
+
+
+def _mask_added(arguments: Arguments) -> Arguments:
+    arrays, options = arguments
+    bias, dtype = options.get("bias"), arrays[0].dtype
+    bias = options["mask"].astype(dtype) + (np.asarray(0, dtype) if bias is None else bias)
+    return arrays, options | {"mask": None, "bias": bias}
+
+
+def _last_axis_padded(arguments: Arguments) -> Arguments:
+    first = np.arange(_lengths(arguments)[-1]) == 0
+    options: Options = {name: arguments[1].get(name) for name in ("mask", "bias")}
+    if _is_one_key_wide(options["bias"]):
+        hidden = np.asarray(-np.inf, options["bias"].dtype)
+        options["bias"] = np.where(first, options["bias"], hidden)
+    if _is_one_key_wide(options["mask"]):
+        options["mask"] = options["mask"] & first
+    return arguments[0], arguments[1] | options
+
+
+def _is_one_key_wide(x: Any) -> bool:
+    return isinstance(x, np.ndarray) and x.shape[-1] == 1
+
+
+def _all_nan(arguments: Arguments) -> Arguments:
+    return arguments[0], arguments[1] | {"score_mod": lambda s, *_: s * np.asarray(np.nan, s.dtype)}
+
+
+def _all_poisoned(arguments: Arguments) -> Arguments:
+    """Let every row see the infinities of the values, or NaN where there are none."""
+    (query, key, value), options = arguments
+    spoilt = value[~np.isfinite(lift(value))]
+    poison = spoilt[0] if spoilt.size else np.asarray(np.nan, value.dtype)
+    hiding = ("mask", "bias", "window", "score_mod", "sinks")
+    options = options | dict.fromkeys(hiding) | {"is_causal": False}
+    return (query * 0, np.zeros_like(key), np.full_like(value, poison)), options
+
+
+def _nan_queries_hidden(arguments: Arguments) -> Arguments:
+    query, seen = arguments[0][0], _visible(arguments)
+    rows = np.isfinite(lift(heads_first(query, arguments[1].get("layout", "...HLD"))[..., :1]))
+    seen &= _spread(arguments, rows)
+    return arguments[0], arguments[1] | {"mask": lambda *at: seen[at]}
+
+
+def _float32_scale(root: bool) -> Callable[[Arguments], Arguments]:
+    def call(arguments: Arguments) -> Arguments:
+        arrays, options = arguments
+        scale = options.get("scale")
+        scale = 1 / np.sqrt(np.float32(arrays[0].shape[-1])) if scale is None else np.float32(scale)
+        scale = float(np.sqrt(scale)) ** 2 if root else float(scale)
+        return arrays, options | {"scale": scale}
+
+    return call
+
+
+def _windows() -> Iterable[Reading]:
+    """The window, wider or narrower by one key."""
+    ends = {"to the left": (1, 0), "to the right": (0, 1), "to either side": (1, 1)}
+    for by, how in ((-1, "less"), (1, "more")):
+        for where, (left, right) in ends.items():
+
+            def applies(case: Case, left: int = left, right: int = right) -> bool:
+                low, high = _option(case, "window") or (None, None)
+                return not (left and low is None) and not (right and high is None)
+
+            def call(arguments: Arguments, left: int = by * left, right: int = by * right) -> Any:
+                low, high = arguments[1]["window"]
+                low = None if low is None else low + left
+                high = None if high is None else high + right
+                return arguments[0], arguments[1] | {"window": (low, high)}
+
+            yield Reading(f"a window reaches one key {how} {where}", applies, call)
+
+
+def _ignored() -> Iterable[Reading]:
+    """An option has no effect."""
+    nothing = {"is_causal": False}
+    names = ("is_causal", "window", "query_offset", "mask", "bias", "scale", "softcap")
+    for name in (*names, "score_mod", "sinks", "dropout", "similarity", "normalizer"):
+
+        def applies(case: Case, name: str = name) -> bool:
+            return _option(case, name) is not None
+
+        yield Reading(f"{name} is ignored", applies, _changed(**{name: nothing.get(name)}))
+
+
+_DTYPES = ("float64", "float16", "bfloat16")
+_HIDING = frozenset(["causal", "window", "mask", "mask_mod", "mask_value", "bias"])
+
+#: Other meanings. Two of them are applied in this order.
+READINGS = (
+    Reading(
+        "rows count from the first key (query_offset=0)",
+        lambda case: bool(
+            case.L != case.S
+            and _option(case, "query_offset") is None
+            and (_option(case, "is_causal") or _option(case, "window"))
+        ),
+        _changed(query_offset=0),
+    ),
+    Reading(
+        "a hidden NaN or infinity reaches the row",
+        lambda case: case.poison is not None and "query" not in case.poison_in,
+        _all_poisoned,
+    ),
+    Reading(
+        "a row whose query is NaN is 0",
+        lambda case: case.poison is not None and "query" in case.poison_in,
+        _nan_queries_hidden,
+    ),
+    *_windows(),
+    Reading(
+        "query head h reads key/value head h % G",
+        lambda case: "grouped_heads" in case.features and case.G != 1,
+        _heads_in_turn,
+    ),
+    Reading(
+        "True in a mask leaves a key out",
+        lambda case: _option(case, "mask") is not None,
+        _mask_inverted,
+    ),
+    Reading("a mask is added as 0 and 1", lambda case: "mask" in case.features, _mask_added),
+    Reading(
+        "softcap comes after the bias",
+        lambda case: {"softcap", "bias"} <= case.features and "score_mod" not in case.features,
+        _softcap_after_bias,
+    ),
+    *_ignored(),
+    *(
+        Reading(
+            f"a row without keys is {what}",
+            lambda case: (
+                case.S > 0 and "sinks" not in case.features and bool(_HIDING & case.features)
+            ),
+            _empty_rows(score),
+        )
+        for what, score in (("the mean of the values", 0.0), ("NaN", math.nan))
+    ),
+    Reading(
+        "the last axis of a mask is padded rather than broadcast",
+        lambda case: (
+            case.S > 1
+            and any(_is_one_key_wide(case.arguments()[1].get(name)) for name in ("mask", "bias"))
+        ),
+        _last_axis_padded,
+    ),
+    *(
+        Reading(
+            f"the {what} is rounded to float32",
+            lambda case: case.dtype == "float64" and (_option(case, "scale") or 0) >= 0,
+            _float32_scale(root),
+        )
+        for what, root in (("scale", False), ("root of the scale", True))
+    ),
+    Reading("every row is NaN", lambda case: True, _all_nan),
+    *(
+        Reading(f"computed in {narrow}", partial(_has_dtype, dtype), dtype=narrow)
+        for dtype, narrow in zip(_DTYPES, ("float32", "float16", "bfloat16"), strict=True)
+    ),
+)

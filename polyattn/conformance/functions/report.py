@@ -1,0 +1,205 @@
+"""What was found of a function in all cases, as a table for people: a row shows one thing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from polyattn.call.features import DTYPES, FEATURES
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.functions.check import (
+    AGREES,
+    DIFFERS,
+    NO_ARGUMENT,
+    RAISES,
+    Finding,
+    Function,
+    check_callable,
+)
+from polyattn.dispatch.explanation import table
+from polyattn.expressions.expression import Value
+
+__all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
+
+
+class Row(NamedTuple):
+    """What became of the cases that show one thing.
+
+    Attributes
+    ----------
+    kind : str
+        ``feature``, ``arrays``, ``dtype`` or ``topic``.
+    name : str
+        Which of them.
+    findings : dict of str to Finding
+        By the names of the cases.
+    """
+
+    kind: str
+    name: str
+    findings: dict[str, Finding]
+
+    def count(self, status: str) -> int:
+        """Count the cases of a status.
+
+        Parameters
+        ----------
+        status : str
+            One of those of `Finding`.
+
+        Returns
+        -------
+        int
+            Their number.
+        """
+        return sum(finding.status == status for finding in self.findings.values())
+
+    @property
+    def worst(self) -> float | None:
+        """The largest error of those that ran, in units; None if none did."""
+        units = [f.deviation.units for f in self.findings.values() if f.deviation is not None]
+        return max(units, default=None)
+
+    @property
+    def readings(self) -> dict[str, int]:
+        """How many of the cases that differ each reading explains, the empty one none of them."""
+        return dict(Counter(f.reading for f in self.findings.values() if f.status == DIFFERS))
+
+
+#: What a row can be about.
+_ROWS = (
+    *(("feature", name) for name in FEATURES if name not in ("logsumexp", "dropout")),
+    ("arrays", "rank"),
+    ("arrays", "layout"),
+    *(("dtype", name) for name in DTYPES),
+    *(("topic", name) for name in TOPICS if name != "formula"),
+)
+
+
+def _row_of(case: Case) -> tuple[str, str] | None:
+    """What a case shows: a corner, or the one thing that sets it apart from a plain call."""
+    if _is_ours(case):
+        return None
+    if case.topic != "formula":
+        return ("topic", case.topic) if case.dtype == "float32" else None
+    apart = [("feature", name) for name in case.features]
+    if len(apart) == 2 and ("feature", "causal") in apart:
+        # An offset shows where positions matter and nowhere else.
+        apart = [x for x in apart if x[1].startswith("query_offset")] or apart
+    if (case.one_head or len(case.batch) != 1) and "batch_broadcast" not in case.features:
+        apart.append(("arrays", "rank"))
+    if case.layout != "...HLD":
+        apart.append(("arrays", "layout"))
+    if case.dtype != "float32" or not apart:
+        apart.append(("dtype", case.dtype))
+    return apart[0] if len(apart) == 1 and apart[0] in _ROWS else None
+
+
+def _is_ours(case: Case) -> bool:
+    """Whether a call has a value or dropout in it, which are no function's but ours to take."""
+    given = case.arguments()[1].values()
+    return "dropout" in case.features or any(isinstance(option, Value) for option in given)
+
+
+def summarise(
+    function: Function,
+    cases: Iterable[Case],
+    to: Callable[[Any], Any],
+    back: Callable[[Any], Any],
+    progress: Callable[[Iterable[Case]], Iterable[Case]] | None = None,
+) -> list[Row]:
+    """Hold a function to the cases that show one thing each, and sort what was found by it.
+
+    Parameters
+    ----------
+    function : callable
+        As for `check_callable`.
+    cases : iterable of Case
+        Where to choose from.
+    to, back : callable
+        As for `check_callable`.
+    progress : callable, optional
+        Wraps the cases as they are gone through, as `tqdm` does.
+
+    Returns
+    -------
+    list of Row
+        One for each feature, each property of arrays, each dtype and each topic that a case shows.
+    """
+    chosen = [(case, row) for case in cases if (row := _row_of(case)) is not None]
+    rows = {row: Row(*row, {}) for row in _ROWS}
+    through: Iterable[Case] = [case for case, _ in chosen]
+    for case, (_, row) in zip(progress(through) if progress else through, chosen, strict=True):
+        rows[row].findings[case.name] = check_callable(function, case, to, back)
+    return [row for row in rows.values() if row.findings]
+
+
+def lines(rows: Iterable[Row]) -> list[str]:
+    """Return the rows as the lines of a table.
+
+    Parameters
+    ----------
+    rows : iterable of Row
+        What `summarise` returned.
+
+    Returns
+    -------
+    list of str
+        A line for each, and below them what they mean.
+    """
+    cells = [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
+    legend = "  Errors in units of eps · Σ w|v|; inf: not exact where it must be."
+    return [*table(cells), "", legend]
+
+
+def summary(row: Row) -> tuple[str, str, str]:
+    """Return what to show of a row.
+
+    Parameters
+    ----------
+    row : Row
+        The row.
+
+    Returns
+    -------
+    agree, units, remarks : str
+        How many agree, the largest error, and what to say of those that do not.
+    """
+    able = len(row.findings) - row.count(NO_ARGUMENT)
+    units = "-" if row.worst is None else f"{row.worst:.2g}"
+    return f"{row.count(AGREES)} of {able}" if able else "-", units, "; ".join(_remarks(row))
+
+
+def as_dict(row: Row) -> dict[str, object]:
+    """Return a row in plain types, for JSON.
+
+    Parameters
+    ----------
+    row : Row
+        The row.
+
+    Returns
+    -------
+    dict
+        Its kind and name, and the finding of each case.
+    """
+    findings = {
+        name: {
+            **finding._asdict(),
+            "deviation": finding.deviation and finding.deviation._asdict(),
+        }
+        for name, finding in row.findings.items()
+    }
+    return {"kind": row.kind, "name": row.name, "cases": findings}
+
+
+def _remarks(row: Row) -> Iterator[str]:
+    for reading, count in row.readings.items():
+        yield f"{reading or 'no reading explains it'} ({count})"
+    errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
+    yield from (f"{error} ({count})" for error, count in errors.most_common(2))
+    missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}
+    if missing:
+        yield f"no argument for {', '.join(sorted({m for ms in missing for m in ms.split(', ')}))}"

@@ -1,0 +1,1 @@
+"""What is right, and how wrong a result may be."""

@@ -1,0 +1,196 @@
+"""What mask and score values mean: tables and functions of NumPy, by the fields of a value alone.
+
+No code of a value is called, so that what it computes can be held against this.
+"""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.expressions import masks as patterns
+from polyattn.expressions import scores as steps
+
+__all__ = ["Rows", "plainly"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Rows(NamedTuple):
+    """Where the rows of a call stand.
+
+    Attributes
+    ----------
+    batch : tuple of int
+        The batch axes, broadcast.
+    shape : tuple of int
+        H, L and S.
+    offset : int, Array or None
+        ``query_offset=`` as the call has it.
+    sampled : tuple of int or None
+        The query rows to compute; None for all L.
+    """
+
+    batch: tuple[int, ...]
+    shape: tuple[int, int, int]
+    offset: Any = None
+    sampled: tuple[int, ...] | None = None
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The query rows to compute."""
+        return tuple(range(self.shape[1])) if self.sampled is None else self.sampled
+
+    def of(self, array: Any) -> Any:
+        """Return the sampled rows of an array that broadcasts to (..., L, anything)."""
+        if array is None or self.sampled is None or array.ndim < 2 or array.shape[-2] == 1:
+            return array
+        return array[..., self.sampled, :]
+
+    def each(self, numbers: Any, *ends: int) -> Array:
+        """What is given for each batch item, the batch flat; `ends` are the axes that it has."""
+        items = math.prod(self.batch)
+        return np.broadcast_to(np.asarray(numbers), (*self.batch, *ends)).reshape(items, *ends)
+
+    def positions(self, b: Any, i: Any) -> Any:
+        """Where rows stand among the keys."""
+        _, L, S = self.shape
+        return i + self.each(S - L if self.offset is None else self.offset)[b]
+
+
+def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
+    """Put an array in place of a mask value and a function in place of a score value.
+
+    Parameters
+    ----------
+    mask, score_mod : Any
+        As of `polyattn.attention`, with NumPy's arrays.
+    rows : Rows
+        Where the rows stand.
+
+    Returns
+    -------
+    mask, score_mod : Any
+        The same, a mask array of the sampled rows only; a function stays as it is.
+
+    Examples
+    --------
+    >>> from polyattn import masks
+    >>> from polyattn.conformance.reference.expressions import Rows, plainly
+    >>> seen, _ = plainly(masks.window(0, 0) | masks.prefix(1), None, Rows((), (1, 2, 3)))
+    >>> seen.astype(int).tolist()
+    [[[1, 1, 0], [1, 0, 1]]]
+    """
+    if isinstance(mask, patterns.Mask):
+        H, L, S = rows.shape
+        b, h, i, j = np.ogrid[: math.prod(rows.batch), :H, :L, :S]
+        seen = _sees(mask, rows, b, h, rows.of(i), j)
+        whole = (H, len(rows.indices), S)
+        seen = np.broadcast_to(seen, (math.prod(rows.batch), *whole))
+        mask = seen.reshape(*rows.batch, *whole)
+    elif isinstance(mask, np.ndarray):
+        mask = rows.of(mask)
+    if isinstance(score_mod, steps.Score):
+        score_mod = _function(score_mod, rows)
+    return mask, score_mod
+
+
+def _sees(mask: patterns.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
+    _, L, S = rows.shape
+    p = rows.positions(b, i)
+    match mask:
+        case patterns.And(parts):
+            return np.all(np.broadcast_arrays(*[_sees(m, rows, b, h, i, j) for m in parts]), axis=0)
+        case patterns.Or(parts):
+            return np.any(np.broadcast_arrays(*[_sees(m, rows, b, h, i, j) for m in parts]), axis=0)
+        case patterns.Not(part):
+            return np.logical_not(_sees(part, rows, b, h, i, j))
+        case patterns.Causal():
+            return p - j >= 0
+        case patterns.Window(left, right):
+            behind, ahead = np.maximum(p - j, 0), np.maximum(j - p, 0)
+            return (left is None or behind <= left) & (right is None or ahead <= right)
+        case patterns.Dilated(step):
+            return np.gcd(abs(p - j), step) == step
+        case patterns.GlobalTokens(positions):
+            return np.isin(j, positions) | np.isin(p, positions)
+        case patterns.Prefix(lengths):
+            return rows.each(lengths)[b] > j
+        case patterns.Padding(key_lengths, query_lengths):
+            keys = S if key_lengths is None else key_lengths
+            queries = L if query_lengths is None else query_lengths
+            return (rows.each(keys)[b] > j) & (rows.each(queries)[b] > i)
+        case patterns.Segments(query_ids, key_ids):
+            keys = query_ids if key_ids is None else key_ids
+            return rows.each(query_ids, L)[b, i] == rows.each(keys, S)[b, j]
+        case patterns.Dense(array):
+            return rows.each(array, *rows.shape)[b, h, i, j]
+        case patterns.Rule(function):
+            return function(b, h, i, j)
+        case patterns.Compiled(within):
+            return _sees(within, rows, b, h, i, j)
+    raise TypeError(f"nothing says what {mask!r} means")
+
+
+def _function(score: steps.Score, rows: Rows) -> Callable[..., Any]:
+    """A score value as a function of (score, b, h, i, j)."""
+    match score:
+        case steps.Chain(parts):
+            functions = [_function(part, rows) for part in parts]
+
+            def chain(s: Any, *at: Any) -> Any:
+                for function in functions:
+                    s = function(s, *at)
+                return s
+
+            return chain
+        case steps.Softcap(cap):
+            return lambda s, *at: np.tanh(s / cap) * cap
+        case steps.Temperature(t):
+            return lambda s, *at: s / t
+        case steps.Alibi(slopes):
+            slopes = _published_slopes(slopes) if isinstance(slopes, int) else slopes
+
+            def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                far = abs(j - rows.positions(b, i))
+                return s - slopes.astype(s.dtype)[h] * far.astype(s.dtype)
+
+            return alibi
+        case steps.RelativeBias(table, both_ways, most):
+
+            def relative(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+                bucket = _bucket(j - rows.positions(b, i), table.shape[0], both_ways, most)
+                return s + table.astype(s.dtype)[bucket, h]
+
+            return relative
+        case steps.Function(rule):
+            return rule
+    raise TypeError(f"nothing says what {score!r} means")
+
+
+def _published_slopes(heads: int) -> Array:
+    """The slopes of ALiBi's authors, by their recursion over the powers of two."""
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
+    if heads > whole:
+        slopes += _published_slopes(2 * whole)[0::2][: heads - whole].tolist()
+    return np.asarray(slopes)
+
+
+def _bucket(away: Any, buckets: int, both_ways: bool, most: int) -> Any:
+    """T5's bucket by its logarithm, which is nudged where rounding would miss a whole number."""
+    after = away > 0
+    if both_ways:
+        buckets, distance = buckets // 2, abs(away)
+    else:
+        distance = np.maximum(-away, 0)
+    exact = buckets // 2
+    ratio = np.log(np.maximum(distance, exact) / exact) / math.log(most / exact)
+    beyond = exact + np.floor(ratio * (buckets - exact) + 1e-9).astype(int)
+    found = np.where(distance < exact, distance, np.minimum(beyond, buckets - 1))
+    return found + np.where(after & both_ways, buckets, 0)

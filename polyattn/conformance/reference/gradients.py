@@ -1,0 +1,323 @@
+"""How wrong a gradient may be: as wrong as the textbook's in the same dtype, and no more.
+
+The gradient of sum(output · cotangent), by the formula and in no library's autograd. In
+`numpy.longdouble` it is the exact result; in the inputs' dtype it is the textbook, whose error is
+the yardstick as in `tolerance`. The unit is eps(dtype) times the condition of the element: the same
+formula of absolute values, with what errors in the scores can do to each weight.
+"""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.oracle import Array, as_called, heads_first
+from polyattn.conformance.reference.textbook import product_of
+from polyattn.conformance.reference.tolerance import Yardstick, yardstick
+from polyattn.expressions.scores import Chain, Softcap
+
+__all__ = [
+    "ORDERS",
+    "cotangent",
+    "gradient_yardsticks",
+    "gradients",
+]
+
+
+class Order(NamedTuple):
+    """Choices of the order of evaluation: what they change is rounding and nothing else."""
+
+    reversed_sums: bool = False
+    sums_in_turn: bool = False
+    scale_first: bool = False
+    divide_last: bool = False
+    delta_of_output: bool = False
+    through_maxima: bool = False
+
+    def product(self, a: Array, b: Array) -> Array:
+        """The matrix product, summed in this order."""
+        if self.reversed_sums:
+            a, b = a[..., ::-1], b[..., ::-1, :]
+        result: Array = product_of(a, b, self.sums_in_turn)
+        return result
+
+
+#: The options of `gradients` that change the order of evaluation and nothing else.
+ORDERS = Order._fields
+
+
+class Steps(NamedTuple):
+    """What the gradients are made of, heads first, a key for each query head.
+
+    A sink is one key more, the last, whose key and value are 0.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    cotangent: Array
+    scale: Any
+    weights: Array  # times `total`
+    total: Array
+    slope: Array  # the derivative of the score by scale · q·k
+    condition: Array  # of the score: the c_ij of `Oracle`
+    bend: Array  # the condition of the slope
+
+
+class Parts(NamedTuple):
+    """What remains to be summed: by the weights, by the logits and by scale · q·k."""
+
+    weights: Array
+    logits: Array
+    scores: Array
+
+
+def cotangent(case: Case) -> Array:
+    """What the output is multiplied with before the sum that is differentiated."""
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} cotangent".encode()))
+    drawn = rng.normal(size=(*case.score_shape[:-1], case.value_size)).astype(case.dtype)
+    return np.swapaxes(drawn, -3, -2).copy() if case.layout == "...LHD" else drawn
+
+
+@np.errstate(all="ignore")
+def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
+    """Differentiate sum(output · cotangent) by the formula.
+
+    Parameters
+    ----------
+    case : Case
+        The call; without dropout, similarity, norm and normalizer, and its poison is left out.
+    dtype : dtype_like
+        The dtype of every intermediate.
+    **order : bool
+        Of `ORDERS`.
+
+    Returns
+    -------
+    dict of str to numpy.ndarray
+        The gradients by query, key and value, and by bias and sinks where there are any, each of
+        its argument's shape.
+    """
+    how = Order(**order)
+    x = steps(case, np.dtype(dtype), how)
+    products = how.product(x.cotangent, x.value.mT)
+    if how.delta_of_output or how.through_maxima:
+        output = how.product(x.weights, x.value) / x.total
+        delta = row_sums(how, x.cotangent * output)
+    else:
+        delta = row_sums(how, x.weights * products) / x.total
+    logits = x.weights * (products - delta)
+    if how.through_maxima:
+        half = logits.shape[-1] // 2
+        halves = (np.s_[..., :half], np.s_[..., half:])
+        logits = logits + np.concatenate([residue(x, logits, delta, at) for at in halves], axis=-1)
+    return summed(case, x, Parts(x.weights, logits, logits * x.slope), how)
+
+
+@np.errstate(all="ignore")
+def conditions(case: Case) -> dict[str, Array]:
+    """How far relative errors of 1 on the way could move each element of the gradients."""
+    how = Order()
+    x = steps(case, np.dtype(np.longdouble), how)
+    # A weight moves with its own score, and with all of its row's through the denominator.
+    spread = x.weights * (1 + x.condition)
+    moved = spread + x.weights * row_sums(how, spread)
+    # What moves a weight meets the products as they differ from their mean: what is common to a
+    # row's products cancels in exact arithmetic, whatever the weights. Their own rounding does not.
+    products = x.cotangent @ x.value.mT
+    apart = np.abs(products - row_sums(how, x.weights * products))
+    sizes = np.abs(x.cotangent) @ np.abs(x.value.mT)
+    sizes = sizes + row_sums(how, x.weights * sizes)
+    logits = moved * apart + x.weights * (row_sums(how, spread * apart) + sizes)
+    scores = logits * np.abs(x.slope) + x.weights * apart * x.bend
+    x = x._replace(
+        query=np.abs(x.query),
+        key=np.abs(x.key),
+        cotangent=np.abs(x.cotangent),
+        scale=np.abs(x.scale),
+    )
+    return summed(case, x, Parts(moved, logits, scores), how)
+
+
+def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
+    """The gradient by the maximum that some of the keys have subtracted from their scores.
+
+    It is 0 but for rounding, which falls on the key that has the maximum. This is how automatic
+    differentiation goes: once in a plain softmax, and for each of its tiles in a running one.
+    """
+    how, weights = Order(), x.weights[keys]
+    output = how.product(weights, x.value.mT[keys].mT)
+    undivided = row_sums(how, x.cotangent * output) - delta * row_sums(how, weights)
+    highest = weights == np.max(weights, axis=-1, keepdims=True, initial=0)
+    ties = row_sums(how, highest.astype(weights.dtype))
+    return np.where(highest, (undivided - row_sums(how, logits[keys])) / ties, 0)
+
+
+def steps(case: Case, dtype: Any, how: Order) -> Steps:
+    """Evaluate the formula as far as the weights."""
+    arrays, options = case.arguments(poisoned=False)
+
+    def rounded(x: Any) -> Any:
+        return np.asarray(x).astype(dtype)
+
+    q, k, v, g = (heads_first(rounded(x), case.layout) for x in (*arrays, cotangent(case)))
+    (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
+    k, v = (np.repeat(x, H // G, axis=-3) for x in (k, v))
+    batch = g.shape[:-3]
+    rows = Rows(batch, (H, L, S), options.get("query_offset"))
+    mask, _ = plainly(options.get("mask"), None, rows)
+    b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
+    h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
+
+    scale = options.get("scale")
+    scale = rounded(1 / np.sqrt(np.longdouble(D)) if scale is None else scale)
+    s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
+    c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
+    slope, bend = np.ones_like(s), np.zeros_like(s)
+    for part in score_steps(options):
+        _, mod = plainly(None, part, rows)
+        if isinstance(part, Softcap):
+            # Anyone takes the slope from the result, whose rounding cancels where it is near 1.
+            t = np.tanh(s / rounded(part.cap))
+            own = 1 - t * t
+            moved = 1 + t * t + 2 * np.abs(t) * own * c / rounded(part.cap)
+        else:
+            own = derivative(mod, s, b, h, i, j)
+            nearby = np.sqrt(np.finfo(dtype).eps)
+            moved = np.abs(derivative(mod, s + nearby * c, b, h, i, j) - own) / nearby
+            moved = np.abs(own) + moved
+        slope, bend = slope * own, bend * np.abs(own) + np.abs(slope) * moved
+        s = rounded(mod(s, b, h, i, j))
+        c = c * np.abs(own) + np.abs(s)
+    if "bias" in options:
+        bias = rounded(options["bias"])
+        s, c = s + bias, c + np.abs(bias)
+
+    offset = options.get("query_offset", S - L)
+    hidden = hidden_keys(options | {"mask": mask}, offset, b, h, i, j) | np.isneginf(s)
+    s, c, slope, bend = (
+        np.where(hidden, rounded(x), np.broadcast_to(y, (*batch, H, L, S)))
+        for x, y in ((-np.inf, s), (0, c), (0, slope), (0, bend))
+    )
+    if "sinks" in options:
+        sink = rounded(options["sinks"])[:, None]
+        at_sink = (sink, np.where(np.isneginf(sink), rounded(0), np.abs(sink)), 0, 0)
+        s, c, slope, bend = (
+            np.append(x, np.broadcast_to(rounded(y)[..., None], (*batch, H, L, 1)), -1)
+            for x, y in zip((s, c, slope, bend), at_sink, strict=True)
+        )
+        k, v = (np.append(x, np.zeros((*x.shape[:-2], 1, x.shape[-1]), dtype), -2) for x in (k, v))
+
+    highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.exp(s - np.where(np.isneginf(highest), rounded(0), highest))
+    total = row_sums(how, weights)
+    total = np.where(total == 0, rounded(1), total)
+    if how.divide_last:
+        g = g / total
+    else:
+        weights, total = weights / total, np.ones_like(total)
+    return Steps(q, k, v, g, scale, weights, total, slope, c, bend)
+
+
+def score_steps(options: dict[str, Any]) -> list[Any]:
+    """What is done to the scores before the bias, a step at a time, as `plainly` takes it."""
+    found: list[Any] = [Softcap(options["softcap"])] if "softcap" in options else []
+    mod = options.get("score_mod")
+    if isinstance(mod, Chain):
+        return found + list(mod.parts)
+    return found if mod is None else [*found, mod]
+
+
+def hidden_keys(options: dict[str, Any], offset: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Where mask, causal and window hide a key; broadcasts to (..., H, L, S)."""
+    position = i + np.asarray(offset)[..., None, None, None]
+    left, right = options.get("window", (None, None))
+    hidden = np.zeros((1, 1, 1), bool)
+    if options.get("is_causal"):
+        hidden = hidden | (j > position)
+    if left is not None:
+        hidden = hidden | (j < position - left)
+    if right is not None:
+        hidden = hidden | (j > position + right)
+    mask = options.get("mask")
+    if mask is not None:
+        hidden = hidden | ~(mask(b, h, i, j) if callable(mask) else np.asarray(mask))
+    return hidden
+
+
+def derivative(mod: Callable[..., Any], s: Array, *indices: Any) -> Array:
+    """The derivative of a score function by the score: a step along the imaginary axis.
+
+    No difference is taken, so nothing cancels: it is as exact as the function itself.
+    """
+    # Its square underflows in no dtype, and is lost beside any score.
+    step = np.sqrt(np.finfo(s.dtype).smallest_normal)
+    result: Array = (np.imag(mod(s + 1j * step, *indices)) / step).astype(s.dtype)
+    return result
+
+
+def row_sums(how: Order, x: Array) -> Array:
+    """The sums over the last axis, which is kept."""
+    return how.product(x, np.ones_like(x, shape=(x.shape[-1], 1)))
+
+
+def summed(case: Case, x: Steps, parts: Parts, how: Order) -> dict[str, Array]:
+    """The gradients, each summed to the shape of its argument."""
+    arrays, options = case.arguments(poisoned=False)
+    before, after = (x.scale, 1) if how.scale_first else (1, x.scale)
+    scores = parts.scores * before
+    S = case.S
+    found = {
+        "query": how.product(scores, x.key) * after,
+        "key": (how.product(scores.mT, x.query) * after)[..., :S, :],
+        "value": how.product(parts.weights.mT, x.cotangent)[..., :S, :],
+    }
+    for (name, gradient), given in zip(found.items(), arrays, strict=True):
+        like = heads_first(given, case.layout)
+        *batch, heads, rows, size = gradient.shape
+        G = like.shape[-3]
+        groups = gradient.reshape(*batch, G, heads // G, rows, size)
+        whole = sum_to(like.shape, groups.sum(axis=-3))
+        found[name] = as_called(whole, given.ndim, case.layout)
+    if "bias" in options:
+        found["bias"] = sum_to(options["bias"].shape, parts.logits[..., :S])
+    if "sinks" in options:
+        found["sinks"] = sum_to(options["sinks"].shape, parts.logits[..., S].sum(axis=-1))
+    return found
+
+
+def sum_to(shape: Sequence[int], x: Array) -> Array:
+    """The sum over the axes along which an array of this shape was broadcast."""
+    x = x.sum(axis=tuple(range(x.ndim - len(shape))))
+    broadcast = tuple(n for n, length in enumerate(shape) if length == 1)
+    return np.asarray(x.sum(axis=broadcast, keepdims=True))
+
+
+@cache
+def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
+    """What the gradients of a case are held against, by the names of the arguments.
+
+    Where `numpy.longdouble` is no wider than the case's dtype, the textbook is without error by its
+    own account and the other orders of evaluation alone tell how far off it may be.
+
+    Parameters
+    ----------
+    case : Case
+        The call.
+    """
+    exact, condition = gradients(case, np.longdouble), conditions(case)
+    orders = [{}, *({order: True} for order in ORDERS)]
+    results = [gradients(case, case.dtype, **order) for order in orders]
+    return {
+        name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], case.dtype)
+        for name in exact
+    }

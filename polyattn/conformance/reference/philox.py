@@ -1,0 +1,84 @@
+"""Which weights dropout keeps, once more: Philox 4×32-10 in Python's whole numbers.
+
+It shares only the definition with `polyattn.tiles.dropout`: the weight (b, h, i, j) is kept where
+word j mod 4 of the counter (j // 4, i, h, b), keyed by the seed, is no less than rate · 2³².
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+
+__all__ = ["kept", "philox"]
+
+Words = tuple[int, int, int, int]
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Return the four words of a counter.
+
+    Parameters
+    ----------
+    counter : tuple of int
+        Four words of 32 bits.
+    key : tuple of int
+        Two.
+
+    Examples
+    --------
+    >>> from polyattn.conformance.reference.philox import philox
+    >>> [f"{word:08x}" for word in philox((0, 0, 0, 0), (0, 0))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    a, b, c, d = counter
+    for turn in range(10):
+        first, second = ((k + turn * w) % 2**32 for k, w in zip(key, WEYL, strict=True))
+        high, low = divmod(0xD2511F53 * a, 2**32)
+        other_high, other_low = divmod(0xCD9E8D57 * c, 2**32)
+        a, b, c, d = other_high ^ b ^ first, other_low, high ^ d ^ second, low
+    return a, b, c, d
+
+
+#: What the words of a key grow by from one round to the next.
+WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+@cache
+def kept(
+    rate: float,
+    seed: int,
+    batch: tuple[int, ...],
+    shape: tuple[int, int, int],
+    rows: tuple[int, ...] | None = None,
+) -> np.ndarray[Any, Any]:
+    """Return which weights of a call are kept.
+
+    Parameters
+    ----------
+    rate, seed : float, int
+        As of ``dropout=``.
+    batch : tuple of int
+        The batch axes.
+    shape : tuple of int
+        H, L and S.
+    rows : tuple of int, optional
+        The query rows to compute; all L by default.
+
+    Returns
+    -------
+    numpy.ndarray of bool
+        Shape (..., H, L, S), or of these rows only.
+    """
+    heads, length, keys = shape
+    rows = tuple(range(length)) if rows is None else rows
+    key, least = (seed % 2**32, seed // 2**32), round(rate * 2**32)
+    found = np.zeros((prod(batch), heads, len(rows), keys), bool)
+    places = product(range(prod(batch)), range(heads), enumerate(rows), range(0, keys, 4))
+    for b, h, (n, i), block in places:
+        words = philox((block // 4, i, h, b), key)[: keys - block]
+        found[b, h, n, block : block + 4] = [word >= least for word in words]
+    return found.reshape(*batch, *found.shape[1:])

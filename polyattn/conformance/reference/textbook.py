@@ -1,0 +1,213 @@
+"""Attention as anyone writes it in NumPy: the yardstick of accuracy.
+
+It must be ordinary: a page, every intermediate rounded to one dtype. How far it is from the
+exact result is how far any kernel may be, and some; see `tolerance`.
+"""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.oracle import as_called, heads_first, lift
+from polyattn.conformance.reference.philox import kept
+from polyattn.expressions import scores as steps
+
+__all__ = ["ORDERS", "textbook"]
+
+#: The options of `textbook` that change the order of evaluation and nothing else, as they go
+#: together: how a loop over the keys goes that is written in C, and how kernels go that subtract no
+#: maximum where scores are small.
+ORDERS = (
+    ("coordinates_in_turn",),
+    ("keys_reversed",),
+    ("keys_in_turn",),
+    ("scale_first",),
+    ("divide_last",),
+    ("keys_in_turn", "divide_last"),
+    ("coordinates_in_turn", "keys_reversed", "keys_in_turn", "divide_last"),
+    ("without_maximum", "divide_last"),
+)
+
+#: Scores whose exponentials neither overflow nor lose digits, in any dtype that is summed in.
+SMALL = 20.0
+
+
+def textbook(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    mask: Any = None,
+    bias: Any = None,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: Any = None,
+    scale: float | steps.ScaleRule | None = None,
+    softcap: float | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    sinks: Any = None,
+    dropout: tuple[float, Any] | None = None,
+    similarity: steps.Similarity | None = None,
+    normalizer: steps.Normalizer | None = None,
+    layout: str = "...HLD",
+    rows: tuple[int, ...] | None = None,
+    coordinates_in_turn: bool = False,
+    keys_reversed: bool = False,
+    keys_in_turn: bool = False,
+    scale_first: bool = False,
+    divide_last: bool = False,
+    without_maximum: bool = False,
+) -> tuple[Any, Any]:
+    """Attention as a page of NumPy, wholly in the inputs' dtype: `(output, logsumexp)`.
+
+    Compute only the query rows `rows`, where they are given. The last six options are the same
+    formula in another order of evaluation: see `ORDERS`. They change rounding and nothing else.
+    """
+    dtype = np.asarray(query).dtype
+    q, k, v = (heads_first(np.asarray(x), layout) for x in (query, key, value))
+    (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
+    k, v = (np.repeat(x, H // max(G, 1), axis=-3) for x in (k, v))
+    batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
+    sampled = Rows(batch, (H, L, S), query_offset, rows)
+    h, i, j = np.ogrid[:H, :L, :S]
+    i = sampled.of(i)
+
+    def rounded(x: Any) -> Any:
+        return np.asarray(x).astype(dtype)
+
+    mask, score_mod = plainly(mask, score_mod, sampled)
+    q, bias = sampled.of(q), sampled.of(bias)
+    position = (
+        i + np.asarray(S - L if query_offset is None else query_offset)[..., None, None, None]
+    )
+    left, right = window or (None, None)
+    hidden = np.zeros((1, 1, 1), bool)
+    if is_causal:
+        hidden = hidden | (j > position)
+    if left is not None:
+        hidden = hidden | (j < position - left)
+    if right is not None:
+        hidden = hidden | (j > position + right)
+    if mask is not None:
+        hidden = hidden | ~(mask(b, h, i, j) if callable(mask) else np.asarray(mask))
+
+    times = rounded(factor_of(scale, similarity, D, S))
+    if similarity is None:
+        before, after = (times, rounded(1)) if scale_first else (rounded(1), times)
+        s = product_of(q * before, k.mT, coordinates_in_turn) * after
+    else:
+        s = likeness(similarity, q, k, coordinates_in_turn) * times
+    if isinstance(scale, steps.ByNorm):
+        counted = np.where(hidden, rounded(0), s)
+        norm = rounded(np.sqrt(row_sums(counted * counted, keys_in_turn)))
+        s = rounded(scale.factor) * s / np.where(norm == 0, rounded(1), norm)
+    if softcap is not None:
+        s = rounded(rounded(np.tanh(rounded(s / rounded(softcap)))) * rounded(softcap))
+    if score_mod is not None:
+        s = rounded(score_mod(s, b, h, i, j))
+    if bias is not None:
+        s = s + rounded(bias)
+    s = np.broadcast_to(s, np.broadcast_shapes(s.shape, (*batch, H, len(sampled.indices), S)))
+
+    s = np.where(hidden, rounded(-np.inf), s)
+    rate, seed = dropout or (0, 0)
+    keeps = kept(rate, int(seed), batch, (H, L, S), rows) if rate else np.ones((1, 1, 1), bool)
+    if keys_reversed:
+        s, v, keeps = s[..., ::-1], v[..., ::-1, :], keeps[..., ::-1]
+
+    if normalizer is not None:
+        weights = rounded(normalized(normalizer, s, keys_in_turn))
+        weights = np.where(keeps, weights / rounded(1 - rate), rounded(0))
+        output = as_called(product_of(weights, v, keys_in_turn), np.ndim(query), layout)
+        return output, np.full_like(output[..., 0], np.nan)
+
+    highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        sink = rounded(sinks)[:, None, None]
+        highest = np.maximum(highest, sink)
+    highest = np.where(np.isneginf(lift(highest)), rounded(0), highest)
+    if without_maximum:
+        highest = np.where(np.abs(lift(highest)) < SMALL, rounded(0), highest)
+    weights = rounded(np.exp(s - highest))
+    denominator = row_sums(weights, keys_in_turn)
+    if sinks is not None:
+        denominator = denominator + rounded(np.exp(sink - highest))
+    divisor = np.where(denominator == 0, rounded(1), denominator)
+    before, after = (rounded(1), divisor) if divide_last else (divisor, rounded(1))
+    weights = np.where(keeps, weights / rounded(1 - rate), rounded(0)) if rate else weights
+    output = product_of(weights / before, v, keys_in_turn) / after
+    logsumexp = highest + rounded(np.log(denominator))
+    output, logsumexp = (as_called(x, np.ndim(query), layout) for x in (output, logsumexp))
+    return output, logsumexp[..., 0]
+
+
+def factor_of(scale: Any, similarity: Any, size: int, keys: int) -> float:
+    """What multiplies the products, before a norm may divide them."""
+    usual = 1 / math.sqrt(max(size, 1)) if similarity is None else 1.0
+    if isinstance(scale, steps.LongSequence):
+        return usual / math.sqrt(max(keys, 1))
+    return usual if scale is None or isinstance(scale, steps.ByNorm) else float(scale)
+
+
+def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
+    """What stands in place of the product of queries and keys, (..., L, S)."""
+    if isinstance(similarity, steps.Cosine):
+        q, k = (x / np.where((n := norm(x, in_turn)) == 0, n + 1, n) for x in (q, k))
+        return product_of(q, k.mT, in_turn)
+    q, k = q[..., :, None, :], k[..., None, :, :]
+    match similarity:
+        case steps.Distance(1):
+            return -row_sums(abs(q - k), in_turn)[..., 0]
+        case steps.Distance(2):
+            return -norm(q - k, in_turn)[..., 0]
+        case steps.Additive(weight):
+            return row_sums(np.tanh(q + k) * weight.astype(q.dtype), in_turn)[..., 0]
+    raise TypeError(f"nothing says what {similarity!r} means")
+
+
+def normalized(normalizer: Any, s: Any, in_turn: bool) -> Any:
+    """The weights that stand in place of softmax's, 0 where a score is -inf."""
+    one = s.dtype.type(1)
+    if isinstance(normalizer, steps.Sigmoid):
+        return one / (one + np.exp(-s))
+    if not isinstance(normalizer, steps.Sparsemax):
+        raise TypeError(f"nothing says what {normalizer!r} means")
+    highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+    s = s - np.where(np.isneginf(highest), s.dtype.type(0), highest)
+    # The greatest number of keys that are all above the threshold that they have together.
+    ordered = np.sort(s, axis=-1)[..., ::-1]
+    counts = np.arange(1, s.shape[-1] + 1, dtype=s.dtype)
+    within = ordered > (np.cumsum(ordered, axis=-1, dtype=s.dtype) - one) / counts
+    number = np.sum(within, axis=-1, keepdims=True, dtype=s.dtype)
+    total = row_sums(np.where(within, ordered, s.dtype.type(0)), in_turn)
+    over = np.maximum(s - (total - one) / number, s.dtype.type(0))
+    return np.where(np.isneginf(s), s.dtype.type(0), over)
+
+
+def norm(x: Any, in_turn: bool) -> Any:
+    """The Euclidean norm over the last axis, which is kept."""
+    return np.sqrt(row_sums(x * x, in_turn)).astype(x.dtype)
+
+
+def row_sums(x: Any, in_turn: bool) -> Any:
+    """The sums over the last axis, which is kept."""
+    return product_of(x, np.ones_like(x, shape=(x.shape[-1], 1)), in_turn)
+
+
+def product_of(a: Any, b: Any, in_turn: bool) -> Any:
+    """`a @ b` in the dtype of `a`, summed in the library's order, or strictly one after another."""
+    if not in_turn:
+        return (a @ b).astype(a.dtype)
+    shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    result = np.zeros((*shape, a.shape[-2], b.shape[-1]), a.dtype)
+    for n in range(a.shape[-1]):
+        result += a[..., n : n + 1] * b[..., n : n + 1, :]
+    return result

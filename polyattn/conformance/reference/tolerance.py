@@ -1,0 +1,235 @@
+"""How wrong a result may be: as wrong as the textbook formula in the same dtypes, and no more.
+
+The semantics give scores, softmax and sums float32 where the inputs have 16 bits, so that the
+textbook computes in it, too, and rounds its result once.
+
+No tolerance is chosen by hand. The unit of error is eps(dtype) times the condition of the
+element, sum_j w_ij |v_j|: what a relative error of eps in each weight can do; it stops shrinking
+where the dtype's own spacing does. The limit of an element is twice the largest error of the
+textbook formula anywhere in the case, plus a floor, and the floor is measured: half a unit, because
+any result must be stored, and what storing the oracle's cost; what it does to this element that any
+score must be rounded; and the most by which another order of evaluation changes what the textbook
+formula gives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn.conformance.cases.case import Case, finfo
+from polyattn.conformance.reference.oracle import Array, Oracle, lift, oracle
+from polyattn.conformance.reference.textbook import ORDERS, textbook
+
+__all__ = ["Deviation", "assert_accurate", "deviation", "logsumexp_yardstick", "output_yardstick"]
+
+#: Up to this many products the oracle of a float64 case computes with more digits.
+MOST_PRODUCTS = 40_000
+
+
+class Yardstick(NamedTuple):
+    """The exact result of one quantity, its unit of error, and the limit in those units."""
+
+    exact: Array
+    unit: Array
+    textbook: float
+    floor: Array
+    or_nan: Any = False  # where NaN is as good
+    rows: tuple[int, ...] | None = None  # the query rows that `exact` has; None for all L
+    length: int = 0  # L
+    axis: int = -1  # the axis of the query rows
+
+    @property
+    def limit(self) -> Array:
+        """The most units that each element may be off by."""
+        limit: Array = 2 * self.textbook + self.floor
+        return limit
+
+    def of(self, result: Array) -> Array:
+        """Return the rows of a result to judge; all of it if it has not the right length."""
+        if self.rows is None or result.shape[self.axis :][:1] != (self.length,):
+            return result
+        return np.take(result, self.rows, self.axis)
+
+
+class Deviation(NamedTuple):
+    """How far a result is from the exact one.
+
+    Attributes
+    ----------
+    units : float
+        The largest error of an element, in units of eps · Σ w|v|; infinite where what must be
+        exact is not.
+    share : float
+        The largest share that an element took of its limit.
+    fault : str or None
+        Which element is the worst of those that break their limit, and how; None if none does.
+    """
+
+    units: float
+    share: float
+    fault: str | None
+
+
+def assert_accurate(actual_output: Any, case: Case, actual_lse: Any = None) -> None:
+    """Hold a result against the limits of its case.
+
+    Parameters
+    ----------
+    actual_output : array_like
+        The output.
+    case : Case
+        The call that gave it.
+    actual_lse : array_like, optional
+        The logsumexp.
+
+    Raises
+    ------
+    AssertionError
+        If an element is off by more than its limit.
+    """
+    yards = {"output": (actual_output, output_yardstick(case))}
+    if actual_lse is not None:
+        yards["logsumexp"] = (actual_lse, logsumexp_yardstick(case))
+    for what, (actual, yard) in yards.items():
+        fault = deviation(actual, yard, f"{case}: {what}").fault
+        if fault is not None:
+            raise AssertionError(fault)
+
+
+@np.errstate(invalid="ignore")
+def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
+    """Compare: shape, NaN and infinities as in the exact result, exact zeros exact, errors small.
+
+    Parameters
+    ----------
+    actual : array_like
+        A result.
+    yard : Yardstick
+        What it is held against.
+    what : str
+        What a fault calls it.
+
+    Returns
+    -------
+    Deviation
+        How far it is off, and whether that is too far.
+    """
+    actual = yard.of(lift(actual))
+    if actual.shape != yard.exact.shape:
+        return Deviation(math.inf, math.inf, f"{what}: {actual.shape} is not {yard.exact.shape}")
+    must_equal = (yard.unit == 0) | ~np.isfinite(yard.exact + yard.unit + actual)
+    same = (actual == yard.exact) | (np.isnan(actual) & (np.isnan(yard.exact) | yard.or_nan))
+    for place in np.argwhere(must_equal & ~same).tolist():
+        at = tuple(place)
+        fault = f"{what}{place} is {actual[at]:.6g}, must be {yard.exact[at]:.6g}"
+        return Deviation(math.inf, math.inf, fault)
+    units = in_units(actual, yard.exact, yard.unit)
+    shares = units / yard.limit
+    worst, share = (float(np.max(x, initial=0)) for x in (units, shares))
+    if share <= 1:
+        return Deviation(worst, share, None)
+    at = tuple(map(int, np.unravel_index(np.argmax(shares), shares.shape)))
+    return Deviation(
+        worst,
+        share,
+        f"{what}{list(at)} is {actual[at]:.6g}, exact {yard.exact[at]:.6g}: "
+        f"error {units[at]:.4g} units, limit {yard.limit[at]:.4g} "
+        f"(2 × textbook {yard.textbook:.4g} + floor {yard.floor[at]:.4g})",
+    )
+
+
+@cache
+def output_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
+    """The yardstick of the output; `dtype` is the textbook's, if not that of the semantics."""
+    dtype = dtype or accumulation_dtype(case.dtype)
+    output, _, condition, sensitivity, _ = exact(case)
+    results = [output for output, _ in evaluations(case, dtype)]
+    moved = float(finfo(dtype).eps) * sensitivity
+    # An infinity that is seen gives infinity, or NaN where its weight underflows to 0.
+    infinite = np.isinf(output)
+    yard = yardstick(output, condition, moved, results, case.dtype)
+    axis = -3 if case.layout == "...LHD" else -2
+    return yard._replace(or_nan=infinite, rows=case.rows, length=case.L, axis=axis)
+
+
+@cache
+def logsumexp_yardstick(case: Case) -> Yardstick:
+    """The same for logsumexp, in the dtype that it is accumulated and returned in."""
+    dtype = accumulation_dtype(case.dtype)
+    _, logsumexp, _, _, condition = exact(case)
+    results = [logsumexp for _, logsumexp in evaluations(case, dtype)]
+    yard = yardstick(logsumexp, condition, 0, results, dtype)
+    axis = -2 if case.layout == "...LHD" else -1
+    return yard._replace(rows=case.rows, length=case.L, axis=axis)
+
+
+def yardstick(
+    exact: Array, condition: Array, moved_by_scores: Any, results: Sequence[Any], dtype: str
+) -> Yardstick:
+    """Make a yardstick of the exact result and the textbook's, the plain order first."""
+    info = finfo(dtype)
+    unit = np.maximum(float(info.eps) * condition, spacing(dtype))
+    unit = np.where(condition == 0, 0, unit)
+    plain, *others = (lift(np.asarray(x).astype(dtype)) for x in results)
+    orders = max(np.max(in_units(x, plain, unit), initial=0) for x in others)
+    stored = 0.5 + 0.5 * float(np.finfo(exact.dtype).eps / info.eps)
+    floor = stored + 0.5 * in_units(moved_by_scores, 0, unit) + orders
+    return Yardstick(exact, unit, np.max(in_units(plain, exact, unit), initial=0), floor)
+
+
+def spacing(dtype: str) -> float:
+    """The distance of numbers near 0: what no error is smaller than."""
+    info = finfo(dtype)
+    # Only float16's subnormals count for anything: elsewhere XLA, CUDA's fast exp and processors'
+    # own bfloat16 products take them for 0.
+    step = float(info.eps) if dtype == "float16" else 1.0
+    return step * float(info.smallest_normal)
+
+
+@np.errstate(all="ignore")
+def in_units(actual: Any, exact: Any, unit: Array) -> Array:
+    """|actual - exact| in units, and 0 where that is no number."""
+    units = np.abs(actual - exact) / unit
+    return np.where(np.isfinite(units), units, 0)
+
+
+@cache
+def exact(case: Case) -> Oracle:
+    """What the oracle says of a case."""
+    arrays, options = case.arguments()
+    extended = wants_extended(case, options)
+    return oracle(*arrays, **options, rows=case.rows, extended=extended)
+
+
+def wants_extended(case: Case, options: dict[str, Any]) -> bool:
+    """Whether float64 would be no better than what is to be judged, and more digits can be had."""
+    products = math.prod(case.score_shape) * (case.D + 1)
+    return (
+        case.dtype == "float64"
+        and case.poison is None
+        and options.get("score_mod") is None
+        and products <= MOST_PRODUCTS
+    )
+
+
+@cache
+def evaluations(case: Case, dtype: str) -> list[tuple[Any, Any]]:
+    """What the textbook formula gives in a dtype, in the plain order and in the others.
+
+    The poison is left out: the formula cannot bear it, and it moves no exact result but to NaN.
+    """
+    arrays, options = case.arguments(poisoned=False)
+    cast = [x.astype(dtype) for x in arrays]
+    orders: list[dict[str, Any]] = [{}, *(dict.fromkeys(order, True) for order in ORDERS)]
+    with np.errstate(all="ignore"):
+        return [textbook(*cast, **(options | order), rows=case.rows) for order in orders]
+
+
+def accumulation_dtype(dtype: str) -> str:
+    """The dtype that scores, sums and logsumexp have for inputs of `dtype`."""
+    return "float64" if dtype == "float64" else "float32"

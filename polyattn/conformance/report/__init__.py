@@ -1,0 +1,1 @@
+"""The table that `polyattn check` prints."""

@@ -1,0 +1,327 @@
+"""The suite's cases without pytest: each step of a report, and what a failure is charged to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+from polyattn.call.features import DTYPES
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.cases.catalogue import CASES
+from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
+from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.functions.interpretations import read
+from polyattn.conformance.reference.tolerance import exact
+from polyattn.conformance.report.report import (
+    EXTREME,
+    PROMISES,
+    ROWS,
+    Cell,
+    Failure,
+    Report,
+    Section,
+    rows_of,
+)
+from polyattn.dispatch import registry
+from polyattn.dispatch.registry import ARRAY_API
+
+__all__ = ["bar", "default_subjects", "progress", "run", "steps"]
+
+#: What is asked of a plugin as a whole.
+IMPORTS = "finding the plugin imports no array library"
+
+
+class Promise(NamedTuple):
+    """What a kernel may promise, beside results."""
+
+    applies: Callable[[Checked], bool]
+    check: Callable[[Subject, Checked], None]
+    otherwise: str
+
+
+CHECKED = {
+    "deterministic": Promise(
+        lambda checked: checked.kernel.deterministic, checks.check_determinism, "not declared"
+    ),
+    "batch invariant": Promise(
+        lambda checked: checked.kernel.batch_invariant,
+        checks.check_batch_invariance,
+        "not declared",
+    ),
+    "eight threads at once": Promise(
+        checks.is_worth_threads, checks.check_first_call_from_threads, "not checked"
+    ),
+}
+
+
+class Step(NamedTuple):
+    """One thing to do: a case, or a promise, of a kernel."""
+
+    section: Section
+    checked: Checked | None  # None for what is the plugin's as a whole
+    what: Case | str
+
+
+def steps(
+    subjects: Iterable[Subject],
+    cases: Mapping[str, Case] = CASES,
+    kernels: Sequence[str] = (),
+) -> list[Step]:
+    """Return all that a report has to do.
+
+    Parameters
+    ----------
+    subjects : iterable of Subject
+        The backends.
+    cases : mapping of str to Case
+        The calls.
+    kernels : sequence of str
+        The kernels to check; none for all.
+
+    Raises
+    ------
+    ValueError
+        If a backend has no kernel of a name.
+    """
+    found = []
+    for subject in subjects:
+        names = list(dict.fromkeys(checked.kernel.name for checked in subject.kernels))
+        for name in kernels:
+            if name not in names:
+                raise ValueError(f"{subject} has no kernel {name!r}; it has {', '.join(names)}")
+        checked = tuple(c for c in subject.kernels if not kernels or c.kernel.name in kernels)
+        section = Section(subject, checked)
+        for each in checked:
+            found += [Step(section, each, what) for what in _work(subject, each, cases)]
+        if subject.backend != ARRAY_API:
+            found.append(Step(section, None, IMPORTS))
+    return found
+
+
+def _work(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> Iterator[Case | str]:
+    promised = checks.cases_for(subject, checked, cases)
+    if checked.kernel.compiles:
+        refused = [case for case in promised if not checks.takes(subject, checked, case)]
+        promised = checks.covering(subject, checked, promised) + refused
+    yield from promised
+    yield from PROMISES
+
+
+def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = iter) -> Report:
+    """Do it.
+
+    Parameters
+    ----------
+    work : sequence of Step
+        What `steps` returned.
+    bar : callable
+        What to go through it with, such as `progress`.
+
+    Returns
+    -------
+    Report
+        What became of it; it prints as tables. If it was interrupted, what there was by then.
+    """
+    report = Report(total=len(work))
+    failed: list[_Failed] = []
+    with suppress(KeyboardInterrupt):
+        for section, checked, what in bar(work):
+            if section not in report.sections:
+                report.sections.append(section)
+            if checked is None:
+                _do_plugin(section, str(what))
+            elif isinstance(what, Case):
+                failed += _do_case(section, checked, what)
+            else:
+                _do_promise(section, checked, what)
+            report.done += 1
+    for section in report.sections:
+        _charge(section, [f for f in failed if f.section is section])
+        _note_what_does_not_apply(section)
+        if report.done == report.total:
+            asked = {f for step in work if isinstance(step.what, Case) for f in step.what.features}
+            _refuse_idle_declarations(section, asked)
+    return report
+
+
+class _Failed(NamedTuple):
+    section: Section
+    checked: Checked
+    case: Case
+    features: frozenset[str]  # that the failure is about
+    text: str
+
+
+def _do_case(section: Section, checked: Checked, case: Case) -> list[_Failed]:
+    try:
+        outcome = checks.check_case(section.subject, checked, case)
+    except Exception as error:
+        text = _text(error)
+        about = case.features
+        if text.startswith(f"{case}: logsumexp"):  # the output is right
+            about = frozenset({"logsumexp"})
+        return [_Failed(section, checked, case, about, text)]
+    for row in rows_of(case):
+        section.cell(row.name, checked).add(case.name, outcome.output, outcome.refusal)
+    if outcome.logsumexp is not None and case.topic != EXTREME:
+        section.cell("logsumexp", checked).add(case.name, outcome.logsumexp, None)
+    return []
+
+
+def _do_plugin(section: Section, what: str) -> None:
+    try:
+        checks.check_import_hygiene(section.subject.backend.partition(":")[0])
+        section.plugin[what] = "yes"
+    except Exception as error:
+        section.plugin[what] = "no"
+        section.failures.append(Failure("", what, _text(error)))
+
+
+def _do_promise(section: Section, checked: Checked, name: str) -> None:
+    subject, cell = section.subject, section.cell(name, checked)
+    try:
+        if name == "gradients":
+            _do_gradients(subject, checked, cell)
+        elif CHECKED[name].applies(checked):
+            CHECKED[name].check(subject, checked)
+            cell.note = "holds"
+        else:
+            cell.note = CHECKED[name].otherwise
+    except Exception as error:
+        cell.failures.append(_text(error))
+        section.failures.append(Failure(str(checked), name, _text(error)))
+
+
+def _do_gradients(subject: Subject, checked: Checked, cell: Cell) -> None:
+    if not has_gradients(subject):
+        cell.note = "library has none"
+        return
+    for case in () if checked.kernel.compiles else GRADIENT_CASES.values():
+        if checks.is_promised(subject, checked, case) and checks.takes(subject, checked, case):
+            found = check_gradients(subject, checked, case)
+            for off in (found or {}).values():
+                cell.add(case.name, off, None)
+    if not cell.agreed:
+        cell.note = "not checked" if checked.kernel.compiles else "none that it takes"
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, AssertionError) else f"raised {error!r}"
+
+
+def _charge(section: Section, failed: list[_Failed]) -> None:
+    """Charge each case that failed to the features to blame: the fewest that fail together.
+
+    Where the plain formula is wrong, or softcap alone, a case of softcap and bias says nothing
+    about bias.
+    """
+    failed.sort(key=lambda f: len(f.features))
+    sets: dict[Checked, set[frozenset[str]]] = defaultdict(set)
+    for f in failed:
+        sets[f.checked].add(f.features)
+    told: set[tuple[Checked, frozenset[str]]] = set()
+    for _, checked, case, about, text in failed:
+        within = [features for features in sets[checked] if features <= about]
+        fewest = [f for f in within if not any(other < f for other in within)]
+        blamed = frozenset[str]().union(*fewest) or frozenset({"plain"})
+        if (checked, blamed) not in told:
+            meaning = _as_if(section.subject, checked, case)
+            if meaning is not None:
+                told.add((checked, blamed))
+                text += meaning
+        for row in ROWS:
+            if row not in rows_of(case) and row.name not in blamed:
+                continue
+            cell = section.cell(row.name, checked)
+            if row.group != "features" or row.name in blamed:
+                cell.failures.append(text)
+            else:
+                cell.elsewhere += 1
+        section.failures.append(Failure(str(checked), ", ".join(sorted(blamed)), text))
+
+
+def _as_if(subject: Subject, checked: Checked, case: Case) -> str | None:
+    """What other meaning a result that failed agrees with; None if there is none to ask."""
+    try:
+        output = subject.back(subject.call(case, checked.for_case(case)))
+        if output.shape != exact(case).output.shape:
+            return None
+        meaning = read(case, output, most=1)
+    except Exception:
+        return None
+    return f"; as if {meaning}" if meaning else ""
+
+
+def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
+    for checked in section.kernels:
+        cells = [section.cell(row.name, checked) for row in ROWS if row.group == "dtypes"]
+        agreed = sum(cell.agreed for cell in cells)
+        if not agreed + sum(len(cell.failures) for cell in cells):
+            if any(cell.refused for cell in cells):
+                text = f"no case is taken by {checked}"
+                section.failures.append(Failure(str(checked), "plain", text))
+            continue
+        # Every case that agrees is asked for its logsumexp.
+        wanted = asked | {"logsumexp"} if agreed else asked
+        for feature in sorted(section.subject.declared(checked.kernel) & wanted):
+            cell = section.cell(feature, checked)
+            if not cell.agreed + cell.elsewhere + len(cell.failures):
+                text = f"it declares {feature}, and no case that it takes needs it"
+                cell.failures.append(text)
+                section.failures.append(Failure(str(checked), feature, text))
+
+
+def _note_what_does_not_apply(section: Section) -> None:
+    for kernel in section.subject.elsewhere:
+        kinds = ", ".join(sorted(kernel.devices or ()))
+        section.plugin[f"the kernel {kernel.name}"] = f"not checked: it runs on {kinds}"
+    for checked in section.kernels:
+        for dtype in DTYPES:
+            if dtype not in section.subject.dtypes:
+                section.cell(dtype, checked).note = "not taken"
+        if not checked.kernel.poison_safe:
+            section.cell("NaN and infinity", checked).note = "not declared"
+        if "logsumexp" not in checked.kernel.features:
+            section.cell("logsumexp", checked).reasons["it does not compute logsumexp"] = 1
+            section.cell("logsumexp", checked).refused = 1
+
+
+def default_subjects(library: str | None) -> list[Subject]:
+    """Return every backend that can be used here, or ``array-api`` if a library is named."""
+    if library is not None:
+        return [Subject(registry.ARRAY_API, library)]
+    return [Subject(name) for name in registry.names() if registry.load(name) is None]
+
+
+def progress(work: Iterable[Step]) -> Iterable[Step]:
+    """Return the steps with a progress bar."""
+    return bar(work, lambda step: f"{step.section.subject} {step.checked or step.what}")
+
+
+T = TypeVar("T")
+
+
+def bar(work: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """Go through some work with a progress bar on standard error, if that is a terminal.
+
+    Parameters
+    ----------
+    work : iterable
+        The steps.
+    describe : callable
+        What the bar says beside a step.
+
+    Yields
+    ------
+    object
+        Each step.
+    """
+    from tqdm import tqdm
+
+    shown = tqdm(list(work), unit="case", disable=None, leave=False, dynamic_ncols=True)
+    for step in shown:
+        shown.set_description(describe(step), refresh=False)
+        yield step

@@ -1,0 +1,1 @@
+"""Which kernel of which backend runs, where, and how arrays get there."""

@@ -1,0 +1,233 @@
+"""Finds plugins by entry point and loads one when it is first needed.
+
+Finding imports no array library. A plugin that cannot be loaded never stops another: the reason is
+kept, to be told when somebody asks for it. Safe under threads, first use included.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import threading
+from collections.abc import Set
+from dataclasses import dataclass
+
+from polyattn.arrays import constant_when_traced, library_of
+from polyattn.dispatch.entries import GROUP, Entry, entries
+from polyattn.kernels import Dense, Tiled
+from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
+
+__all__ = [
+    "ARRAY_API",
+    "GROUP",
+    "array_api_backend",
+    "device_of",
+    "devices_of",
+    "flaw",
+    "is_installed",
+    "kernels_of",
+    "load",
+    "loaded",
+    "names",
+    "serving",
+    "spec_of",
+    "specs",
+]
+
+#: The name of the core's own kernels on the arrays' own library.
+ARRAY_API = "array-api"
+
+_CLOSING_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
+
+
+@dataclass
+class Registered:
+    """A plugin: its spec or why there is none, and its backend once it is loaded."""
+
+    name: str
+    distribution: str
+    spec: BackendSpec | None = None
+    failure: str | None = None
+    backend: Backend | None = None
+
+
+_lock = threading.RLock()
+# Filled once under the lock, and read without it, which torch.compile could not trace.
+_plugins: dict[str, Registered] = {}
+_array_api: dict[str, Backend] = {}
+
+
+def _find() -> dict[str, Registered]:
+    if not _plugins:
+        found: dict[str, Registered] = {}
+        # polyattn's own first, so that no other can take one of its names; flawed lines last.
+        for entry in sorted(entries(), key=_rank):
+            plugin = _read(entry, found.get(entry.name))
+            found.setdefault(plugin.name, plugin)
+        _plugins.update(found)  # at once: an interrupt leaves all or nothing
+    return _plugins
+
+
+def _rank(entry: Entry) -> tuple[bool, bool, str]:
+    return entry.distribution != "polyattn", entry.flaw is not None, entry.name
+
+
+def _read(entry: Entry, taken: Registered | None) -> Registered:
+    """Return the plugin of an entry point; `taken` is the one that has its name already."""
+    plugin = Registered(entry.name, entry.distribution, failure=entry.flaw)
+    if taken is not None or entry.name == ARRAY_API:
+        owner = "polyattn" if taken is None else taken.distribution
+        plugin.name = f"{entry.name} ({entry.distribution})"
+        plugin.failure = plugin.failure or (
+            f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
+        )
+    if plugin.failure is not None:
+        return plugin
+    try:
+        spec = entry.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
+        plugin.failure = f"its plugin cannot be imported: {type(error).__name__}: {error}"
+        return plugin
+    if not isinstance(spec, BackendSpec):
+        plugin.failure = f"its entry point {entry.value} is no BackendSpec"
+    elif spec.api_version != API_VERSION:
+        plugin.failure = (
+            f"it was written for version {spec.api_version} of the plugin contract and this is"
+            f" version {API_VERSION}: install releases that fit together"
+        )
+    elif spec.name != entry.name:
+        plugin.failure = f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
+    else:
+        plugin.spec = spec
+    return plugin
+
+
+@constant_when_traced
+def names() -> tuple[str, ...]:
+    """Return the names of all plugins, whether they can be loaded or not."""
+    with _lock:
+        return tuple(sorted(_find()))
+
+
+@constant_when_traced
+def serving(library: str) -> tuple[str, ...]:
+    """Return the plugins that take this library's arrays: polyattn's own, or else all others."""
+    with _lock:
+        serving = [p for p in _find().values() if p.spec and library in p.spec.namespaces]
+    own = tuple(p.name for p in serving if p.distribution == "polyattn")
+    return own or tuple(p.name for p in serving)
+
+
+def specs() -> tuple[BackendSpec, ...]:
+    """Return the specs of all plugins that have one, whether they can be loaded or not."""
+    with _lock:
+        return tuple(p.spec for p in _find().values() if p.spec is not None)
+
+
+@constant_when_traced
+def load(name: str) -> str | None:
+    """Load the plugin of a name that `names` lists; return why it cannot be, or None."""
+    with _lock:
+        plugin = _find()[name]
+        if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
+            try:
+                plugin.failure = _missing(plugin.spec)
+                if plugin.failure is None:
+                    backend = plugin.spec.load()
+                    plugin.failure = _flaw(backend)
+                    plugin.backend = None if plugin.failure else backend
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # as when its spec is imported
+                plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
+        return plugin.failure
+
+
+def _missing(spec: BackendSpec) -> str | None:
+    missing = [module for module in spec.requires if not is_installed(module)]
+    return f"{', '.join(missing)} is not installed: {spec.install}" if missing else None
+
+
+def _flaw(backend: Backend) -> str | None:
+    """Return what of a backend's kernels breaks the contract, or None."""
+    if not isinstance(backend.kernels, tuple):
+        return f"its kernels must be a tuple, such as (Fused(),); got {backend.kernels!r}"
+    for kernel in backend.kernels:
+        if not isinstance(kernel, Kernel):
+            return f"its kernels must be instances of Kernel; one is {kernel!r}"
+        found = flaw(kernel)
+        if found is not None:
+            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {found}"
+    return None
+
+
+def flaw(kernel: Kernel) -> str | None:
+    """Return what of a kernel breaks the contract, or None."""
+    if not isinstance(getattr(kernel, "name", None), str):
+        return "has no name"
+    if not isinstance(kernel.features, Set):
+        return f"must declare its features as a set; got {kernel.features!r}"
+    for feature in sorted(kernel.features - frozenset(FEATURES)):
+        near = difflib.get_close_matches(feature, FEATURES, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        return f"declares an unknown feature {feature!r}{meant}"
+    return None
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def loaded(name: str) -> Backend:
+    """Return the backend of a plugin that `load` has loaded."""
+    backend = _plugins[name].backend
+    assert backend is not None
+    return backend
+
+
+def spec_of(name: str) -> BackendSpec:
+    """Return the spec of a plugin that `load` has loaded."""
+    spec = _plugins[name].spec
+    assert spec is not None
+    return spec
+
+
+def array_api_backend(array: Array) -> Backend:
+    """Return the backend that runs the core's kernels on the library of `array`."""
+    library = library_of(array)
+    backend = _array_api.get(library.name)
+    if backend is None:
+        backend = _array_api[library.name] = Backend(library.xp)
+    return backend
+
+
+def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
+    """Return a backend's own kernels, and the array-API kernels that close every list.
+
+    Of those, one whose name a backend's own kernel has is left out: the own one is it, done better.
+    """
+    own = () if backend is None else backend.kernels
+    names = {kernel.name for kernel in own}
+    return (*own, *(kernel for kernel in _CLOSING_KERNELS if kernel.name not in names))
+
+
+@constant_when_traced
+def devices_of(name: str) -> tuple[str, ...]:
+    """Return the devices at hand of a backend that has been loaded, the default first."""
+    return tuple(loaded(name).devices())
+
+
+@constant_when_traced
+def device_of(name: str, wanted: str) -> str | None:
+    """Return the device that `wanted` means: its whole name, its kind, or its number."""
+    for device in devices_of(name):
+        kind, _, number = device.partition(":")
+        if wanted in (device, kind, number):
+            return device
+    return None

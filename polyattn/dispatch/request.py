@@ -1,0 +1,173 @@
+"""Which backends are asked for: by argument, by context, or by environment variable.
+
+An argument wins over the innermost context, which wins over the variable, read at call time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from polyattn.arrays import is_compiling
+from polyattn.dispatch import registry
+from polyattn.dispatch.errors import (
+    UnknownBackendError,
+)
+
+__all__ = ["AUTO", "VARIABLE", "Names", "Request", "parse", "request", "use_backend"]
+
+VARIABLE = "POLYATTN_BACKEND"
+
+
+AUTO = "auto"
+
+
+Names = tuple[str, ...]
+
+
+class Request(NamedTuple):
+    """The backends asked for, in order, and by which channel; no names where nobody asked."""
+
+    names: Names
+    channel: str = "arrays"
+
+    @property
+    def may_move(self) -> bool:
+        """Whether some backend is named, rather than left to the arrays."""
+        return any(name != AUTO for name in self.names)
+
+    def __str__(self) -> str:
+        names = ",".join(self.names)
+        return {
+            "argument": f"backend={names!r}",
+            "context": f"use_backend({names!r})",
+            "environment": f"{VARIABLE}={names}",
+            "arrays": "the arrays' own library",
+        }[self.channel]
+
+
+_context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
+
+
+# torch.compile cannot trace ContextVar.get (pytorch#186449), but reads and guards an attribute of
+# a thread-local: what it sees is the innermost block that this thread has entered.
+_traced_context = threading.local()
+
+
+_blocks_open = 0
+
+
+_any_block_open = False  # what torch.compile guards on, rather than their number
+
+
+_blocks_lock = threading.Lock()
+
+
+@contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Choose the backend of every call made inside the block, by this thread or task.
+
+    Inside a function that torch.compile traces, pass ``backend=`` instead. Around a call of a
+    compiled function this works, in the same thread.
+
+    Parameters
+    ----------
+    *names : str
+        Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
+        ``auto`` is the arrays' own library, as where nothing is chosen.
+
+    Yields
+    ------
+    None
+        Nothing; the choice ends with the block.
+
+    Raises
+    ------
+    UnknownBackendError
+        If no plugin has one of the names.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import polyattn
+    >>> x = np.ones((2, 5, 8), dtype=np.float32)
+    >>> with polyattn.use_backend("numpy"):
+    ...     polyattn.attention(x, x, x).shape
+    (2, 5, 8)
+    """
+    global _any_block_open, _blocks_open
+    parsed = parse(names, "use_backend")
+    _refuse_unknown(Request(parsed, "context"))
+    token = _context.set(parsed)
+    _traced_context.names = parsed
+    with _blocks_lock:
+        _blocks_open += 1
+        _any_block_open = True
+    try:
+        yield
+    finally:
+        with _blocks_lock:
+            _blocks_open -= 1
+            _any_block_open = _blocks_open > 0
+        # A generator may be closed in another context, where there is nothing to undo.
+        with suppress(ValueError):
+            _context.reset(token)
+        _traced_context.names = _context.get()
+
+
+def request(backend: str | Sequence[str] | None) -> Request:
+    """Return which backends are asked for, by argument, context or environment."""
+    if backend is not None:
+        return Request(parse(backend), "argument")
+    if _any_block_open:
+        names = getattr(_traced_context, "names", ()) if is_compiling() else _context.get()
+        if names:
+            return Request(names, "context")
+    variable = os.environ.get(VARIABLE)
+    if variable:
+        return Request(parse(variable, f"{VARIABLE}="), "environment")
+    return Request(())
+
+
+def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
+    """Split a choice into its names; `source` is what an error calls it."""
+    given = [backend] if isinstance(backend, str) else backend
+    if not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
+        raise TypeError(
+            f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
+        )
+    names = tuple(name.strip() for item in given for name in item.split(","))
+    if not names or "" in names:
+        raise ValueError(f"a backend's name is missing in {source}{backend!r}")
+    return names
+
+
+def _refuse_unknown(asked: Request) -> None:
+    known = (*registry.names(), registry.ARRAY_API, AUTO)
+    for name in asked.names:
+        stem, _, device = name.partition(":")
+        if stem == AUTO and device:
+            raise UnknownBackendError(
+                f"{AUTO} leaves the arrays where they are and takes no device; got {name!r}"
+            )
+        if stem not in known:
+            near = difflib.get_close_matches(stem, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            having = [f"{one}:{stem}" for one in _having(stem)]
+            if having:
+                meant = f": it is a kind of device, as in {' or '.join(having)}."
+            raise UnknownBackendError(
+                f"no plugin provides the backend {stem!r}{meant} The names here are"
+                f" {', '.join(known)}; `polyattn backends` shows what each needs"
+                + (f" (asked for by {asked})" if asked.channel == "environment" else "")
+            )
+
+
+def _having(device: str) -> list[str]:
+    """Return the backends of several kinds of device, this one among them."""
+    return [s.name for s in registry.specs() if device in s.devices and len(s.devices) > 1]

@@ -1,0 +1,1 @@
+"""Masks and score rules as values that compose."""

@@ -1,0 +1,354 @@
+"""Where a mask or score is asked for: single indices, as a function of the caller's is called.
+
+`Place` is what a value may ask of the place that it is evaluated at. `polyattn.tiles.indices` has
+the place that is a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
+
+__all__ = ["FAR", "Called", "Dims", "Place", "is_ambiguous", "saturating_sum"]
+
+# Beyond any length, and far enough from the end of int32 to be added to a length.
+FAR = 2**30
+
+
+def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
+    """Return offset + shift, limited to ±FAR, although neither may fit in `dtype`.
+
+    An offset given as an array may be anything that its own dtype holds, and a window is a Python
+    integer of any size. Only their sum says which keys are seen.
+    """
+    if isinstance(offset, int):
+        return max(-FAR, min(offset + shift, FAR))
+    info = xp.iinfo(offset.dtype)
+    low, high = -FAR - shift, FAR - shift
+    if high <= info.min:
+        return FAR
+    if low >= info.max:
+        return -FAR
+    offset = cast(xp, xp.clip(offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
+    # In two steps: the shift itself may be just out of range where the sum is not.
+    half = shift // 2
+    return offset + half + (shift - half)
+
+
+def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
+    """Whether the first axis of a mask could be batch or heads; where all are 1 both are the same.
+
+    Parameters
+    ----------
+    mask : tuple of int
+        The shape of the mask.
+    rank : int
+        How many axes the scores have.
+    """
+    return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
+
+
+class Dims(NamedTuple):
+    """The lengths of a call, for a value to check itself against.
+
+    Attributes
+    ----------
+    batch : tuple of int
+        The batch axes, broadcast.
+    heads, query_length, key_length : int
+        H, L and S.
+    query_offset : int or None
+        The position of the first row; None if an array gives it.
+    """
+
+    batch: tuple[int, ...]
+    heads: int
+    query_length: int
+    key_length: int
+    query_offset: int | None
+
+    @property
+    def items(self) -> int:
+        """How many batch items there are."""
+        return math.prod(self.batch)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """The shape of the scores."""
+        return (*self.batch, self.heads, self.query_length, self.key_length)
+
+    def check_per_item(self, name: str, facts: ArrayFacts | int | None) -> None:
+        """Refuse an array that does not hold an integer for each batch item.
+
+        Parameters
+        ----------
+        name : str
+            What an error calls it.
+        facts : ArrayFacts, int or None
+            The facts of an array; a number or None is fine.
+        """
+        if isinstance(facts, ArrayFacts):
+            _check_integers(name, facts)
+            self._check_batch(name, facts.shape, facts.shape, "(...,)")
+
+    def check_per_token(self, name: str, facts: ArrayFacts, letter: str, length: int) -> None:
+        """Refuse an array that does not hold an integer for each token of each batch item.
+
+        Parameters
+        ----------
+        name : str
+            What an error calls it.
+        facts : ArrayFacts
+            The facts of the array.
+        letter : str
+            L or S.
+        length : int
+            How many tokens there are.
+        """
+        _check_integers(name, facts)
+        if not facts.shape or facts.shape[-1] != length:
+            raise ValueError(f"{name} must have {letter} = {length} ids; got {facts.shape}")
+        self._check_batch(name, facts.shape[:-1], facts.shape, f"(..., {letter})")
+
+    def _check_batch(
+        self, name: str, lead: tuple[int, ...], shape: tuple[int, ...], letters: str
+    ) -> None:
+        if len(lead) > len(self.batch) or broadcast_shapes(lead, self.batch) != self.batch:
+            raise ValueError(
+                f"{name} of shape {letters} must broadcast to the batch axes {self.batch}; got"
+                f" {shape}"
+            )
+
+
+def _check_integers(name: str, facts: ArrayFacts) -> None:
+    if "int" not in facts.dtype:
+        raise TypeError(f"{name} must hold integers; got {facts}")
+
+
+class Place(Protocol):
+    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
+
+    Attributes
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    batch, head, row, column : Array
+        The flat batch item, the query head, the query row and the key.
+    """
+
+    xp: Any
+
+    @property
+    def batch(self) -> Array: ...
+    @property
+    def head(self) -> Array: ...
+    @property
+    def row(self) -> Array: ...
+    @property
+    def column(self) -> Array: ...
+
+    def position(self, shift: int = 0) -> Array:
+        """Return where the rows stand among the keys.
+
+        Parameters
+        ----------
+        shift : int
+            What is added to it.
+        """
+
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return how far after the row's position the keys are.
+
+        Parameters
+        ----------
+        modulus : int, optional
+            Where given, the remainder by this number is enough.
+        """
+
+    def per_item(self, numbers: int | Array) -> Any:
+        """Return what is given for each batch item.
+
+        Parameters
+        ----------
+        numbers : int or Array
+            A number for all, or an array of the batch axes.
+        """
+
+    def per_head(self, numbers: Array) -> Array:
+        """Return what is given for each query head.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (H,).
+        """
+
+    def per_row(self, numbers: Array) -> Array:
+        """Return what is given for each query row.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (..., L).
+        """
+
+    def per_key(self, numbers: Array) -> Array:
+        """Return what is given for each key.
+
+        Parameters
+        ----------
+        numbers : Array
+            Shape (..., S).
+        """
+
+    def of_scores(self, array: Array) -> Array:
+        """Return what of an array is for the place.
+
+        Parameters
+        ----------
+        array : Array
+            It broadcasts to the scores, (..., H, L, S).
+        """
+
+    def looked_up(self, table: Array, *indices: Array) -> Array:
+        """Return entries of a table.
+
+        Parameters
+        ----------
+        table : Array
+            The table.
+        *indices : Array
+            Indices of each of its axes, which broadcast with one another.
+        """
+
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
+        """Return what a mask function says.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (b, h, i, j).
+        """
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Return what a score function makes of scores.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (score, b, h, i, j).
+        scores : Array
+            The scores of the place.
+        """
+
+
+class Called:
+    """The place that a function in FlexAttention's form is called at.
+
+    Parameters
+    ----------
+    b, h, i, j : Array
+        Index arrays, or scalars, that broadcast with one another.
+    offset : int or Array
+        The position of the first row, an array holding one for each flat batch item.
+    batch : tuple of int, optional
+        The batch axes that b counts through; by default those that an array has.
+    """
+
+    def __init__(
+        self,
+        b: Array,
+        h: Array,
+        i: Array,
+        j: Array,
+        *,
+        offset: int | Array = 0,
+        batch: tuple[int, ...] | None = None,
+    ) -> None:
+        self.batch, self.head, self.row, self.column = b, h, i, j
+        self._offset, self._batch = offset, batch
+        self.xp = library_of(j, "the indices").xp
+
+    def position(self, shift: int = 0) -> Array:
+        """Return where the rows stand among the keys, moved by `shift`."""
+        offset = self._offset
+        if not isinstance(offset, int):
+            offset = offset[self.batch]
+        by = saturating_sum(offset, shift, self.xp, self._dtype)
+        return self.row if isinstance(by, int) and by == 0 else self.row + by
+
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return how far after the row's position the keys are."""
+        if modulus is None:
+            return self.column - self.position()
+        offset = self._offset
+        if not isinstance(offset, int):
+            offset = cast(self.xp, offset[self.batch], self._dtype)
+        return (self.column - self.row - offset % modulus) % modulus
+
+    @property
+    def _dtype(self) -> Any:
+        """The dtype of positions: Python integers as indices are int64."""
+        return self.column.dtype
+
+    def per_item(self, numbers: Any) -> Any:
+        """Return what is given for each batch item."""
+        if isinstance(numbers, int):
+            return min(numbers, FAR)
+        return cast(self.xp, self._of_item(numbers, ()), self._dtype)
+
+    def per_head(self, numbers: Array) -> Array:
+        """Return what is given for each query head."""
+        return numbers[self.head]
+
+    def per_row(self, numbers: Array) -> Array:
+        """Return what is given for each row."""
+        return self._of_item(numbers, (self.row,))
+
+    def per_key(self, numbers: Array) -> Array:
+        """Return what is given for each key."""
+        return self._of_item(numbers, (self.column,))
+
+    def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
+        """Index an array whose leading axes are the batch's."""
+        own = tuple(array.shape[len(array.shape) - len(rest) :])
+        lead = tuple(array.shape[: len(array.shape) - len(rest)])
+        if math.prod(lead) == 1:
+            flat = self.xp.reshape(array, own)
+            return flat[rest] if rest else flat
+        if self._batch is not None:
+            array = self.xp.broadcast_to(array, (*self._batch, *own))
+        return self.xp.reshape(array, (-1, *own))[(self.batch, *rest)]
+
+    def of_scores(self, array: Array) -> Array:
+        """Return what of an array that broadcasts to the scores is for this place."""
+        shape = (1,) * (3 - len(array.shape)) + tuple(array.shape)
+        indices = (self.head, self.row, self.column)
+        rest = tuple([i for i, n in zip(indices, shape[-3:], strict=True) if n != 1])
+        own = tuple([n for n in shape[-3:] if n != 1])
+        return self._of_item(self.xp.reshape(array, (*shape[:-3], *own)), rest)
+
+    def looked_up(self, table: Array, *indices: Array) -> Array:
+        """Return the entries of a table at arrays of indices."""
+        return table[indices]
+
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
+        """Return what a mask function says."""
+        seen = rule(self.batch, self.head, self.row, self.column)
+        if isinstance(seen, bool):
+            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
+        facts = facts_of(seen, "what the mask function returned")
+        if facts.dtype != "bool":
+            raise TypeError(
+                "the mask function must return a bool array, True where a key takes part; it"
+                f" returned dtype {facts.dtype}"
+            )
+        return seen
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Return what a score function makes of scores."""
+        changed = rule(scores, self.batch, self.head, self.row, self.column)
+        return cast(self.xp, changed, scores.dtype)

@@ -1,0 +1,35 @@
+"""Grouped heads by reshaping: the query heads that share a key/value head become rows of it.
+
+Query head h reads key/value head h // (H // G), so folding (G, H/G, l) into (G, H/G · l) rows makes
+one matrix product of a group, and no key or value is ever repeated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.arrays import Array
+from polyattn.call.problem import Problem
+
+__all__ = ["fold", "unfold"]
+
+
+def fold(problem: Problem, array: Array, xp: Any) -> Array:
+    """Turn (..., H, l, n) into (..., G, H/G · l, n)."""
+    if problem.heads == problem.key_heads:
+        return array
+    *batch, heads, rows, size = array.shape
+    groups, members = problem.key_heads, heads // problem.key_heads
+    # In two steps, of which dask can do each where it could not do both at once.
+    array = xp.reshape(array, (*batch, groups, members, rows, size))
+    return xp.reshape(array, (*batch, groups, members * rows, size))
+
+
+def unfold(problem: Problem, array: Array, xp: Any) -> Array:
+    """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
+    if problem.heads == problem.key_heads:
+        return array
+    *batch, groups, folded, size = array.shape
+    members = problem.heads // groups
+    array = xp.reshape(array, (*batch, groups, members, folded // members, size))
+    return xp.reshape(array, (*batch, groups * members, folded // members, size))

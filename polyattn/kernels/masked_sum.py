@@ -1,0 +1,63 @@
+"""A masked key is absent: nothing that it or its value holds reaches a row that it is masked for.
+
+A score of −inf is how absence is written between the steps. 0 · NaN is NaN, so values need care of
+their own: rows that do not see a key must not meet what its value holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from polyattn.arrays import Array, cast
+from polyattn.call.problem import Problem
+from polyattn.kernels.grouped_heads import fold, unfold
+from polyattn.plugin import Backend
+
+__all__ = ["hide", "weighted_sum"]
+
+
+def hide(xp: Any, scores: Array, seen: Array) -> Array:
+    """Return scores with −inf wherever a key is not seen, whatever stood there."""
+    return xp.where(seen, scores, -math.inf)
+
+
+def weighted_sum(
+    problem: Problem, backend: Backend, weights: Array, scores: Array, value: Array
+) -> Array:
+    """Return weights · value, in which an absent key's value takes no part.
+
+    Parameters
+    ----------
+    problem, backend
+        As a kernel is given them.
+    weights : Array
+        Weights (..., H, l, s), 0 where a key is absent.
+    scores : Array
+        The scores that they came from, −inf where a key is absent.
+    value : Array
+        Values (..., G, s, E).
+
+    Returns
+    -------
+    Array
+        The sums, (..., H, l, E).
+    """
+    xp = backend.xp
+    weights = fold(problem, weights, xp)
+    if not problem.masks:
+        return unfold(problem, backend.matmul(weights, value), xp)
+    if not problem.transforms and backend.is_eager(value):
+        # A value that is not finite spoils its column in every row, weight 0 or not.
+        plain = backend.matmul(weights, value)
+        if bool(xp.all(xp.isfinite(plain))):
+            return unfold(problem, plain, xp)
+    nothing = xp.zeros_like(value)
+    finite = backend.matmul(weights, xp.where(xp.isfinite(value), value, nothing))
+    seen = cast(xp, fold(problem, scores, xp) != -math.inf, value.dtype)
+    # NaN counts as both infinities, whose sum it is.
+    for infinity in (math.inf, -math.inf):
+        spoils = cast(xp, (value == infinity) | xp.isnan(value), value.dtype)
+        spoilt = backend.matmul(seen, spoils) > 0
+        finite = finite + xp.where(spoilt, xp.full_like(finite, infinity), xp.zeros_like(finite))
+    return unfold(problem, finite, xp)

@@ -1,0 +1,79 @@
+"""The running softmax: what some of the keys give each row, before the division.
+
+`join` is associative and commutative up to rounding, so keys may come in any split. The sum is kept
+undivided, beside its maximum, rather than as a logsumexp: at scores of 1e4 a float32 logsumexp has
+lost three digits of every weight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from polyattn.arrays import Array, cast, index_range
+from polyattn.call.describe import Operands
+from polyattn.call.problem import Problem
+from polyattn.span import Span
+
+__all__ = ["Running", "finish", "join", "or_zero", "start"]
+
+
+class Running(NamedTuple):
+    """Σ w·v, max s and Σ w of each row, where w = exp(s − max s)."""
+
+    output: Array  # (..., H, l, E)
+    maximum: Array  # (..., H, l, 1)
+    total: Array  # (..., H, l, 1)
+
+
+def or_zero(xp: Any, maximum: Array) -> Array:
+    """Return maximum, and 0 where it is −inf, so that a row with no key computes no inf − inf."""
+    return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
+
+
+def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> Running:
+    """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
+    accumulator = getattr(xp, problem.accumulator)
+    zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
+    if problem.requires_grad:
+        # Where no key is seen the gradients are 0, not absent: a sum over nothing ties them in.
+        for array in (x.query, x.key, x.value):
+            zero = zero + xp.sum(cast(xp, array[..., :0, :], accumulator))
+    if x.sinks is None:
+        maximum, total = xp.full_like(zero, -math.inf), zero
+    else:
+        maximum = xp.reshape(cast(xp, x.sinks, accumulator), (problem.heads, 1, 1))
+        total = cast(xp, maximum != -math.inf, accumulator)
+    output = (*problem.batch, problem.heads, rows.length, problem.value_size)
+    row = (*problem.batch, problem.heads, rows.length, 1)
+    return Running(
+        xp.broadcast_to(zero, output), xp.broadcast_to(maximum, row), xp.broadcast_to(total, row)
+    )
+
+
+def join(xp: Any, one: Running, other: Running) -> Running:
+    """Return the state of both sets of keys together."""
+    maximum = xp.maximum(one.maximum, other.maximum)
+    shift = or_zero(xp, maximum)
+    shrink_one, shrink_other = xp.exp(one.maximum - shift), xp.exp(other.maximum - shift)
+    return Running(
+        one.output * shrink_one + other.output * shrink_other,
+        maximum,
+        one.total * shrink_one + other.total * shrink_other,
+    )
+
+
+def finish(problem: Problem, running: Running, dtype: Any, xp: Any) -> tuple[Array, Array | None]:
+    """Divide, and return the output in `dtype` and the logsumexp if the problem asks for it."""
+    empty = running.total == 0
+    total = xp.where(empty, xp.ones_like(running.total), running.total)
+    output = cast(xp, running.output / total, dtype)
+    if "logsumexp" not in problem.features:
+        return output, None
+    logsumexp = or_zero(xp, running.maximum) + xp.log(total)
+    logsumexp = xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)
+    shape = output.shape[:-1]
+    if logsumexp.shape[:-1] != shape:  # value has batch axes that query and key have not
+        # + 0: an array of the caller's own, where a broadcast view may be read-only.
+        logsumexp = xp.broadcast_to(logsumexp, (*shape, 1)) + 0.0
+    return output, logsumexp[..., 0]

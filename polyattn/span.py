@@ -1,0 +1,42 @@
+"""A range of rows or keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+__all__ = ["Span"]
+
+
+class Span(NamedTuple):
+    """Some rows or keys: a range that torch.compile can trace.
+
+    Attributes
+    ----------
+    start, stop : int
+        The first, and the one after the last.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        """Their number."""
+        return self.stop - self.start
+
+    def split(self, size: int) -> Iterator[Span]:
+        """Cut it up.
+
+        Parameters
+        ----------
+        size : int
+            How many a part has at most.
+
+        Yields
+        ------
+        Span
+            The parts in order, all but the last of that size.
+        """
+        for first in range(self.start, self.stop, size):
+            yield Span(first, min(first + size, self.stop))

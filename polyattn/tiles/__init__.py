@@ -1,0 +1,1 @@
+"""Parts of the scores: what is visible in them, and their indices."""

@@ -1,0 +1,282 @@
+"""Which tiles of the scores a mask leaves empty, full or mixed.
+
+`Tile` asks of one tile in Python's numbers; `Grid` of all tiles of a size at once, in arrays. Both
+work on traced arrays where nothing is read, and build nothing as large as the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polyattn.arrays import Array, cast, index_range, is_array
+from polyattn.call.describe import Operands
+from polyattn.call.problem import Problem
+from polyattn.expressions.coverage import Answer
+from polyattn.expressions.indices import FAR, saturating_sum
+from polyattn.expressions.masks import And, Causal, Compiled, Dense, Mask, Rule, Window
+from polyattn.span import Span
+
+__all__ = ["Grid", "Tile", "every_mask"]
+
+
+def every_mask(problem: Problem, x: Operands) -> Mask | None:
+    """Return all that masks in a call as one value, or None if nothing does.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+
+    Returns
+    -------
+    Mask or None
+        Causal, window and ``mask=`` together; a bias may hide keys beside it.
+    """
+    parts: list[Mask] = []
+    if problem.is_causal:
+        parts.append(Causal())
+    if problem.window != (None, None):
+        parts.append(Window(*problem.window))
+    if isinstance(x.mask, Mask):
+        parts.append(x.mask)
+    elif x.mask is not None:
+        parts.append(Rule(x.mask) if callable(x.mask) else Dense(x.mask))
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return And(tuple(parts))
+
+
+class Tile:
+    """One tile, over all batch items and heads, as a mask is asked of it.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+    xp : module
+        The standard's namespace of the library.
+    rows, columns : Span
+        The query rows and the keys.
+    reads : bool
+        Whether arrays may be read.
+    """
+
+    def __init__(
+        self, problem: Problem, x: Operands, xp: Any, rows: Span, columns: Span, *, reads: bool
+    ) -> None:
+        self.rows, self.columns, self.reads = rows, columns, reads
+        self._xp = xp
+        self._like_query = x.query
+        self._offset: Any = problem.query_offset
+        if self._offset is None and reads:
+            self._offset = x.query_offset
+
+    def of(self, mask: Mask) -> Answer:
+        """Return what a mask leaves of the tile.
+
+        Parameters
+        ----------
+        mask : Mask
+            The mask.
+
+        Returns
+        -------
+        Answer
+            Two bools, of Python's.
+        """
+        some, every = mask.answer(self)
+        xp = self._xp
+        return Answer(
+            bool(xp.any(some)) if is_array(some) else some,
+            bool(xp.all(every)) if is_array(every) else every,
+        )
+
+    @property
+    def positioned(self) -> bool:
+        """Whether it is known where the rows stand among the keys."""
+        return self._offset is not None
+
+    def first(self, shift: int = 0) -> Any:
+        """Return the position of the first row, moved by `shift`."""
+        return self.rows[0] + saturating_sum(self._offset, shift, self._xp, self._dtype)
+
+    def last(self, shift: int = 0) -> Any:
+        """Return the position of the last row, moved by `shift`."""
+        return self.rows[1] - 1 + saturating_sum(self._offset, shift, self._xp, self._dtype)
+
+    @property
+    def _dtype(self) -> Any:
+        return index_range(self._xp, 0, 1, self._like_query).dtype
+
+    def per_item(self, numbers: Any) -> Any:
+        """Return what is given for each batch item."""
+        if isinstance(numbers, int):
+            return min(numbers, FAR)
+        # In the dtype of indices: a narrow one may not hold the positions it is compared with.
+        numbers = cast(self._xp, numbers, self._dtype)
+        return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
+
+    def per_row(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the least and greatest of what is given for each row."""
+        low, high = self._bounds(numbers, 0)
+        return self._xp.matrix_transpose(low), self._xp.matrix_transpose(high)
+
+    def per_key(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the least and greatest of what is given for each key."""
+        return self._bounds(numbers, 1)
+
+    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
+        """Return whether any and whether all of a mask array holds."""
+        if len(seen.shape) > 1 and seen.shape[-2] != 1:
+            seen = seen[..., slice(*self.rows), :]
+        if seen.shape and seen.shape[-1] != 1:
+            seen = seen[..., slice(*self.columns)]
+        return self._xp.any(seen), self._xp.all(seen)
+
+    def table(self, compiled: Compiled) -> Answer:
+        """Return what a table says."""
+        return compiled.tile(self.rows, self.columns)
+
+    def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
+        """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
+        part = numbers[..., slice(*(self.rows, self.columns)[axis])]
+        low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
+        return low[..., None, None, None], high[..., None, None, None]
+
+
+class Grid(Tile):
+    """All tiles of a size, as a mask is asked of them at once.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+    xp : module
+        The standard's namespace of the library.
+    size : tuple of int
+        How many rows and keys a tile has; the last ones may have fewer.
+    like : Array
+        An array on the device where the answer is wanted.
+    reads : bool
+        Whether arrays may be made part of it; they may be traced.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        x: Operands,
+        xp: Any,
+        size: tuple[int, int],
+        like: Array,
+        *,
+        reads: bool = True,
+    ) -> None:
+        self._lengths, self._size = (problem.query_length, problem.key_length), size
+        self._like, self._shape = like, (*problem.batch, problem.heads)
+        blocks = tuple(-(-length // n) for length, n in zip(self._lengths, size, strict=True))
+        self._blocks = blocks
+        rows, columns = (self._edges(xp, axis) for axis in range(2))
+        super().__init__(
+            problem,
+            x,
+            xp,
+            tuple(xp.reshape(edge, (-1, 1)) for edge in rows),  # type: ignore[arg-type]
+            columns,  # type: ignore[arg-type]
+            reads=reads,
+        )
+
+    def _edges(self, xp: Any, axis: int) -> tuple[Array, Array]:
+        size, length = self._size[axis], self._lengths[axis]
+        first = index_range(xp, 0, self._blocks[axis], self._like) * size
+        stop = first + size
+        return first, xp.where(stop > length, xp.full_like(stop, length), stop)
+
+    def of(self, mask: Mask) -> Answer:
+        """Return what a mask leaves of the tiles.
+
+        Parameters
+        ----------
+        mask : Mask
+            The mask.
+
+        Returns
+        -------
+        Answer
+            Arrays of bool that broadcast to (..., H, tiles down, tiles across), with those two axes
+            whole.
+        """
+        return Answer(*[self._whole(answer) for answer in mask.answer(self)])
+
+    def _whole(self, answer: Any) -> Array:
+        xp = self._xp
+        if not is_array(answer):
+            answer = xp.full_like(self.columns[0], answer, dtype=xp.bool)
+        return xp.broadcast_to(answer, (*answer.shape[:-2], *self._blocks))
+
+    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
+        """Return whether any and whether all of each block of a mask array holds."""
+        xp = self._xp
+        seen = xp.reshape(seen, (1,) * (2 - len(seen.shape)) + tuple(seen.shape))
+        found: list[Array] = []
+        for reduce in (xp.any, xp.all):
+            rows = [seen]
+            if seen.shape[-2] != 1:
+                rows = [
+                    reduce(seen[..., slice(*span), :], axis=-2, keepdims=True)
+                    for span in Span(0, self._lengths[0]).split(self._size[0])
+                ]
+            joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
+            found.append(joined if seen.shape[-1] == 1 else self._folded(joined, 1, reduce))
+        return found[0], found[1]
+
+    def table(self, compiled: Compiled) -> Answer:
+        """Return what a table says of blocks of these bounds."""
+        xp, size = self._xp, compiled.size
+
+        def count(table: bytes) -> Array:
+            flags = xp.asarray(list(table), dtype=xp.int32)
+            return self._summed(xp.reshape(flags, compiled.shape), size)
+
+        def area() -> Array:
+            rows, columns = (
+                -(-edges[1] // size) - edges[0] // size for edges in (self.rows, self.columns)
+            )
+            return rows * columns
+
+        some, every = count(compiled.some) > 0, count(compiled.every) == area()
+        batch = self._shape[:-1]
+        if compiled.shape[0] == 1:
+            batch = (1,) * len(batch)
+        shape = (*batch, *some.shape[1:])
+        return Answer(xp.reshape(some, shape), xp.reshape(every, shape))
+
+    def _summed(self, table: Array, size: int) -> Array:
+        """Return the sums of a table over each block: differences of sums from its corner."""
+        xp = self._xp
+        for axis, (first, stop) in ((-2, self.rows), (-1, self.columns)):
+            sums = xp.cumulative_sum(table, axis=axis, include_initial=True)
+            low, high = (xp.reshape(edge, (-1,)) for edge in (first // size, -(-stop // size)))
+            table = xp.take(sums, high, axis=axis) - xp.take(sums, low, axis=axis)
+        return table
+
+    def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
+        """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
+        xp = self._xp
+        low, high = (self._folded(numbers, axis, reduce) for reduce in (xp.min, xp.max))
+        return low[..., None, None, :], high[..., None, None, :]
+
+    def _folded(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
+        """Reduce each block of the last axis, which is that of rows or keys."""
+        xp, size = self._xp, self._size[axis]
+        missing = -self._lengths[axis] % size
+        if missing:  # the last once more changes no least, greatest, any or all
+            last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
+            array = xp.concat((array, last), axis=-1)
+        return reduce(xp.reshape(array, (*array.shape[:-1], -1, size)), axis=-1)

@@ -1,0 +1,357 @@
+"""The indices of a tile, and what of masks, scores and bias falls on it.
+
+Index arrays broadcast to (..., H, l, s) and live where the query lives. They are made when they are
+first asked for: most calls need none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
+from polyattn.call.describe import Operands
+from polyattn.call.problem import Problem
+from polyattn.expressions.indices import FAR, saturating_sum
+from polyattn.expressions.masks import Mask
+from polyattn.expressions.scores import Score
+from polyattn.span import Span
+from polyattn.tiles.band import in_band
+from polyattn.tiles.dropout import WORDS, kept, kept_by_place
+
+__all__ = ["Indices"]
+
+
+class Indices:
+    """The (b, h, i, j) of one tile of scores, and what is visible in it.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    xp : module
+        The standard's namespace of the library.
+    x : Operands
+        The arrays of the call.
+    rows, columns : Span
+        The query rows and the keys of the tile.
+    items, heads : Span, optional
+        The batch items, counted flat over all batch axes, and the query heads of the tile, for a
+        kernel that takes some at a time. Such a tile has one batch axis.
+    """
+
+    #: How many keys dropout decides about at once, the first of them a multiple of it.
+    decided: ClassVar[int] = WORDS
+
+    def __init__(
+        self,
+        problem: Problem,
+        xp: Any,
+        x: Operands,
+        rows: Span,
+        columns: Span,
+        *,
+        items: Span | None = None,
+        heads: Span | None = None,
+    ) -> None:
+        self._problem, self.xp, self._x = problem, xp, x
+        self._rows, self._columns = rows, columns
+        self._batch = problem.batch if items is None else (items.length,)
+        self._some_items, self._some_heads = items is not None, heads is not None
+        self._items = items or Span(0, math.prod(problem.batch))
+        self._heads = heads or Span(0, problem.heads)
+
+    def _range(self, start: int, stop: int, *shape: int) -> Array:
+        return self.xp.reshape(index_range(self.xp, start, stop, self._x.query), shape)
+
+    @property
+    def batch(self) -> Array:
+        """The flat index over all batch axes, shape (..., 1, 1, 1)."""
+        return self._range(*self._items, *self._batch, 1, 1, 1)
+
+    @property
+    def head(self) -> Array:
+        """The query head, shape (H, 1, 1)."""
+        return self._range(*self._heads, self._heads.length, 1, 1)
+
+    @property
+    def row(self) -> Array:
+        """The query row, shape (l, 1)."""
+        return self._range(*self._rows, self._rows.length, 1)
+
+    @property
+    def column(self) -> Array:
+        """The key, shape (1, s)."""
+        return self._range(*self._columns, 1, self._columns.length)
+
+    # ---- what of an array falls on the tile ----
+
+    def cut(self, array: Array) -> Array:
+        """Cut out of an array what falls on the tile.
+
+        Parameters
+        ----------
+        array : Array
+            A mask or bias, which broadcasts to (..., H, L, S).
+
+        Returns
+        -------
+        Array
+            A view of it, which broadcasts to (..., H, l, s).
+        """
+        rows, columns = self._rows, self._columns
+        if len(array.shape) >= 1 and array.shape[-1] != 1:
+            array = array[..., columns.start : columns.stop]
+        if len(array.shape) >= 2 and array.shape[-2] != 1:
+            array = array[..., rows.start : rows.stop, :]
+        return array
+
+    def of_scores(self, array: Array) -> Array:
+        """Return what of an array that broadcasts to (..., H, L, S) is for the tile.
+
+        Parameters
+        ----------
+        array : Array
+            A mask or bias.
+
+        Returns
+        -------
+        Array
+            A view of it, which broadcasts to (..., H, l, s) of the tile's items and heads.
+        """
+        array = self.cut(array)
+        if self._some_heads and len(array.shape) > 2 and array.shape[-3] != 1:
+            array = array[..., slice(*self._heads), :, :]
+        return self._of_items(array)
+
+    def _of_items(self, array: Array) -> Array:
+        """Cut (..., H, l, s) down to the tile's batch items, which lie along the last axis."""
+        lead = array.shape[:-3]
+        if not self._some_items or not lead:
+            return array
+        first = self._items.start
+        at: list[int] = []
+        for length in reversed(self._problem.batch):
+            first, place = divmod(first, length)
+            at.insert(0, place)
+        *outer, item = at[len(at) - len(lead) :]
+        index = [0 if n == 1 else i for i, n in zip(outer, lead[:-1], strict=True)]
+        items = slice(0, 1) if lead[-1] == 1 else slice(item, item + self._items.length)
+        return array[(*index, items, ...)]
+
+    def per_item(self, numbers: Any) -> Any:
+        """Return what is given for each batch item, (..., 1, 1, 1), or the number for all."""
+        if isinstance(numbers, int):
+            return min(numbers, FAR)
+        # In the dtype of indices: a narrow one may not hold the positions it is compared with.
+        numbers = cast(self.xp, numbers, self.row.dtype)
+        return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
+
+    def per_head(self, numbers: Array) -> Array:
+        """Return what is given for each query head, shape (H, 1, 1)."""
+        return self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads), ...]
+
+    def per_row(self, numbers: Array) -> Array:
+        """Return what is given for each row by an array (..., L), shape (..., 1, l, 1)."""
+        return self._of_items(self.cut(numbers[..., None])[..., None, :, :])
+
+    def per_key(self, numbers: Array) -> Array:
+        """Return what is given for each key by an array (..., S), shape (..., 1, 1, s)."""
+        return self._of_items(self.cut(numbers[..., None, :])[..., None, :, :])
+
+    def looked_up(self, table: Array, *indices: Array) -> Array:
+        """Return the entries of a table at arrays of indices, one for each axis of it.
+
+        Parameters
+        ----------
+        table : Array
+            The table.
+        *indices : Array
+            Indices of each of its axes, which broadcast with one another.
+
+        Returns
+        -------
+        Array
+            The entries, of the shape that the indices broadcast to.
+        """
+        flat: Any = 0
+        for index, length in zip(indices, table.shape, strict=True):
+            flat = flat * length + index
+        taken = self.xp.take(self.xp.reshape(table, (-1,)), self.xp.reshape(flat, (-1,)), axis=0)
+        return self.xp.reshape(taken, flat.shape)
+
+    # ---- where the rows stand among the keys ----
+
+    def position(self, shift: int = 0) -> Array:
+        """Return where the rows stand among the keys, moved by `shift`.
+
+        Parameters
+        ----------
+        shift : int
+            By how much.
+
+        Returns
+        -------
+        Array
+            Shape (l, 1), or (..., 1, l, 1) where an array gives the query offset.
+        """
+        row = self.row
+        return row + saturating_sum(self._offset(), shift, self.xp, row.dtype)
+
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return how far after the row's position the keys are, (..., H, l, s).
+
+        Parameters
+        ----------
+        modulus : int, optional
+            Where given, the remainder by this number is enough.
+        """
+        if modulus is None:
+            return self.column - self.position()
+        row, offset = self.row, self._offset()
+        if not isinstance(offset, int):
+            offset = cast(self.xp, offset, row.dtype)
+        return (self.column - row - offset % modulus) % modulus
+
+    def _offset(self) -> Any:
+        offset = self._problem.query_offset
+        return self._of_items(self._x.query_offset) if offset is None else offset
+
+    # ---- dropout ----
+
+    def kept(self) -> Array:
+        """Return which weights dropout keeps, shape (..., H, l, s)."""
+        first, stop = self._columns.start // WORDS, -(-self._columns.stop // WORDS)
+        blocks = index_range(self.xp, first, stop, self._x.query)
+        found = kept(self.xp, *self._drawn_by(), blocks)
+        start = self._columns.start - first * WORDS
+        return found[..., start : start + self._columns.length]
+
+    def kept_by_place(self, blocks: Array) -> tuple[Array, ...]:
+        """Return which weights dropout keeps of blocks of `decided` keys, by place in the block.
+
+        Parameters
+        ----------
+        blocks : Array
+            Numbers of blocks, shape (n,).
+
+        Returns
+        -------
+        tuple of Array of bool
+            For each place in a block, shape (..., H, l, n).
+        """
+        return kept_by_place(self.xp, *self._drawn_by(), blocks)
+
+    def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
+        seed, rate = self._x.seed, self._problem.dropout
+        return seed, rate, self.batch, self.head, self.row
+
+    # ---- masks and scores ----
+
+    def visible(self, *, banded: bool = True) -> Iterator[Array]:
+        """Say by arrays which keys take part.
+
+        Parameters
+        ----------
+        banded : bool
+            Whether causal and window may hide a key of this tile.
+
+        Yields
+        ------
+        Array of bool
+            Broadcasts to (..., H, l, s); a key takes part where all of them hold.
+        """
+        mask = self._x.mask
+        if mask is not None:
+            if isinstance(mask, Mask):
+                yield mask.seen(self)
+            else:
+                yield self.by_rule(mask) if callable(mask) else self.of_scores(mask)
+        if banded and self._problem.masks_by_position:
+            seen = in_band(self._problem, self.position, self.row, self.column)
+            if seen is not None:
+                yield seen
+
+    def modified(self, scores: Array) -> Array:
+        """Let ``score_mod=`` have the scores.
+
+        Parameters
+        ----------
+        scores : Array
+            The scores of the tile, which broadcast to (..., H, l, s).
+
+        Returns
+        -------
+        Array
+            What it makes of them, in their dtype, with axes for H, l and s.
+        """
+        rule = self._x.score_mod
+        if rule is None:
+            return scores
+        return (
+            rule.apply(scores, self) if isinstance(rule, Score) else self.by_score_mod(rule, scores)
+        )
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Call a score function.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (score, b, h, i, j).
+        scores : Array
+            The scores of the tile, which broadcast to (..., H, l, s).
+
+        Returns
+        -------
+        Array
+            What it returns, in the scores' dtype, with axes for H, l and s.
+        """
+        result = rule(scores, self.batch, self.head, self.row, self.column)
+        facts = self._check("score_mod", result)
+        if facts.dtype == "bool" or "complex" in facts.dtype:
+            raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
+        if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
+            whole = broadcast_shapes(facts.shape, scores.shape)
+            result = self.xp.broadcast_to(result, whole)
+        return cast(self.xp, result, scores.dtype)
+
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
+        """Call a mask function.
+
+        Parameters
+        ----------
+        rule : callable
+            A function of (b, h, i, j).
+
+        Returns
+        -------
+        Array of bool
+            What it returns, which broadcasts to (..., H, l, s).
+        """
+        seen = rule(self.batch, self.head, self.row, self.column)
+        if isinstance(seen, bool):
+            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
+        facts = self._check("the mask function", seen)
+        if facts.dtype != "bool":
+            raise TypeError(
+                "the mask function must return a bool array, True where a key takes part; it"
+                f" returned dtype {facts.dtype}"
+            )
+        return seen
+
+    def _check(self, name: str, result: Array) -> ArrayFacts:
+        facts = facts_of(result, f"what {name} returned")
+        if facts.library != self._problem.library:
+            raise TypeError(
+                f"{name} was called with arrays of {self._problem.library} and must return one; it"
+                f" returned one of {facts.library}"
+            )
+        tile = (*self._batch, self._heads.length, self._rows.length, self._columns.length)
+        if len(facts.shape) > len(tile) or broadcast_shapes(facts.shape, tile) != tile:
+            raise ValueError(
+                f"what {name} returns must broadcast to {tile}, the shape that its index arrays"
+                f" broadcast to; it returned {facts.shape}"
+            )
+        return facts

@@ -1,0 +1,532 @@
+"""The corners of the semantics, each by itself: what a user would see go wrong.
+
+Every row of the table "Corners, all tested" has its section here, on every library and on both
+array-API kernels, the tiled one also with tiles so small that every corner lies on an edge.
+"""
+
+import math
+from itertools import pairwise, permutations
+
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+from array_api_compat import array_namespace, device
+from libraries import LIBRARIES, NUMPY, STRICT, TORCH, Library, tiles_of
+
+from polyattn import Partial, attention, attention_partial, merge
+from polyattn.conformance import CASES, assert_accurate, make_case
+from polyattn.conformance.cases.generators import alibi
+
+B, H, G, L, S, D = 2, 4, 2, 9, 9, 8
+PLAIN = make_case("corner", H=H, G=G, L=L, S=S, D=D)
+
+each_library = pytest.mark.parametrize("library", LIBRARIES, ids=str)
+
+
+each_dtype = pytest.mark.parametrize(
+    ("library", "dtype"), [pytest.param(x, d, id=f"{x}-{d}") for x in LIBRARIES for d in x.dtypes]
+)
+
+
+def kernel_of(which):
+    return {"default": None, "tiles": tiles_of(8)}.get(which, which)
+
+
+@pytest.fixture(params=["dense", "tiled", "tiles"])
+def kernel(request):
+    return kernel_of(request.param)
+
+
+@pytest.fixture(params=["dense", "tiled", "tiles", "default"])
+def any_kernel(request):
+    return kernel_of(request.param)
+
+
+@pytest.fixture(autouse=True)
+def strictest():
+    with array_api_strict.ArrayAPIStrictFlags(
+        api_version="2024.12", boolean_indexing=False, data_dependent_shapes=False
+    ):
+        yield
+
+
+def bits(x):
+    return np.ascontiguousarray(x).tobytes()
+
+
+# A row with no visible key
+
+EMPTY_EVERYWHERE = {
+    "mask": {"mask": np.zeros((L, S), bool)},
+    "mask function": {"mask": lambda b, h, i, j: (i < 0) & (j < 0)},
+    "bias": {"bias": np.full((L, S), -np.inf, np.float32)},
+    "causal": {"is_causal": True, "query_offset": -L},
+    "window": {"window": (0, 0), "query_offset": S},
+    "no keys": {"S": 0},
+}
+
+
+@each_library
+@pytest.mark.parametrize("way", EMPTY_EVERYWHERE)
+def test_rows_without_a_visible_key(way, kernel, library):
+    case = make_case("corner", **{"H": H, "G": G, "L": L, "S": S} | EMPTY_EVERYWHERE[way])
+    output, logsumexp = map(library.back, library.call(attention_partial, case, kernel=kernel))
+    assert np.array_equal(output, np.zeros((B, H, L, D)))
+    assert np.array_equal(logsumexp, np.full((B, H, L), -np.inf))
+
+
+@each_library
+def test_an_empty_row_leaves_the_others_alone(kernel, library):
+    mask = np.ones((L, S), bool)
+    whole = library.back(library.call(attention, PLAIN, kernel=kernel, mask=library.to(mask)))
+    mask[3] = False
+    holed = library.back(library.call(attention, PLAIN, kernel=kernel, mask=library.to(mask)))
+    assert not holed[..., 3, :].any()
+    assert bits(np.delete(holed, 3, -2)) == bits(np.delete(whole, 3, -2))
+
+
+@each_library
+def test_a_sink_is_all_that_an_empty_row_has(kernel, library):
+    sinks = np.linspace(-2, 2, H, dtype=np.float32)
+    options = {"sinks": library.to(sinks), "is_causal": True, "query_offset": -L}
+    partial = library.call(attention_partial, PLAIN, kernel=kernel, **options)
+    output, logsumexp = map(library.back, partial)
+    assert not output.any()
+    np.testing.assert_array_max_ulp(
+        logsumexp, np.broadcast_to(sinks[:, None], (B, H, L)).copy(), maxulp=1
+    )
+
+
+# Nothing to compute
+
+
+@each_library
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES.values() if 0 in case.shapes[0][:-1] and case.dtype == "float32"],
+    ids=str,
+)
+def test_no_rows(case, kernel, library):
+    output, logsumexp = library.call(attention_partial, case, kernel=kernel)
+    assert output.shape == library.call(attention, case, kernel=kernel).shape
+    shape = (*case.full_batch, case.H, case.L, case.D)
+    if case.layout == "...LHD":
+        shape = (*case.full_batch, case.L, case.H, case.D)
+    assert output.shape == shape
+    assert logsumexp.shape == shape[:-1]
+
+
+# Poison
+
+KEY = 5
+rows, keys = np.arange(L)[:, None], np.arange(S)
+HIDDEN = {
+    "causal": ({"is_causal": True}, keys <= rows),
+    "causal, alibi": ({"is_causal": True, "score_mod": alibi}, keys <= rows),
+    "causal, softcap": ({"is_causal": True, "softcap": 5.0}, keys <= rows),
+    "window": ({"window": (2, 1)}, (rows - 2 <= keys) & (keys <= rows + 1)),
+    "mask": ({"mask": (rows + keys) % 3 != 0}, (rows + keys) % 3 != 0),
+    "mask function": ({"mask": lambda b, h, i, j: (i + j) % 3 != 0}, (rows + keys) % 3 != 0),
+    "bias": (
+        {"bias": np.where((rows + keys) % 3 != 0, 0.5, -np.inf).astype(np.float32)},
+        (rows + keys) % 3 != 0,
+    ),
+    "mask of all rows": (
+        {"mask": np.broadcast_to(keys != KEY, (L, S)).copy()},
+        keys != KEY + 0 * rows,
+    ),
+}
+POISON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def run_poisoned(library, kernel, options, place, poison, element=slice(None)):
+    """Output and logsumexp with the poison in one key or value of the first key/value head."""
+    arrays, _ = PLAIN.arguments()
+    arrays = dict(zip(("query", "key", "value"), arrays, strict=True))
+    if place is not None:
+        arrays[place][0, 0, KEY, element] = poison
+    options = {n: library.to(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    partial = attention_partial(*map(library.to, arrays.values()), **options, kernel=kernel)
+    return tuple(map(library.back, partial))
+
+
+def reached(visible):
+    """The rows (B, H, L) that see the poisoned key: of the heads that read its head, some."""
+    where = np.zeros((B, H, L), bool)
+    where[0, : H // G] = visible[:, KEY]
+    return where
+
+
+@each_library
+@pytest.mark.parametrize("place", ["key", "value"])
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("way", HIDDEN)
+def test_a_hidden_poison_changes_no_bit(way, poison, place, kernel, library):
+    options, visible = HIDDEN[way]
+    clean = run_poisoned(library, kernel, options, None, None)
+    poisoned = run_poisoned(library, kernel, options, place, POISON[poison])
+    spared = ~reached(visible)
+    for a, b in zip(clean, poisoned, strict=True):
+        assert np.isfinite(a).all()
+        assert bits(a[spared]) == bits(b[spared])
+
+
+@each_library
+@pytest.mark.parametrize("place", ["key", "value"])
+@pytest.mark.parametrize("way", HIDDEN)
+def test_a_visible_nan_is_seen(way, place, kernel, library):
+    options, visible = HIDDEN[way]
+    output, logsumexp = run_poisoned(library, kernel, options, place, math.nan)
+    where = reached(visible)
+    assert np.array_equal(np.isnan(output).all(-1), where)
+    assert np.array_equal(np.isnan(output).any(-1), where)
+    assert np.array_equal(np.isnan(logsumexp), where & (place == "key"))
+
+
+@each_library
+def test_a_nan_in_one_element_of_a_value_stays_in_its_column(kernel, library):
+    options, visible = HIDDEN["causal"]
+    clean, _ = run_poisoned(library, kernel, options, None, None)
+    output, _ = run_poisoned(library, kernel, options, "value", math.nan, element=2)
+    assert np.array_equal(np.isnan(output[..., 2]), reached(visible))
+    assert np.isfinite(np.delete(output, 2, -1)).all()
+    np.testing.assert_allclose(np.delete(output, 2, -1), np.delete(clean, 2, -1), rtol=1e-5)
+
+
+@each_library
+def test_a_nan_in_the_query_stays_in_its_row(kernel, library):
+    (query, key, value), _ = PLAIN.arguments()
+    clean = library.back(attention(*map(library.to, (query, key, value)), kernel=kernel))
+    query[1, 2, 3] = math.nan
+    output = library.back(attention(*map(library.to, (query, key, value)), kernel=kernel))
+    assert np.isnan(output[1, 2, 3]).all()
+    output[1, 2, 3] = clean[1, 2, 3]
+    assert bits(output) == bits(clean)
+
+
+@each_library
+def test_a_nan_in_the_query_of_an_empty_row_is_not_seen(kernel, library):
+    (query, key, value), _ = PLAIN.arguments()
+    query[1, 2, 0] = math.nan
+    options = {"is_causal": True, "query_offset": -1}
+    output, logsumexp = attention_partial(
+        *map(library.to, (query, key, value)), **options, kernel=kernel
+    )
+    assert not library.back(output)[..., 0, :].any()
+    assert (library.back(logsumexp)[..., 0] == -np.inf).all()
+
+
+@each_library
+def test_the_bias_of_a_hidden_key_is_not_seen(kernel, library):
+    mask = (rows + keys) % 3 != 0
+    bias = np.where(mask, 0.5, 0.25).astype(np.float32)
+    clean = run_poisoned(library, kernel, {"mask": mask, "bias": bias}, None, None)
+    for poison in POISON.values():
+        bias = np.where(mask, 0.5, poison).astype(np.float32)
+        poisoned = run_poisoned(library, kernel, {"mask": mask, "bias": bias}, None, None)
+        assert all(bits(a) == bits(b) for a, b in zip(clean, poisoned, strict=True))
+
+
+# Extreme scores
+
+
+@each_dtype
+def test_scores_of_1e4(library, dtype, kernel):
+    dtype = np.dtype(dtype)
+    query = np.array([[1.0], [-1.0]], dtype)
+    key = np.array([[1e4], [-1e4], [1e4]], dtype)
+    value = np.array([[1.0, 2.0], [5.0, 7.0], [3.0, 6.0]], dtype)
+    output, logsumexp = map(
+        library.back,
+        attention_partial(*map(library.to, (query, key, value)), scale=1.0, kernel=kernel),
+    )
+    assert output.tolist() == [[2.0, 4.0], [5.0, 7.0]]
+    assert logsumexp == pytest.approx([float(key[0, 0])] * 2, abs=1)
+
+
+# Inputs
+
+
+def frozen(x):
+    x = np.array(x)
+    x.flags.writeable = False
+    return x
+
+
+@each_library
+@pytest.mark.parametrize(
+    "name", ["many", "mask hides some rows", "nan under mask array", "nan under bias", "S = 0"]
+)
+def test_inputs_are_not_written_to(name, kernel, library):
+    given = []
+
+    def hand_over(x):
+        given.append((library.to(x), x.copy()))
+        return given[-1][0]
+
+    spy = Library(library.name, hand_over, library.back)
+    spy.call(attention, CASES[name], kernel=kernel)
+    assert len(given) >= 3
+    assert all(bits(library.back(x)) == bits(before) for x, before in given)
+
+
+@pytest.mark.parametrize("name", ["many", "nan under mask array", "plain"])
+def test_read_only_numpy_arrays(name, any_kernel):
+    reader = Library("numpy", frozen, NUMPY.back)
+    partial = reader.call(attention_partial, CASES[name], kernel=any_kernel)
+    assert_accurate(partial.output, CASES[name], partial.logsumexp)
+
+
+def spaced(x, axis=-1):
+    """Every other entry of an array twice as long."""
+    at = [slice(None)] * x.ndim
+    at[axis] = slice(None, None, 2)
+    return np.repeat(x, 2, axis)[tuple(at)]
+
+
+VIEWS = {
+    "transposed": lambda x: np.ascontiguousarray(x.T).T,
+    "last axis in steps": spaced,
+    "rows in steps": lambda x: spaced(x, -min(x.ndim, 2)),
+    "negative strides": lambda x: np.flip(np.flip(x).copy()),
+}
+
+
+@pytest.mark.parametrize(
+    ("view", "library"),
+    [
+        pytest.param(view, library, id=f"{view}-{library}")
+        for view in VIEWS
+        for library in LIBRARIES
+        if (view, library) != ("negative strides", TORCH)  # torch has none
+    ],
+)
+@pytest.mark.parametrize("name", ["many", "plain", "mask array x bias"])
+def test_views_of_any_strides(name, view, library, kernel):
+    wrap = {NUMPY: np.asarray, TORCH: torch.from_numpy, STRICT: array_api_strict.asarray}[library]
+    viewer = Library(library.name, lambda x: wrap(VIEWS[view](x)), library.back)
+    output, logsumexp = map(
+        library.back, viewer.call(attention_partial, CASES[name], kernel=kernel)
+    )
+    assert_accurate(output, CASES[name], logsumexp)
+
+
+@each_library
+def test_zero_stride_views(library, any_kernel):
+    case = make_case("zero strides", H=4, G=4, key_batch=(1,), value_batch=(1,))
+
+    def spread(x):
+        x = library.to(x)
+        return array_namespace(x).broadcast_to(x, (2, *x.shape[1:]))
+
+    spreader = Library(library.name, spread, library.back)
+    output, logsumexp = map(library.back, spreader.call(attention_partial, case, kernel=any_kernel))
+    assert_accurate(output, case, logsumexp)
+
+
+# Namespace, device, dtype
+
+
+@each_dtype
+def test_the_output_is_an_array_like_the_query(library, dtype, any_kernel):
+    query = library.to(np.ones((B, H, L, D), dtype))
+    output, logsumexp = attention_partial(query, query, query, kernel=any_kernel)
+    for result in (output, logsumexp, attention(query, query, query, kernel=any_kernel)):
+        assert type(result) is type(query)
+        assert device(result) == device(query)
+    assert output.dtype == query.dtype
+    float_name = "float64" if dtype == "float64" else "float32"
+    assert logsumexp.dtype == getattr(array_namespace(query), float_name)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "window": (3, 1)}, {"softcap": 2.0}])
+def test_nothing_leaves_the_device_of_the_inputs(options, kernel):
+    """The strict library refuses to mix devices, so that no array may be made on the wrong one."""
+    elsewhere = array_api_strict.Device("device1")
+    query = array_api_strict.ones((B, H, L, D), device=elsewhere, dtype=array_api_strict.float32)
+    offsets = array_api_strict.asarray([0, 1], device=elsewhere)
+    sinks = array_api_strict.zeros((H,), device=elsewhere, dtype=array_api_strict.float32)
+    output, logsumexp = attention_partial(
+        *(query, query, query), query_offset=offsets, sinks=sinks, **options, kernel=kernel
+    )
+    assert output.device == logsumexp.device == elsewhere
+
+
+@pytest.mark.parametrize("infinity", [math.inf, -math.inf])
+@each_library
+def test_an_infinite_visible_value_spoils_its_column_in_the_rows_that_see_it(
+    infinity, library, kernel
+):
+    q, k, v = (np.array(x) for x in PLAIN.arguments()[0])
+    v[:, 0, 4, 2] = infinity  # of the first two query heads
+    output = library.back(attention(*map(library.to, (q, k, v)), is_causal=True, kernel=kernel))
+    spoilt = ~np.isfinite(output)
+    expected = np.zeros_like(spoilt)
+    expected[:, :2, 4:, 2] = True
+    assert np.array_equal(spoilt, expected)
+
+
+def test_a_score_function_may_hide_keys(kernel):
+    """-inf from a score function is a mask, for the value too."""
+    q, k, v = (np.array(x) for x in PLAIN.arguments()[0])
+    v[:, :, 5:] = math.nan
+    hidden = attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: np.where(j < 5, s, -math.inf), kernel=kernel
+    )
+    expected = attention(q, k[:, :, :5], v[:, :, :5], kernel=kernel)
+    np.testing.assert_allclose(hidden, expected, atol=1e-6)
+    nothing = attention_partial(
+        q, k, v, score_mod=lambda s, b, h, i, j: np.full_like(s, -math.inf), kernel=kernel
+    )
+    assert not nothing.output.any()
+    assert np.isneginf(nothing.logsumexp).all()
+
+
+# Functions of score and mask, as users of FlexAttention write them
+
+
+@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
+def test_a_function_may_mix_indices_and_scores(library, kernel):
+    """Outside the standard, NumPy makes float64 of it, and torch float32: both must serve."""
+    case = make_case("mixed", score_mod=lambda s, b, h, i, j: s - 0.125 * (i - j) / (h + 1))
+    output, logsumexp = map(library.back, library.call(attention_partial, case, kernel=kernel))
+    assert output.dtype == logsumexp.dtype == "float32"
+    assert_accurate(output, case, logsumexp)
+
+
+@each_library
+def test_a_function_may_look_up_arrays(library, kernel):
+    documents = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]])
+    slopes = np.array([0.5, 0.25], np.float32)
+
+    def options(to):
+        document, slope = to(documents), to(slopes)
+        return {
+            "mask": lambda b, h, i, j: document[b, i] == document[b, j],
+            "score_mod": lambda s, b, h, i, j: s * slope[h],
+        }
+
+    arrays, _ = CASES["plain"].arguments()
+    case = make_case("plain", **options(np.asarray))
+    output, logsumexp = map(
+        library.back,
+        attention_partial(*map(library.to, arrays), **options(library.to), kernel=kernel),
+    )
+    assert_accurate(output, case, logsumexp)
+
+
+# No warning, whatever the caller has set
+
+
+def quiet_cases():
+    return [c for c in CASES.values() if " x " not in c.name and not c.name.startswith("long")]
+
+
+@pytest.mark.parametrize("case", quiet_cases(), ids=str)
+def test_a_caller_who_raises_on_every_floating_point_event(case, any_kernel):
+    arrays, options = case.arguments()
+    whole_rows = {"normalizer", "score_norm"}
+    kernel = "dense" if case.features & whole_rows else any_kernel
+    function = attention if "normalizer" in case.features else attention_partial
+    with np.errstate(all="raise"):
+        before = np.geterr()
+        function(*arrays, **options, kernel=kernel)
+        assert np.geterr() == before
+
+
+# Partials
+
+
+def partials_of(case, library, kernel, cuts):
+    """The partials over pieces of the keys; the sinks belong to no key and go with the first."""
+    (query, key, value), options = case.arguments()
+    offset = options.pop("query_offset", case.S - case.L)
+    edges = (0, *cuts, case.S)
+    for first, last in pairwise(edges):
+        own = {n: x[..., first:last] if n in ("mask", "bias") else x for n, x in options.items()}
+        options.pop("sinks", None)
+        own = {n: library.to(x) if isinstance(x, np.ndarray) else x for n, x in own.items()}
+        arrays = (query, key[..., first:last, :], value[..., first:last, :])
+        yield attention_partial(
+            *map(library.to, arrays), **own, query_offset=offset - first, kernel=kernel
+        )
+
+
+MERGED = ["plain", "causal", "window", "mask array", "bias as mask", "sinks", "causal x sinks"]
+MERGED += ["softcap x grouped heads", "causal x L > S", "mask hides some rows", "rank 2", "rank 5"]
+
+
+@each_library
+@pytest.mark.parametrize("name", MERGED)
+def test_partials_merge_to_the_whole(name, library, kernel):
+    """In any order and any grouping; so `merge` is associative and commutative up to rounding."""
+    parts = list(partials_of(CASES[name], library, kernel, (3, 4)))
+    wholes = [merge(*some) for some in permutations(parts)]
+    a, b, c = parts
+    wholes += [merge(merge(a, b), c), merge(a, merge(b, c)), merge(merge(c, a), b)]
+    for whole in wholes:
+        assert isinstance(whole, Partial)
+        assert_accurate(library.back(whole.output), CASES[name], library.back(whole.logsumexp))
+
+
+@each_library
+def test_a_partial_for_every_key(library):
+    for case in (CASES["causal"], CASES["causal, float64"]):
+        whole = merge(*partials_of(case, library, "dense", range(1, case.S)))
+        assert_accurate(library.back(whole.output), case, library.back(whole.logsumexp))
+
+
+@pytest.mark.parametrize("library", [NUMPY, TORCH], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_partials_of_16_bits_merge_to_the_whole(dtype, library):
+    case = CASES[f"causal, {dtype}"]
+    whole = merge(*partials_of(case, library, "dense", (4, 7)))
+    assert library.back(whole.output).dtype == dtype
+    assert_accurate(library.back(whole.output), case, library.back(whole.logsumexp))
+
+
+@each_library
+@pytest.mark.parametrize(
+    "name", ["plain", "causal x L > S", "high sinks", "nan seen by later rows"]
+)
+def test_the_identity_of_merge_changes_no_bit(name, library, kernel):
+    partial = library.call(attention_partial, CASES[name], kernel=kernel)
+    output, logsumexp = map(library.back, partial)
+    nothing = Partial(
+        library.to(np.zeros_like(output)), library.to(np.full_like(logsumexp, -np.inf))
+    )
+    for merged in (merge(partial), merge(partial, nothing), merge(nothing, partial, nothing)):
+        assert np.array_equal(library.back(merged.output), output, equal_nan=True)
+        assert np.array_equal(library.back(merged.logsumexp), logsumexp, equal_nan=True)
+
+
+@each_library
+def test_no_keys_are_the_identity_of_merge(library, kernel):
+    output, logsumexp = map(
+        library.back, library.call(attention_partial, CASES["S = 0"], kernel=kernel)
+    )
+    assert not output.any()
+    assert (logsumexp == -np.inf).all()
+
+
+@each_library
+def test_nothing_merged_with_nothing_is_nothing(library, kernel):
+    empty = library.call(attention_partial, CASES["S = 0"], kernel=kernel)
+    with np.errstate(all="raise"):
+        output, logsumexp = map(library.back, merge(empty, empty, empty))
+    assert not output.any()
+    assert (logsumexp == -np.inf).all()
+
+
+@each_library
+def test_a_nan_merges_into_its_own_rows_only(library):
+    a, b = partials_of(CASES["plain"], library, "dense", (4,))
+    clean = library.back(merge(a, b).output)
+    output, logsumexp = (np.array(library.back(x)) for x in b)
+    output[1, 1, 2], logsumexp[1, 1, 2] = math.nan, math.nan
+    merged = merge(a, Partial(library.to(output), library.to(logsumexp))).output
+    merged = np.array(library.back(merged))
+    assert np.isnan(merged[1, 1, 2]).all()
+    merged[1, 1, 2] = clean[1, 1, 2]
+    assert bits(merged) == bits(clean)

@@ -1,0 +1,183 @@
+"""Random calls, large ones too, against the textbook formula in float64.
+
+Each call is made from its number only. To search for longer than the test does::
+
+    python tests/api/test_random_calls.py 2000
+"""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from polyattn import attention, masks, scores
+from polyattn.conformance.cases.case import with_arrays
+from polyattn.conformance.reference.textbook import textbook
+
+# Lengths at which blocks of rows, tiles and parts of keys begin or end.
+EDGES = (1, 2, 15, 16, 17, 127, 128, 129, 511, 512, 513, 1024, 1025, 2048, 4096, 5000)
+MOST_SCORES = 2**23
+LIBRARIES = {"numpy": np.asarray, "torch": torch.asarray}
+
+
+def length(rng):
+    if rng.random() < 0.4:
+        return int(rng.choice(EDGES))
+    return int(np.exp(rng.uniform(0, np.log(5000))))
+
+
+def shapes(rng):
+    """Return the batch axes, H, G, L, S, D and E of a call of at most `MOST_SCORES` scores."""
+    while True:
+        batch = tuple(rng.integers(1, 4, size=rng.integers(0, 3)).tolist())
+        groups, members = rng.integers(1, 4, size=2).tolist()
+        rows, keys = length(rng), length(rng)
+        if np.prod(batch, dtype=int) * groups * members * rows * keys <= MOST_SCORES:
+            size = int(rng.choice([1, 3, 8, 16]))
+            value_size = size if rng.random() < 0.7 else int(rng.choice([1, 5, 12]))
+            return batch, groups * members, groups, rows, keys, size, value_size
+
+
+def ids(rng, batch, tokens):
+    found = rng.integers(0, 6, size=(*batch, tokens)).astype(rng.choice(["int64", "int8"]))
+    return found if rng.random() < 0.3 else np.sort(found, axis=-1)
+
+
+def random_mask(rng, batch, heads, rows, keys, depth=0):
+    """Return a mask of any kind, or masks joined."""
+    if depth < 2 and rng.random() < 0.35:
+        one, other = (random_mask(rng, batch, heads, rows, keys, depth + 1) for _ in range(2))
+        return ~one if rng.random() < 0.2 else one & other if rng.random() < 0.5 else one | other
+    own_batch = batch if rng.random() < 0.5 else ()
+
+    def lengths(most):
+        if rng.random() < 0.4:
+            return int(rng.integers(0, most + 2))
+        return rng.integers(0, most + 2, size=own_batch)
+
+    def array():
+        last = (heads, rows, keys), (1, rows, keys), (1, 1, keys), (heads, rows, 1)
+        shape = (*([1] * (len(batch) - len(own_batch))), *own_batch, *last[rng.integers(4)])
+        found = rng.random(shape) < rng.choice([0.02, 0.5, 0.98])
+        found[..., : shape[-2] // 2, :] &= rng.random() < 0.7
+        return found
+
+    kinds = (
+        lambda: masks.causal(),
+        lambda: masks.window(*(None if x > 900 else int(x) for x in rng.integers(0, 1000, 2))),
+        lambda: masks.prefix(lengths(keys)),
+        lambda: masks.padding(lengths(keys), lengths(rows) if rng.random() < 0.3 else None),
+        lambda: masks.segments(ids(rng, own_batch, rows), ids(rng, own_batch, keys)),
+        lambda: masks.dilated(int(rng.integers(1, 200))),
+        lambda: masks.global_tokens(*rng.integers(0, keys + 1, 3).tolist()),
+        lambda: masks.dense(array()),
+        lambda: masks.rule(lambda b, h, i, j: (i // 100 + j // 64 + h + b) % 3 > 0),
+    )
+    return kinds[rng.integers(len(kinds))]()
+
+
+def random_call(seed):
+    """Return query, key and value of float32 in NumPy, and options of `attention`."""
+    rng = np.random.default_rng(seed)
+    batch, heads, groups, rows, keys, size, value_size = shapes(rng)
+
+    def normal(*shape):
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    def chance(share):
+        return rng.random() < share
+
+    one_less = tuple(1 if chance(0.2) else n for n in batch)
+    arrays = [
+        normal(*batch, heads, rows, size),
+        normal(*one_less, groups, keys, size),
+        normal(*batch, groups, keys, value_size),
+    ]
+    options = {}
+    if chance(0.5):
+        options["mask"] = mask = random_mask(rng, batch, heads, rows, keys)
+        if isinstance(mask, masks.Mask) and chance(0.2):
+            options["mask"] = lambda b, h, i, j: (i + j) % 7 != 3
+    if chance(0.35):
+        options["is_causal"] = True
+    if chance(0.3):
+        ends = [None if chance(0.3) else int(n) for n in (length(rng), length(rng))]
+        options["window"] = tuple(ends)
+    if chance(0.4):
+        offset = rng.integers(-rows - 5, keys + 5, size=batch)
+        options["query_offset"] = int(offset.flat[0]) if chance(0.6) else offset
+    if chance(0.15):
+        shape = (heads, rows, keys) if chance(0.5) else (1, keys)
+        options["bias"] = np.where(rng.random(shape) < 0.1, -np.inf, rng.normal(size=shape))
+        options["bias"] = options["bias"].astype("float32")
+    if chance(0.15):
+        options["sinks"] = normal(heads)
+    if chance(0.15):
+        options["softcap"] = float(rng.uniform(0.5, 20))
+    if chance(0.2):
+        choices = scores.alibi(heads), scores.relative_bias(normal(16, heads), max_distance=64)
+        options["score_mod"] = choices[rng.integers(2)]
+    if chance(0.1):
+        options["scale"] = float(rng.normal())
+    if chance(0.05):
+        options["similarity"] = scores.cosine()
+    if chance(0.04):
+        options["normalizer"] = (scores.sigmoid(), scores.sparsemax())[rng.integers(2)]
+        options.pop("sinks", None)
+    if chance(0.03) and rows * keys * heads < 2**16:
+        options["dropout"] = (0.3, int(rng.integers(2**40)))
+    if chance(0.2):
+        options["layout"] = "...LHD"
+        arrays = [np.ascontiguousarray(np.swapaxes(x, -3, -2)) for x in arrays]
+    return arrays, options
+
+
+def sample(rng, rows):
+    """Return some rows: the ends, and others."""
+    return tuple(sorted({0, rows - 1, *rng.integers(0, rows, size=6).tolist()}))
+
+
+@np.errstate(all="ignore")
+def check(seed, library):
+    """Hold a sample of a call's rows against the formula."""
+    arrays, options = random_call(seed)
+    layout = options.get("layout")
+    rows = sample(np.random.default_rng(seed), arrays[0].shape[-3 if layout else -2])
+    wide = {name: with_arrays(x, widened) for name, x in options.items()}
+    exact, _ = textbook(*(x.astype("float64") for x in arrays), **wide, rows=rows)
+    to = LIBRARIES[library]
+    given = {name: with_arrays(x, to) for name, x in options.items()}
+    found = np.asarray(attention(*map(to, arrays), **given))
+    assert found.dtype == np.float32
+    found = np.take(found, rows, axis=-3 if layout else -2)
+    np.testing.assert_allclose(found, exact, rtol=2e-3, atol=2e-4)
+
+
+def widened(x):
+    return x.astype("float64") if x.dtype == np.float32 else x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("first", range(0, 160, 40))
+def test_random_calls(library, first):
+    for seed in range(first, first + 40):
+        try:
+            check(seed, library)
+        except Exception as error:
+            raise AssertionError(f"call {seed}: {random_call(seed)[1]}") from error
+
+
+if __name__ == "__main__":
+    failures = 0
+    for seed in range(int(sys.argv[1])):
+        for library in LIBRARIES:
+            try:
+                check(seed, library)
+            except Exception as error:
+                failures += 1
+                arrays, options = random_call(seed)
+                shapes_given = [x.shape for x in arrays]
+                print(f"{library}, call {seed}: {shapes_given} {options}\n  {str(error)[:300]}")
+    print(f"{failures} failures")

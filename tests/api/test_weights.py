@@ -1,0 +1,234 @@
+"""attention_weights: the weights that attention multiplies the values with, whole or in part."""
+
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from libraries import LIBRARIES, Library
+
+from polyattn import (
+    TopWeights,
+    attention,
+    attention_partial,
+    attention_weights,
+    masks,
+    merge,
+    scores,
+)
+from polyattn.conformance.cases.generators import bent
+
+B, H, G, L, S, D = 2, 4, 2, 9, 13, 6
+RNG = np.random.default_rng(2)
+QUERY, KEY, VALUE = (
+    RNG.normal(size=(B, h, n, d)).astype(np.float32)
+    for h, n, d in ((H, L, D), (G, S, D), (G, S, 3))
+)
+VALUES = np.repeat(VALUE, H // G, 1)
+JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "rows without keys": {"is_causal": True, "query_offset": -3},
+    "offsets": {"is_causal": True, "query_offset": np.array([-3, 2])},
+    "window and softcap": {"window": (3, 1), "softcap": 2.0},
+    "mask array": {"mask": RNG.random((B, 1, L, S)) < 0.6},
+    "mask value": {"mask": masks.causal() & masks.window(2, 0) | masks.prefix(2)},
+    "mask function": {"mask": lambda b, h, i, j: (i + j + b + h) % 3 != 0},
+    "bias per head": {"bias": RNG.normal(size=(H, L, S)).astype(np.float32)[None]},
+    "sinks": {"sinks": RNG.normal(size=H).astype(np.float32)},
+    "scores": {"score_mod": scores.alibi(H) >> scores.softcap(2.0)},
+    "score function": {"score_mod": bent},
+    "dropout": {"dropout": (0.3, 5)},
+    "cosine": {"similarity": scores.cosine(), "scale": 9.0},
+    "sparsemax": {"normalizer": scores.sparsemax()},
+    "norm": {"scale": scores.by_norm(3.0)},
+}
+SOFTMAX = [name for name in OPTIONS if name != "sparsemax"]
+
+
+def options_of(name, to=np.asarray):
+    return {k: to(x) if isinstance(x, np.ndarray) else x for k, x in OPTIONS[name].items()}
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, JAX], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_weights_times_values_are_the_attention(name, library):
+    options = options_of(name, library.to)
+    query, key, value = (library.to(x) for x in (QUERY, KEY, VALUE))
+    weights = library.back(attention_weights(query, key, **options))
+    output = library.back(attention(query, key, value, **options))
+    assert weights.shape == (B, H, L, S)
+    np.testing.assert_allclose(weights @ VALUES, output, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_some_rows_and_heads_are_those_of_the_whole(name):
+    whole = attention_weights(QUERY, KEY, **OPTIONS[name])
+    for rows, heads in (
+        (slice(2, 5), slice(1, 3)),
+        ([8, 2, 3], [3, 0]),
+        (4, None),
+        (None, -1),
+        (range(1, 9, 2), [2, 3]),
+        (slice(None, None, -1), None),
+    ):
+        found = attention_weights(QUERY, KEY, rows=rows, heads=heads, **OPTIONS[name])
+        expected = whole if heads is None else whole[:, np.atleast_1d(np.arange(H)[heads])]
+        if rows is not None:
+            expected = expected[:, :, np.atleast_1d(np.arange(L)[rows])]
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sums_and_the_largest_are_those_of_the_whole(name):
+    whole = attention_weights(QUERY, KEY, **OPTIONS[name])
+    sums = attention_weights(QUERY, KEY, per_key=True, **OPTIONS[name])
+    np.testing.assert_allclose(sums, whole.sum(-2), rtol=1e-5, atol=1e-6)
+    top = attention_weights(QUERY, KEY, top=4, **OPTIONS[name])
+    assert isinstance(top, TopWeights)
+    np.testing.assert_array_equal(top.weights, -np.sort(-whole, -1)[..., :4])
+    np.testing.assert_array_equal(np.take_along_axis(whole, top.keys, -1), top.weights)
+    some = attention_weights(QUERY, KEY, top=4, rows=[5, 1], heads=2, **OPTIONS[name])
+    np.testing.assert_allclose(some.weights, top.weights[:, 2:3][:, :, [5, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_a_logsumexp_that_is_known_gives_the_same(name, layout):
+    query, key, value = QUERY, KEY, VALUE
+    if layout == "...LHD":
+        query, key, value = (np.swapaxes(x, 1, 2) for x in (query, key, value))
+    options = OPTIONS[name] | {"layout": layout}
+    known = attention_partial(query, key, value, **options).logsumexp
+    found = attention_weights(query, key, logsumexp=known, **options)
+    expected = attention_weights(QUERY, KEY, **OPTIONS[name])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    some = attention_weights(query, key, logsumexp=known, heads=[2], rows=[3, 4], **options)
+    np.testing.assert_allclose(some, expected[:, 2:3, 3:5], rtol=1e-5, atol=1e-6)
+
+
+def test_by_a_merged_logsumexp_the_weights_of_some_keys_are_those_among_all():
+    parts = [attention_partial(QUERY, KEY[:, :, s], VALUE[:, :, s]) for s in np.s_[:5, 5:]]
+    known = merge(*parts).logsumexp
+    found = attention_weights(QUERY, KEY[:, :, 5:], logsumexp=known)
+    np.testing.assert_allclose(found, attention_weights(QUERY, KEY)[..., 5:], rtol=1e-5)
+
+
+def test_a_matrix_is_one_head_without_an_axis():
+    assert attention_weights(QUERY[0, 0], KEY[0, 0]).shape == (L, S)
+    assert attention_weights(QUERY[0, 0], KEY[0, 0], per_key=True).shape == (S,)
+    known = attention_partial(QUERY[0, 0], KEY[0, 0], KEY[0, 0]).logsumexp
+    top = attention_weights(QUERY[0, 0], KEY[0, 0], top=2, logsumexp=known)
+    assert top.weights.shape == top.keys.shape == (L, 2)
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, JAX], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 4, 0, 5), {}),
+        ((2, 4, 3, 0), {"sinks": np.ones(4, np.float32)}),
+        ((2, 4, 0, 0), {"is_causal": True, "rows": slice(None), "heads": [3, 1]}),
+        ((0, 4, 3, 5), {"normalizer": scores.sparsemax()}),
+        ((2, 0, 3, 5), {"heads": slice(0, 2)}),
+    ],
+    ids=str,
+)
+def test_where_there_are_no_rows_keys_items_or_heads_the_weights_are_empty(shape, options, library):
+    items, heads, rows, keys = shape
+    query = library.to(np.zeros((items, heads, rows, D), np.float32))
+    key = library.to(np.zeros((items, heads // 2, keys, D), np.float32))
+    given = {k: library.to(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+    count = min(heads, 2) if "heads" in options else heads
+    weights = attention_weights(query, key, **given)
+    assert tuple(weights.shape) == (items, count, rows, keys)
+    sums = library.back(attention_weights(query, key, per_key=True, **given))
+    np.testing.assert_array_equal(sums, np.zeros((items, count, keys), np.float32), strict=True)
+    top = attention_weights(query, key, top=1, **given)
+    assert tuple(top.weights.shape) == tuple(top.keys.shape) == (items, count, rows, min(1, keys))
+
+
+def test_where_there_are_no_rows_gradients_are_0():
+    query, key = (torch.zeros(1, 2, n, D, dtype=torch.float64, requires_grad=True) for n in (0, S))
+    attention_weights(query, key, per_key=True).sum().backward()
+    assert not key.grad.any()
+    assert query.grad.shape == query.shape
+
+
+def test_sixteen_bits_give_float32():
+    weights = attention_weights(QUERY.astype(np.float16), KEY.astype(np.float16))
+    assert weights.dtype == np.float32
+
+
+def test_a_named_backend_gives_the_callers_arrays():
+    top = attention_weights(QUERY, KEY, top=2, backend="torch")
+    assert type(top.weights) is type(top.keys) is np.ndarray
+    expected = attention_weights(QUERY, KEY, top=2)
+    np.testing.assert_allclose(top.weights, expected.weights, rtol=1e-5)
+    assert top.keys.dtype.kind == "i"
+
+
+def test_gradients_pass_through():
+    query, key = (
+        torch.tensor(x[:1, :2, :3].astype(float), requires_grad=True) for x in (QUERY, KEY)
+    )
+    assert torch.autograd.gradcheck(
+        lambda q, k: attention_weights(q, k, is_causal=True), (query, key)
+    )
+
+
+def test_weights_are_traced_and_compiled():
+    def asked(query, key):
+        return attention_weights(query, key, top=2, mask=masks.causal() & masks.window(3, 0))
+
+    expected = attention_weights(QUERY, KEY, top=2, mask=masks.causal() & masks.window(3, 0))
+    in_jax = jax.jit(asked)(QUERY, KEY)
+    np.testing.assert_array_equal(in_jax.keys, expected.keys)
+    compiled = torch.compile(asked, fullgraph=True, backend="eager")
+    in_torch = compiled(torch.from_numpy(QUERY), torch.from_numpy(KEY))
+    np.testing.assert_allclose(in_torch.weights, expected.weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"per_key": True}, {"top": 4}, {"rows": [5], "heads": 1}], ids=str
+)
+def test_no_array_of_all_scores_is_made_where_it_is_not_asked_for(asked):
+    x = np.zeros((4, 4096, 8), np.float32)  # scores of 256 MiB
+    tracemalloc.start()
+    try:
+        attention_weights(x, x, is_causal=True, **asked)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"rows": 9}, IndexError, "rows: there are 9, and 9 is none"),
+        ({"rows": [0, -10]}, IndexError, "-10"),
+        ({"heads": [4]}, IndexError, "heads: there are 4"),
+        ({"rows": []}, ValueError, "at least one"),
+        ({"rows": 1.5}, TypeError, "1.5"),
+        ({"heads": True}, TypeError, "True"),
+        ({"top": 0}, ValueError, "from 1 to S = 13; got 0"),
+        ({"top": 14}, ValueError, "got 14"),
+        ({"top": 2, "per_key": True}, ValueError, "not to be given together"),
+        ({"logsumexp": np.zeros((B, H, S), np.float32)}, ValueError, r"\(2, 4, 9\)"),
+        ({"logsumexp": np.zeros((B, H, L), int)}, ValueError, "int64"),
+        ({"logsumexp": torch.zeros(B, H, L)}, TypeError, "logsumexp one of torch"),
+        (
+            {"logsumexp": np.zeros((B, H, L), np.float32), "normalizer": scores.sigmoid()},
+            ValueError,
+            "softmax alone",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        attention_weights(QUERY, KEY, **options)

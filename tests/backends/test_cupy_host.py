@@ -1,0 +1,117 @@
+"""Stand-ins with which CuPy's kernels run without a GPU: their arrays are the host's.
+
+A kernel hands addresses to libraries and knows nothing of what is there, so that the same
+addresses serve libraries that compute on the host.
+"""
+
+import contextlib
+import sys
+import types
+
+import array_api_compat.numpy
+import numpy as np
+
+from polyattn import arrays
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.dispatch import registry
+from polyattn.dispatch import select as selection
+from polyattn.plugin import Backend, BackendSpec
+
+
+class HostArray(np.ndarray):
+    """A NumPy array that tells its address as CuPy's do."""
+
+    @property
+    def data(self):
+        address = self.__array_interface__["data"][0]
+        return types.SimpleNamespace(ptr=address)
+
+
+def at_home(array):
+    return np.asarray(array).view(HostArray)
+
+
+def empty(shape, dtype):
+    """Aligned memory that is not zero: what nobody writes is seen."""
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.full(size + 512, 0xFF, np.uint8)  # NaN of every dtype
+    first = -memory.__array_interface__["data"][0] % 512
+    return at_home(memory[first : first + size].view(dtype).reshape(shape))
+
+
+class Device(contextlib.AbstractContextManager):
+    """Which device is the current one, as CuPy switches it."""
+
+    current = 0
+    compute_capability = "90"
+
+    def __init__(self, number):
+        self.id = number
+
+    def __enter__(self):
+        self.before, Device.current = Device.current, self.id
+
+    def __exit__(self, *error):
+        Device.current = self.before
+
+
+def stand_in(**cuda):
+    """Return what the kernels ask of CuPy."""
+    return types.SimpleNamespace(
+        empty=empty,
+        broadcast_to=lambda array, shape: at_home(np.broadcast_to(array, shape)),
+        ascontiguousarray=lambda array: at_home(np.ascontiguousarray(array)),
+        maximum=np.maximum,
+        where=np.where,
+        copyto=np.copyto,
+        cuda=types.SimpleNamespace(
+            device=types.SimpleNamespace(get_cublas_handle=lambda: "handle"),
+            runtime=types.SimpleNamespace(getDevice=lambda: Device.current),
+            Device=Device,
+            **cuda,
+        ),
+    )
+
+
+class HostBackend(Backend):
+    """The kernels' backend."""
+
+    def __init__(self):
+        super().__init__(array_api_compat.numpy)
+
+    def devices(self):
+        return ["cuda:0"]
+
+    def place(self, array, device):
+        return at_home(array)
+
+    def fetch(self, array):
+        return np.asarray(array)
+
+
+class _Entry:
+    name, value, distribution, flaw = "host", "here:SPEC", "here", None
+
+    def load(self):
+        return BackendSpec("host", ("host",), "here:HostBackend", (), "", devices=("cuda",))
+
+
+def register(monkeypatch, kernel):
+    """Have the kernel, on the host, as the backend `host` for the length of a test."""
+    genuine = registry.entries
+    monkeypatch.setattr(registry, "entries", lambda: [_Entry(), *genuine()])
+    monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(HostBackend=HostBackend))
+    monkeypatch.setattr(HostBackend, "kernels", (kernel,))
+    monkeypatch.setattr(registry, "_plugins", {})
+    monkeypatch.setattr(selection, "_plans", {})
+    library = arrays.Library("host", array_api_compat.numpy)
+    monkeypatch.setitem(arrays._libraries, HostArray, library)
+
+
+def cases(features, step):
+    """Return the names of the essential cases of a kernel, and of every so many others."""
+    taken = [
+        name for name, case in CASES.items() if case.features <= features and case.poison is None
+    ]
+    return [name for place, name in enumerate(taken) if name in ESSENTIAL or place % step == 0]

@@ -1,0 +1,575 @@
+"""What is JAX's own: transformations, devices, memory, and what cuDNN is asked through jax.nn."""
+
+import copy
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, attention_partial, explain
+from polyattn_jax import cudnn
+from polyattn_jax.backend import JaxBackend
+from polyattn_jax.xla import Xla, block_sizes, compiled, loops
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape, dtype=np.float32):
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+Q, K, V = draw(2, 4, 37, 8), draw(2, 2, 41, 8), draw(2, 2, 41, 8)
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (5, 2)},
+    "causal from the first key": {"is_causal": True, "query_offset": 0},
+    "offset an item": {"is_causal": True, "query_offset": np.array([0, 7])},
+    "softcap": {"softcap": 1.5},
+    "mask": {"mask": RNG.random((37, 41)) > 0.5},
+    "bias": {"bias": draw(4, 37, 41)},
+    "sinks": {"sinks": draw(4)},
+    "rows that see nothing": {"is_causal": True, "query_offset": -9},
+    "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * (h + 1)},
+    "mask_mod": {"mask": lambda b, h, i, j: (i + j + b) % 3 != 0},
+}
+CASES = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def in_jax(options):
+    return {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def in_numpy(options):
+    return {n: np.asarray(x) if isinstance(x, jax.Array) else x for n, x in options.items()}
+
+
+def small_tiles(scores=150):
+    kernel = copy.copy(Xla())
+    kernel.tile = scores
+    return kernel
+
+
+# ---- the xla kernel ----------------------------------------------------------------------------
+
+
+@CASES
+@pytest.mark.parametrize("kernel", [Xla(), small_tiles()], ids=["one tile", "small tiles"])
+def test_under_jit(options, kernel):
+    options = in_jax(options)
+    run = jax.jit(lambda q, k, v: attention_partial(q, k, v, kernel=kernel, **options))
+    expected = attention_partial(Q, K, V, kernel="dense", **in_numpy(options))
+    for ours, theirs in zip(run(Q, K, V), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "offset an item", "bias", "sinks", "score_mod"])
+def test_every_tile_size_gives_the_same_gradients(name):
+    options = in_jax(OPTIONS[name])
+
+    def loss(kernel, q, k, v):
+        output, logsumexp = attention_partial(q, k, v, kernel=kernel, **options)
+        seen = jnp.where(logsumexp == -jnp.inf, 0, logsumexp)
+        return jnp.sum(jnp.sin(output)) + jnp.sum(seen**2)
+
+    whole, tiled = (
+        jax.jit(jax.grad(functools.partial(loss, kernel), (0, 1, 2)))(Q, K, V)
+        for kernel in ("dense", small_tiles())
+    )
+    for ours, theirs in zip(tiled, whole, strict=True):
+        assert np.isfinite(ours).all()
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_the_gradient_of_what_the_call_is_given_beside_the_three():
+    given = {"bias": jnp.asarray(draw(37, 41)), "sinks": jnp.asarray(draw(4))}
+
+    q, k, v = map(jnp.asarray, (Q, K, V))
+
+    def of(kernel):
+        def loss(given):
+            return jnp.sum(jnp.sin(attention(q, k, v, kernel=kernel, **given)))
+
+        return jax.jit(jax.grad(loss))(given)
+
+    whole, tiled = of("dense"), of(small_tiles())
+    for name in given:
+        np.testing.assert_allclose(tiled[name], whole[name], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_vmap_jvp_and_a_second_derivative():
+    q, k, v = (jnp.asarray(x) for x in (Q, K, V))
+    direction = jnp.asarray(draw(*Q.shape))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def all_of(kernel, q, k, v):
+        def call(q, k=k, v=v):
+            return attention(q, k, v, is_causal=True, kernel=kernel)
+
+        def loss(q):
+            return jnp.sum(jnp.sin(call(q)))
+
+        mapped = jax.vmap(call)(q, k, v), jax.vmap(lambda q: call(q, k[0], v[0]))(q)
+        slope = jax.jvp(call, (q,), (direction,))[1]
+        return *mapped, slope, jax.grad(lambda q: jnp.vdot(jax.grad(loss)(q), direction))(q)
+
+    for ours, theirs in zip(all_of(small_tiles(), q, k, v), all_of("dense", q, k, v), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("spoilt", [np.nan, np.inf, -np.inf])
+def test_what_a_masked_value_holds_reaches_neither_result_nor_gradient(spoilt):
+    v = V.copy()
+    v[:, :, 20:] = spoilt
+    kernel, mask = small_tiles(), jnp.arange(41) < 20
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(attention(q, k, v, mask=mask, kernel=kernel)))
+
+    slopes = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    value, slope = slopes(Q, K, v)
+    expected, wanted = slopes(Q, K, V)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for ours, theirs in zip(slope, wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def temporary(function, *arguments):
+    compiled = jax.jit(function).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_memory_is_for_a_tile_and_grows_with_the_length_alone(is_causal):
+    kernel = small_tiles(2**16)
+
+    def call(q, k, v):
+        return attention(q, k, v, is_causal=is_causal, kernel=kernel)
+
+    def slope(q, k, v):
+        return jax.grad(lambda *x: jnp.sum(call(*x)), (0, 1, 2))(q, k, v)
+
+    sizes = {}
+    for length in (2048, 4096):
+        x = jax.ShapeDtypeStruct((1, 4, length, 64), "float32")
+        sizes[length] = temporary(call, x, x, x), temporary(slope, x, x, x)
+    scores = 4 * 4096**2 * 4
+    forward, backward = sizes[4096]
+    assert forward < scores / 16
+    # Without the blocks' checkpoint the first would be 24 MiB. A causal call has eight loops.
+    assert backward < (100 if is_causal else 18) * 2**20
+    assert forward < 2.2 * sizes[2048][0]
+    assert backward < 2.2 * sizes[2048][1]
+
+
+def test_keys_that_no_row_sees_are_not_gone_over():
+    whole = explain((1, 1, 8192, 8), (1, 1, 8192, 8), (1, 1, 8192, 8), library="jax").problem
+    tile = 512**2
+
+    def steps(problem):
+        return sum(len(loop.first_rows) * loop.steps for loop in loops(problem, tile))
+
+    rows, columns = block_sizes(whole, tile)
+    assert steps(whole) == (8192 // rows) * (8192 // columns)
+    assert steps(whole._replace(is_causal=True)) < 0.6 * steps(whole)
+    window = whole._replace(is_causal=True, window=(256, 0))
+    assert steps(window) <= 2 * (8192 // rows)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(1, 1), (1, 1000), (1000, 1), (37, 41), (512, 513)])
+@pytest.mark.parametrize("tile", [1, 64, 5000, 2**21])
+def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
+    shapes = (1, 2, length, 8), (1, 2, keys, 8), (1, 2, keys, 8)
+    problem = explain(*shapes, library="jax").problem
+    rows = []
+    for loop in loops(problem, tile):
+        for first in loop.first_rows:
+            rows += range(first, first + loop.rows)
+        assert loop.columns <= keys
+        assert min(loop.first_columns) + loop.steps * loop.columns >= keys
+    assert rows == list(range(length))
+
+
+def test_an_eager_call_with_a_function_goes_to_kernels_that_need_no_compiling():
+    mod = OPTIONS["mask_mod"]["mask"]
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    told = explain(q, k, v, mask=mod)
+    assert told.chosen.kernel == "dense"
+    assert "jax.jit" in str(told)
+    chosen = []
+
+    @jax.jit
+    def call(q, k, v):
+        chosen.append(explain(q, k, v, mask=mod).chosen.kernel)
+        return attention(q, k, v, mask=mod)
+
+    np.testing.assert_allclose(call(q, k, v), attention(Q, K, V, mask=mod), atol=2e-6)
+    assert chosen == ["xla"]
+
+
+def test_a_function_that_changed_its_mind_is_asked_again():
+    bound = [3]
+    q, k, v = map(jnp.asarray, (Q, K, V))
+
+    def near(b, h, i, j):
+        return abs(i - j) < bound[0]
+
+    one = attention(q, k, v, mask=near, kernel="xla")
+    bound[0] = 30
+    other = attention(q, k, v, mask=near, kernel="xla")
+    np.testing.assert_allclose(one, attention(Q, K, V, window=(2, 2), query_offset=0), atol=2e-6)
+    np.testing.assert_allclose(
+        other, attention(Q, K, V, window=(29, 29), query_offset=0), atol=2e-6
+    )
+
+
+def test_nothing_is_moved_to_or_from_the_host():
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    attention(q, k, v, is_causal=True)
+    with jax.transfer_guard("disallow"):
+        attention(q, k, v, is_causal=True)
+
+
+# ---- placement ---------------------------------------------------------------------------------
+
+
+def test_devices_have_names():
+    backend = JaxBackend()
+    assert backend.devices()[0] == "cpu:0"
+    assert explain((2, 3), (2, 3), (2, 3), library="jax").problem.device == "cpu:0"
+    info = {info.name: info for info in polyattn.list_backends()}["jax"]
+    assert info.available
+    assert info.devices[0] == "cpu:0"
+    assert "cpu:0" in info.hardware
+    backend.synchronize()
+    backend.synchronize("cpu:0")
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(
+        polyattn.dispatch.errors.BackendError, match=r"no device 'cuda' here; there is cpu"
+    ):
+        attention(Q, K, V, backend="jax:cuda")
+
+
+@pytest.mark.parametrize("name", ["jax", "jax:cpu", "jax:cpu:0", "jax:0"])
+def test_arrays_of_any_library_come_and_the_result_goes_home(name):
+    expected = attention(Q, K, V)
+    ours = attention(Q, K, V, backend=name)
+    assert type(ours) is np.ndarray
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+    tensor = attention(*map(torch.from_numpy, (Q, K, V)), backend=name)
+    assert type(tensor) is torch.Tensor
+    np.testing.assert_allclose(tensor, expected, atol=2e-6)
+    array = attention(*map(jnp.asarray, (Q, K, V)), backend=name)
+    assert isinstance(array, jax.Array)
+    np.testing.assert_allclose(array, expected, atol=2e-6)
+
+
+def test_a_torch_tensor_comes_without_a_copy():
+    tensor = torch.arange(64, dtype=torch.float32)
+    placed = JaxBackend().place(tensor, None)
+    assert placed.unsafe_buffer_pointer() == tensor.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_dtypes_come_and_go(dtype):
+    q, k, v = (torch.from_numpy(x).to(getattr(torch, dtype)) for x in (Q, K, V))
+    ours = attention(q, k, v, backend="jax")
+    assert ours.dtype == q.dtype
+    np.testing.assert_allclose(ours.float(), attention(Q, K, V), atol=0.05)
+
+
+def test_a_strided_tensor_comes_too():
+    q, k, v = (torch.from_numpy(x).swapaxes(1, 2) for x in (Q, K, V))
+    ours = attention(q, k, v, backend="jax", layout="...LHD")
+    np.testing.assert_allclose(ours, attention(Q, K, V).swapaxes(1, 2), atol=2e-6)
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+def test_float64_is_kept_or_refused(to):
+    q, k, v = (to(x.astype(np.float64)) for x in (Q, K, V))
+    with pytest.raises(polyattn.dispatch.errors.UnsupportedError, match="jax_enable_x64"):
+        attention(q, k, v, backend="jax")
+    assert explain(q, k, v, backend="jax,numpy").chosen.backend == "numpy"
+    q32, k32, v32 = map(to, (Q, K, V))
+    bias, sinks = to(np.ones((37, 41))), to(np.ones(4))
+    assert attention(q32, k32, v32, bias=bias, sinks=sinks, backend="jax").dtype == q32.dtype
+    with jax.enable_x64(True):
+        for kernel in ("xla", small_tiles()):
+            ours = attention(q, k, v, backend="jax", is_causal=True, kernel=kernel)
+            assert ours.dtype == q.dtype
+            np.testing.assert_allclose(ours, attention(q, k, v, is_causal=True), atol=1e-14)
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
+@pytest.mark.parametrize("offsets", [(2**40, -(2**40)), (2**33, 3)])
+def test_offsets_beyond_32_bits_do_not_wrap(to, offsets):
+    q, k, v, offset = map(to, (Q, K, V, np.array(offsets)))
+    ours = attention(q, k, v, is_causal=True, query_offset=offset, backend="jax")
+    expected = attention(q, k, v, is_causal=True, query_offset=offset)
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+
+
+def test_a_result_can_be_written_to_and_any_byte_order_comes():
+    ours = attention(*(x.astype(">f4") for x in (Q, K, V)), backend="jax")
+    ours += 1
+    np.testing.assert_allclose(ours, attention(Q, K, V) + 1, atol=2e-6)
+
+
+def test_a_traced_key_beside_a_query_of_another_library_is_refused():
+    with pytest.raises(
+        polyattn.dispatch.errors.UnsupportedError, match="key is traced, and the result"
+    ):
+        jax.jit(lambda k, v: attention(Q, k, v, backend="jax"))(K, V)
+
+
+def test_arrays_that_were_put_somewhere_join_those_that_were_not():
+    free = [jnp.asarray(x) for x in (Q, K, V)]
+    placed = [jax.device_put(x, jax.devices()[0]) for x in free]
+    one, other = attention_partial(*placed), attention_partial(*free)
+    polyattn.merge(one, other)
+    polyattn.merge(other, one)
+    jax.jit(lambda *x: polyattn.merge(one, attention_partial(*x)).output)(*free)
+    for backend in ("array-api", "jax"):
+        attention(free[0], placed[1], free[2], backend=backend)
+
+
+def test_an_offset_that_moves_is_compiled_once():
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    compiled._clear_cache()
+    for offset in range(5, 12):
+        attention(q, k, v, is_causal=True, query_offset=offset)
+    assert compiled._cache_size() == 1
+
+
+def test_without_jit():
+    q, k, v = map(jnp.asarray, (Q, K, V))
+    with jax.disable_jit():
+        none = attention(q, k, v, is_causal=True, query_offset=-50, kernel=small_tiles())
+        some = attention(q, k, v, is_causal=True)
+    assert not none.any()
+    np.testing.assert_allclose(some, attention(Q, K, V, is_causal=True), atol=2e-6)
+
+
+def test_under_vmap_a_value_that_is_not_finite_stays_a_condition():
+    """Or else the products that only such values need would be computed for all."""
+    q, k, v = (jnp.asarray(x) for x in (Q, K, V))
+    text = str(jax.make_jaxpr(jax.vmap(lambda *x: attention(*x, is_causal=True)))(q, k, v))
+    assert "cond[" in text
+
+
+def test_two_devices(run_python):
+    """An array that was put somewhere stays there; one that was not goes where the others are."""
+    code = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, jax.numpy as jnp, numpy as np, polyattn
+from polyattn_jax.xla import Xla
+x = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+one, other = jax.devices()
+free, here, there = jnp.asarray(x), jax.device_put(x, one), jax.device_put(x, other)
+call = polyattn.attention
+expected = call(x, x, x)
+for given in ((there, there, there), (there, free, free), (free, there, there)):
+    result = call(*given)
+    assert result.device == other, result.device
+    np.testing.assert_allclose(result, expected, atol=1e-6)
+assert polyattn.explain(there, there, there).problem.device == "cpu:1"
+places = []
+class Spy(Xla):
+    def __call__(self, problem, operands, backend):
+        places.append((problem.device, str(operands.query.device)))
+        return super().__call__(problem, operands, backend)
+for given, name in ((x, "jax:cpu:1"), (here, "jax:1"), (there, "jax:cpu"), (there, "jax:cpu:0")):
+    call(given, given, given, backend=name, kernel=Spy())
+assert places == [("cpu:1", "cpu:1")] * 3 + [("cpu:0", "cpu:0")], places
+assert call(here, here, here, backend="jax:1").device == one
+assert call(here, here, here, backend="jax:cpu").device == one
+assert call(there, there, there, backend="jax:cpu").device == other
+try:
+    jax.jit(lambda x: call(x, x, x, backend="jax:cpu:1"))(free)
+except polyattn.dispatch.errors.UnsupportedError as error:
+    assert "is traced, and is computed wherever" in str(error), error
+else:
+    raise AssertionError
+jax.jit(lambda x: call(x, x, x, backend="jax:cpu:0"))(free)
+heads = np.concatenate([x, x])[:4]
+with jax.set_mesh(jax.make_mesh((2,), ("heads",))) as mesh:
+    q, k = (jax.device_put(y, jax.sharding.NamedSharding(jax.sharding.get_mesh(),
+            jax.sharding.PartitionSpec("heads"))) for y in (heads, heads[:2]))
+    np.testing.assert_allclose(call(q, k, k), call(heads, heads[:2], heads[:2]), atol=1e-6)
+try:
+    call(free, there, here)
+except ValueError as error:
+    assert str(error).startswith("key is on cpu:1 and value on cpu:0"), error
+else:
+    raise AssertionError
+try:
+    call(here, there, there)
+except ValueError as error:
+    print(error)
+mesh = jax.sharding.Mesh(np.array([one, other]), ("heads",))
+spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None))
+whole = jax.device_put(x, spec)
+np.testing.assert_allclose(call(whole, whole, whole), expected, atol=1e-6)
+print(polyattn.explain(whole, whole, whole).problem.device or "several")
+"""
+    told, several = run_python(code).splitlines()
+    assert told.startswith("query is on cpu:0 and key on cpu:1; move one of them")
+    assert several == "several"
+
+
+# ---- cuDNN, by way of jax.nn -------------------------------------------------------------------
+
+SQUARE = draw(2, 4, 16, 8), draw(2, 2, 16, 8), draw(2, 2, 16, 8)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Let the kernel believe that it is on CUDA, where jax.nn takes what it would there."""
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    monkeypatch.setattr(cudnn, "trial", lambda problem: [])
+
+
+@pytest.fixture
+def calls(monkeypatch, on_cuda):
+    """Let jax.nn's own XLA form stand for cuDNN, whose meaning it has."""
+    genuine, made = jax.nn.dot_product_attention, []
+
+    def stand_in(*arrays, implementation, bias=None, **options):
+        assert implementation == "cudnn"
+        made.append(options)
+        # cuDNN computes in float32, as the other form does not for 16 bits.
+        arrays = (x.astype("float32") for x in arrays)
+        bias = None if bias is None else bias.astype("float32")
+        return genuine(*arrays, bias=bias, implementation="xla", **options).astype("bfloat16")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return made
+
+
+BFLOAT16 = [jnp.asarray(x, "bfloat16") for x in SQUARE]
+TAKEN = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal window": {"is_causal": True, "window": (5, 0)},
+    "window to the left": {"window": (5, 0)},
+    "scale": {"scale": 0.1},
+    "mask": {"mask": RNG.random((16, 16)) > 0.5},
+    "mask a head": {"mask": RNG.random((1, 4, 1, 16)) > 0.5},
+    "rows that see nothing": {"mask": np.arange(16)[:, None] > 3},
+    "causal, mask": {"is_causal": True, "mask": np.arange(16) > 2},
+    "bias": {"bias": draw(1, 4, 16, 16).astype("bfloat16")},
+    "bias hides rows": {
+        "bias": np.where(np.arange(16)[:, None] > 3, 1, -np.inf).astype("bfloat16")
+    },
+    "mask and bias": {
+        "mask": RNG.random((16, 16)) > 0.5,
+        "bias": draw(2, 1, 16, 16).astype("bfloat16"),
+    },
+}
+
+
+@pytest.mark.parametrize("options", TAKEN.values(), ids=TAKEN)
+def test_what_jax_nn_is_asked_means_what_we_mean(calls, options):
+    ours = attention(*BFLOAT16, kernel="cudnn", **in_jax(options))
+    assert len(calls) == 1
+    arrays = [np.asarray(x, np.float32) for x in BFLOAT16]
+    as_float32 = {
+        name: x.astype(np.float32) if name == "bias" else x for name, x in options.items()
+    }
+    expected = attention(*arrays, **as_float32)
+    np.testing.assert_allclose(np.asarray(ours, np.float32), expected, atol=0.02)
+    assert ours.dtype == jnp.bfloat16
+
+
+def test_batch_axes_that_differ_and_more_than_one(calls):
+    q, k, v = (jnp.asarray(x, "bfloat16") for x in SQUARE)
+    ours = attention(q[None], k[None, :1], v[None], kernel="cudnn")
+    expected = attention(q[None], k[None, :1], v[None], kernel="dense")
+    assert ours.shape == expected.shape == (1, 2, 4, 16, 8)
+    np.testing.assert_allclose(
+        np.asarray(ours, np.float32), np.asarray(expected, np.float32), atol=0.02
+    )
+
+
+def test_a_single_query_sees_all_keys(calls):
+    q, k, v = BFLOAT16
+    attention(q[:, :, :1], k, v, is_causal=True, kernel="cudnn")
+    assert calls[0]["is_causal"] is False
+
+
+REFUSED = {
+    "float32": ({}, "float32", "16-bit"),
+    "L is not S": ({"is_causal": True, "rows": 5}, "bfloat16", "count from the first key"),
+    "an offset": ({"is_causal": True, "query_offset": 3}, "bfloat16", "count from the first key"),
+    "a window of both sides": ({"window": (3, 3)}, "bfloat16", "left of a causal row"),
+    "a window to the right": ({"window": (None, 3)}, "bfloat16", "own position and before"),
+    "a mask in float16": ({"mask": np.ones((16, 16), bool)}, "float16", "no number so low"),
+    "a bias in float32": ({"bias": draw(16, 16)}, "bfloat16", "float32 bias"),
+    "odd lengths with a mask": (
+        {"mask": np.ones((15, 16), bool), "rows": 15},
+        "bfloat16",
+        "even lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "dtype", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_jax_nn_would_take_to_mean_something_else_is_refused(on_cuda, options, dtype, reason):
+    options = dict(options)
+    rows = options.pop("rows", 16)
+    q, k, v = (jnp.asarray(x, dtype) for x in SQUARE)
+    told = explain(q[:, :, :rows], k, v, **in_jax(options))
+    assert told.chosen.kernel == "xla"
+    (first,) = (c for c in told.candidates if c.kernel == "cudnn")
+    assert reason in "; ".join(first.reasons)
+
+
+def test_what_jax_nn_itself_refuses_becomes_the_reason(monkeypatch):
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    cudnn.trial.cache_clear()
+    told = explain(*BFLOAT16)
+    assert "jax.nn says: cuDNN is not detected" in str(told)
+
+
+def test_on_a_cpu_it_says_where_it_runs():
+    assert "it runs on cuda alone, and JAX would put this on cpu" in str(explain(*BFLOAT16))
+    there = [jax.device_put(x, jax.devices()[0]) for x in BFLOAT16]
+    assert "it runs on cuda alone, and this is on cpu" in str(explain(*there))
+
+
+@pytest.mark.parametrize("slope", [False, True])
+@pytest.mark.parametrize("options", ["plain", "causal window", "bias", "causal, mask"])
+def test_the_whole_is_lowered_for_cuda(monkeypatch, options, slope):
+    """As far as a machine without CUDA can go: to the call of cuDNN, forward and backward."""
+    inner = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(cudnn, "default_kind", lambda: "cuda")
+    monkeypatch.setattr(inner, "check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(inner, "check_compute_capability", lambda capability: True)
+    cudnn.trial.cache_clear()
+    given = in_jax(TAKEN[options])
+    q, k, v = (jax.ShapeDtypeStruct((2, h, 16, 64), "bfloat16") for h in (4, 2, 2))
+
+    def call(q, k, v):
+        return attention(q, k, v, **given)
+
+    function = jax.grad(lambda *x: jnp.sum(call(*x)), (0, 1, 2)) if slope else call
+    text = jax.jit(function).trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    cudnn.trial.cache_clear()
+    called = re.findall(r"@__cudnn\$fmha(\w+)", text)
+    kind = "ScaleBias" if "mask" in given or "bias" in given else ""
+    assert called[0] == f"{kind}Softmax"
+    assert any("Backward" in name for name in called) is slope
+    assert ("CAUSAL" in text) is bool(given.get("is_causal"))
+    if "window" in given:
+        assert "sliding_window_length\\22: 6" in text

@@ -1,0 +1,356 @@
+"""What NumPy's kernel leaves out by a mask's tiles: no key that is seen, and no bit of a result."""
+
+import math
+
+import numpy as np
+import pytest
+
+import polyattn
+import polyattn_numpy.tiled as module
+from polyattn import attention, attention_partial, masks, scores
+from polyattn_numpy import visibility as sight
+from polyattn_numpy.tiled import Tiled
+
+ITEMS, HEADS, GROUPS, LENGTH, KEYS = 2, 4, 2, 300, 413
+RNG = np.random.default_rng(3)
+ROW_IDS = np.sort(RNG.integers(0, 4, (ITEMS, LENGTH)))
+KEY_IDS = np.sort(RNG.integers(0, 4, (ITEMS, KEYS)))
+KEY_LENGTHS = np.array([413, 90])
+
+
+def checkered(b, h, i, j):
+    return (i // 64 + j // 64 + h) % 2 == 0
+
+
+def by_all_four(b, h, i, j):
+    return (i + j + b + h) % 5 > 0
+
+
+SEGMENTS = masks.segments(ROW_IDS, KEY_IDS)
+MASKS = {
+    "segments": SEGMENTS,
+    "segments & causal": SEGMENTS & masks.causal(),
+    "prefix by item": masks.causal() | masks.prefix(np.array([3, 200])),
+    "padding": masks.padding(KEY_LENGTHS, np.array([300, 17])),
+    "not a window": ~masks.window(50, 50),
+    "dilated": masks.window(100, 100) & masks.dilated(3),
+    "global tokens": masks.window(30, 30) | masks.global_tokens(0, 5, 200),
+    "compiled": masks.compile(checkered, LENGTH, KEYS, heads=HEADS),
+    "rule in a value": masks.prefix(80) & masks.rule(by_all_four) | masks.window(20, 0),
+    "array with a few holes": RNG.random((LENGTH, KEYS)) > 0.001,
+    "random array": RNG.random((LENGTH, KEYS)) > 0.5,
+    "array by item": (np.arange(KEYS) < KEY_LENGTHS[:, None])[:, None, None],
+    "array by head": np.kron(RNG.random((1, HEADS, 5, 7)) > 0.5, np.ones((64, 64), bool))[
+        ..., :LENGTH, :KEYS
+    ],
+}
+
+
+def randn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.fixture
+def qkv():
+    return (
+        randn(ITEMS, HEADS, LENGTH, 16),
+        randn(ITEMS, GROUPS, KEYS, 16, seed=1),
+        randn(ITEMS, GROUPS, KEYS, 16, seed=2),
+    )
+
+
+@pytest.fixture(params=[2**12, 2**14])
+def small_tiles(request, monkeypatch):
+    """Tiles of which even short arrays have many."""
+    monkeypatch.setattr(Tiled, "tile", request.param)
+    return request.param
+
+
+def bits(result):
+    return [np.ascontiguousarray(x).tobytes() for x in result]
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got.output, want.output, atol=3e-5)
+    np.testing.assert_allclose(got.logsumexp, want.logsumexp, atol=3e-5)
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """Return the list of the calls, pieces and tiles that are gone through."""
+    found = []
+
+    class Watched(sight.Sight):
+        def hidden(self, tile):
+            hidden = super().hidden(tile)
+            if hidden is not None:
+                found.append((self.call, self.piece, tile, hidden))
+            return hidden
+
+    monkeypatch.setattr("polyattn_numpy.sweep.Sight", Watched)
+    return found
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Return the list of the ways that pieces were gone through."""
+    gone = []
+
+    class Watched(module.Sweep):
+        def __init__(self, call, piece, memory, *, clean=False, careful=False):
+            gone.append("careful" if careful else "clean" if clean else "plain")
+            super().__init__(call, piece, memory, clean=clean, careful=careful)
+
+    monkeypatch.setattr(module, "Sweep", Watched)
+    return gone
+
+
+def seen_by(mask):
+    """Return what a mask shows, shape (ITEMS, HEADS, LENGTH, KEYS)."""
+    values = np.broadcast_to(np.eye(KEYS, dtype=np.float32), (ITEMS, HEADS, KEYS, KEYS))
+    nothing = np.zeros((ITEMS, HEADS, LENGTH, 1), np.float32)
+    keys = np.zeros((ITEMS, HEADS, KEYS, 1), np.float32)
+    return attention(nothing, keys, values, mask=mask, kernel="dense") > 0
+
+
+# ---- the same result ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_tiles_hold_every_visible_key_once_and_hide_the_others(qkv, small_tiles, looks, name):
+    attention(*qkv, mask=MASKS[name], kernel="tiled")
+    times = np.zeros((ITEMS, GROUPS, LENGTH, HEADS // GROUPS, KEYS), int)
+    # Each once, though rows that see nothing are looked at again.
+    for (piece, tile), hidden in {look[1:3]: look[3] for look in looks}.items():
+        inside = np.s_[
+            slice(*piece.batch), slice(*tile.heads), slice(*tile.rows), :, slice(*tile.columns)
+        ]
+        seen = np.ones(times[inside].shape, bool)
+        for where, some in hidden:
+            seen[where] &= some
+        times[inside] += seen
+    got = times.swapaxes(2, 3).reshape(ITEMS, HEADS, LENGTH, KEYS)
+    np.testing.assert_array_equal(got, seen_by(MASKS[name]))
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sinks": np.linspace(-1, 1, HEADS).astype("f4"), "bias": randn(LENGTH, KEYS, seed=4)},
+        {"dropout": (0.3, 5)},
+        {"softcap": 2.0, "score_mod": scores.alibi(HEADS)},
+        {"similarity": scores.cosine(), "scale": 4.0},
+    ],
+    ids=lambda options: ", ".join(options) or "alone",
+)
+def test_every_mask_with_every_option_gives_what_the_formula_does(qkv, small_tiles, name, options):
+    got = attention_partial(*qkv, mask=MASKS[name], kernel="tiled", **options)
+    assert_close(got, attention_partial(*qkv, mask=MASKS[name], kernel="dense", **options))
+
+
+# Its function knows which item it is asked about.
+@pytest.mark.parametrize("name", sorted(MASKS.keys() - {"rule in a value"}))
+def test_an_item_whose_mask_differs_has_the_same_bits_alone(qkv, small_tiles, name):
+    def own(name, thing):
+        by_item = not callable(thing) and thing.ndim and thing.shape[0] == ITEMS
+        return thing[item : item + 1] if by_item else thing
+
+    for scale in (1, 60):  # the second with maxima
+        both = attention_partial(qkv[0] * scale, *qkv[1:], mask=MASKS[name], kernel="tiled")
+        for item in range(ITEMS):
+            mask = MASKS[name]
+            mask = mask.map(own) if isinstance(mask, masks.Mask) else own("", mask)
+            q, k, v = (x[item : item + 1] for x in qkv)
+            alone = attention_partial(q * scale, k, v, mask=mask, kernel="tiled")
+            assert bits(alone) == bits(x[item : item + 1] for x in both)
+
+
+@pytest.mark.parametrize("name", ["segments", "compiled", "array by head", "random array"])
+def test_any_number_of_threads_gives_the_same_bits_by_a_table(small_tiles, name):
+    q, k, v = (randn(ITEMS, HEADS, n, 64, seed=n) for n in (LENGTH, KEYS, KEYS))
+
+    def run(count):
+        with polyattn.use_threads(count):
+            return bits(attention_partial(q, k, v, mask=MASKS[name], kernel="tiled"))
+
+    assert len({tuple(run(count)) for count in (1, 2, 7)}) == 1
+
+
+def test_a_band_at_an_offset_by_item_is_cut_by_a_table(qkv, small_tiles, looks):
+    offsets = np.array([-100, 100], np.int8)
+    options = {"is_causal": True, "window": (1000, 0), "query_offset": offsets}
+    got = attention_partial(*qkv, kernel="tiled", **options)
+    assert all(call.table is not None for call, *_ in looks)
+    wide = {**options, "query_offset": offsets.astype(np.int64)}
+    assert_close(got, attention_partial(*qkv, kernel="dense", **wide))
+
+
+# ---- what is left out --------------------------------------------------------------------------
+
+
+def area_of(looks):
+    """Return how many scores were computed."""
+    return sum(
+        piece.batch.length * tile.heads.length * tile.rows.length * tile.columns.length
+        for _, piece, tile, _ in looks
+    )
+
+
+def test_the_work_grows_with_the_visible_tiles(looks):
+    x = randn(1, 2, 4096, 8)
+    ids = np.repeat(np.arange(16), 256)
+    table = np.kron(np.eye(4, dtype=bool), np.ones((1024, 1024), bool))
+    for mask, share, most in (
+        (masks.segments(ids), 1 / 16, 1.0),
+        (masks.segments(ids) & masks.causal(), 1 / 32, 1.55),
+        (masks.padding(1024), 1 / 4, 1.0),
+        (masks.window(512, 0) | masks.prefix(16), 1 / 8, 1.4),
+        (table, 1 / 4, 1.0),
+        (masks.compile(lambda b, h, i, j: i // 512 == j // 512, 4096), 1 / 8, 1.0),
+    ):
+        looks.clear()
+        attention(x, x, x, mask=mask)
+        assert area_of(looks) <= most * share * 2 * 4096**2
+
+
+def test_only_mixed_tiles_are_asked_which_keys_they_show():
+    asked = []
+
+    def halves(b, h, i, j):
+        asked.append((int(i.min()), int(i.max()), int(j.min()), int(j.max())))
+        return (i // 1000) == (j // 1000)
+
+    mask = masks.compile(halves, 2048)
+    asked.clear()
+    x = randn(1, 2, 2048, 8)
+    attention(x, x, x, mask=mask)
+    corner, *tiles = asked  # one key tells whether heads differ
+    assert corner == (0, 0, 0, 0)
+    assert tiles
+    for first, last, start, end in tiles:  # an edge goes through each
+        assert first // 1000 != last // 1000 or start // 1000 != end // 1000
+
+
+def test_what_lies_in_empty_tiles_is_never_met(ways):
+    x = randn(1, 2, 2048, 16)
+    bad = x.copy()
+    bad[:, :, 1024:] = math.nan
+    mask = masks.prefix(1024) & masks.causal()
+    want = attention(x, x, x, mask=mask)
+    ways.clear()
+    got = attention(x, bad, bad, mask=mask)
+    assert set(ways) == {"plain"}
+    assert bits([got]) == bits([want])
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_mixed_tiles_hide_changes_no_bit(poison, ways, small_tiles):
+    q, k, v = (randn(2, 2, 500, 16, seed=seed) for seed in range(3))
+    mask = masks.padding(np.array([333, 480]))
+    want = attention_partial(q, k, v, mask=mask, kernel="tiled")
+    k, v = k.copy(), v.copy()
+    for item, length in enumerate((333, 480)):
+        k[item, :, length:], v[item, 1, length] = poison, poison
+    got = attention_partial(q, k, v, mask=mask, kernel="tiled")
+    assert "clean" in ways
+    assert bits(got) == bits(want)
+
+
+def test_rows_that_see_nothing_are_zero_in_the_plain_way(qkv, small_tiles, ways):
+    mask = masks.padding(KEY_LENGTHS, np.array([200, 0])) & SEGMENTS
+    got = attention_partial(*qkv, mask=mask, kernel="tiled")
+    empty = ~seen_by(mask).any(axis=-1)
+    assert set(ways) == {"plain"}
+    assert 0 < empty[0].sum() < empty[0].size
+    assert (got.output[empty] == 0).all()
+    assert (got.logsumexp[empty] == -math.inf).all()
+    assert np.isfinite(got.logsumexp[~empty]).all()
+
+
+def test_dropout_leaves_the_sum_of_weights_alone(qkv, small_tiles):
+    plain = attention_partial(*qkv, mask=SEGMENTS, kernel="tiled")
+    dropped = attention_partial(*qkv, mask=SEGMENTS, kernel="tiled", dropout=(0.5, 1))
+    np.testing.assert_array_equal(plain.logsumexp, dropped.logsumexp)
+    assert not np.allclose(plain.output, dropped.output, atol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (40, 9)}], ids=str)
+def test_dropout_needs_no_mask(qkv, small_tiles, options):
+    options = {**options, "dropout": (0.3, 5)}
+    got = attention_partial(*qkv, kernel="tiled", **options)
+    assert_close(got, attention_partial(*qkv, kernel="dense", **options))
+
+
+def test_large_scores_with_dropout_need_a_maximum_too(qkv, ways):
+    q, k, v = qkv
+    options = {"mask": SEGMENTS, "dropout": (0.4, 3)}
+    got = attention_partial(q * 100, k, v, kernel="tiled", **options)
+    assert "careful" in ways
+    want = attention_partial(q * 100, k, v, kernel="dense", **options)
+    np.testing.assert_allclose(got.output, want.output, atol=1e-3)
+
+
+# ---- the cut -----------------------------------------------------------------------------------
+
+
+def test_the_pieces_with_most_visible_tiles_come_first(monkeypatch):
+    begun = []
+
+    def note(work, items, threads, state):
+        begun.extend(items)
+
+    monkeypatch.setattr(module.threads, "each", note)
+    x = randn(1, 1, 4096, 8)
+    lengths = np.repeat(np.arange(3), (512, 3072, 512))
+    attention(x, x, x, mask=masks.segments(lengths))
+    assert [piece.rows.start for piece in begun][:6] == [512, 1024, 1536, 2048, 2560, 3072]
+    assert sorted(piece.rows.start for piece in begun[6:]) == [0, 3584]
+
+
+def test_items_share_a_piece_only_if_their_masks_are_one(looks):
+    x = randn(4, 1, 1200, 8)
+    for lengths, items in ((np.array([1200, 5, 9, 70]), 1), (70, 4)):
+        looks.clear()
+        with polyattn.use_threads(1):
+            attention(x, x, x, mask=masks.padding(lengths))
+        assert {piece.batch.length for _, piece, *_ in looks} == {items}
+
+
+def test_a_table_is_made_only_where_it_can_save_something(looks):
+    long, short = randn(1, 4, 700, 8), randn(1, 4, 200, 8)
+    for x, options, tabled in (
+        (long, {"mask": masks.prefix(9)}, True),
+        (long, {"mask": np.tri(700, dtype=bool)}, True),
+        (short, {"mask": masks.prefix(9)}, False),
+        (long, {"mask": by_all_four, "is_causal": True}, False),
+        (long, {"is_causal": True, "bias": np.ones((700, 1), np.float32)}, False),
+    ):
+        looks.clear()
+        attention(x, x, x, kernel="tiled", **options)
+        assert {call.table is not None for call, *_ in looks} == {tabled}
+
+
+@pytest.mark.parametrize("mask", ["window", "documents", "compiled"])
+def test_long_sequences_need_memory_for_a_few_tiles(run_python, mask):
+    said = run_python(f"""
+import tracemalloc
+import numpy as np
+from polyattn import attention, masks
+
+def near(b, h, i, j):
+    return (j <= i) & (j >= i - 1024)
+
+length = 32768
+x = np.random.default_rng(0).standard_normal((1, 1, length, 16), dtype=np.float32)
+mask = {{
+    "window": lambda: masks.window(1024, 0),
+    "documents": lambda: masks.segments(np.arange(length) // 4096) & masks.window(1024, 0),
+    "compiled": lambda: masks.compile(near, length),
+}}["{mask}"]()
+tracemalloc.start()
+out = attention(x, x, x, mask=mask)
+print(tracemalloc.get_traced_memory()[1] - out.nbytes)
+""")
+    assert int(said) < 64e6

@@ -1,0 +1,409 @@
+"""PyTorch: its kernels agree with the formula, compile without a break, and mind its own modes."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polyattn
+from polyattn import attention, attention_partial, explain, use_backend
+
+RNG = torch.Generator().manual_seed(0)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=RNG).to(dtype)
+
+
+Q, K, V = randn(2, 4, 6, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 5)
+
+
+def close(one, other, **tolerance):
+    torch.testing.assert_close(one, other, **tolerance)
+
+
+# ---- sdpa ----
+
+SDPA_CASES = {
+    "plain": {},
+    "scale": {"scale": -0.3},
+    "causal": {"is_causal": True},
+    "causal, top left": {"is_causal": True, "query_offset": 0},
+    "rows without keys": {"is_causal": True, "query_offset": -3},
+    "offset per item": {"is_causal": True, "query_offset": torch.tensor([0, 4])},
+    "window": {"window": (2, 1)},
+    "mask": {"mask": torch.rand(2, 1, 6, 9, generator=RNG) > 0.4},
+    "mask of one axis": {"mask": torch.rand(9, generator=RNG) > 0.4},
+    "mask by heads": {"mask": torch.rand(1, 4, 1, 1, generator=RNG) > 0.4},
+    "nothing visible": {"mask": torch.zeros(6, 9, dtype=torch.bool)},
+    "mask function": {"mask": lambda b, h, i, j: (i + j + h + b) % 3 != 0},
+    "bias": {"bias": randn(4, 6, 9)},
+    "bias of -inf": {"bias": torch.where(torch.rand(6, 9, generator=RNG) > 0.5, 0.0, -torch.inf)},
+    "all that hides": {
+        "bias": randn(2, 1, 6, 9),
+        "mask": torch.rand(6, 9, generator=RNG) > 0.2,
+        "is_causal": True,
+        "window": (4, None),
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", SDPA_CASES)
+def test_sdpa_equals_the_formula(case, dtype):
+    options = SDPA_CASES[case]
+    q, k, v = Q.to(dtype), K.to(dtype), V.to(dtype)
+    close(
+        attention(q, k, v, kernel="sdpa", **options), attention(q, k, v, kernel="dense", **options)
+    )
+
+
+@pytest.mark.parametrize("square", [True, False])
+def test_sdpa_is_causal_only_where_it_means_the_same(square, monkeypatch):
+    seen = []
+    genuine = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *args, **options: seen.append(options) or genuine(*args, **options),
+    )
+    k, v = (K[:, :, :6], V[:, :, :6]) if square else (K, V)
+    attention(Q, k, v, is_causal=True)
+    assert seen[0]["is_causal"] is square
+    assert (seen[0]["attn_mask"] is None) is square
+
+
+def test_sdpa_drops_a_band_that_hides_nothing(monkeypatch):
+    seen = []
+    genuine = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *args, **options: seen.append(options) or genuine(*args, **options),
+    )
+    attention(Q[:, :, :1], K, V, is_causal=True, window=(20, 0))
+    assert seen[0]["attn_mask"] is None
+    assert not seen[0]["is_causal"]
+
+
+def test_sdpa_spreads_operands_over_several_batch_axes():
+    q = randn(3, 2, 4, 6, 8)
+    for options in (
+        {"is_causal": True, "query_offset": torch.tensor([0, 1])},
+        {"bias": randn(2, 1, 6, 6)},
+        {"mask": lambda b, h, i, j: (i >= j) & (b >= 3)},
+    ):
+        expected = attention(q, q, q, kernel="dense", **options)
+        close(attention(q, q, q, kernel="sdpa", **options), expected)
+    empty = q[:, :, :, :0]
+    assert not attention(q, empty, empty, mask=lambda b, h, i, j: (i >= j) & (b >= 0)).any()
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3), (1, 2, 3)])
+def test_sdpa_takes_any_batch_axes(batch):
+    q, k, v = randn(*batch, 4, 6, 8), randn(2, 6, 8), randn(*batch[-1:], 2, 6, 5)
+    mask = torch.rand(*batch, 4, 6, 6, generator=RNG) > 0.3
+    output = attention(q, k, v, mask=mask, kernel="sdpa")
+    assert output.shape == (*batch, 4, 6, 5)
+    close(output, attention(q, k, v, mask=mask, kernel="dense"))
+
+
+def test_sdpa_keeps_a_float32_bias_of_16_bit_scores_exact():
+    q, k, v = (x.bfloat16() for x in (Q, K, V))
+    bias = 300 + randn(6, 9)  # bfloat16 would round it to multiples of 2
+    close(
+        attention(q, k, v, bias=bias, kernel="sdpa"), attention(q, k, v, bias=bias, kernel="dense")
+    )
+    refusal = explain(
+        Q.shape,
+        K.shape,
+        V.shape,
+        bias=bias.shape,
+        dtype="float16",
+        library="torch",
+        device="cuda:0",
+    )
+    assert "sdpa" in [c.kernel for c in refusal.candidates]
+
+
+def test_a_bias_that_cuda_would_misread_is_refused():
+    problem = explain(
+        Q.shape, K.shape, V.shape, bias=(6, 9), dtype="bfloat16", library="torch", device="cuda:0"
+    ).problem._replace(bias_dtype="float32")
+    kernel = polyattn.dispatch.registry.loaded("torch").kernels[0]
+    assert "a bias in another dtype" in kernel.reasons_against(problem)[0]
+
+
+def test_a_mask_too_large_to_make_goes_to_tiled():
+    shape = (1, 1, 16384, 64)
+    explanation = explain(shape, shape, shape, window=(100, 0), library="torch")
+    assert explanation.chosen.kernel == "tiled"
+    assert "268,435,456 elements" in str(explanation)
+    assert explain(shape, shape, shape, is_causal=True, library="torch").chosen.kernel == "sdpa"
+
+
+def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
+    shape = (2, 4, 4096, 64)
+    rule = {"mask": lambda b, h, i, j: i >= j}
+    assert explain(shape, shape, shape, library="torch", **rule).chosen.kernel == "tiled"
+    shape = (8, 1, 4096, 64)
+    by_item = {"is_causal": True, "query_offset": (8,)}
+    assert explain(shape, shape, shape, library="torch", **by_item).chosen.kernel == "tiled"
+    shape = (1, 1, 4096, 64)
+    assert explain(shape, shape, shape, library="torch", **rule).chosen.kernel == "sdpa"
+
+
+# ---- flex ----
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_flex_equals_the_formula():
+    table = randn(6, 9)
+    options = {
+        "is_causal": True,
+        "window": (6, None),
+        "softcap": 2.0,
+        "bias": randn(4, 6, 9),
+        "mask": torch.rand(2, 1, 6, 9, generator=RNG) > 0.2,
+        "score_mod": lambda s, b, h, i, j: s + table[i, j] * h,
+        "query_offset": torch.tensor([1, 5]),
+    }
+    output = attention(Q, K, V, kernel="flex", **options)
+    close(output, attention(Q, K, V, kernel="dense", **options))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_flex_takes_a_mask_function_and_rows_without_keys():
+    options = {"mask": lambda b, h, i, j: (i >= 2) & (j > 0)}
+    output = attention(Q, K, V, kernel="flex", **options)
+    close(output, attention(Q, K, V, kernel="dense", **options))
+    assert not output[:, :, :2].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_flex_explains_a_mask_function_that_returns_numbers():
+    with pytest.raises(Exception, match="must return a bool array"):
+        attention(Q, K, V, kernel="flex", mask=lambda b, h, i, j: i + j)
+
+
+def test_flex_waits_to_be_asked():
+    flex = next(c for c in explain(Q, K, V, softcap=1.0).candidates if c.kernel == "flex")
+    assert flex.status == "on request"
+    assert explain(Q, K, V, softcap=1.0, kernel="flex").chosen.kernel == "flex"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "reason"),
+    [
+        ((Q.double(), K.double(), V.double()), {}, "no float64 on the CPU"),
+        ((Q.clone().requires_grad_(), K, V), {}, "no gradient on the CPU"),
+        ((Q[:, :, :0], K, V), {}, "no empty arrays"),
+        ((Q.numpy(), K.numpy(), V.numpy()), {"mask": lambda b, h, i, j: i > j}, "another library"),
+        ((Q, K, V), {"sinks": torch.zeros(4)}, "does not compute sinks"),
+    ],
+)
+def test_flex_says_what_it_cannot(arrays, options, reason):
+    with pytest.raises(polyattn.UnsupportedError, match=reason):
+        attention(*arrays, backend="torch", kernel="flex", **options)
+
+
+# ---- torch.compile ----
+
+
+def compiled(function, **options):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="eager", **options)
+
+
+COMPILED = {
+    "sdpa": {"is_causal": True},
+    "dense": {"is_causal": True, "softcap": 2.0, "window": (3, 0)},
+    "tiled": {"kernel": "tiled", "is_causal": True},
+    "functions": {
+        "mask": lambda b, h, i, j: (i + j) % 3 != 0,
+        "score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j),
+    },
+    "named": {"backend": "torch:cpu"},
+    "list": {"backend": "numpy,torch:cuda,torch"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_attention_compiles_without_a_break(case, dynamic):
+    options = COMPILED[case]
+    function = compiled(lambda q: attention(q, q, q, **options), dynamic=dynamic)
+    for length in (4, 6, 7):
+        q = randn(2, 3, length, 8)
+        close(function(q), attention(q, q, q, **options))
+
+
+def test_a_growing_cache_is_compiled_once():
+    import torch._dynamo.testing
+
+    counter = torch._dynamo.testing.CompileCounter()
+    torch.compiler.reset()
+    step = torch.compile(
+        lambda q, k, v: attention(q, k, v, is_causal=True), fullgraph=True, backend=counter
+    )
+    for length in range(5, 25):
+        k = randn(1, 4, length, 8)
+        close(step(k[:, :, -1:], k, k), attention(k[:, :, -1:], k, k))
+    assert counter.frame_count <= 2  # one for the first length, one for all
+
+
+def test_lengths_may_stay_symbols_in_an_exported_program():
+    class Model(torch.nn.Module):
+        def forward(self, q, k):
+            return attention(q, k, k)
+
+    q, k = randn(1, 4, 3, 8), randn(1, 4, 5, 8)
+    dynamic = {2: torch.export.Dim.AUTO}
+    program = torch.export.export(Model(), (q, k), dynamic_shapes=(dynamic, dynamic))
+    q, k = randn(1, 4, 6, 8), randn(1, 4, 9, 8)
+    close(program.module()(q, k), attention(q, k, k))
+
+
+def test_partial_and_merge_compile():
+    def halves(q, k, v):
+        return polyattn.merge(
+            attention_partial(q, k[:, :, :4], v[:, :, :4]),
+            attention_partial(q, k[:, :, 4:], v[:, :, 4:]),
+        ).output
+
+    close(compiled(halves)(Q, K, V), attention(Q, K, V))
+
+
+@pytest.mark.slow
+def test_a_context_around_a_compiled_call_takes_effect():
+    def which(q):
+        names = polyattn.dispatch.select.request(None).names
+        return attention(q, q, q) + (1 if names == ("array-api",) else 0)
+
+    function = compiled(which)
+    plain = attention(Q, Q, Q)
+    close(function(Q), plain)
+    with use_backend("array-api"):
+        close(function(Q), plain + 1)
+    with use_backend("torch"):
+        close(function(Q), plain)
+    close(function(Q), plain)
+
+
+def test_a_context_of_another_thread_does_not_reach_a_compiled_call():
+    function = compiled(lambda q: attention(q, q, q))
+    entered, done = threading.Event(), threading.Event()
+
+    def elsewhere():
+        with use_backend("numpy"):  # which a compiled call would have to refuse
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    entered.wait(60)
+    try:
+        close(function(Q), attention(Q, Q, Q))
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_nothing_leaves_torch_inside_a_compiled_call():
+    with pytest.raises(Exception, match="no array can be converted"):
+        compiled(lambda q: attention(q, q, q, backend="numpy"))(Q)
+
+
+FIRST_CALL = """
+import torch, polyattn
+q = torch.ones(1, 2, 4, 8)
+f = lambda q: polyattn.attention(q, q, q, softcap=2.0)
+f = torch.compile(f, fullgraph=True, backend="eager")
+assert torch.equal(f(q), q)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_call_of_all_may_be_a_compiled_one(run_python):
+    run_python(FIRST_CALL)
+
+
+# ---- torch's own modes ----
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "dense", "tiled"])
+def test_autocast_does_not_reach_a_kernel(kernel):
+    expected = attention(Q, K, V, kernel=kernel)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = attention(Q, K, V, kernel=kernel)
+    assert output.dtype == torch.float32
+    close(output, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "dense", "tiled"])
+def test_vmap(kernel):
+    mapped = torch.func.vmap(lambda q, k, v: attention(q, k, v, is_causal=True, kernel=kernel))
+    close(mapped(Q, K, V), attention(Q, K, V, is_causal=True))
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "dense", "tiled"])
+def test_autograd_passes_through(kernel):
+    q, k, v = (x[:1, :2, :3, :2].double().requires_grad_() for x in (Q, K, V))
+    mask = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+    # The second row sees no key: its gradients are 0, not NaN.
+    options = {"mask": mask, "is_causal": True, "kernel": kernel}
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, **options), (q, k, v))
+
+
+def test_rows_that_see_nothing_have_gradients_of_zero():
+    q, k, v, sinks = (x.clone().requires_grad_() for x in (Q, K, V, torch.zeros(4)))
+    for kernel in ("dense", "tiled"):
+        for options in ({"sinks": sinks}, {"window": (0, 0), "query_offset": 50}):
+            output = attention(q, k[:, :, :0], v[:, :, :0], kernel=kernel, **options)
+            output = output.sum() + attention(q, k, v, kernel=kernel, **options).sum()
+            for gradient in torch.autograd.grad(output, (q, k, v)):
+                assert gradient.isfinite().all()
+        nothing = attention(q, k[:, :, :0], v[:, :, :0], kernel=kernel)
+        assert not torch.autograd.grad(nothing.sum(), q)[0].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_forward_derivative_and_a_batch_of_calls_get_kernels_that_have_them():
+    def call(q):
+        return attention(q, q, q, is_causal=True)
+
+    value, tangent = torch.func.jvp(call, (Q,), (torch.ones_like(Q),))
+    close(value, call(Q))
+    step = 1e-3
+    double = Q.double()
+    close(
+        tangent.double(),
+        (call(double + step) - call(double - step)) / (2 * step),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    close(torch.func.vmap(call)(Q), call(Q))
+    assert explain(Q, Q, Q).chosen.kernel == "sdpa"
+
+
+def test_shapes_without_data():
+    q = torch.empty(2, 3, 4, 8, device="meta")
+    for options in ({}, {"softcap": 1.0, "is_causal": True}, {"kernel": "tiled"}):
+        assert attention(q, q, q, **options).shape == q.shape
+
+
+def test_devices_are_named_as_torch_names_them():
+    row = next(info for info in polyattn.list_backends() if info.name == "torch")
+    assert row.devices[0] == "cpu"
+    assert row.versions["torch"].startswith(torch.__version__.partition("+")[0])
+    assert row.kernels[:2] == ("sdpa", "flex")
+
+
+def test_bits_of_numpy_memory_are_not_written():
+    x = np.ones((2, 5, 8), np.float32)
+    x.flags.writeable = False
+    attention(x, x, x, backend="torch")
+    assert (x == 1).all()

@@ -1,0 +1,514 @@
+"""The benchmarks: the same everywhere, they run, and nothing that is left out is silent."""
+
+import importlib
+import importlib.machinery
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / "asv_bench"
+CONF = json.loads((BENCH / "asv.conf.json").read_text(encoding="utf-8"))
+SUITES = ("accuracy", "backward", "decode", "dispatch", "forward", "imports", "masks", "memory")
+
+sys.path.insert(0, str(BENCH))
+common = importlib.import_module("benchmarks.common")
+libraries = importlib.import_module("benchmarks.libraries")
+memory = importlib.import_module("benchmarks.memory")
+report = importlib.import_module("report")
+run = importlib.import_module("run")
+sys.path.remove(str(BENCH))
+Skip = libraries.SkipNotImplemented
+
+
+def classes():
+    """Yield every class that asv would find, with the names of its methods."""
+    for name in SUITES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        for found in vars(module).values():
+            if inspect.isclass(found) and found.__module__ == module.__name__:
+                methods = [m for m in dir(found) if re.match("(time|track|timeraw)_", m)]
+                if methods:
+                    yield found, methods
+
+
+CLASSES = {
+    f"{found.__module__.partition('.')[2]}.{found.__name__}": found for found, _ in classes()
+}
+METHODS = {
+    f"{found.__name__}.{name}": (found, name) for found, names in classes() for name in names
+}
+
+
+def smallest(found, backend):
+    """The first value of each parameter, beside the backend."""
+    axes = found.params if isinstance(found.params[0], tuple) else (found.params,)
+    return (backend, *(axis[0] for axis in axes[1:]))
+
+
+# ---- what runs ----
+
+
+def test_every_module_is_a_suite_or_shared():
+    found = {file.stem for file in (BENCH / "benchmarks").glob("*.py")}
+    assert found - {"__init__", "common", "libraries"} == set(SUITES)
+    assert {name.partition(".")[0] for name in CLASSES} == set(SUITES)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_benchmark_runs_at_its_smallest(name):
+    """On NumPy, on torch where NumPy has none, and where it is for GPUs alone it is skipped."""
+    found, method = METHODS[name]
+    if method.startswith("timeraw"):
+        code = inspect.cleandoc(getattr(found(), method)())
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        return
+    known = found.params[0] if isinstance(found.params[0], tuple) else found.params
+    backend = next((b for b in ("numpy", "torch:cpu") if b in known), known[0])
+    benchmark, case = found(), smallest(found, backend)
+    if backend.endswith("cuda") and not libraries.has_driver():
+        with pytest.raises(Skip, match="no driver of a GPU"):
+            benchmark.setup(*case)
+        return
+    benchmark.setup(*case)
+    value = getattr(benchmark, method)(*case)
+    assert (value is None) == method.startswith("time_")
+    assert value is None or value > 0
+
+
+@pytest.mark.parametrize("backend", common.ON_HOST)
+def test_every_backend_computes_the_same(backend):
+    library = libraries.open_library(backend)
+    arrays = common.random(*[(1, 2, 5, 4)] * 3)
+    attend = run.polyattn.attention
+    options = dict(library.options)
+    output = library.call(lambda *x: attend(*x, **options), *map(library.put, arrays))()
+    assert type(output).__module__.partition(".")[0] in (library.module, "jaxlib")
+    np.testing.assert_allclose(np.asarray(output), attend(*arrays), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["torch:cpu", "jax:cpu"])
+def test_gradients_are_along_what_is_given(backend):
+    library = libraries.open_library(backend)
+    x, along = map(library.put, common.random((3, 2), (3, 2)))
+    found = library.gradients(lambda x: x * x, along, x)()
+    np.testing.assert_allclose(np.asarray(found[0]), 2 * np.asarray(x) * np.asarray(along))
+
+
+@pytest.mark.parametrize("backend", ["numpy", "array-api"])
+def test_what_has_no_gradients_is_skipped(backend):
+    with pytest.raises(Skip, match="numpy has no gradients"):
+        libraries.open_library(backend).gradients(None, None)
+
+
+def test_the_accuracy_of_numpy_is_that_of_its_dtype():
+    (accuracy,) = (found for found, _ in classes() if found.__name__ == "Accuracy")
+    errors = {}
+    for dtype in accuracy.params[1]:
+        benchmark = accuracy()
+        benchmark.setup("numpy", dtype)
+        errors[dtype] = benchmark.track_largest_error("numpy", dtype)
+    assert 1e-8 < errors["float32"] < 1e-5 < errors["float16"] < 1e-2
+
+
+# ---- what every benchmark shares ----
+
+
+def test_the_backends_are_always_the_same():
+    names = "numpy torch:cpu torch:cuda torch:mps cupy jax:cpu jax:cuda array-api"
+    assert " ".join(common.BACKENDS) == names
+    for name, found in CLASSES.items():
+        if name != "imports.Imports":
+            known = found.params[0] if isinstance(found.params[0], tuple) else found.params
+            assert set(known) <= set(common.BACKENDS), name
+            assert found.param_names[0] == "backend"
+
+
+def test_parameters_are_the_same_where_no_framework_is_and_none_is_imported():
+    """asv keeps results by parameter, and pays for every import in each process."""
+    code = f"""
+import importlib, sys
+for name in ("torch", "jax", "cupy"):
+    sys.modules[name] = None
+sys.path.insert(0, {str(BENCH)!r})
+for name in {SUITES!r}:
+    module = importlib.import_module("benchmarks." + name)
+    for found in vars(module).values():
+        if getattr(found, "__module__", "") == module.__name__ and hasattr(found, "params"):
+            print(name + "." + found.__name__, found.params)
+"""
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+    here = [f"{n} {found.params}" for n, found in CLASSES.items() if hasattr(found, "params")]
+    assert set(here) <= set(told)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_versions_are_set_by_hand(name):
+    """Without one, asv takes a hash of the source and every edit ends a series of results."""
+    assert re.fullmatch(r"\d+", CLASSES[name].version)
+
+
+def test_the_call_is_prepared_once_and_warm_before_it_is_timed():
+    """asv calls `setup` before every sample."""
+    log = []
+
+    class Counted(common.BackendBenchmark):
+        def prepare(self, backend, length):
+            log.append((backend, length))
+            return lambda: log.append("run")
+
+    benchmark = Counted()
+    for _ in range(3):
+        benchmark.setup("numpy", 4)
+    assert log == [("numpy", 4), "run", "run"]
+
+
+def test_what_is_not_installed_is_skipped_and_says_so(monkeypatch):
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
+    (found,) = (found for found, _ in classes() if found.__name__ == "Forward")
+    for backend in ("torch:cpu", "jax:cpu", "cupy"):
+        module = backend.partition(":")[0]
+        with pytest.raises(Skip, match=f"{module} is not installed"):
+            found().setup(backend, 256)
+
+
+@pytest.mark.parametrize("backend", ["torch:cuda", "cupy", "jax:cuda"])
+def test_without_a_driver_a_gpu_is_skipped_before_anything_is_imported(backend, monkeypatch):
+    there = importlib.machinery.ModuleSpec("there", None)
+    monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: there)
+    monkeypatch.setattr(libraries, "has_driver", lambda: False)
+    monkeypatch.setitem(sys.modules, backend.partition(":")[0], None)
+    with pytest.raises(Skip, match="there is no driver of a GPU"):
+        libraries.open_library(backend)
+
+
+def test_a_driver_without_a_device_is_a_skip_and_no_failure(monkeypatch):
+    monkeypatch.setattr(libraries, "has_driver", lambda: True)
+    for backend, said in (("torch:cuda", "torch finds no cuda"), ("jax:cuda", "jax finds no cuda")):
+        with pytest.raises(Skip, match=said):
+            libraries.open_library(backend)
+
+
+def test_a_call_of_torch_is_over_when_the_device_is_done(monkeypatch):
+    import torch
+
+    log = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: log.append("done"))
+    library = libraries.open_library("torch:cpu")
+    x = torch.ones(2)
+
+    def square(x):
+        log.append("queued")
+        return x * x
+
+    library.call(square, x)()
+    assert log == ["queued"]
+    library.device = "cuda"
+    library.call(square, x)()
+    library.gradients(square, x, x)()
+    assert log == ["queued", *["queued", "done"] * 2]
+
+
+def test_a_call_of_jax_is_over_when_its_result_is_there(monkeypatch):
+    import jax
+
+    seen = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: seen.append(x) or x)
+    library = libraries.open_library("jax:cpu")
+    output = library.call(lambda x: x + 1, library.put(np.ones(2)))()
+    assert seen == [output]
+
+
+def test_a_call_of_cupy_is_over_when_its_stream_is_done(monkeypatch):
+    log = []
+    stream = SimpleNamespace(synchronize=lambda: log.append("done"))
+    cuda = SimpleNamespace(is_available=lambda: True, get_current_stream=lambda: stream)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, asarray=np.asarray))
+    library = libraries.CuPy("")
+    assert library.call(lambda x: log.append("queued") or x, 3)() == 3
+    assert log == ["queued", "done"]
+
+
+# ---- memory ----
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_the_peak_on_the_host_is_of_what_the_call_takes_and_frees():
+    def call():
+        first = np.ones(2**23)
+        del first
+        np.ones(2**22)
+
+    # The kernel counts pages in lots.
+    assert 63 * 2**20 <= memory.host_peak(call) < 72 * 2**20
+
+
+def test_the_peak_on_a_device_is_beyond_what_was_there(monkeypatch):
+    import torch
+
+    cuda = {"memory_allocated": lambda: 100, "max_memory_allocated": lambda: 350}
+    for name, function in (cuda | {"reset_peak_memory_stats": lambda: None}).items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    peaks = memory.DEVICE_PEAKS
+    assert peaks["torch"](None, lambda: None) == 250
+    stats = {"bytes_in_use": 10, "peak_bytes_in_use": 60}
+    place = SimpleNamespace(memory_stats=lambda: stats)
+    assert peaks["jax"](SimpleNamespace(place=place), lambda: None) == 50
+
+    held = [80, 30]  # in use, and free
+    pool = SimpleNamespace(
+        free_all_blocks=lambda: held.__setitem__(1, 0), total_bytes=lambda: sum(held)
+    )
+    fake = SimpleNamespace(get_default_memory_pool=lambda: pool)
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    assert peaks["cupy"](None, lambda: held.__setitem__(1, 7)) == 7
+
+
+# ---- the configuration ----
+
+
+def test_the_configuration_points_to_what_exists():
+    assert (BENCH / CONF["repo"] / ".git").exists()
+    assert (BENCH / CONF["benchmark_dir"] / "__init__.py").exists()
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    for folder in ("env_dir", "results_dir", "html_dir"):
+        assert CONF[folder].startswith("../.asv/")
+    assert ".asv/" in ignored
+
+
+def test_an_environment_of_asv_has_what_polyattn_needs_and_what_builds_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in needed}
+    assert set(CONF["matrix"]["req"]) == names
+
+
+def test_asv_finds_no_fault():
+    command = [sys.executable, "-m", "asv", "check", f"--environment=existing:{sys.executable}"]
+    done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No problems found" in done.stdout
+
+
+def test_commands_that_are_told_start_what_exists():
+    pages = [ROOT / "Makefile", ROOT / "README.md", BENCH / "README.md", *ROOT.glob("docs/*.md")]
+    told = {name for page in pages for name in re.findall(r"asv_bench/\S+?\.py", page.read_text())}
+    assert {f"asv_bench/peers/{name}.py" for name in ("cpu", "encoder", "masks")} <= told
+    assert not [name for name in told if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("name", ["cpu", "encoder", "gpu", "masks"])
+def test_a_comparison_with_peers_says_how_it_is_used(name):
+    command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert "--rounds" in told
+
+
+def test_the_example_of_a_new_benchmark_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (BENCH / "README.md").read_text(), re.DOTALL)
+    names = {"__name__": "benchmarks.cross", "__package__": "benchmarks"}
+    exec(code, names)
+    benchmark = names["Cross"]()
+    benchmark.setup("numpy", 512)
+    benchmark.time_cross("numpy", 512)
+    assert benchmark.run().shape == (1, 8, 16, 64)
+
+
+# ---- the tables ----
+
+COLUMNS = ["result", "params", "version", "started_at", "duration"]
+
+
+def results(folder, **benchmarks):
+    """Write what asv writes, a benchmark being (unit, names and values of axes, numbers)."""
+    known, rows = {}, {}
+    for name, (unit, axes, numbers) in benchmarks.items():
+        known[name] = {"unit": unit, "param_names": list(axes)}
+        rows[name] = [numbers, [[repr(x) for x in axis] for axis in axes.values()], "1", 7e12, 0.1]
+    file = folder / "machine" / "0123abcd-existing-py.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmarks.json").write_text(json.dumps(known))
+    file.write_text(json.dumps({"result_columns": COLUMNS, "results": rows}))
+    return file
+
+
+TIMES = (
+    "seconds",
+    {"backend": ["numpy", "torch:cpu", "cupy"], "length": [256, 2048]},
+    [0.002, 0.08, 0.001, 0.1, float("nan"), float("nan")],
+)
+
+
+def test_backends_stand_side_by_side(tmp_path, capsys):
+    file = results(tmp_path, time_it=TIMES)
+    file.with_suffix(".txt").write_text("a processor\n")
+    assert report.main([str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "",
+        "a processor",
+        "",
+        "time_it, ms (ratio to torch:cpu)",
+        "   length             numpy         torch:cpu",
+        "      256          2 (2.00)          1 (1.00)",
+        "     2048         80 (0.80)        100 (1.00)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "told"),
+    [
+        (("seconds", {}, [0.0123]), ["name: 12.3 ms"]),
+        (("bytes", {"backend": ["numpy"]}, [2.5e6]), ["name, MB (ratio to numpy)"]),
+        (("error", {"backend": ["numpy"]}, [2e-7]), ["name, error (ratio to numpy)"]),
+        (("s", {"backend": ["cupy"]}, [None]), ["name: no backend that it is for is here"]),
+        (("s", {}, None), ["name: - s"]),
+    ],
+)
+def test_a_table_is_in_the_unit_that_reads_best(benchmark, told, tmp_path):
+    (found,) = report.read(results(tmp_path, name=benchmark))
+    assert list(report.lines(found))[:1] == told
+
+
+def test_what_was_skipped_beside_others_is_a_dash(tmp_path):
+    gaps = ("s", TIMES[1], [1.0, None, 2.0, 2.0, None, None])
+    (found,) = report.read(results(tmp_path, name=gaps))
+    assert list(report.lines(found))[-1].split() == ["2048", "-", "2", "(1.00)"]
+
+
+def test_without_results_the_report_says_how_to_have_some(tmp_path):
+    with pytest.raises(FileNotFoundError, match="run `make bench` first"):
+        report.newest(tmp_path)
+
+
+# ---- the run ----
+
+
+@pytest.fixture
+def asv(monkeypatch, tmp_path):
+    """Stand in for asv: keep its commands, and write results when it runs."""
+    stub = SimpleNamespace(commands=[], benchmarks={"time_it": TIMES}, code=0, environ={})
+
+    def fake(command, **options):
+        command = [str(part) for part in command]
+        stub.commands.append(command)
+        if "run" in command:
+            stub.environ = options["env"]
+            conf = json.loads(Path(command[command.index("--config") + 1]).read_text())
+            folder = Path(conf["results_dir"])
+            stub.results = folder
+            results(folder if folder.is_absolute() else tmp_path, **stub.benchmarks)
+        return SimpleNamespace(returncode=stub.code)
+
+    monkeypatch.setattr(run, "introduce", lambda *given: None)
+    monkeypatch.setattr(run, "environment", lambda: "a processor")
+    monkeypatch.setattr(run, "_git", lambda *command: "0123abcd")
+    monkeypatch.setattr(run.subprocess, "run", fake)
+    monkeypatch.setattr(run, "expected", lambda table: ["numpy", "torch:cpu"])
+    return stub
+
+
+def test_a_quick_run_shows_its_table_and_keeps_nothing(asv, capsys):
+    assert run.main(["--quick"]) == 0
+    (command,) = asv.commands
+    assert "--quick" in command
+    assert "--set-commit-hash=0123abcd" in command
+    assert f"--environment=existing:{sys.executable}" in command
+    assert asv.environ["OMP_NUM_THREADS"] == "1"
+    told = capsys.readouterr().out
+    assert "a processor" in told
+    assert "time_it, ms (ratio to torch:cpu)" in told
+    assert not asv.results.exists()
+    assert not asv.results.is_relative_to(ROOT)
+
+
+def test_what_was_not_asked_for_is_neither_shown_nor_missed(asv, capsys):
+    unit, axes, (_, second, *_) = TIMES
+    nan = float("nan")
+    asv.benchmarks = {"time_it": (unit, axes, [nan, second, nan, nan, nan, nan])}
+    assert run.main(["--quick", "--show-stderr", "-b", "it.*numpy.*2048"]) == 0
+    (command,) = asv.commands
+    assert {"--bench=it.*numpy.*2048", "--show-stderr"} <= set(command)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in shown[-4:-2]] == [
+        ["length", "numpy"],
+        ["2048", "80", "(1.00)"],
+    ]
+    assert run.main(["--quick", "-b", "it.*numpy"]) == 1
+    assert capsys.readouterr().err.strip() == "time_it gave nothing for numpy 256"
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+def test_a_backend_that_is_here_and_gave_nothing_fails_the_run(asv, capsys, value):
+    unit, axes, numbers = TIMES
+    asv.benchmarks = {"time_it": (unit, axes, [numbers[0], value, *numbers[2:]])}
+    assert run.main(["--quick"]) == 1
+    assert "time_it gave nothing for numpy 2048" in capsys.readouterr().err
+
+
+def test_a_failure_of_asv_fails_the_run(asv, capsys):
+    asv.code = 2
+    assert run.main(["--quick"]) == 2
+    assert "--show-stderr" in capsys.readouterr().err
+
+
+def test_a_run_of_nothing_fails(asv, capsys):
+    asv.benchmarks = {}
+    assert run.main(["--quick"]) == 1
+    assert "no benchmark ran" in capsys.readouterr().err
+
+
+def test_a_benchmark_without_backends_must_have_its_number():
+    failed = report.Benchmark("timeraw_it", "seconds", 0.0, (), {(): None})
+    assert list(run.missing([failed], [])) == ["timeraw_it gave nothing for its only case"]
+
+
+def test_results_are_not_labelled_with_a_commit_that_they_are_not_of(asv, monkeypatch, capsys):
+    monkeypatch.setattr(run, "why_not_labelled", lambda: "there are changes")
+    assert run.main([]) == 2
+    assert not asv.commands
+    assert capsys.readouterr().err == "there are changes\n"
+
+
+def test_changes_in_what_is_measured_are_told(monkeypatch):
+    monkeypatch.setattr(run, "_git", lambda *command: " M polyattn/masks.py")
+    assert re.search(
+        r"differ from:\n M polyattn/masks\.py\ncommit them first", run.why_not_labelled()
+    )
+    monkeypatch.setattr(run, "_git", lambda *command: "")
+    assert run.why_not_labelled() is None
+    monkeypatch.setattr(run, "ROOT", ROOT / "elsewhere")
+    assert f"polyattn is imported from {ROOT}: pip install --editable" in run.why_not_labelled()
+
+
+def test_every_folder_that_is_measured_exists():
+    assert all((ROOT / name).exists() for name in run.MEASURED)
+
+
+def test_the_backends_that_are_here_are_expected_and_no_others():
+    def info(name, available, *devices):
+        return SimpleNamespace(name=name, available=available, devices=devices)
+
+    here = [info("numpy", True, "cpu"), info("array-api", True), info("jax", True, "cpu:0")]
+    gone = [info("torch", False), info("acme", True, "cpu")]
+    assert run.expected([*here, *gone]) == ["numpy", "jax:cpu", "array-api"]
+    gpus = [info("torch", True, "cpu", "cuda:0", "cuda:1"), info("cupy", True, "cuda:0")]
+    assert run.expected(gpus) == ["torch:cpu", "torch:cuda", "cupy"]
+
+
+def test_what_asv_does_not_keep_is_written_beside_the_results():
+    told = run.environment()
+    assert "processor" in told
+    for name in ("numpy", "torch", "jax"):
+        assert f"{name} {importlib.metadata.version(name)}" in told
+    file = ROOT / "0123abcd-existing.json"
+    assert report.environment_file(file).suffix == ".txt"  # asv would read any other .json

@@ -1,0 +1,73 @@
+"""The cases themselves: every feature has one, and no option of one is idle."""
+
+import numpy as np
+import pytest
+
+from polyattn import attention, attention_partial
+from polyattn.call.features import DTYPES, FEATURES
+from polyattn.conformance import CASES, ESSENTIAL
+
+#: What these options ask for is what happens without them.
+IDLE = {
+    "is_causal": {
+        *("decode", "offset past the end", "offset beyond int32", "long offset beyond int32"),
+        *("1 x 1, causal", "1 x 2, causal", "1 x 700, causal"),
+        "1 x 700 with causal",
+    },
+    "window": {"window of none bound", "long window of none bound"},
+    "scale": {"equal scores, score norm"},
+    "similarity": {"zero queries, cosine"},
+    "normalizer": {"scores of 1e4, sparsemax"},
+    "sinks": {
+        *("low sinks", "long low sinks", "sink of -inf", "long sink of -inf"),
+        *("sink of -inf in an empty row", "long sink of -inf in an empty row"),
+    },
+}
+
+
+def test_every_feature_and_every_dtype_has_a_case():
+    needed = set().union(*(case.features for case in CASES.values()))
+    assert needed | {"logsumexp"} == set(FEATURES)
+    assert set().union(*(case.features for case in ESSENTIAL.values())) == needed
+    for cases in (CASES, ESSENTIAL):
+        assert {case.dtype for case in cases.values()} == set(DTYPES)
+
+
+def idle_options(case):
+    """The options without which the result is the same, bit for bit."""
+    arrays, options = case.arguments()
+    # A normalizer has no logsumexp.
+    run = attention if "normalizer" in case.features else attention_partial
+    whole = run(*arrays, **options, kernel="dense")
+    for name in options.keys() - {"layout"}:
+        others = {other: x for other, x in options.items() if other != name}
+        without = run(*arrays, **others, kernel="dense")
+        pairs = [(whole, without)] if run is attention else zip(whole, without, strict=True)
+        if all(np.array_equal(*pair, equal_nan=True) for pair in pairs):
+            yield name
+
+
+def test_a_kernel_that_ignores_an_option_of_a_case_fails_it():
+    """Or the option is listed: it says what would have happened anyway."""
+    cases = [
+        case
+        for case in CASES.values()
+        if case.dtype == "float32" and 0 not in (*case.score_shape, case.value_size)
+    ]
+    idle = {(name, case.name) for case in cases for name in idle_options(case)}
+    assert idle == {(name, case) for name, those in IDLE.items() for case in those}
+
+
+def test_the_arrays_are_the_same_each_time_and_no_two_cases_share_them():
+    once, twice = (CASES["bias"].arguments() for _ in range(2))
+    assert np.array_equal(once[0], twice[0])
+    assert np.array_equal(once[1]["bias"], twice[1]["bias"])
+    assert not np.array_equal(once[0], CASES["sinks"].arguments()[0])
+
+
+@pytest.mark.parametrize("name", ["transposed, key alone", "zero strides, mask alone"])
+def test_one_array_lies_otherwise_and_the_others_do_not(name):
+    (query, key, value), options = CASES[name].arguments()
+    arrays = {"query": query, "key": key, "value": value, **options}
+    odd = {n for n, x in arrays.items() if not x.flags.c_contiguous}
+    assert odd == {name.split()[-2]}

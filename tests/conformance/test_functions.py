@@ -1,0 +1,331 @@
+"""Functions of others under our cases: what departs is found and read, and the page says so."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polyattn.conformance import CASES, ESSENTIAL, make_case
+from polyattn.conformance.cases.catalogue import PAIRED
+from polyattn.conformance.functions.check import (
+    AGREES,
+    DIFFERS,
+    NO_ARGUMENT,
+    RAISES,
+    NoArgumentError,
+    arguments_for,
+    check_callable,
+    load,
+)
+from polyattn.conformance.functions.report import summarise
+from polyattn.dialects import scaled_dot_product_attention
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def check(function, case):
+    return check_callable(function, case, np.array, np.asarray)
+
+
+def attention_with(*faults):
+    """Return attention in NumPy, right but for its faults."""
+    wide = "float32" if "float32" in faults else "float64"
+
+    def attend(
+        query,
+        key,
+        value,
+        *,
+        mask=None,
+        bias=None,
+        is_causal=False,
+        window=(None, None),
+        scale=None,
+        softcap=None,
+    ):
+        if callable(mask):
+            raise NoArgumentError("mask as a function")
+        q, k, v = (x.astype(wide) for x in (query, key, value))
+        L, S = q.shape[-2], k.shape[-2]  # noqa: N806
+        if q.ndim > 2:
+            times = q.shape[-3] // k.shape[-3]
+            if "tiled" in faults:
+                k, v = (np.concatenate([x] * times, -3) for x in (k, v))
+            else:
+                k, v = (np.repeat(x, times, -3) for x in (k, v))
+        if scale is None or "scale" in faults:
+            scale = 1 / np.sqrt(q.shape[-1])
+        if "float32 scale" in faults:
+            scale = float(np.float32(scale))
+        s = q @ k.mT * scale
+        if "negative scale" in faults and scale < 0:
+            s = s * np.nan
+        if softcap is not None and "capped last" not in faults:
+            s = softcap * np.tanh(s / softcap)
+        if bias is not None:
+            if "padded" in faults and bias.shape[-1] < S:
+                bias = np.where(np.arange(S) < 1, bias, -np.inf)
+            s = s + bias
+        if softcap is not None and "capped last" in faults:
+            s = softcap * np.tanh(s / softcap)
+        if "mask added" in faults and mask is not None:
+            s, mask = s + mask, None
+        i, j = np.arange(L)[:, None], np.arange(S)
+        p = i if "top-left" in faults else i + S - L
+        left, right = window
+        seen = np.ones(s.shape, bool)
+        if is_causal:
+            seen &= j <= p
+        if left is not None:
+            seen &= j >= p - left + ("short left" in faults)
+        if right is not None:
+            seen &= j <= p + right + ("long right" in faults)
+        if mask is not None:
+            seen &= ~mask if "inverted" in faults else mask
+        if bias is not None:
+            seen &= ~np.isneginf(bias)
+        s = np.where(seen, s, np.finfo(wide).min if "mean" in faults else -np.inf)
+        highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
+        if "NaN" not in faults:
+            highest = np.where(np.isneginf(highest), 0, highest)
+        weights = np.exp(s - highest)
+        total = weights.sum(-1, keepdims=True)
+        weights = weights / (total if "NaN" in faults else np.where(total == 0, 1, total))
+        if faults:
+            return (weights @ v).astype(query.dtype)
+        # Hidden values are not even multiplied by 0.
+        terms = weights[..., None] * np.where(seen[..., None], v[..., None, :, :], 0)
+        return terms.sum(-2).astype(query.dtype)
+
+    return attend
+
+
+def test_what_is_right_agrees():
+    rows = summarise(attention_with(), ESSENTIAL.values(), np.array, np.asarray)
+    assert {"causal", "window", "scale", "rank", "float64", "NaN and infinity"} <= {
+        row.name for row in rows
+    }
+    assert sum(row.count(AGREES) for row in rows) > 60
+    for row in rows:
+        assert row.count(DIFFERS) == 0
+        wrong = {n for n, f in row.findings.items() if f.status == RAISES}
+        # NumPy broadcasts neither of these as the semantics do.
+        assert wrong <= {"broadcast batch", "S = 0, rank 2", "no head"}
+        assert row.readings == {}
+
+
+TOP_LEFT = "rows count from the first key (query_offset=0)"
+MEAN = "a row without keys is the mean of the values"
+LESS_LEFT = "a window reaches one key less to the left"
+MORE_RIGHT = "a window reaches one key more to the right"
+FAULTS = {
+    "causal from the first": (["top-left"], {"is_causal": True, "L": 7, "S": 17}, TOP_LEFT),
+    "more rows than keys": (["top-left"], {"is_causal": True, "L": 17, "S": 7}, TOP_LEFT),
+    "window from the first": (["top-left"], {"window": (3, 2), "L": 7, "S": 17}, TOP_LEFT),
+    "empty rows, mean": (["mean"], "mask hides some rows", MEAN),
+    "empty rows by bias, NaN": (["NaN"], "bias hides some rows", "a row without keys is NaN"),
+    "empty rows by causal, NaN": (["NaN"], "causal, L > S", "a row without keys is NaN"),
+    "top-left, mean": (
+        ["top-left", "mean"],
+        {"window": (3, 2), "L": 17, "S": 7},
+        f"{TOP_LEFT} and {MEAN}",
+    ),
+    "heads": (["tiled"], "grouped heads", "query head h reads key/value head h % G"),
+    "scale": (["scale"], "scale", "scale is ignored"),
+    "softcap": (
+        ["capped last"],
+        {**PAIRED["softcap"], **PAIRED["bias"]},
+        "softcap comes after the bias",
+    ),
+    "window to the left": (["short left"], "window", LESS_LEFT),
+    "window to the right": (["long right"], "window", MORE_RIGHT),
+    "window to both": (["short left", "long right"], "window", f"{LESS_LEFT} and {MORE_RIGHT}"),
+    "poison": (["leak"], "nan under mask array", "a hidden NaN or infinity reaches the row"),
+    "infinity": (["leak"], "inf under bias", "a hidden NaN or infinity reaches the row"),
+    "precision": (["float32"], "plain, float64", "computed in float32"),
+    "precision of the scale": (
+        ["float32 scale"],
+        "plain, float64",
+        "the scale is rounded to float32",
+    ),
+    "polarity": (["inverted"], "mask array", "True in a mask leaves a key out"),
+    "mask as numbers": (["mask added"], "mask array", "a mask is added as 0 and 1"),
+    "padded": (
+        ["padded"],
+        "bias (B, 1, L, 1)",
+        "the last axis of a mask is padded rather than broadcast",
+    ),
+    "NaN": (["negative scale"], "scale below 0", "every row is NaN"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_departure_is_read(name):
+    faults, case, reading = FAULTS[name]
+    case = CASES[case] if isinstance(case, str) else make_case(name, **case)
+    assert check(attention_with("leak"), case).status == AGREES or case.poison is not None
+    finding = check(attention_with(*faults), case)
+    assert (finding.status, finding.reading) == (DIFFERS, reading)
+    assert finding.deviation.units > 10
+
+
+def test_what_nothing_explains_has_no_reading():
+    finding = check(lambda q, k, v: attention_with()(q, k, v) + q, CASES["plain"])
+    assert (finding.status, finding.reading) == (DIFFERS, "")
+    assert "limit" in finding.deviation.fault
+
+
+def writes(query, key, value):
+    output = attention_with()(query, key, value)
+    value[...] = 0
+    return output
+
+
+@pytest.mark.parametrize(
+    ("function", "reading"),
+    [
+        (writes, "an input is written to"),
+        (lambda *x: attention_with()(*x).astype("float64"), "the output is float64"),
+        (lambda *x: attention_with()(*x)[..., :1], "the output has another shape"),
+    ],
+)
+def test_beyond_the_numbers(function, reading):
+    finding = check(function, CASES["plain"])
+    assert (finding.status, finding.reading) == (DIFFERS, reading)
+
+
+def test_a_function_that_raises():
+    def refuse(query, key, value):
+        raise TypeError("not these\nnor any other")
+
+    finding = check(refuse, CASES["plain"])
+    assert finding[:3] == (RAISES, None, "TypeError: not these")
+
+
+def test_our_own_dialect_of_torch():
+    """It has torch's meaning, so causal counts from the first key."""
+    agreed = 0
+    for case in CASES.values():
+        if case.dtype != "float32" or case.topic == "lengths" or "dropout" in case.features:
+            continue
+        finding = check(scaled_dot_product_attention, case)
+        agreed += finding.status == AGREES
+        if finding.status == RAISES:
+            assert finding.error.startswith("ValueError: attn_mask and is_causal")
+        elif finding.status == DIFFERS:
+            assert "causal" in case.features
+            assert case.L != case.S
+            assert finding.reading == TOP_LEFT
+        elif finding.status == NO_ARGUMENT:
+            assert finding.missing
+        elif case.features == {"causal"} and case.L and case.S:
+            assert case.L == case.S
+    assert agreed > 100
+
+
+# ---- arguments ---------------------------------------------------------------------------------
+
+
+def test_arguments_go_by_name_else_to_attn_mask():
+    mask, bias = np.array([True, False]), np.array([1.0, 2.0], "float16")
+
+    def of_torch(query, key, value, attn_mask=None, is_causal=False, enable_gqa=False): ...
+    def of_jax(query, key, value, bias=None, mask=None): ...
+    def of_anything(query, key, value, **options): ...
+
+    both = {"mask": mask, "bias": bias}
+    joined = arguments_for(of_torch, both)["attn_mask"]
+    assert (joined.dtype, joined.tolist()) == ("float16", [1, -np.inf])
+    assert arguments_for(of_torch, {"mask": mask}) == {"attn_mask": mask}
+    assert arguments_for(of_torch, {"bias": bias}, grouped=True) == {
+        "attn_mask": bias,
+        "enable_gqa": True,
+    }
+    assert arguments_for(of_jax, both, grouped=True) == both
+    assert arguments_for(of_anything, both | {"sinks": 1}) == both | {"sinks": 1}
+    with pytest.raises(NoArgumentError, match="window, mask as a function"):
+        arguments_for(of_torch, {"window": (1, 1), "mask": lambda b, h, i, j: True})
+
+
+def test_an_option_that_asks_for_nothing_needs_no_argument():
+    plain = attention_with()
+    assert (
+        check(lambda q, k, v: plain(q, k, v), make_case("offset alone", query_offset=2)).status
+        == AGREES
+    )
+    finding = check(lambda q, k, v: plain(q, k, v), CASES["softcap"])
+    assert (finding.status, finding.missing) == (NO_ARGUMENT, "softcap")
+
+
+def test_an_adapter_may_say_that_it_has_no_argument():
+    def adapter(query, key, value, mask=None):
+        raise NoArgumentError("mask of rank 4")
+
+    assert check(adapter, CASES["mask array"]).missing == "mask of rank 4"
+
+
+def test_dropout_is_nobodys_to_agree_with():
+    with pytest.raises(ValueError, match="dropout"):
+        check(attention_with(), CASES["dropout"])
+
+
+# ---- load --------------------------------------------------------------------------------------
+
+
+def test_load():
+    assert load("polyattn.dialects:scaled_dot_product_attention") is scaled_dot_product_attention
+    assert load("numpy:linalg.norm") is np.linalg.norm
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("numpy", 'a function is written "module:function"'),
+        (":norm", "got ':norm'"),
+        ("numpy:", "got 'numpy:'"),
+        (".numpy:norm", "'.numpy' cannot be imported"),
+        ("no_such_module:norm", "'no_such_module' cannot be imported: No module named"),
+        ("no_such_module.py:norm", "leave out the .py"),
+        ("numpy:no_such.norm", "'numpy' has no 'no_such.norm'"),
+        ("numpy:matmull", "did you mean 'matmul'"),
+        ("numpy:pi", "'numpy:pi' is no function; it is 3.14"),
+    ],
+)
+def test_load_says_what_is_wrong(spec, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        load(spec)
+
+
+# ---- the page ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def peers():
+    spec = importlib.util.spec_from_file_location("peers", DOCS / "peers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_figures(cell):
+    return re.sub(r" \([^)]*\)", "", cell)
+
+
+@pytest.mark.parametrize("peer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_the_page_says_what_is_found(peers, peer):
+    lines = [
+        line
+        for line in (DOCS / "peers.md").read_text(encoding="utf-8").splitlines()
+        if line[:1] == "|"
+    ]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    place = next(n for n, head in enumerate(table[0]) if head.startswith(f"{peer} "))
+    written = {row[0]: without_figures(row[place]) for row in table}
+    # The long cases take longest, and say the same.
+    names = tuple(case.name for case in CASES.values() if case.topic != "lengths")
+    found = {label: peers.cell(row) for label, row in peers.rows_of(peer, names).items()}
+    assert len(found) > 20
+    for label, cell in found.items():
+        assert written[label] == without_figures(cell), label

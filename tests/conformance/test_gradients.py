@@ -1,0 +1,259 @@
+"""Gradients: the formula for them is right, the kernels agree with it, and mistakes are refused."""
+
+# ruff: noqa: N806 -- the letters are those of the semantics
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from polyattn.conformance import CASES, Checked, Subject, deviation, make_case
+from polyattn.conformance.cases.case import Draw
+from polyattn.conformance.cases.expression_cases import composed, relative
+from polyattn.conformance.cases.generators import alibi, bent, bias_with, two_in_three
+from polyattn.conformance.checks.gradients import (
+    GRADIENT_CASES,
+    POISONED_GRADIENT_CASES,
+    check_gradients,
+)
+from polyattn.conformance.reference import oracle
+from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks, gradients
+from polyattn.kernels import Dense
+
+SMALL = {"dtype": "float64", "batch": (1,), "L": 3, "S": 4, "D": 2, "E": 3}
+EXAMPLES = {
+    "causal, window, offset": {"is_causal": True, "window": (1, None), "query_offset": 0},
+    "mask array, grouped heads, LHD": {
+        **{"H": 4, "G": 2, "L": 2, "layout": "...LHD"},
+        "mask": Draw(lambda case, rng: rng.random(case.score_shape) < 0.7),
+    },
+    "mask function, rank 2": {
+        **{"mask": two_in_three, "batch": (), "H": 1, "one_head": True},
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, 1))),
+    },
+    "softcap, score_mod, bias, scale": {
+        **{"softcap": 1.5, "score_mod": bent, "scale": -0.7},
+        "bias": Draw(lambda case, rng: rng.normal(size=(case.H, 1, case.S))),
+    },
+    "mask value, score value, offset array": {
+        "mask": Draw(composed),
+        "score_mod": Draw(relative),
+        **{"batch": (2,), "H": 1, "L": 4, "D": 1, "E": 1},
+        "query_offset": Draw(lambda case, rng: np.array([0, -1])),
+    },
+    "sinks, bias that hides rows": {
+        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        "bias": bias_with(lambda i, j: (i == 1) | (j == 2)),
+    },
+    "broadcast batch, offset array": {
+        **{
+            "batch": (2, 1),
+            "key_batch": (1, 2),
+            "value_batch": (2, 2),
+            "H": 1,
+            "window": (None, 0),
+        },
+        "query_offset": Draw(lambda case, rng: rng.integers(-1, 3, size=case.full_batch)),
+    },
+    "value alone in a batch, score_mod, sinks": {
+        **{"batch": (), "key_batch": (), "value_batch": (2,), "score_mod": alibi},
+        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+    },
+    "sink of -inf, rank 5, one key/value head, softcap": {
+        **{"batch": (2, 1), "G": 1, "L": 2, "is_causal": True, "query_offset": -1, "softcap": 0.8},
+        "sinks": Draw(lambda case, rng: np.array([-np.inf, 0.3])),
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_formula_agrees_with_differences_of_the_oracle(name):
+    case = make_case(name, **SMALL | EXAMPLES[name])
+    arrays, options = case.arguments()
+    inputs = dict(zip(("query", "key", "value"), arrays, strict=True))
+    inputs |= {name: options.pop(name) for name in ("bias", "sinks") if name in options}
+    along, found = cotangent(case), gradients(case, np.longdouble)
+    assert found.keys() == inputs.keys()
+
+    def slope(x, at, step):
+        """The central difference by one number of one input."""
+        middle, ends = x[at], []
+        for end in (middle + step, middle - step):
+            x[at] = end
+            ends.append(np.sum(oracle(**inputs, **options).output * along))
+        x[at] = middle
+        return (ends[0] - ends[1]) / (2 * step)
+
+    step = 2.0**-10
+    for name, x in inputs.items():
+        assert found[name].shape == x.shape
+        for at in np.ndindex(*x.shape):
+            expected = 0  # where a bias of -inf hides the key
+            if x[at] > -math.inf:
+                # Their errors in step² cancel; what is left is some step⁴ = 1e-12, and rounding.
+                expected = (4 * slope(x, at, step) - slope(x, at, 2 * step)) / 3
+            assert found[name][at] == pytest.approx(expected, rel=0, abs=1e-9), (name, at)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("mask hides some rows, sinks", slice(None, None, 3)),
+        ("bias hides some rows", slice(None, None, 3)),
+        ("causal, L > S", slice(0, 10)),
+        ("S = 0", slice(None)),
+    ],
+)
+def test_a_row_that_sees_nothing_has_gradients_of_zero(name, rows):
+    found = gradients(GRADIENT_CASES[name], np.longdouble)
+    assert all(np.isfinite(x).all() for x in found.values())
+    assert not found["query"][..., rows, :].any()
+
+
+# ---- kernels ----
+
+TORCH, JAX = Subject("torch"), Subject("array-api", "jax.numpy")
+JITTED = Subject("array-api", "jax.numpy", jax.jit)
+TORCH_KERNELS = [checked for checked in TORCH.kernels if checked.kernel.name != "flex"]
+
+
+@pytest.mark.parametrize("checked", TORCH_KERNELS, ids=str)
+@pytest.mark.parametrize("case", GRADIENT_CASES.values(), ids=str)
+def test_torch(checked, case):
+    refused = not case.features <= checked.kernel.features
+    assert (check_gradients(TORCH, checked, case) is None) == refused
+
+
+@pytest.mark.parametrize("name", ["score_mod", "broadcast batch", "S = 0", "score value"])
+def test_jax(name):
+    (dense,) = (checked for checked in JAX.kernels if checked.kernel.name == "dense")
+    assert check_gradients(JAX, dense, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["many", "bias as mask", "mask hides some rows, sinks"])
+def test_jax_jitted_in_small_tiles(name):
+    assert check_gradients(JITTED, JITTED.kernels[-1], CASES[name])
+
+
+# Autograd multiplies what is hidden by 0, and 0 · NaN is NaN: these pass once the backward pass is
+# attention's own.
+@pytest.mark.xfail(strict=True, reason="a NaN under a mask reaches the gradient of the query")
+@pytest.mark.parametrize("case", POISONED_GRADIENT_CASES.values(), ids=str)
+@pytest.mark.parametrize("name", ["dense", "tiled"])
+@pytest.mark.parametrize("subject", [TORCH, JAX], ids=["torch", "jax"])
+def test_what_is_hidden_changes_no_gradient(subject, name, case):
+    checked = next(c for c in subject.kernels if c.kernel.name == name)
+    assert check_gradients(subject, checked, case)
+
+
+def test_what_has_no_gradients_is_passed_over():
+    case = CASES["plain"]
+    (flex,) = (c for c in TORCH.kernels if c.kernel.name == "flex")
+    assert check_gradients(TORCH, flex, case) is None
+    for library in ("numpy", "torch", "jax.numpy"):
+        subject = Subject("numpy", library)
+        assert check_gradients(subject, subject.kernels[0], case) is None
+
+
+class Detached(Dense):
+    """Computes the right output, and no gradient by the keys."""
+
+    name = "detached"
+
+    def __call__(self, problem, operands, backend):
+        return super().__call__(problem, operands._replace(key=operands.key.detach()), backend)
+
+
+class WithoutGraph(Dense):
+    """Computes the right output, and nothing else."""
+
+    name = "without graph"
+
+    def __call__(self, problem, operands, backend):
+        return super().__call__(problem, operands, backend)[0].detach(), None
+
+
+def test_a_failure_says_what_and_how_much():
+    fault = r"^plain: gradient of key\[\d, \d, \d+, \d\] is 0, .* units, limit .* textbook"
+    with pytest.raises(AssertionError, match=fault):
+        check_gradients(TORCH, Checked(Detached()), CASES["plain"])
+    with pytest.raises(AssertionError, match="plain: the output has lost the graph"):
+        check_gradients(TORCH, Checked(WithoutGraph()), CASES["plain"])
+
+
+# ---- mistakes ----
+
+
+def backward(case, mistake=None):
+    """The gradients as anyone writes them, right or with a mistake."""
+    (q, k, v), options = case.arguments()
+    dtype, (H, L, D), (G, S) = q.dtype, q.shape[-3:], k.shape[-3:-1]
+    group = np.arange(H) % G if mistake == "heads tiled" else np.arange(H) // (H // G)
+    keys, values, along = k[:, group], v[:, group], cotangent(case)
+    scale, slope = dtype.type(1 / math.sqrt(D)), dtype.type(1)
+
+    s = q @ keys.mT * scale
+    if "softcap" in options:
+        t = np.tanh(s / dtype.type(options["softcap"]))
+        s = t * dtype.type(options["softcap"])
+        slope = slope if mistake == "softcap's derivative left out" else 1 - t * t
+    if "is_causal" in options:
+        last = np.arange(L)[:, None] + S - L - (mistake == "< for <=")
+        s = np.where(np.arange(S) <= last, s, dtype.type(-np.inf))
+    weights = np.exp(s - np.maximum(s.max(-1, keepdims=True), -100))
+    total = weights.sum(-1, keepdims=True)
+    if "sinks" in options:
+        sink = np.exp(options["sinks"][:, None, None] - s.max(-1, keepdims=True))
+        total = total + sink
+    weights = weights / np.where(total == 0, 1, total)
+
+    products = along @ values.mT
+    delta = np.sum(weights * products, -1, keepdims=True)
+    if mistake == "sink left out of delta":
+        delta = delta / weights.sum(-1, keepdims=True)
+    if mistake == "delta left out":
+        delta = 0 * delta
+    ds = weights * (products - delta) * slope
+    if mistake == "scale of the wrong sign":
+        scale = -scale
+    if mistake == "scale left out":
+        scale = dtype.type(1)
+
+    def by_group(x):
+        members = (x[:, group == g] for g in range(G))
+        one = mistake == "one head of a group"
+        return np.stack([x[:, 0] if one else x.sum(1) for x in members], 1)
+
+    found = {
+        "query": ds @ keys * scale,
+        "key": by_group(ds.mT @ q * scale),
+        "value": by_group(weights.mT @ along),
+    }
+    if "sinks" in options:
+        found["sinks"] = -np.sum(sink / total * delta, (0, 2, 3))
+    return found
+
+
+MISTAKES = {
+    "scale of the wrong sign": ("plain", "query key"),
+    "scale left out": ("plain", "query key"),
+    "delta left out": ("plain", "query key"),
+    "softcap's derivative left out": ("softcap", "query key"),
+    "sink left out of delta": ("sinks", "query key sinks"),
+    "heads tiled": ("grouped heads", "query key value"),
+    "one head of a group": ("grouped heads", "key value"),
+    "< for <=": ("causal", "query key value"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused(mistake, dtype):
+    name, expected = MISTAKES[mistake]
+    case = GRADIENT_CASES[name if dtype == "float32" else f"{name}, float64"]
+    for wrong, refused in ((None, ""), (mistake, expected)):
+        found, yards = backward(case, wrong), gradient_yardsticks(case)
+        assert found.keys() == yards.keys()
+        faults = {name for name in found if deviation(found[name], yards[name], name).fault}
+        assert faults == set(refused.split())

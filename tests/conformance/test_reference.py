@@ -1,0 +1,374 @@
+"""The yardstick itself: the oracle is right, and each classic way to be wrong is refused."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from polyattn import masks, scores
+from polyattn.conformance import CASES, assert_accurate
+from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
+from polyattn.conformance.reference import oracle
+from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.oracle import FLOAT, sparsemax
+from polyattn.conformance.reference.philox import kept, philox
+from polyattn.conformance.reference.textbook import textbook
+from polyattn.conformance.reference.tolerance import (
+    deviation,
+    exact,
+    output_yardstick,
+    wants_extended,
+)
+
+
+def test_the_oracle_by_hand():
+    """Two keys of weight 1 and 3; then a sink of weight 4 beside them."""
+    q, k, v = np.ones((1, 1)), np.array([[0.0], [math.log(3)]]), np.array([[0.0], [4.0]])
+    assert oracle(q, k, v, scale=1.0)[:2] == (3.0, pytest.approx(math.log(4)))
+    assert oracle(q, k, v, scale=1.0, sinks=[math.log(4)])[:2] == (
+        pytest.approx(1.5),
+        pytest.approx(math.log(8)),
+    )
+
+
+def by_hand(similarities, **options):
+    """What the oracle gives of two keys so alike to a query, and of the values 0 and 4."""
+    q, k, v = np.ones((1, 1)), np.array(similarities)[:, None], np.array([[0.0], [4.0]])
+    return oracle(q, k, v, **{"scale": 1.0} | options).output.item()
+
+
+def test_the_oracle_of_each_step_by_hand():
+    """Most often the second key has a weight of 3/4."""
+    assert by_hand([0.0, math.log(3)]) == pytest.approx(3)
+    assert by_hand([9.0, math.log(3)], normalizer=scores.sigmoid()) == pytest.approx(3)
+    assert by_hand([9.0, -math.log(3)], normalizer=scores.sigmoid()) == pytest.approx(1)
+    assert by_hand([0.25, 0.75], normalizer=scores.sparsemax()) == pytest.approx(3)
+    assert by_hand([0.25, 1.25], normalizer=scores.sparsemax()) == 4
+    # A norm of 5 and scores of 3/5 and 4/5 of the factor.
+    log = 5 * math.log(3)
+    assert by_hand([3.0, 4.0], scale=scores.by_norm(log)) == pytest.approx(3)
+    assert by_hand([-8.0, 8.0], similarity=scores.cosine(), scale=log / 10) == pytest.approx(3)
+    for p in (1, 2):
+        far = {"similarity": scores.distance(p), "scale": math.log(3)}
+        assert by_hand([3.0, 2.0], **far) == pytest.approx(3)
+    additive = scores.additive(np.array([math.log(3) / math.tanh(1)]))
+    assert by_hand([-1.0, 0.0], similarity=additive, scale=None) == pytest.approx(3)
+    # The root of the number of keys.
+    long = {"scale": scores.long_sequence(), "similarity": scores.distance(1)}
+    assert by_hand([2.0, 1.0], **long) == pytest.approx(4 / (1 + math.exp(-math.sqrt(0.5))))
+
+
+def test_sparsemax_leaves_out_what_the_first_threshold_would_keep():
+    """All four are above -1, three above 1/3, which is what those three give, and so on."""
+    found = sparsemax(FLOAT, [1.0, 0.9, 0.1, -5.0])
+    assert found == pytest.approx([0.55, 0.45, 0, 0])
+
+
+@pytest.mark.parametrize("case", [*map(CASES.get, STEPS), *make_value_cases()], ids=str)
+def test_the_textbook_means_what_the_oracle_means(case):
+    """With more digits than the case has: an error between the two would excuse any kernel."""
+    arrays, options = case.arguments(poisoned=False)
+    with np.errstate(all="ignore"):
+        found, _ = textbook(*(x.astype("float64") for x in arrays), **options)
+    right = oracle(*arrays, **options)
+    size = right.condition + right.sensitivity
+    assert np.all(np.abs(found - right.output) <= 1e-12 * size)
+
+
+def test_dropout_draws_what_the_authors_of_philox_published():
+    """The three known answers of Random123, each of ten rounds."""
+    ones, pi = 2**32 - 1, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    assert philox((ones,) * 4, (ones,) * 2) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
+    found = philox(pi, (0xA4093822, 0x299F31D0))
+    assert found == (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
+
+
+def test_a_weight_is_kept_by_the_word_of_its_own_indices():
+    seed, rate = 2**40 + 3, 0.3
+    table = kept(rate, seed, (2, 2), (2, 3, 6))
+    for b, h, i, j in np.ndindex(4, 2, 3, 6):
+        word = philox((j // 4, i, h, b), (3, 2**8))[j % 4]
+        assert table[b // 2, b % 2, h, i, j] == (word >= rate * 2**32)
+
+
+TABLES = {
+    "causal": (masks.causal(), "111..", "1111.", "11111"),
+    "window": (masks.window(1, 0), ".11..", "..11.", "...11"),
+    "right window": (masks.window(None, 1), "1111.", "11111", "11111"),
+    "dilated": (masks.dilated(2), "1.1.1", ".1.1.", "1.1.1"),
+    "global tokens": (masks.global_tokens(0, 3), "1..1.", "11111", "1..1."),
+    "prefix": (masks.prefix(2), "11...", "11...", "11..."),
+    "padding": (masks.padding(3, 2), "111..", "111..", "....."),
+    "padded queries": (masks.padding(None, 1), "11111", ".....", "....."),
+    "segments": (
+        masks.segments(np.array([0, 1, 1]), np.array([1, 0, 0, 1, 2])),
+        *(".11..", "1..1.", "1..1."),
+    ),
+    "dense": (masks.dense(np.eye(3, 5, dtype=bool)), "1....", ".1...", "..1.."),
+    "rule": (masks.rule(lambda b, h, i, j: j > i), ".1111", "..111", "...11"),
+    "compiled": (masks.compile(masks.causal() & masks.prefix(4), 3, 5), "111..", "1111.", "1111."),
+    "not": (~masks.causal(), "...11", "....1", "....."),
+    "and": (masks.causal() & masks.dilated(2), "1.1..", ".1.1.", "1.1.1"),
+    "or": (masks.window(0, 0) | masks.prefix(1), "1.1..", "1..1.", "1...1"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_meaning_of_a_mask_is_that_of_its_table(name):
+    """Three rows, the newest of five tokens."""
+    mask, *expected = TABLES[name]
+    seen, _ = plainly(mask, None, Rows((), (1, 3, 5)))
+    assert ["".join(".1"[int(x)] for x in row) for row in seen[0]] == expected
+
+
+def test_the_meaning_of_a_mask_is_of_each_batch_item_and_its_offset():
+    mask = masks.causal() & masks.segments(np.array([[0, 0, 1], [0, 1, 1]]))
+    seen, _ = plainly(mask, None, Rows((2,), (1, 3, 3), np.array([0, -1])))
+    assert seen[:, 0].astype(int).tolist() == [
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]],
+        [[0, 0, 0], [0, 0, 0], [0, 1, 0]],
+    ]
+
+
+def meaning_of(score, heads=1, keys=7):
+    """What a score value adds to a score of 0 in the fourth of seven rows, (H, S)."""
+    _, function = plainly(None, score, Rows((), (heads, keys, keys)))
+    h, j = np.arange(heads)[:, None], np.arange(keys)
+    return function(np.zeros((heads, keys)), np.int64(0), h, np.int64(3), j)
+
+
+def test_the_meaning_of_a_score_value_by_hand():
+    assert meaning_of(scores.alibi(np.array([0.5])))[0].tolist() == [
+        *(-1.5, -1, -0.5, 0),
+        *(-0.5, -1, -1.5),
+    ]
+    # The slopes of the authors' own code.
+    slopes = [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125]
+    assert meaning_of(scores.alibi(6), 6)[:, 4].tolist() == [-x for x in slopes]
+    # T5's buckets: those of distances 0, 1, and 2 or more; from bucket 4 on after the row.
+    table = np.arange(8.0)[:, None]
+    assert meaning_of(scores.relative_bias(table, max_distance=3))[0].tolist() == [
+        *(3, 2, 1, 0),
+        *(5, 6, 7),
+    ]
+    one_way = scores.relative_bias(table, bidirectional=False, max_distance=8)
+    assert meaning_of(one_way)[0].tolist() == [3, 2, 1, 0, 0, 0, 0]
+    chain = scores.function(lambda s, b, h, i, j: s + j) >> scores.temperature(2.0)
+    assert meaning_of(chain)[0].tolist() == [0, 0.5, 1, 1.5, 2, 2.5, 3]
+    capped = scores.function(lambda s, b, h, i, j: s + j) >> scores.softcap(2.0)
+    assert meaning_of(capped)[0].tolist() == pytest.approx([2 * math.tanh(j / 2) for j in range(7)])
+
+
+def test_a_value_of_an_unknown_kind_is_refused():
+    class Unknown(masks.Mask):
+        name = "unknown"
+
+    class Odd(scores.Score):
+        name = "odd"
+
+    rows = Rows((), (1, 3, 3))
+    with pytest.raises(TypeError, match=r"nothing says what masks.unknown\(\) means"):
+        plainly(masks.causal() | Unknown(), None, rows)
+    with pytest.raises(TypeError, match=r"nothing says what scores.odd\(\) means"):
+        plainly(None, scores.softcap(1.0) >> Odd(), rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES.values() if wants_extended(case, dict(case.options))],
+    ids=str,
+)
+def test_more_digits_change_nothing_that_float64_can_hold(case):
+    """The two arithmetics of the oracle agree: float64's rounding is all that is between them."""
+    arrays, options = case.arguments()
+    plain, extended = (oracle(*arrays, **options, extended=digits) for digits in (False, True))
+    eps, tiny = np.finfo(float).eps, np.finfo(float).smallest_subnormal
+    assert extended.output.dtype == np.longdouble
+    off = np.abs(plain.output - extended.output)
+    assert np.all(off <= 4 * eps * (extended.condition + extended.sensitivity) + case.S * tiny)
+    with np.errstate(invalid="ignore"):  # -inf of an empty row, in both
+        off = np.nan_to_num(np.abs(plain.logsumexp - extended.logsumexp))
+    # NaN beside a normalizer that is not softmax, in both.
+    assert np.all(off <= 4 * eps * np.nan_to_num(extended.logsumexp_condition))
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "offset 0, L < S", "mask array", "bias", "scale", "grouped heads"]
+)
+def test_the_oracle_agrees_with_torch(name):
+    case = replace(CASES[name], dtype="float64")
+    (q, k, v), options = case.arguments()
+    added = options.get("mask", options.get("bias"))
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        *map(torch.asarray, (q, k, v)),
+        attn_mask=None if added is None else torch.asarray(added),
+        is_causal=options.get("is_causal", False),
+        scale=options.get("scale"),
+        enable_gqa=True,
+    )
+    assert_accurate(theirs.numpy(), case)
+
+
+def test_poison_does_not_move_the_oracle():
+    for case in CASES.values():
+        if case.poison is not None:
+            arrays, options = case.arguments(poisoned=False)
+            clean, poisoned = oracle(*arrays, **options).output, exact(case).output
+            untouched = np.isfinite(poisoned)
+            assert np.array_equal(poisoned[untouched], clean[untouched])
+            assert np.any(untouched)
+
+
+def with_options(**changed):
+    return lambda q, k, v, options: oracle(q, k, v, **options | changed)
+
+
+def softcap_after_bias(q, k, v, options):
+    options = dict(options)
+    c, bias = options.pop("softcap"), options.pop("bias").astype(float)
+    return oracle(
+        q, k, v, **options, score_mod=lambda s, b, h, i, j: c * np.tanh((s + bias[b, h, i, j]) / c)
+    )
+
+
+def heads_tiled(q, k, v, options):
+    """Query head h reads head h % G: right where every group has one head, wrong elsewhere."""
+    times = q.shape[-3] // k.shape[-3]
+    return oracle(q, np.concatenate([k] * times, -3), np.concatenate([v] * times, -3), **options)
+
+
+def score_mod_after_bias(q, k, v, options):
+    options = dict(options)
+    mod, bias = options.pop("score_mod"), options.pop("bias").astype(float)
+    return oracle(
+        q, k, v, **options, score_mod=lambda s, b, h, i, j: mod(s + bias[b, h, i, j], b, h, i, j)
+    )
+
+
+def score_mod_before_softcap(q, k, v, options):
+    options = dict(options)
+    mod, c = options.pop("score_mod"), options.pop("softcap")
+    return oracle(q, k, v, **options, score_mod=lambda *args: c * np.tanh(mod(*args) / c))
+
+
+def one_key_dropped(q, k, v, options):
+    """The last key left out, as at the edge of a tile."""
+    offset = k.shape[-2] - q.shape[-2]
+    return oracle(q, k[..., :-1, :], v[..., :-1, :], query_offset=offset, **options)
+
+
+MISTAKES = {
+    "scale of the wrong sign": ("plain", with_options(scale=-1 / math.sqrt(8))),
+    "no scale": ("plain", with_options(scale=1.0)),
+    "softcap after bias": ("bias x softcap", softcap_after_bias),
+    "score_mod after bias": ("bias x score_mod", score_mod_after_bias),
+    "score_mod before softcap": ("softcap x score_mod", score_mod_before_softcap),
+    "< for <=": ("causal", with_options(query_offset=-1)),
+    "top-left for bottom-right": ("causal x L < S", with_options(query_offset=0)),
+    "one offset for all items": ("offset array", with_options(query_offset=2)),
+    "head order tiled": ("grouped heads", heads_tiled),
+    "window off by one, left": ("window", with_options(window=(2, 2))),
+    "window off by one, right": ("window", with_options(window=(3, 3))),
+    "window ignored": ("long window", with_options(window=None)),
+    "mask ignored": ("padding mask", with_options(mask=None)),
+    "bias ignored": ("bias", with_options(bias=None)),
+    "sink dropped": ("sinks", with_options(sinks=None)),
+    "one key dropped": ("plain", one_key_dropped),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused(name, dtype):
+    of, mistake = MISTAKES[name]
+    case = replace(CASES[of], dtype=dtype)
+    (q, k, v), options = case.arguments()
+    wrong = mistake(q, k, v, options)
+    with pytest.raises(AssertionError, match="output"):
+        assert_accurate(wrong.output.astype(q.dtype), case)
+    with pytest.raises(AssertionError, match="logsumexp"):
+        assert_accurate(exact(case).output.astype(q.dtype), case, wrong.logsumexp)
+
+
+def norm_over_all_keys(q, k, v, options):
+    """The norm of a row over hidden keys, too: as a mask of functions of the scores."""
+    options = dict(options)
+    factor = options.pop("scale").factor
+    s = q.astype(float) @ k.astype(float).mT
+    norm = np.linalg.norm(s, axis=-1)
+    mod = lambda s, b, h, i, j: factor * s / norm[b, h, i]  # noqa: E731
+    return oracle(q, k, v, **options, scale=1.0, score_mod=mod)
+
+
+def dropped_without_scale(q, k, v, options):
+    found = oracle(q, k, v, **options)
+    return found._replace(output=found.output * (1 - options["dropout"][0]))
+
+
+def dropped_before_the_denominator(q, k, v, options):
+    mask = kept(*options["dropout"], q.shape[:-3], (q.shape[-3], q.shape[-2], k.shape[-2]))
+    return oracle(q, k, v, **options | {"dropout": None, "mask": mask})
+
+
+MISTAKEN_STEPS = {
+    "mask from the first key": ("mask value x rank 5, L < S", with_options(query_offset=0)),
+    "mask value ignored": ("mask value", with_options(mask=None)),
+    "score from the first key": ("score value x rank 5, L < S", with_options(query_offset=0)),
+    "score value ignored": ("score value", with_options(score_mod=None)),
+    "softcap twice": ("score value", with_options(softcap=1.5)),
+    "q·k for the cosine": ("similarity", with_options(similarity=None)),
+    "the other distance": ("distance", with_options(similarity=scores.distance(1))),
+    "no norm": ("score norm", with_options(scale=None)),
+    "norm over all keys": ("score norm x causal", norm_over_all_keys),
+    "softmax for sparsemax": ("normalizer", with_options(normalizer=None)),
+    "sigmoid for sparsemax": ("normalizer", with_options(normalizer=scores.sigmoid())),
+    "nothing dropped": ("dropout", with_options(dropout=None)),
+    "another seed": ("dropout", with_options(dropout=(0.25, 8))),
+    "another rate": ("dropout", with_options(dropout=(0.24, 7))),
+    "dropped without scale": ("dropout", dropped_without_scale),
+    "dropped before the denominator": ("dropout", dropped_before_the_denominator),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("name", MISTAKEN_STEPS)
+def test_a_mistaken_step_is_refused(name, dtype):
+    of, mistake = MISTAKEN_STEPS[name]
+    case = replace(CASES[of], dtype=dtype)
+    (q, k, v), options = case.arguments()
+    right, wrong = oracle(q, k, v, **options), mistake(q, k, v, options)
+    assert_accurate(right.output.astype(q.dtype), case)
+    with pytest.raises(AssertionError, match="output"):
+        assert_accurate(wrong.output.astype(q.dtype), case)
+
+
+def test_what_must_be_exact_is_exact():
+    """No limit excuses a number where there is none, or a leak into an empty row."""
+    case = CASES["nan seen by later rows"]
+    right = exact(case).output
+    for wrong in (np.nan_to_num(right), np.full_like(right, np.nan), right[..., :1]):
+        with pytest.raises(AssertionError, match="nan seen by later rows: output"):
+            assert_accurate(wrong, case)
+    case = CASES["mask hides some rows"]
+    assert_accurate(exact(case).output.astype("float32"), case)
+    with pytest.raises(AssertionError, match=r"must be 0"):
+        assert_accurate(exact(case).output + 1e-30, case)
+
+
+def test_where_there_is_no_unit_nothing_but_the_exact_result_will_do():
+    yard = output_yardstick(CASES["plain"])
+    yard = yard._replace(unit=np.full_like(yard.unit, np.nan))
+    assert deviation(yard.exact, yard, "plain").fault is None
+    assert "must be" in deviation(yard.exact + 1e-9, yard, "plain").fault
+
+
+def test_a_failure_says_what_and_how_much():
+    yard = output_yardstick(CASES["plain"])
+    wrong = yard.exact.copy()
+    wrong[1, 0, 2, 3] += 10 * yard.limit[1, 0, 2, 3] * yard.unit[1, 0, 2, 3]
+    fault = deviation(wrong, yard, "plain").fault
+    assert re.match(r"plain\[1, 0, 2, 3\] is .* limit .* textbook", fault)

@@ -1,0 +1,329 @@
+"""`polyattn check`: the table, the page, the exit code, and what it charges a failure to."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from polyattn.call.features import DTYPES, FEATURES
+from polyattn.cli import main
+from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
+from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.report import report, run
+from polyattn.kernels import Dense
+
+QUICK = ["check", "numpy", "--kernel", "dense", "--quick"]
+
+
+class Page(HTMLParser):
+    """The cells of a page, and whether it needs anything beside itself."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.outside = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.outside += [value for name, value in attributes if name in ("src", "href")]
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_data(self, data):
+        if self.rows and data.strip():
+            self.rows[-1].append(data.strip())
+
+
+def test_a_table_a_row_a_feature_and_a_column_a_kernel(capsys):
+    assert main(QUICK) == 0
+    out, err = capsys.readouterr()
+    rows = dict(re.findall(r"^  (\w[\w ]*?)  +(\S+)$", out, flags=re.MULTILINE))
+    corners = [topic for topic in TOPICS if topic != "formula"]
+    assert {*FEATURES, *DTYPES, *corners, "plain", "deterministic"} <= rows.keys()
+    assert all(0 < float(rows[feature]) < 10 for feature in FEATURES)
+    assert "no failures" in out
+    assert err == ""  # a progress bar is for terminals
+
+
+def test_json(capsys):
+    assert main([*QUICK, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (backend,) = found["backends"]
+    (kernel,) = backend["kernels"]
+    assert (backend["name"], kernel["name"], found["failed"]) == ("numpy", "dense", 0)
+    causal = kernel["rows"]["causal"]
+    assert causal["agreed"] > 5
+    assert 0 < causal["share"] < 1
+    assert CASES[causal["worst"]].features >= {"causal"}
+
+
+def test_a_feature_that_a_kernel_does_not_compute_is_a_dash():
+    cases = {name: CASES[name] for name in ("plain", "normalizer")}
+    work = run.steps([Subject("array-api")], cases, ["tiled"])
+    (section,) = run.run([step for step in work if not isinstance(step.what, str)]).sections
+    cell = section.cell("normalizer", section.kernels[0])
+    assert cell.reasons == {"it does not compute normalizer": 1}
+    assert report.cell_text(cell, {}) == "-"
+
+
+def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
+    file = tmp_path / "report.html"
+    assert main(["check", "torch", "--kernel", "sdpa", "--quick", "--html", str(file)]) == 0
+    text = file.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.outside == []
+    cells = {row[0]: row[-1] for row in page.rows if row}
+    assert cells["softcap"] == "–"
+    assert float(cells["causal"]) > 0
+    assert cells["NaN and infinity"] == "not declared"
+    assert "Everything agrees" in text
+    assert "causal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nunpy"], 2, "no plugin provides the backend 'nunpy'; did you mean 'numpy'"),
+        (["torch:cuda:9"], 2, "the backend 'torch' has no device 'cuda:9' here; it has cpu"),
+        (["numpy", "--kernel", "desne"], 2, "numpy has no kernel 'desne'; it has tiled, dense"),
+        (["numpy", "--html", "/no/such/folder/x.html"], 2, "in a folder that is there; got /no"),
+        (["numpy", "--html", "/tmp"], 2, "--html needs a file"),
+        (["auto"], 2, "one backend is checked at a time"),
+        (["array-api", "--library", "nothing"], 2, "there is no module 'nothing'"),
+        (["array-api", "--library", "json"], 2, "'json' makes no arrays"),
+        (["numpy", "--callable", "torch:matmul"], 2, "--callable takes the place of a backend"),
+        (["--callable", "torch"], 2, 'a function is written "module:function"'),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_work(arguments, code, message, capsys):
+    assert main(["check", *arguments]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    for name in [m for m in sys.modules if m.startswith("polyattn.conformance")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("polyattn.conformance", raising=False)
+    monkeypatch.setitem(sys.modules, "mpmath", None)
+    assert main(["check", "numpy"]) == 2
+    assert 'pip install "polyattn[testing]"' in capsys.readouterr().err
+
+
+FUNCTIONS = """
+from polyattn import attention
+
+def right(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    if attn_mask is not None and attn_mask.dtype == bool:
+        return attention(query, key, value, mask=attn_mask, is_causal=is_causal, scale=scale)
+    return attention(query, key, value, bias=attn_mask, is_causal=is_causal, scale=scale)
+
+def deaf(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    return right(query, key, value, attn_mask, is_causal)
+"""
+
+
+BLANK = """
+def blank(query, key, value):
+    return right(query, key, value) * float("nan")
+"""
+
+
+def strict_json(text):
+    """JSON as others read it: Python's own reader takes Infinity for a number."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert main(["check", "--callable", "mine:right", "--quick"]) == 0
+    assert "no argument for softcap" in capsys.readouterr().out
+    page = tmp_path / "deaf.html"
+    assert main(["check", "--callable", "mine:deaf", "--quick", "--html", str(page)]) == 1
+    assert "scale is ignored (1)" in capsys.readouterr().out
+    assert Page(page.read_text(encoding="utf-8")).outside == []
+    assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
+    rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
+    assert rows["scale"]["cases"]["scale"]["reading"] == "scale is ignored"
+    (tmp_path / "mine.py").write_text(FUNCTIONS + BLANK, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "mine")
+    importlib.invalidate_caches()
+    assert main(["check", "--callable", "mine:blank", "--quick", "--json"]) == 1
+    rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
+    assert rows["float64"]["cases"]["plain, float64"]["deviation"]["units"] is None
+
+
+# ---- what a failure is charged to ----
+
+
+class Deaf(Dense):
+    """Hears nothing of softcap, and adds a logsumexp of its own."""
+
+    name = "deaf"
+
+    def __init__(self, logsumexp=0.0):
+        self.logsumexp = logsumexp
+
+    def __call__(self, problem, operands, backend):
+        if not self.logsumexp:
+            problem = problem._replace(softcap=None)
+        output, logsumexp = super().__call__(problem, operands, backend)
+        return output, None if logsumexp is None else logsumexp + self.logsumexp
+
+
+def reported(kernel, names):
+    section = report.Section(Subject("numpy"), (Checked(kernel),))
+    found = run.run([run.Step(section, Checked(kernel), CASES[name]) for name in names])
+    return found, lambda row: section.cell(row, Checked(kernel))
+
+
+def test_a_failure_is_charged_to_the_feature_that_fails_alone():
+    found, cell = reported(Deaf(), ["bias x softcap", "softcap", "bias", "plain"])
+    assert found.failed == 2
+    assert len(cell("softcap").failures) == 2
+    assert not cell("bias").failures
+    assert (cell("bias").agreed, cell("bias").elsewhere) == (1, 1)
+    assert len(cell("float32").failures) == 2
+    first = found.sections[0].failures[0]
+    assert (first.kernel, first.charged) == ("deaf", "softcap")
+    assert first.text.startswith("softcap: output")  # the simplest first
+    assert first.text.endswith("as if softcap is ignored")
+    assert "FAIL deaf: softcap: output" in str(found)
+    assert report.cell_text(cell("bias"), {}).endswith(", 1 fail elsewhere")
+
+
+def test_a_failure_without_a_result_leaves_it_to_the_next_to_say_which_meaning_it_agrees_with():
+    class Faint(Deaf):
+        name = "faint"
+
+        def __call__(self, problem, operands, backend):
+            if "bias" not in problem.features:
+                raise RuntimeError("it is too much")
+            return super().__call__(problem, operands, backend)
+
+    found, _ = reported(Faint(), ["softcap", "bias x softcap", "bias"])
+    raised, other = (failure.text for failure in found.sections[0].failures)
+    assert "too much" in raised
+    assert other.endswith("as if softcap is ignored")
+
+
+def test_a_failure_of_two_features_together_is_charged_to_both():
+    _, cell = reported(Deaf(), ["bias x softcap", "bias", "plain"])
+    assert len(cell("softcap").failures) == len(cell("bias").failures) == 1
+
+
+def test_a_logsumexp_that_is_wrong_is_charged_to_nothing_else():
+    found, cell = reported(Deaf(logsumexp=1.0), ["plain", "bias", "softcap"])
+    assert found.failed == 3
+    assert len(cell("logsumexp").failures) == 3
+    assert not any(cell(row).failures for row in ("plain", "bias", "softcap"))
+
+
+def test_an_error_of_the_kernel_is_a_failure_with_its_text():
+    class Raising(Dense):
+        name = "raising"
+
+        def __call__(self, problem, operands, backend):
+            raise RuntimeError("the engine has no more memory")
+
+    found, _ = reported(Raising(), ["plain"])
+    assert "plain: output: raised RuntimeError('the engine has no more memory') at " in str(found)
+    assert "test_report.py:" in str(found)
+
+
+@pytest.mark.parametrize("feature", ["sinks", "logsumexp"])
+def test_a_declaration_that_nothing_exercises_is_a_failure(feature):
+    class Reluctant(Dense):
+        name = "reluctant"
+
+        def reasons_against(self, problem):
+            return ["it hides"] if feature in problem.features else []
+
+    checked = Checked(Reluctant())
+    section = report.Section(Subject("numpy"), (checked,))
+    cases = [case for case in ESSENTIAL.values() if case.poison is None]
+    found = run.run([run.Step(section, checked, case) for case in cases])
+    assert [failure.charged for failure in found.sections[0].failures] == [feature]
+    assert "no case that it takes needs it" in str(found)
+
+
+def test_a_kernel_that_takes_nothing_is_a_failure():
+    class Absent(Dense):
+        name = "absent"
+
+        def reasons_against(self, problem):
+            return ["it is not at home"]
+
+    checked = Checked(Absent())
+    section = report.Section(Subject("numpy"), (checked,))
+    found = run.run([run.Step(section, checked, CASES["plain"])])
+    assert found.failed == 1
+    assert "no case is taken by absent" in str(found)
+
+
+def test_a_terminal_without_the_letters_shows_something():
+    done = subprocess.run(
+        [sys.executable, "-m", "polyattn", *QUICK],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "in units of eps ? ? w|v|" in done.stdout
+
+
+def test_each_reason_has_one_number():
+    footnotes = {}
+    one = report.Cell(agreed=1, refused=2, units=2.0)
+    one.reasons.update(["it is narrow; it is short", "it is short"])
+    other = report.Cell(refused=1)
+    other.reasons.update(["it is short"])
+    assert report.cell_text(one, footnotes) == "2 [1][2]"
+    assert report.cell_text(other, footnotes) == "[2]"
+    assert list(footnotes) == ["it is narrow", "it is short"]
+
+
+def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
+    genuine = run.checks.check_case
+    done = []
+
+    def check_case(subject, checked, case):
+        if len(done) == 30:
+            raise KeyboardInterrupt
+        done.append(case)
+        return genuine(subject, checked, case)
+
+    monkeypatch.setattr(run.checks, "check_case", check_case)
+    assert main(QUICK) == 130
+    out, err = capsys.readouterr()
+    assert "causal" in out
+    assert "no failures" in out
+    assert "interrupted after 30 of " in err
+
+
+def test_an_unknown_option_is_refused_with_the_usage_of_the_command(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["check", "--kernal", "dense"])
+    assert refused.value.code == 2
+    assert "usage: polyattn check" in capsys.readouterr().err
+
+
+def test_figures_are_those_of_the_tolerance():
+    _, cell = reported(Dense(), ["plain"])
+    (q, k, v), _ = CASES["plain"].arguments()
+    from polyattn import attention
+    from polyattn.conformance import deviation
+    from polyattn.conformance.reference.tolerance import output_yardstick
+
+    off = deviation(attention(q, k, v), output_yardstick(CASES["plain"]), "plain")
+    assert cell("plain").units == off.units
+    assert np.isclose(cell("plain").share, off.share)

@@ -1,0 +1,277 @@
+"""The suite itself: what breaks a promise fails it, and nothing else does."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from broken_plugin import DROPPING, IDLE, OTHERS
+
+from polyattn.arrays import facts_of
+from polyattn.call.features import DTYPES
+from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
+from polyattn.conformance.cases.case import arrays_in
+from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.checks.kernel import cases_for, check_case, covering, takes
+from polyattn.kernels import Dense
+from polyattn.plugin import FEATURES
+
+# Each runs the suite, in a process of its own.
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1]
+BROKEN = """
+from polyattn.conformance.suite import BackendSuite
+
+class TestBroken(BackendSuite):
+    backend = "broken"
+    thorough = False
+    xfails = {xfails}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the broken plugin as an installed distribution."""
+    folder = tmp_path_factory.mktemp("installed")
+    info = folder / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[polyattn.backends]\nbroken = broken_plugin:SPEC\n")
+    plugin = (TESTS / "broken_plugin.py").read_text(encoding="utf-8")
+    (folder / "broken_plugin.py").write_text(plugin, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(installed, tmp_path_factory):
+    """Run Python where that plugin is installed, outside of this project."""
+    folder = tmp_path_factory.mktemp("project")
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=folder,
+            env={"PYTHONPATH": str(installed), "PATH": "", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+
+    run.folder = folder
+    return run
+
+
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line", "-rfXE")
+
+
+@pytest.fixture(scope="module")
+def failures(python):
+    """The tests that fail in a suite that is subclassed, by kernel."""
+    (python.folder / "test_broken.py").write_text(BROKEN.format(xfails={}), encoding="utf-8")
+    out = python(*PYTEST, "test_broken.py").stdout
+    found = {}
+    for line in out.splitlines():
+        name = re.match(
+            r"FAILED test_broken.py::TestBroken::(\w+)(?:\[([\w, ]+?)(?:-(.*?))?\])?( - |$)", line
+        )
+        if name:
+            found.setdefault(name[2] or "", set()).add((name[1], name[3]))
+    assert " failed" in out, out
+    return found
+
+
+def test_there_is_a_saboteur_for_every_feature():
+    assert {kernel.name.removeprefix("drops_") for kernel in DROPPING} == set(FEATURES)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_kernel_that_drops_a_feature_fails_the_cases_of_it(feature, failures):
+    tests = failures[f"drops_{feature}"]
+    cases = {case for test, case in tests if test == "test_case"}
+    assert cases
+    if feature != "logsumexp":  # which is asked of every case
+        assert all(feature in CASES[case].features for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "test", "topic"),
+    [
+        ("noisy", "test_deterministic", None),
+        ("batchy", "test_batch_invariant", None),
+        ("leaky", "test_case", "NaN and infinity"),
+        ("scribbling", "test_case", "formula"),
+        ("widening", "test_case", "formula"),
+        ("foreign", "test_case", "formula"),
+        ("raising", "test_case", "formula"),
+        ("aliasing", "test_case", "extreme values"),
+        ("reusing", "test_first_call_from_eight_threads", None),
+        ("read_only", "test_case", "formula"),
+        ("read_only_partial", "test_case", "formula"),
+        ("wide_partial", "test_case", "formula"),
+        ("offset_of_the_first_item", "test_case", "formula"),
+        ("deaf_to_score_mod", "test_case", "rows without a visible key"),
+        ("blind_to_infinity", "test_case", "NaN and infinity"),
+        ("blind_to_nan_keys", "test_case", "NaN and infinity"),
+        ("coarse", "test_case", "extreme values"),
+    ],
+)
+def test_a_kernel_that_breaks_another_promise_fails_the_test_of_it(kernel, test, topic, failures):
+    failed = [case for name, case in failures[kernel] if name == test]
+    assert failed
+    assert topic is None or topic in {CASES[case].topic for case in failed}
+
+
+def test_there_is_a_test_for_every_saboteur():
+    marks = test_a_kernel_that_breaks_another_promise_fails_the_test_of_it.pytestmark
+    assert {run[0] for run in marks[0].args[1]} == {kernel.name for kernel in OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tests"),
+    [
+        ("refusing", {"declared_feature_is_exercised", "deterministic"}),
+        ("no_logsumexp", {"declared_feature_is_exercised"}),
+    ],
+)
+def test_a_kernel_fails_that_declares_what_it_never_does(kernel, tests, failures):
+    assert {name.partition("test_")[2] for name, _ in failures[kernel]} == {
+        f"every_{test}" if "feature" in test else test for test in tests
+    }
+
+
+def test_there_is_a_test_for_every_idle_declaration():
+    marks = test_a_kernel_fails_that_declares_what_it_never_does.pytestmark
+    assert {run[0] for run in marks[0].args[1]} == {kernel.name for kernel in IDLE}
+
+
+def test_the_formula_itself_does_not_fail_beside_them(failures):
+    assert "dense" not in failures
+    assert "tiled" not in failures
+    assert "tiled, small tiles" not in failures
+
+
+def test_an_expected_failure_is_strict_and_names_a_test(python):
+    xfails = {
+        "test_case[drops_softcap-softcap]": "it drops it",
+        "test_case[drops_softcap-plain]": "it is said to fail, and does not",
+        "test_case[drops_softcap-sotfcap]": "it is misspelt",
+    }
+    (python.folder / "test_xfails.py").write_text(BROKEN.format(xfails=xfails), encoding="utf-8")
+    done = python(
+        *PYTEST, "test_xfails.py", "-k", "drops_softcap-softcap or drops_softcap-plain or xfails"
+    )
+    assert "test_case[drops_softcap-plain]" in done.stdout
+    assert "sotfcap" in done.stdout
+    assert re.search(r"2 failed.* 1 xfailed|xfails names no test", done.stdout), done.stdout
+    assert "FAILED test_xfails.py::TestBroken::test_case[drops_softcap-softcap]" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("library = 'numpy'", 'TestOdd must name a backend, such as backend = "numpy"'),
+        (
+            "backend, xfails = 'numpy', ['test_case[dense-plain]']",
+            "xfails must map the names of tests",
+        ),
+    ],
+)
+def test_a_suite_that_is_not_one_is_told_how_to_be(lines, message, python):
+    head = "from polyattn.conformance.suite import BackendSuite\nclass TestOdd(BackendSuite):\n"
+    (python.folder / "test_odd.py").write_text(f"{head}    {lines}\n", encoding="utf-8")
+    done = python(*PYTEST, "test_odd.py")
+    assert done.returncode not in (0, 5)
+    assert message in done.stdout + done.stderr
+
+
+WITHOUT_CODE = (
+    *("-p", "polyattn.conformance.options", "--pyargs", "polyattn.conformance"),
+    "--polyattn-backend",
+)
+
+
+def test_the_suite_needs_no_code(python):
+    done = python(*PYTEST, *WITHOUT_CODE, "numpy", "-k", "dense-plain")
+    assert re.search(r"\d passed", done.stdout), done.stdout
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nonesuch", "no plugin provides the backend 'nonesuch'"),
+        ("torch:cuda:7", "has no device 'cuda:7' here"),
+    ],
+)
+def test_a_backend_that_is_asked_for_and_missing_is_an_error(name, message, python):
+    done = python(*PYTEST, *WITHOUT_CODE, name)
+    assert done.returncode not in (0, 5)
+    assert message in done.stdout + done.stderr
+
+
+def test_no_entry_point_brings_the_suite_into_anybodys_pytest():
+    ours = [e for e in importlib.metadata.entry_points(group="pytest11") if "polyattn" in e.value]
+    assert ours == []
+
+
+def test_the_report_finds_the_same(python):
+    done = python(
+        "-m", "polyattn", "check", "broken", "--quick", "--json", "--kernel", "drops_bias"
+    )
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    (kernel,) = found["backends"][0]["kernels"]
+    assert kernel["rows"]["bias"]["failures"]
+    assert not kernel["rows"]["plain"]["failures"]
+    failures = [f for f in found["backends"][0]["failures"] if f["kernel"]]
+    assert {failure["charged"] for failure in failures} == {"bias"}
+    assert "as if bias is ignored" in failures[0]["text"]
+    assert found["failed"] == len(failures) + 1  # and its spec imports NumPy
+    assert found["backends"][0]["plugin"]["finding the plugin imports no array library"] == "no"
+    assert len(ESSENTIAL) >= kernel["rows"]["float32"]["agreed"] > 50
+
+
+def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
+    subject, dense = Subject("numpy"), Checked(Dense())
+    few = covering(subject, dense, cases_for(subject, dense, CASES))
+    assert len(few) < 20
+    assert {case.topic for case in few} == set(TOPICS)
+    assert {case.dtype for case in few} == set(DTYPES)
+    assert set().union(*(case.features for case in few)) == set(FEATURES) - {"logsumexp"}
+    assert any(not case.features for case in few)
+
+
+@pytest.mark.parametrize(
+    "name", ["mask value", "score value", "additive", "dropout, seed of an array"]
+)
+def test_the_arrays_in_a_value_are_of_the_library_that_is_checked(name):
+    case = CASES[name]
+    for library in ("numpy", "torch"):
+        _, options = Subject("array-api", library).arguments(case)
+        found = [x for option in options.values() for x in arrays_in(option)]
+        assert [facts_of(x).library for x in found] == [library]
+
+
+class Narrow(Dense):
+    """Takes 16 bits and nothing else."""
+
+    def reasons_against(self, problem):
+        return [] if problem.dtype == "float16" else ["it has no registers for that"]
+
+
+def test_a_kernel_of_one_dtype_is_given_every_case_in_it():
+    subject, narrow = Subject("numpy"), Checked(Narrow())
+    taken = [case for case in cases_for(subject, narrow, CASES) if takes(subject, narrow, case)]
+    needed = set().union(*(case.features for case in taken))
+    assert {case.dtype for case in taken} == {"float16"}
+    assert needed == set(FEATURES) - {"logsumexp"}
+    names = {case.name for case in taken}
+    float32 = {case.name for case in CASES.values() if case.dtype == "float32"}
+    assert names == {f"{name}, float16" for name in float32}
+    for case in taken:
+        if case.name not in CASES and case.topic == "formula" and "score_mod" in case.features:
+            check_case(subject, narrow, case)

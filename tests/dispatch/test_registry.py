@@ -1,0 +1,385 @@
+"""A plugin as a third party would write it: what it declares is all that it is ever given.
+
+It serves array-api-strict, which has three devices without any hardware.
+"""
+
+import dataclasses
+import importlib
+import sys
+import types
+
+import array_api_strict
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, attention_partial, explain, masks, scores
+from polyattn.dispatch import registry
+from polyattn.dispatch import select as selection
+from polyattn.plugin import Backend, BackendSpec, Kernel
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
+NEAR, FAR, BEYOND = (array_api_strict.Device(d) for d in ("CPU_DEVICE", "device1", "device2"))
+
+
+def strict(x, device=NEAR):
+    return array_api_strict.asarray(x, device=device)
+
+
+class Plain(Kernel):
+    """Computes the plain formula and nothing else."""
+
+    name = "plain"
+
+    def __call__(self, problem, operands, backend):
+        backend.ran.append((problem, operands))
+        dense = next(k for k in registry.kernels_of(None) if k.name == "dense")
+        return dense(problem, operands, backend)
+
+
+class AcmeBackend(Backend):
+    """array-api-strict on its devices."""
+
+    kernels = (Plain(),)
+
+    def __init__(self):
+        super().__init__(array_api_strict)
+        self.ran = []
+
+    def devices(self):
+        return [str(NEAR), str(FAR), str(BEYOND)]
+
+    def place(self, array, device):
+        if not isinstance(array, type(strict(X))):
+            array = strict(np.from_dlpack(array))
+        return array.to_device({str(d): d for d in (NEAR, FAR, BEYOND)}[device])
+
+    def fetch(self, array):
+        return np.from_dlpack(array.to_device(NEAR))
+
+
+SPEC = BackendSpec(
+    name="acme",
+    namespaces=("array_api_strict",),
+    implementation="acme:AcmeBackend",
+    requires=(),
+    install="pip install acme",
+    devices=(str(NEAR), str(FAR)),
+    dtypes=("float32",),
+)
+
+
+class _Entry:
+    value, distribution, flaw = "acme:SPEC", "acme", None
+
+    def __init__(self, name, spec):
+        self.name, self.load = name, lambda: spec
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    """Install the plugin for the length of a test, and return its backend."""
+    genuine = registry.entries
+    monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace(AcmeBackend=AcmeBackend))
+    monkeypatch.setattr(registry, "entries", lambda: [_Entry("acme", SPEC), *genuine()])
+    monkeypatch.setattr(registry, "_plugins", {})
+    monkeypatch.setattr(selection, "_plans", {})
+    assert "acme" in registry.names()
+    assert registry.load("acme") is None
+    return registry.loaded("acme")
+
+
+def chosen(*arrays, **options):
+    candidate = explain(*arrays, **options).chosen
+    return candidate.backend, candidate.kernel
+
+
+def test_it_serves_its_library_by_default(acme):
+    x = strict(X)
+    assert chosen(x, x, x) == ("acme", "plain")
+    np.testing.assert_allclose(np.asarray(attention(x, x, x)), attention(X, X, X), atol=1e-6)
+    assert acme.ran
+
+
+@pytest.mark.parametrize(
+    ("options", "feature"),
+    [
+        ({"is_causal": True}, "causal"),
+        ({"window": (1, 0)}, "window"),
+        ({"softcap": 2.0}, "softcap"),
+        ({"scale": 2.0}, "scale"),
+        ({"mask": lambda b, h, i, j: i > j}, "mask_mod"),
+        ({"mask": masks.rule(lambda b, h, i, j: i > j) | masks.causal()}, "mask_mod"),
+        ({"mask": masks.prefix(3) | masks.causal()}, "mask_value"),
+        ({"score_mod": lambda s, *_: s}, "score_mod"),
+        ({"score_mod": scores.alibi(4)}, "score_value"),
+        ({"similarity": scores.cosine()}, "similarity"),
+        ({"scale": scores.by_norm()}, "score_norm"),
+        ({"scale": scores.long_sequence()}, "scale"),
+        ({"normalizer": scores.sigmoid()}, "normalizer"),
+        ({"mask": (5, 5)}, "mask"),
+        ({"bias": (5, 5)}, "bias"),
+        ({"sinks": (4,)}, "sinks"),
+        ({"logsumexp": True}, "logsumexp"),
+        ({"dropout": (0.5, 1)}, "dropout"),
+        ({"is_causal": True, "query_offset": 2}, "query_offset"),
+        ({"is_causal": True, "query_offset": (2,)}, "query_offset_array"),
+        ({"key": (2, 2, 5, 8)}, "grouped_heads"),
+        ({"value": (2, 4, 5, 7)}, "value_size"),
+        ({"value": (1, 4, 5, 8)}, "batch_broadcast"),
+        ({"key": (1, 4, 5, 8), "value": (2, 4, 5, 8)}, "batch_broadcast"),
+    ],
+)
+@pytest.mark.usefixtures("acme")
+def test_what_it_does_not_declare_it_is_never_given(options, feature):
+    shapes = {"query": X.shape, "key": X.shape, **options}
+    shapes.setdefault("value", shapes["key"])
+    explanation = explain(**shapes, library="array_api_strict", device=str(NEAR), kernel="plain")
+    assert feature in explanation.problem.features
+    assert explanation.chosen is None
+    assert feature in explanation.candidates[0].reasons[0]
+
+
+def test_every_feature_is_refused_to_it_above():
+    marks = test_what_it_does_not_declare_it_is_never_given.pytestmark
+    cases = next(mark for mark in marks if mark.name == "parametrize").args[1]
+    assert {feature for _, feature in cases} == set(polyattn.plugin.FEATURES)
+
+
+@pytest.mark.usefixtures("acme")
+def test_a_dtype_or_device_that_it_does_not_declare_is_refused():
+    with pytest.raises(polyattn.UnsupportedError, match="it does not take float64"):
+        attention(*[strict(X.astype("f8"))] * 3, backend="acme")
+    with pytest.raises(polyattn.UnsupportedError, match=r"it does not run on .*device2"):
+        attention(*[strict(X, BEYOND)] * 3, backend="acme")
+    # And left to the core where nobody asked for it by name.
+    assert chosen(*[strict(X.astype("f8"))] * 3) == ("array-api", "dense")
+
+
+def test_arrays_stay_on_their_device_unless_another_is_named(acme):
+    x = strict(X, FAR)
+    assert attention(x, x, x, backend="acme").device == FAR
+    assert acme.ran[-1][0].device == str(FAR)
+    assert not acme.ran[-1][0].converted
+    output, logsumexp = attention_partial(x, x, x, backend=f"acme:{NEAR}", kernel="dense")
+    assert output.device == logsumexp.device == FAR
+    attention(x, x, x, backend=f"acme:{NEAR}")
+    problem, operands = acme.ran[-1]
+    assert operands.query.device == NEAR
+    assert problem.converted
+
+
+def test_arrays_from_elsewhere_go_to_its_first_device(acme):
+    output = attention(X, X, X, backend="acme")
+    assert isinstance(output, np.ndarray)
+    assert acme.ran[-1][1].query.device == NEAR
+    tensor = torch.from_numpy(X)
+    assert isinstance(attention(tensor, tensor, tensor, backend="acme"), torch.Tensor)
+
+
+def test_a_backend_that_names_no_device_puts_arrays_where_it_likes(acme, monkeypatch):
+    monkeypatch.setattr(AcmeBackend, "devices", lambda self: [])
+    monkeypatch.setattr(AcmeBackend, "place", lambda self, array, device: strict(np.asarray(array)))
+    assert isinstance(attention(X, X, X, backend="acme"), np.ndarray)
+    assert acme.ran[-1][0].device == ""
+
+
+class _Nameless(Kernel):
+    pass
+
+
+class _Misspelt(Kernel):
+    name = "misspelt"
+    features = frozenset({"casual"})
+
+
+class _Listed(Kernel):
+    name = "listed"
+    features = "causal"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flaw"),
+    [
+        (_Nameless(), "its kernel _Nameless has no name"),
+        (Plain, "must be instances of Kernel"),
+        (_Listed(), "must declare its features as a set; got 'causal'"),
+        (_Misspelt(), "unknown feature 'casual'; did you mean 'causal'?"),
+    ],
+)
+def test_a_kernel_that_breaks_the_contract_is_told_at_once(kernel, flaw):
+    backend = AcmeBackend()
+    backend.kernels = (kernel,)
+    assert flaw in registry._flaw(backend)
+    assert registry._flaw(AcmeBackend()) is None
+
+
+@pytest.mark.parametrize("field", ["namespaces", "requires", "devices", "dtypes"])
+def test_a_spec_refuses_a_string_for_a_tuple(field):
+    with pytest.raises(TypeError, match=f"{field} must be a tuple of strings; got 'cpu'"):
+        dataclasses.replace(SPEC, **{field: "cpu"})
+
+
+@pytest.mark.usefixtures("acme")
+def test_a_function_abroad_may_return_a_plain_bool():
+    options = {"backend": "acme", "kernel": "dense"}
+    assert not attention(X, X, X, mask=lambda b, h, i, j: False, **options).any()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [("cuda:1", "cuda:1"), ("cuda", "cuda:0"), ("1", "cuda:1"), ("cpu", "cpu"), ("mps", None)],
+)
+def test_a_device_by_name_by_kind_or_by_number(wanted, found, monkeypatch):
+    monkeypatch.setattr(registry, "devices_of", lambda name: ("cpu", "cuda:0", "cuda:1"))
+    assert registry.device_of("torch", wanted) == found
+
+
+def test_a_kind_of_device_leaves_arrays_on_the_one_they_are_on(monkeypatch):
+    registry.load("torch")
+    monkeypatch.setattr(registry, "devices_of", lambda name: ("cpu", "cuda:0", "cuda:1"))
+    call = explain(X.shape, X.shape, X.shape, library="torch", device="cuda:1").call
+    problem = explain(X.shape, X.shape, X.shape, library="torch", device="cuda:1").problem
+    for name, device, moved in (
+        ("torch:cuda", "cuda:1", 0),
+        ("torch:cuda:0", "cuda:0", 3),
+        ("torch:cpu", "cpu", 3),
+    ):
+        site = polyattn.dispatch.placement.open_site(call, problem, None, name)
+        assert site.problem.device == device
+        assert len(site.moved) == moved
+
+
+def test_a_cupy_device_has_the_name_that_others_give_it(monkeypatch):
+    class Stub:
+        shape, dtype, device = (2, 3), np.dtype("f4"), types.SimpleNamespace(id=3)
+
+    library = polyattn.arrays.Library("cupy", np)
+    monkeypatch.setitem(polyattn.arrays._libraries, Stub, library)
+    assert polyattn.arrays.facts_of(Stub()).device == "cuda:3"
+
+
+def test_two_namespaces_of_one_package_are_two_libraries():
+    def wrapped(name):
+        class Wrapped:
+            shape, dtype, device = (2, 3), np.dtype("f4"), "cpu"
+
+            def __array_namespace__(self, api_version=None):
+                return types.SimpleNamespace(__name__=name)
+
+        return Wrapped()
+
+    one, two = wrapped("wrap.one"), wrapped("wrap.two")
+    assert polyattn.arrays.facts_of(one).library != polyattn.arrays.facts_of(two).library
+    assert registry.array_api_backend(one) is not registry.array_api_backend(two)
+
+
+def test_nothing_breaks_while_another_thread_imports_torch(run_python):
+    run_python("""
+import sys, types
+sys.modules["torch"] = types.ModuleType("torch")  # as it stands when an import has just begun
+import numpy as np, polyattn
+x = np.ones((2, 3, 4))
+polyattn.attention(x, x, x)
+""")
+
+
+# ---- what is installed -------------------------------------------------------------------------
+
+GOOD = """
+from polyattn.plugin import BackendSpec
+SPEC = BackendSpec("good", ("good",), "good:Backend", ("no_such_library",), "pip install good")
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Return a function that installs a distribution for the length of a test."""
+
+    def install(distribution, lines, metadata="Name: {}", group="polyattn.backends"):
+        info = tmp_path / f"{distribution}-1.0.dist-info"
+        info.mkdir()
+        if metadata is not None:
+            (info / "METADATA").write_text(metadata.format(distribution))
+        text = lines if isinstance(lines, bytes) else "\n".join(lines).encode()
+        (info / "entry_points.txt").write_bytes(f"[{group}]\n".encode() + text)
+        importlib.invalidate_caches()
+
+    (tmp_path / "good.py").write_text(GOOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_plugins", {})
+    monkeypatch.setattr(selection, "_plans", {})
+    yield install
+    sys.modules.pop("good", None)
+
+
+def reasons():
+    """Return why each backend is not available, after a call that must not notice."""
+    attention(X, X, X)
+    return {info.name: info.reason for info in polyattn.list_backends()}
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("acme", "acme"),
+        ("acme pkg:SPEC", "acme"),
+        ("acme = pkg:", "acme"),
+        ("= pkg:SPEC", "polyattn-acme"),
+        ("acme = pkg:SPEC; one", "acme"),
+        ("numpy: pkg:SPEC", "numpy (polyattn-acme)"),
+    ],
+)
+def test_a_malformed_line_is_listed_and_stops_nothing(install, line, name):
+    install("polyattn-acme", ["# ours", "", line, "good = good:SPEC [extra]"])
+    install("elsewhere", ["malformed"], group="console_scripts")
+    found = reasons()
+    assert f"entry_points.txt of polyattn-acme has the line {line!r}, which must be" in found[name]
+    assert found["good"] == "no_such_library is not installed: pip install good"
+    assert found["numpy"] is None
+    with pytest.raises(polyattn.UnknownBackendError, match="did you mean 'good'"):
+        attention(X, X, X, backend="goood")
+
+
+def test_a_file_of_other_bytes_than_utf8_is_read_as_far_as_it_goes(install):
+    install("polyattn-acme", b"acme = p\xff:SPEC\ngood = good:SPEC\n[other]\n\xff")
+    found = reasons()
+    assert "has the line 'acme = p\ufffd:SPEC'" in found["acme"]
+    assert found["good"].startswith("no_such_library is not installed")
+
+
+@pytest.mark.parametrize("metadata", [None, "Version: 1.0"])
+def test_a_distribution_without_a_name_is_told_by_its_place(install, tmp_path, metadata):
+    install("polyattn-acme", ["acme", "good = good:SPEC"], metadata)
+    found = reasons()
+    assert f"of an unnamed distribution in {tmp_path} has the line 'acme'" in found["acme"]
+    assert found["good"].startswith("no_such_library is not installed")
+
+
+def test_a_name_that_is_taken_is_listed_with_its_distribution(install):
+    install("one", ["good = good:SPEC"])
+    install("two", ["good = good:SPEC", "array-api = good:SPEC"])
+    found = reasons()
+    first, second = ("one", "two") if "good (two)" in found else ("two", "one")
+    assert f"'good' is taken already, by {first}" in found[f"good ({second})"]
+    assert "'array-api' is taken already, by polyattn" in found["array-api (two)"]
+    assert found["array-api"] is None
+
+
+def test_a_distribution_hides_those_of_its_name_further_down_the_path(
+    install, tmp_path, monkeypatch
+):
+    install("acme", ["old"])
+    above = tmp_path / "above"
+    for name in ("acme", "empty"):
+        (above / f"{name}-2.0.dist-info").mkdir(parents=True)
+        (above / f"{name}-2.0.dist-info/METADATA").write_text(f"Name: {name}")
+    monkeypatch.syspath_prepend(above)
+    assert "old" not in reasons()
+
+
+def test_a_backend_that_fails_to_tell_its_devices_is_listed_with_the_error(acme, monkeypatch):
+    monkeypatch.setattr(AcmeBackend, "devices", lambda self: 1 / 0)
+    assert reasons()["acme"].endswith("ZeroDivisionError: division by zero")

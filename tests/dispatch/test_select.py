@@ -1,0 +1,664 @@
+"""Argument, context and environment mean the same, in that order; nothing else ever runs."""
+
+import asyncio
+import contextvars
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import array_api_strict
+import dask.array
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, attention_partial, explain, kernels, masks, scores, use_backend
+from polyattn.dispatch import registry
+from polyattn.dispatch import select as selection
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
+SHAPE = X.shape
+
+
+def chosen(*arrays, **options):
+    arrays = arrays or (X, X, X)
+    candidate = explain(*arrays, **options).chosen
+    return candidate.backend, candidate.kernel
+
+
+# ---- the three channels ----
+
+
+def test_the_arrays_decide_by_default():
+    assert chosen() == ("numpy", "dense")
+    tensor = torch.from_numpy(X)
+    assert chosen(tensor, tensor, tensor) == ("torch", "sdpa")
+    strict = array_api_strict.asarray(X)
+    assert chosen(strict, strict, strict) == ("array-api", "dense")
+
+
+@pytest.mark.parametrize("names", ["torch", "torch:cpu", "torch,numpy", "numpy,torch", "array-api"])
+def test_the_channels_mean_the_same(names, monkeypatch):
+    by_argument = explain(X, X, X, backend=names)
+    with use_backend(*names.split(",")):
+        by_context = explain(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", names)
+    by_environment = explain(X, X, X)
+    assert by_argument.candidates == by_context.candidates == by_environment.candidates
+    assert "use_backend" in by_context.source
+    assert "POLYATTN_BACKEND" in by_environment.source
+
+
+def test_argument_over_context_over_environment(monkeypatch):
+    monkeypatch.setenv("POLYATTN_BACKEND", "torch")
+    assert chosen()[0] == "torch"
+    with use_backend("array-api"):
+        assert chosen()[0] == "array-api"
+        with use_backend("torch"):
+            assert chosen()[0] == "torch"
+        assert chosen()[0] == "array-api"
+        assert chosen(backend="numpy")[0] == "numpy"
+        assert chosen(backend="auto")[0] == "numpy"
+    assert chosen()[0] == "torch"
+
+
+def test_the_environment_is_read_at_call_time_and_refused_when_wrong(monkeypatch):
+    attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "nunpy")
+    with pytest.raises(polyattn.UnknownBackendError, match=r"'numpy'.*POLYATTN_BACKEND=nunpy"):
+        attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "numpy,")
+    with pytest.raises(ValueError, match="missing in POLYATTN_BACKEND='numpy,'"):
+        attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "")
+    assert chosen()[0] == "numpy"
+
+
+def test_a_context_refuses_a_wrong_name_at_once():
+    with pytest.raises(polyattn.UnknownBackendError), use_backend("nunpy"):
+        pass
+    with pytest.raises(ValueError, match="name is missing in use_backend"), use_backend():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("cuda", "jax:cuda or torch:cuda"), ("mps", "torch:mps")]
+)
+def test_a_kind_of_device_is_no_backend_and_is_told_of_which_it_is_one(kind, named):
+    with pytest.raises(polyattn.UnknownBackendError, match=f"a kind of device, as in {named}"):
+        attention(X, X, X, backend=kind)
+
+
+def test_an_interrupt_while_a_plugin_is_imported_comes_out(plugins):
+    plugins(acme=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        attention(X, X, X)
+
+
+def test_a_context_ends_with_an_error_too():
+    with pytest.raises(RuntimeError, match="mine"), use_backend("torch"):
+        raise RuntimeError("mine")
+    assert chosen()[0] == "numpy"
+
+
+def test_contexts_of_tasks_may_overlap():
+    """The thread's own record, which torch.compile reads, ends clean as well."""
+    entered, seen = [], []
+
+    async def task(name, hold):
+        with use_backend(name):
+            entered.append(name)
+            while len(entered) < 2 or (hold and len(seen) < 1):
+                await asyncio.sleep(0)
+            seen.append((name, chosen()[0]))
+
+    async def both():
+        await asyncio.gather(task("torch", hold=False), task("array-api", hold=True))
+
+    asyncio.run(both())
+    assert seen == [("torch", "torch"), ("array-api", "array-api")]
+    assert polyattn.dispatch.select._traced_context.names == ()
+    assert chosen()[0] == "numpy"
+
+
+def test_a_generator_may_end_in_another_context():
+    def generator():
+        with use_backend("torch"):
+            yield chosen()[0]
+
+    context = contextvars.copy_context()
+    suspended = generator()
+    assert context.run(next, suspended) == "torch"
+    suspended.close()
+    assert chosen()[0] == "numpy"
+    assert polyattn.dispatch.select._traced_context.names == ()
+
+
+def test_a_context_is_of_one_thread():
+    seen = []
+    with use_backend("torch"):
+        thread = threading.Thread(target=lambda: seen.append(chosen()[0]))
+        thread.start()
+        thread.join()
+        assert chosen()[0] == "torch"
+    assert seen == ["numpy"]
+
+
+# ---- lists ----
+
+
+def test_the_first_that_is_here_and_able_runs():
+    assert chosen(backend="torch:cuda,numpy") == ("numpy", "dense")
+    assert chosen(backend=["torch:cuda", "torch"]) == ("torch", "sdpa")
+    assert chosen(backend="torch,numpy", kernel="tiled") == ("torch", "tiled")
+
+
+def test_names_may_have_spaces_around_them():
+    assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "dense")
+
+
+def test_the_kernel_insisted_on_is_part_of_the_decision():
+    call = explain(X, X, X).call
+    kernels = [selection.plan(call, X, None, k).kernel.name for k in ("dense", "tiled", None)]
+    assert kernels == ["dense", "tiled", "dense"]
+    assert [c.status for c in explain(X, X, X, backend="numpy,torch").candidates][-1] == "next"
+
+
+def test_nothing_outside_the_list_runs():
+    with pytest.raises(polyattn.UnsupportedError, match="no device 'cuda' here"):
+        attention(X, X, X, backend="torch:cuda")
+
+
+def test_auto_in_a_list_stands_for_the_automatic_choice():
+    assert chosen(backend="torch:cuda,auto") == ("numpy", "dense")
+    strict = array_api_strict.asarray(X)
+    assert chosen(strict, strict, strict, backend="torch:cuda,auto") == ("array-api", "dense")
+
+
+def test_auto_moves_nothing():
+    with pytest.raises(TypeError, match="array of numpy"):
+        attention(X, torch.from_numpy(X), X, backend="auto")
+
+
+def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
+    registry.load("torch")
+    kernel = registry.loaded("torch").kernels[0]
+    monkeypatch.setattr(type(kernel), "__call__", lambda *_: 1 / 0)
+    tensor = torch.from_numpy(X)
+    with pytest.raises(ZeroDivisionError):
+        attention(tensor, tensor, tensor, backend="torch,numpy")
+
+
+# ---- plugins that are not there, or broken ----
+
+
+class _Entry:
+    """An entry point of a plugin that is not installed."""
+
+    value, distribution, flaw = "acme:SPEC", "acme", None
+
+    def __init__(self, name, spec):
+        self.name, self._spec = name, spec
+
+    def load(self):
+        if isinstance(self._spec, BaseException):
+            raise self._spec
+        return self._spec
+
+
+@pytest.fixture
+def plugins(monkeypatch):
+    """Return a function that registers more plugins for the length of a test."""
+    genuine = registry.entries
+
+    def register(**specs):
+        more = [_Entry(name, spec) for name, spec in specs.items()]
+        monkeypatch.setattr(registry, "entries", lambda: [*more, *genuine()])
+        monkeypatch.setattr(registry, "_plugins", {})
+        monkeypatch.setattr(selection, "_plans", {})
+
+    return register
+
+
+def _spec(name="acme", **changes):
+    facts = {
+        "name": name,
+        "namespaces": ("array_api_strict",),
+        "implementation": "no_such_module:Backend",
+        "requires": (),
+        "install": "pip install acme",
+    }
+    return polyattn.plugin.BackendSpec(**{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (
+            _spec(requires=("no_such_library",)),
+            "no_such_library is not installed: pip install acme",
+        ),
+        (_spec(), "it cannot be loaded: ModuleNotFoundError"),
+        (_spec(api_version=2), "version 2 of the plugin contract"),
+        (_spec(name="emca"), "named 'emca'"),
+        (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
+        (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
+        (object(), "no BackendSpec"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_says_why(plugins, spec, reason):
+    plugins(acme=spec)
+    with pytest.raises(polyattn.BackendUnavailableError) as caught:
+        attention(X, X, X, backend="acme")
+    assert reason in str(caught.value)
+    assert isinstance(caught.value, ImportError)
+    assert chosen(backend="acme,numpy") == ("numpy", "dense")
+    row = next(info for info in polyattn.list_backends() if info.name == "acme")
+    assert not row.available
+    assert reason in row.reason
+
+
+@pytest.mark.parametrize("module", ["no_such_library", "no_such.library", ""])
+def test_what_cannot_be_found_is_not_installed(module):
+    assert not registry.is_installed(module)
+
+
+def test_a_broken_plugin_leaves_its_library_to_the_core(plugins):
+    plugins(acme=_spec())
+    strict = array_api_strict.asarray(X)
+    explanation = explain(strict, strict, strict)
+    assert explanation.chosen.backend == "array-api"
+    assert "cannot be loaded" in str(explanation)
+
+
+def test_other_plugins_take_no_name_and_no_library_of_ours(plugins):
+    others = {"numpy": _spec("numpy"), "array-api": _spec("array-api")}
+    plugins(**others, other=_spec("other", namespaces=("numpy",)))
+    assert registry.ARRAY_API not in registry.names()
+    assert registry.serving("numpy") == ("numpy",)
+    registry.load("numpy")
+    assert type(registry.loaded("numpy")).__module__ == "polyattn_numpy.backend"
+
+
+# ---- there and back ----
+
+
+def reference(**options):
+    return attention(X, X, X, backend="array-api", **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "library"),
+    [
+        (lambda x: x, "numpy"),
+        (torch.from_numpy, "torch"),
+        (jnp.asarray, "jax"),
+        (array_api_strict.asarray, "array_api_strict"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_the_result_comes_back_to_the_callers_library(make, library, backend):
+    x = make(X)
+    output, logsumexp = attention_partial(x, x, x, is_causal=True, backend=backend)
+    assert type(output) is type(logsumexp) is type(x)
+    assert polyattn.arrays.library_of(output).name == library
+    np.testing.assert_allclose(np.asarray(output), reference(is_causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_all_operands_are_brought(backend):
+    rng = np.random.default_rng(1)
+    options = {
+        "mask": rng.random((5, 5)) > 0.3,
+        "bias": rng.standard_normal((2, 1, 5, 5), dtype=np.float32),
+        "sinks": rng.standard_normal(4, dtype=np.float32),
+        "query_offset": np.array([1, 3]),
+        "window": (2, 1),
+    }
+    expected = reference(**options)
+    strict = {
+        name: array_api_strict.asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    x = array_api_strict.asarray(X)
+    output = attention(x, x, x, backend=backend, **strict)
+    np.testing.assert_allclose(np.asarray(output), expected, atol=1e-6)
+
+
+def test_arrays_of_several_libraries_meet_at_a_named_backend():
+    tensor, strict = torch.from_numpy(X), array_api_strict.asarray(X)
+    output = attention(X, tensor, strict, backend="torch")
+    assert isinstance(output, np.ndarray)
+    np.testing.assert_allclose(output, reference(), atol=1e-6)
+    assert isinstance(attention(tensor, X, strict, backend="torch"), torch.Tensor)
+
+
+def test_functions_see_the_callers_own_library_wherever_they_run():
+    table = RNG.standard_normal((5, 5)).astype(np.float32)
+    seen = set()
+
+    def score_mod(score, b, h, i, j):
+        seen.add(type(score))
+        return score + table[i, j]
+
+    def mask(b, h, i, j):
+        seen.add(type(i))
+        return (i + j) % 3 != 0
+
+    options = {"score_mod": score_mod, "mask": mask}
+    np.testing.assert_allclose(
+        attention(X, X, X, backend="torch", **options), reference(**options), atol=1e-6
+    )
+    assert seen == {np.ndarray}
+
+
+def test_conjugate_and_negative_views_of_torch_cross():
+    tensor = torch.complex(torch.from_numpy(X), torch.from_numpy(X)).conj().imag
+    assert tensor.is_neg()
+    output = attention(tensor, tensor, tensor, backend="numpy")
+    torch.testing.assert_close(output, -torch.from_numpy(reference()), rtol=0, atol=1e-6)
+
+
+def test_bfloat16_crosses_by_its_bits():
+    x = X.astype(ml_dtypes.bfloat16)
+    output = attention(x, x, x, backend="torch")
+    assert output.dtype == ml_dtypes.bfloat16
+    tensor = torch.from_numpy(X).bfloat16()
+    assert attention(tensor, tensor, tensor, backend="numpy").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        X[:, :, ::-1],
+        X[..., ::-1],
+        np.broadcast_to(X[:1], X.shape),
+        X.astype(">f4"),
+        np.asfortranarray(X),
+        np.zeros(X.shape, [("a", "f4"), ("b", "i2")])["a"],
+    ],
+)
+@pytest.mark.parametrize("writeable", [True, False])
+def test_views_of_every_kind_cross(view, writeable):
+    if not writeable or view.flags.writeable:
+        view = view.view()
+        view.flags.writeable = writeable
+    expected = attention(view, view, view)
+    np.testing.assert_allclose(attention(view, view, view, backend="torch"), expected, atol=1e-6)
+
+
+def test_a_graph_of_gradients_does_not_leave_its_library():
+    tensor = torch.from_numpy(X).requires_grad_()
+    with pytest.raises(polyattn.UnsupportedError, match=r"requires grad.*query.detach\(\)"):
+        attention(tensor, tensor, tensor, backend="numpy")
+    assert attention(tensor, tensor, tensor, backend="torch:cpu").requires_grad
+    assert attention(tensor, tensor, tensor, backend="array-api").requires_grad
+
+
+def test_a_traced_array_does_not_leave_its_library():
+    with pytest.raises(polyattn.UnsupportedError, match="traced, transformed, lazy"):
+        jax.jit(lambda x: attention(x, x, x, backend="numpy"))(jnp.asarray(X))
+
+
+def test_a_lazy_array_does_not_leave_its_library():
+    lazy = dask.array.from_array(X)
+    for backend in ("numpy", "torch"):
+        with pytest.raises(polyattn.UnsupportedError, match="traced, transformed, lazy"):
+            attention(lazy, lazy, lazy, backend=backend)
+
+
+def test_an_array_without_values_does_not_move():
+    meta = torch.empty(X.shape, device="meta")
+    for backend in ("numpy", "torch:cpu"):
+        with pytest.raises(polyattn.UnsupportedError, match="device meta"):
+            attention(meta, meta, meta, backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    "transformed",
+    [torch.func.vmap, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))],
+    ids=["vmap", "jvp"],
+)
+def test_a_transformed_tensor_does_not_leave_its_library(transformed):
+    call = transformed(lambda q: attention(q, q, q, backend="numpy"))
+    with pytest.raises(polyattn.UnsupportedError, match="transformed"):
+        call(torch.from_numpy(X))
+
+
+def test_what_a_function_closes_over_is_not_lost_either():
+    tensor = torch.from_numpy(X)
+    slope = torch.ones(4, requires_grad=True)
+    rule = {"score_mod": lambda s, b, h, i, j: s * slope[h]}
+    assert attention(tensor, tensor, tensor, **rule).requires_grad
+    with pytest.raises(polyattn.UnsupportedError, match="what the function returned requires grad"):
+        attention(tensor, tensor, tensor, backend="numpy", **rule)
+
+
+def test_bfloat16_without_the_package_that_numpy_has_it_from(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    tensor = torch.from_numpy(X).bfloat16()
+    with pytest.raises(ImportError, match="pip install ml_dtypes"):
+        attention(tensor, tensor, tensor, backend="numpy")
+
+
+def test_jax_in_bfloat16_crosses():
+    x = jnp.asarray(X, jnp.bfloat16)
+    assert attention(x, x, x, backend="numpy").dtype == jnp.bfloat16
+
+
+def test_the_result_comes_back_to_the_callers_device():
+    elsewhere = array_api_strict.Device("device1")
+    x = array_api_strict.asarray(X, device=elsewhere)
+    for backend in ("numpy", "torch"):
+        output, logsumexp = attention_partial(x, x, x, backend=backend)
+        assert output.device == logsumexp.device == elsewhere
+
+
+def test_array_api_moves_nothing():
+    with pytest.raises(polyattn.UnsupportedError, match="moves none"):
+        attention(X, X, X, backend="array-api:cuda")
+    with pytest.raises(polyattn.UnsupportedError, match="moves none; they are on numpy"):
+        attention(X, torch.from_numpy(X), X, backend="array-api")
+
+
+# ---- explain ----
+
+
+def test_explain_from_shapes_agrees_with_arrays():
+    tensor = torch.from_numpy(X)
+    options = {"is_causal": True, "softcap": 3.0}
+    assert (
+        explain(SHAPE, SHAPE, SHAPE, library="torch", **options).candidates
+        == explain(tensor, tensor, tensor, **options).candidates
+    )
+    options = {"mask": (5, 5), "bias": (1, 4, 5, 5), "sinks": (4,), "query_offset": (2,)}
+    explanation = explain(SHAPE, SHAPE, SHAPE, **options, is_causal=True, dtype="bfloat16")
+    assert explanation.problem.features == {"mask", "bias", "sinks", "query_offset_array", "causal"}
+    assert explanation.chosen.kernel == "dense"
+
+
+def test_explain_checks_what_attention_checks():
+    with pytest.raises(ValueError, match="8 and 6"):
+        explain(SHAPE, (2, 4, 5, 6), SHAPE)
+
+
+def test_explain_takes_shapes_to_be_where_the_library_puts_arrays():
+    assert explain(SHAPE, SHAPE, SHAPE, library="torch").problem.device == "cpu"
+    with pytest.raises(ValueError, match="no array of numpy on 'cuda'"):
+        explain(SHAPE, SHAPE, SHAPE, device="cuda")
+
+
+def test_explain_refuses_a_library_that_is_not_here():
+    with pytest.raises(ValueError, match="no array of 'nunpy': it is not installed"):
+        explain(SHAPE, SHAPE, SHAPE, library="nunpy")
+
+
+@pytest.mark.parametrize("shape", [(2, -4), (2.0, 4), ("a", 4), (True, None)])
+def test_explain_refuses_what_is_no_shape(shape):
+    with pytest.raises(ValueError, match="integers of at least 0"):
+        explain(shape, shape, shape)
+
+
+def test_explain_runs_and_moves_nothing(monkeypatch):
+    registry.load("torch")
+    monkeypatch.setattr(type(registry.loaded("torch")), "place", lambda *_: 1 / 0)
+    assert chosen(backend="torch") == ("torch", "sdpa")
+
+
+def test_an_explanation_prints_as_a_table():
+    text = str(explain(SHAPE, SHAPE, SHAPE, backend="torch:cuda,numpy", window=(1, 0)))
+    lines = text.splitlines()
+    assert lines[0].startswith("attention: query (2, 4, 5, 8), key")
+    assert lines[1].split() == ["needs:", "window"]
+    assert lines[2] == "selected by backend='torch:cuda,numpy'"
+    assert [line.split()[0] for line in lines[3:]] == ["torch:cuda", "numpy", "numpy"]
+    assert "CHOSEN" in lines[-1]
+
+
+def test_a_plan_is_remembered_by_facts_not_by_values():
+    before = len(polyattn.dispatch.select._plans)
+    for seed in range(3):
+        x = np.random.default_rng(seed).standard_normal((3, 11, 13))
+        attention(x, x, x, softcap=1.5)
+    assert len(polyattn.dispatch.select._plans) == before + 1
+
+
+def test_plans_are_bounded_and_the_newest_and_those_in_use_are_kept(monkeypatch):
+    plans = selection.Recent(8)
+    monkeypatch.setattr(selection, "_plans", plans)
+    made = []
+    genuine = selection._plan
+    monkeypatch.setattr(selection, "_plan", lambda *given: made.append(0) or genuine(*given))
+
+    def call(length):
+        x = np.ones((1, length, 4))
+        before = len(made)
+        attention(x, x, x)
+        return len(made) > before
+
+    assert call(1)
+    for length in range(2, 30):
+        assert call(length)
+        assert not call(1)  # in use
+        assert len(plans) <= 8
+    assert not any(map(call, range(27, 30)))
+    assert call(2)
+
+
+def test_a_table_of_what_is_recent_is_for_many_threads():
+    table = selection.Recent(16)
+
+    def work(start):
+        for n in range(start, start + 3000):
+            key = n % 40
+            found = table.get(key)
+            assert found in (None, key)
+            table[key] = key
+            assert len(table._young) <= 8
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert 8 <= len(table) <= 16
+
+
+class Carried:
+    """A mask or score function that can be weakly referred to."""
+
+    def __call__(self, *given):
+        return given[-1] >= 0 if len(given) == 4 else given[0]
+
+
+class Given(kernels.Dense):
+    """A kernel of the caller's."""
+
+
+@pytest.mark.parametrize(
+    ("make", "options_of"),
+    [
+        (Carried, lambda f: {"mask": f}),
+        (Carried, lambda f: {"mask": masks.rule(f) | masks.prefix(1)}),
+        (Carried, lambda f: {"mask": masks.compile(f, 5)}),
+        (Carried, lambda f: {"score_mod": f}),
+        (Carried, lambda f: {"score_mod": scores.function(f) >> scores.temperature(2.0)}),
+        (Given, lambda kernel: {"kernel": kernel}),
+        (lambda: np.ones(5, np.int64), lambda ids: {"mask": masks.segments(ids) | masks.prefix(1)}),
+        (lambda: np.ones(4), lambda slopes: {"score_mod": scores.alibi(slopes)}),
+        (lambda: np.ones(8), lambda weight: {"similarity": scores.additive(weight)}),
+    ],
+)
+def test_a_decision_keeps_nothing_of_the_callers_alive(make, options_of):
+    x = np.ones((2, 4, 5, 8))
+    thing = make()
+    for _ in range(2):
+        attention(x, x, x, **options_of(thing))
+    alive = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_decision_of_a_given_kernel_is_remembered_while_it_lives(monkeypatch):
+    kernel = Given()
+    attention(X, X, X, kernel=kernel)
+    monkeypatch.setattr(selection, "_plan", lambda *_: 1 / 0)
+    attention(X, X, X, kernel=kernel)
+    with pytest.raises(ZeroDivisionError):
+        attention(X, X, X, kernel=Given())
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
+def test_compiled_masks_of_other_tables_share_a_decision_and_nothing_else(to, monkeypatch):
+    monkeypatch.setattr(selection, "_plans", selection.Recent(64))
+    q, k, v = (to(RNG.standard_normal((2, 64, 8), dtype=np.float32)) for _ in range(3))
+    for keys in (17, 40):
+        mask = masks.compile(masks.prefix(to(np.array(keys))), 64, tile=8)
+        found = attention(q, k, v, mask=masks.global_tokens(0) | mask, window=(None, 16))
+        expected = attention(
+            *(np.asarray(x) for x in (q, k, v)), kernel="dense", backend="numpy",
+            mask=lambda b, h, i, j, keys=keys: (j < keys) | (i == 0), window=(None, 16),
+        )  # fmt: skip
+        assert len(selection._plans) == 2  # and that of what is expected
+        np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
+
+
+# ---- first use ----
+
+FIRST_USE = """
+import threading
+import numpy as np
+import polyattn
+x = np.ones((2, 5, 8), np.float32)
+barrier = threading.Barrier(8)
+results = []
+def call():
+    barrier.wait()
+    results.append(polyattn.attention(x, x, x, backend={backend!r}))
+threads = [threading.Thread(target=call) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert len(results) == 8 and all(np.array_equal(r, x) for r in results), results
+"""
+
+
+@pytest.mark.parametrize("backend", [None, "torch", "array-api"])
+def test_the_first_call_may_come_from_eight_threads(backend):
+    code = FIRST_USE.format(backend=backend)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_many_threads_choose_for_themselves():
+    def call(name):
+        with use_backend(name):
+            return [chosen()[0] for _ in range(50)] == [name] * 50
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(call, ["numpy", "torch", "array-api"] * 8))

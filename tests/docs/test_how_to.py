@@ -1,0 +1,249 @@
+"""The how-to pages: their programs run as programs, and their messages are what is raised."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import numpy as np
+import pages
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel
+
+from polyattn.dispatch import registry
+from polyattn.dispatch import select as selection
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
+MANY, SERVICE, TROUBLE = "many-devices.md", "service.md", "troubleshooting.md"
+
+
+def text(page):
+    return (FOLDER / page).read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.DOTALL | re.MULTILINE)
+
+
+def program(page, name, folder):
+    """Write a program that a page shows to a folder, and return its path."""
+    (code,) = [code for code in blocks(page, "python") if code.startswith(f"# {name}\n")]
+    (folder / name).write_text(code, encoding="utf-8")
+    return folder / name
+
+
+def run(folder, *arguments, **environment):
+    """Run Python in a folder and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def squeezed(message):
+    return " ".join(message.split())
+
+
+# ---- many devices ----
+
+
+def test_a_ring_of_processes_computes_what_one_process_does(tmp_path):
+    program(MANY, "ring.py", tmp_path)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    # The launcher itself uses what is deprecated.
+    printed = run(tmp_path, "-W", "default", *launch, "ring.py")
+    found = re.findall(r"rank (\d) of 2: off by (\S+e[-+]\d\d)", printed)
+    assert sorted(rank for rank, _ in found) == ["0", "1"]
+    assert all(float(off) < 2e-6 for _, off in found)
+
+
+EXPLICIT = """
+import jax, sharded
+from jax.sharding import NamedSharding
+
+sharded.main()
+mesh = jax.make_mesh((4,), ("ring",))
+x = jax.device_put(jax.numpy.ones((1, 8, 64, 16)), NamedSharding(mesh, sharded.TOKENS))
+try:
+    jax.jit(sharded.attention)(x, x, x)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_sharded_arrays_give_what_one_device_does(tmp_path):
+    program(MANY, "sharded.py", tmp_path)
+    # Most of its time would go into making fast code that runs once.
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    printed = run(tmp_path, "-c", EXPLICIT, XLA_FLAGS=flags).splitlines()
+    (shown,) = [block for block in blocks(MANY, "console") if "sharded.py" in block]
+    for line, promised in zip(printed[:3], shown.splitlines()[1:], strict=True):
+        assert line.partition("off by")[0] == promised.partition("off by")[0]
+        assert float(re.search(r"off by (\S+) of", line)[1]) < 1e-5
+    (message,) = [block for block in blocks(MANY, "text") if block.startswith("Sharding")]
+    assert matches(message, printed[3])
+
+
+# ---- a service ----
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A small BERT of random weights with a tokeniser of words, as a folder."""
+    folder = tmp_path_factory.mktemp("bert")
+    words = ["[UNK]", "a", "cat", "drinks", "milk", "kitten", "has", "drink"]
+    tokenizer = Tokenizer(models.WordLevel(dict(zip(words, range(8), strict=True)), "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    model = BertModel(BertConfig(vocab_size=8, num_hidden_layers=2, **sizes)).eval()
+    model.save_pretrained(folder)
+    return folder, model
+
+
+SENTENCES = ["a cat drinks milk", "milk", "a kitten has a drink of milk"]
+
+
+WRONG = {
+    "[]": "send a JSON list of sentences",
+    '{"a": 1}': "send a JSON list of sentences",
+    '["milk", ""]': "a text has no tokens",
+    "[1]": "",
+    "{": "",
+}
+
+
+def expected_vectors(model):
+    ids = [[1, 2, 3, 4], [4], [1, 5, 6, 1, 7, 0, 4]]
+    with torch.no_grad():
+        sums = [model(torch.tensor([one])).last_hidden_state[0].sum(0) for one in ids]
+    return torch.nn.functional.normalize(torch.stack(sums), dim=-1).numpy()
+
+
+@pytest.fixture
+def service(tmp_path):
+    """The program of the page as a module."""
+    spec = importlib.util.spec_from_file_location(
+        "service", program(SERVICE, "service.py", tmp_path)
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("most", [4096, 5], ids=["one pass", "several passes"])
+def test_the_service_gives_the_vectors_of_the_model(bert, service, most):
+    folder, model = bert
+    service.MOST_TOKENS = most
+    found = service.load(folder)(SENTENCES)
+    np.testing.assert_allclose(found, expected_vectors(model), atol=1e-5)
+
+
+def test_the_service_answers_over_http(bert, service, monkeypatch):
+    folder, model = bert
+    started, servers = threading.Event(), []
+
+    class Server(service.ThreadingHTTPServer):
+        def serve_forever(self):
+            servers.append(self)
+            started.set()
+            super().serve_forever(poll_interval=0.01)
+
+    monkeypatch.setattr(service, "ThreadingHTTPServer", Server)
+    monkeypatch.setattr(service.BaseHTTPRequestHandler, "log_message", lambda *_: None)
+    thread = threading.Thread(target=service.serve, args=(service.load(folder), 0))
+    thread.start()
+    assert started.wait(60)
+    address = f"http://127.0.0.1:{servers[0].server_port}"
+    try:
+        with urlopen(address, json.dumps(SENTENCES).encode()) as answer:
+            np.testing.assert_allclose(json.load(answer), expected_vectors(model), atol=1e-5)
+        for wrong, why in WRONG.items():
+            with pytest.raises(HTTPError, match="400") as caught:
+                urlopen(address, wrong.encode())
+            assert why in json.load(caught.value)["error"]
+            caught.value.close()
+    finally:
+        servers[0].shutdown()
+        thread.join()
+        servers[0].server_close()
+
+
+def test_the_service_imports_no_framework_and_polyattn_no_library(bert, tmp_path):
+    program(SERVICE, "service.py", tmp_path)
+    ask = f"import service, sys; service.load({str(bert[0])!r})(['milk'])"
+    heavy = "[m for m in ('torch', 'jax', 'transformers', 'cupy') if m in sys.modules]"
+    assert run(tmp_path, "-c", f"{ask}; print({heavy})") == "[]\n"
+    (line,) = re.findall(
+        r'^\$ python -c "(import polyattn, sys; .*)"$', text(SERVICE), re.MULTILINE
+    )
+    assert run(tmp_path, "-c", line) == "False\n"
+    assert "the second prints `False`" in squeezed(text(SERVICE))
+
+
+# ---- messages ----
+
+
+def matches(shown, raised):
+    """Whether a message is the one shown, where … stands for anything."""
+    parts = map(re.escape, squeezed(shown).split("…"))
+    return re.fullmatch(".*".join(parts), squeezed(raised), re.DOTALL) is not None
+
+
+def provoked(page):
+    """Each call that a page shows with its message."""
+    for block in blocks(page, "text"):
+        found = re.fullmatch(r">>> (.*?)\n((?:\w+\.)*\w+: .*)", block, re.DOTALL)
+        if found:
+            yield found[1], found[2]
+
+
+@pytest.fixture
+def without_cupy(monkeypatch):
+    """A machine where CuPy is not installed, whatever this one has."""
+    genuine = registry.is_installed
+    monkeypatch.setattr(registry, "is_installed", lambda name: name != "cupy" and genuine(name))
+    monkeypatch.setattr(registry, "_plugins", {})
+    monkeypatch.setattr(selection, "_plans", {})
+
+
+PAGES = sorted(page.name for page in FOLDER.glob("*.md"))
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [(page, number) for page in PAGES for number, _ in enumerate(provoked(page))],
+)
+@pytest.mark.usefixtures("without_cupy")
+def test_a_message_on_a_page_is_the_one_raised(page, number):
+    call, message = list(provoked(page))[number]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        eval(call, pages.run(FOLDER / page)[-1].names)
+    raised = f"{type(caught.value).__name__}: {caught.value}"
+    assert matches(message, raised), f"{call}\n{raised}"
+
+
+def test_every_error_that_a_page_shows_is_provoked():
+    shown = sum(len(re.findall(r"^>>> ", text(page), re.MULTILINE)) for page in PAGES)
+    assert shown == sum(len(list(provoked(page))) for page in PAGES) > 30
+
+
+def test_the_index_leads_to_every_page():
+    assert {f"({page})" for page in PAGES if page != "index.md"} <= set(
+        re.findall(r"\([\w-]+\.md\)", text("index.md"))
+    )

@@ -1,0 +1,110 @@
+"""What pages show runs: their Python in order and to the letter, and the commands of polyattn."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pages
+import pytest
+
+from polyattn.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+# Folders with an underscore hold what a build of the site makes.
+DOCS = [p for p in ROOT.glob("docs/**/*.md") if "/_" not in p.relative_to(ROOT).as_posix()]
+PAGES = sorted([ROOT / "README.md", *DOCS, *ROOT.glob("examples/*/README.md")])
+NAMES = {page.relative_to(ROOT).as_posix(): page for page in PAGES}
+WITH_CODE = [name for name, page in NAMES.items() if any(pages.blocks(page))]
+COMMANDS = {name: lines for name, page in NAMES.items() if (lines := pages.commands(page))}
+
+PYTHON = re.compile(
+    r"^[ >\t]*(?:`{3,}|~{3,})[ {]*(?:code-block\}? *)?(?:python|py|pycon|ipython|doctest)",
+    flags=re.MULTILINE | re.IGNORECASE,
+)
+# What these print differs from run to run.
+NOT_SHOWN = ("milliseconds(compute",)
+# Pages whose commands take half a minute or more.
+LONG = {"docs/bench.md": pytest.mark.slow}
+# Commands that run elsewhere or not at all, each with the reason.
+EXAMPLE = "needs the example of a plugin, with which tests/docs/test_site.py runs it"
+LEFT_OUT = {
+    "polyattn explain --shape 2,8,128,64 --backend einsum": EXAMPLE,
+    "polyattn check einsum --kernel einsum": EXAMPLE,
+}
+
+
+PAGE = """# A page
+
+![a line](line.png)
+
+```python
+from pathlib import Path
+from matplotlib import pyplot
+
+lines = pyplot.plot([0, 1])
+print("drawn")
+```
+
+```text
+drawn
+```
+
+```python
+assert list(Path().iterdir()) == []
+lines = None
+```
+"""
+
+
+def test_a_page_is_run_block_after_block_in_an_empty_folder(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE, encoding="utf-8")
+    first, second = pages.run(page)
+    assert (first.block.picture, first.block.shown, first.printed) == (
+        "line.png",
+        "drawn\n",
+        "drawn\n",
+    )
+    assert first.figure is first.names["lines"][0].figure
+    assert second.figure is None
+    assert second.names["lines"] is None
+    assert second.block.shown is None
+    assert pages.run(page)[0] is first
+
+
+def test_an_error_on_a_page_names_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Text.\n\n```python\nx = 1\nx / 0\n```\n", encoding="utf-8")
+    with pytest.raises(ZeroDivisionError) as caught:
+        pages.run(page)
+    assert caught.traceback[-1].lineno == 4  # counted from 0
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_a_page_runs_and_prints_what_it_shows(name):
+    for block, printed, _, _ in pages.run(NAMES[name]):
+        if block.shown is not None:
+            assert printed == block.shown, block.code
+        else:
+            assert not printed or any(code in block.code for code in NOT_SHOWN), block.code
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_python_of_a_page_is_left_out(name):
+    text = NAMES[name].read_text(encoding="utf-8")
+    assert len(PYTHON.findall(text)) == len(list(pages.blocks(NAMES[name])))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=LONG.get(n, ())) for n in COMMANDS])
+def test_the_commands_of_a_page_are_done_one_after_another(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for line in COMMANDS[name]:
+        if line not in LEFT_OUT:
+            assert main(shlex.split(line)[1:]) == 0, f"{line}: {capsys.readouterr().err}"
+
+
+def test_everything_that_is_set_apart_is_on_a_page():
+    code = "".join(block.code for page in PAGES for block in pages.blocks(page))
+    assert all(part in code for part in NOT_SHOWN)
+    assert set(LONG) <= set(COMMANDS)
+    assert set(LEFT_OUT) <= {line for lines in COMMANDS.values() for line in lines}

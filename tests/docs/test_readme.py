@@ -1,0 +1,43 @@
+"""What the README shows is what happens, and what it points to is there."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pages
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+
+
+def squeezed(text):
+    return " ".join(text.split())
+
+
+def test_the_errors_shown_are_the_ones_raised():
+    namespace = pages.run(README)[-1].names
+    shown = blocks("text")[1]
+    calls = re.findall(r"^>>> (.*)\n(\w+): ((?:.+\n)+)", shown, flags=re.MULTILINE)
+    assert len(calls) == 2
+    for call, kind, message in calls:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            eval(call, {**namespace, "np": np})
+        assert type(caught.value).__name__ == kind
+        assert squeezed(str(caught.value)) == squeezed(message)
+
+
+def test_every_file_it_points_to_is_there():
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+        if not target.startswith("http"):
+            assert (README.parent / target).exists(), target
+
+
+def test_every_make_target_it_names_exists():
+    makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
+    for target in set(re.findall(r"`make (\w+)`|^\$ make (\w+)", TEXT, flags=re.MULTILINE)):
+        assert re.search(rf"^{''.join(target)}:", makefile, flags=re.MULTILINE), target

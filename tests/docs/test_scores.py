@@ -1,0 +1,164 @@
+"""The page of scores: its arithmetic is what attention computes."""
+
+import importlib.util
+import math
+import re
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pages
+import pytest
+import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from polyattn import attention, scores
+
+matplotlib.use("Agg")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "scores.md").read_text(encoding="utf-8")
+# Far enough apart for T5's buckets to differ by direction.
+H, L, S, D = 8, 12, 26, 16
+RNG = np.random.default_rng(3)
+QUERY, KEY = RNG.normal(size=(H, L, D)), RNG.normal(size=(H, S, D))
+PYTHON = {
+    name: getattr(np, name) for name in ("sqrt", "tanh", "exp", "sum", "abs", "log", "maximum")
+}
+PYTHON |= {"np": np, "scores": scores, "norm": np.linalg.norm, "inf": math.inf}
+
+
+def weights(key=KEY, **options):
+    """The weights of attention: its output over values that are the rows of an identity."""
+    value = np.broadcast_to(np.eye(key.shape[-2]), (H, key.shape[-2], key.shape[-2]))
+    return attention(QUERY, key, value, **options)
+
+
+def softmax(s):
+    exponentials = np.exp(s - s.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def by_arithmetic(formula, s, names):
+    """Scores or weights by a formula in Python, one at a time."""
+    code, found = compile(formula, "scores.md", "eval"), np.empty(s.shape)
+    for h, i, j in np.ndindex(*s.shape):
+        here = {"h": h, "i": i, "j": j, "s": s[h, i, j], "q": QUERY[h, i], "k": KEY[h, j]}
+        here["row"] = s[h, i]
+        found[h, i, j] = eval(code, names | here)
+    return found
+
+
+def bucket(away, bidirectional=True):
+    """T5's, by transformers."""
+    asked = torch.as_tensor([away])
+    return int(T5Attention._relative_position_bucket(asked, bidirectional, 32, 128)[0])
+
+
+def threshold(row):
+    """What sparsemax takes from a row, by bisection."""
+    low, high = row.min() - 1, row.max()
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(row - middle, 0).sum() > 1 else (low, middle)
+    return low
+
+
+# ---- the sections ----
+
+SECTIONS = re.findall(r"^### (\w+)\n\n```python\n(.*?)```\n\n`([^`]+)`", PAGE, re.S | re.M)
+FUNCTIONS = PYTHON | {"bucket": bucket, "threshold": threshold, "max": max, "D": D, "S": L}
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What each section makes."""
+    found = {}
+    for block, _, space, _ in pages.run(DOCS / "scores.md"):
+        made = set(re.findall(r"^(score_mod|similarity|scale|normalizer) = ", block.code, re.M))
+        section = next((title for title, code, _ in SECTIONS if code == block.code), "first")
+        found[section] = space | {"options": {name: space[name] for name in made}}
+    return found
+
+
+def test_the_page_has_each_value_that_there_is():
+    kinds = {"Score", "Similarity", "ScaleRule", "Normalizer"}
+    assert {title for title, _, _ in SECTIONS} == set(scores.__all__) - kinds
+
+
+@pytest.mark.parametrize(("title", "formula"), [(title, text) for title, _, text in SECTIONS])
+def test_the_arithmetic_of_a_section_is_what_attention_computes(names, title, formula):
+    space = names[title]
+    options, key = space["options"], KEY[:, :L]
+    product = QUERY @ np.swapaxes(key, -1, -2)
+    s = product if "scale" in options else product / math.sqrt(D)
+    expected = by_arithmetic(" ".join(formula.split()), s, space | FUNCTIONS)
+    if "normalizer" not in options:
+        expected = softmax(expected)
+    np.testing.assert_allclose(weights(key, **options), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_first_example_does_its_steps_from_left_to_right(names):
+    space = names["first"]
+    x, k, v = (space[name] for name in ("query", "key", "value"))
+    i, j = np.ogrid[:12, :12]
+    slopes = 2.0 ** -np.arange(1, 9).reshape(-1, 1, 1)
+    s = 5 * np.tanh(x @ np.swapaxes(k, -1, -2) / math.sqrt(16) / 0.5 / 5) - slopes * abs(i - j)
+    expected = softmax(np.where(j <= i, s, -np.inf)) @ v
+    np.testing.assert_allclose(space["output"], expected, rtol=1e-10)
+
+
+def test_a_script_draws_the_pictures_of_the_page(tmp_path):
+    spec = importlib.util.spec_from_file_location("docs_scores", DOCS / "scores.py")
+    drawing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawing)
+    (tmp_path / "images").mkdir()
+    drawing.main(tmp_path)
+    shown = set(re.findall(r"^!\[[^]]+\]\(([^)]+)\)", PAGE, re.M))
+    assert shown == set(drawing.PICTURES)
+    assert all((tmp_path / name).stat().st_size > 4000 for name in shown)
+
+
+# ---- the table ----
+
+ROWS = re.findall(r"^\| (.*?) \| `(.*)` \| `(.*)` \|$", PAGE.partition("## From other")[2], re.M)
+LETTERS = PYTHON | {"H": H, "L": L, "S": S, "D": D, "c": 1.5, "t": 2.5, "tau": 0.2}
+LETTERS |= {
+    "slopes": RNG.random(H),
+    "bias": RNG.normal(size=(H, L, S)),
+    "table": RNG.normal(size=(32, H)),
+    "weight": RNG.normal(size=D),
+    "t5": bucket,
+    "t5_causal": lambda away: bucket(away, bidirectional=False),
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_what_to_write_means_what_the_other_library_computes(row):
+    _, formula, ours = row
+    s = QUERY @ np.swapaxes(KEY, -1, -2) / math.sqrt(D)
+    expected = softmax(by_arithmetic(formula, s, LETTERS))
+    options = eval(f"dict({ours})", LETTERS)
+    np.testing.assert_allclose(weights(**options), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_table_is_read_whole():
+    assert len(ROWS) == len(re.findall(r"^\|", PAGE.partition("## From other")[2], re.M)) - 2
+
+
+def test_alibi_is_what_bloom_adds():
+    theirs = build_alibi_tensor(torch.ones(1, S), H, torch.float64).reshape(H, 1, S).numpy()
+    product = QUERY @ np.swapaxes(KEY, -1, -2) / math.sqrt(D)
+    expected = softmax(np.where(np.tri(L, S, S - L) > 0, product + theirs, -np.inf))
+    found = weights(score_mod=scores.alibi(H), is_causal=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def test_a_sink_of_zero_is_what_torch_adds():
+    layer = torch.nn.MultiheadAttention(D, 1, add_zero_attn=True, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.in_proj_weight.copy_(torch.eye(D, dtype=torch.float64).repeat(3, 1))
+    query, key = (torch.as_tensor(x[0])[:, None] for x in (QUERY, KEY))
+    theirs = layer(query, key, key)[1][0, :, :-1].detach().numpy()
+    found = weights(sinks=np.zeros(H))[0]
+    np.testing.assert_allclose(found, theirs, rtol=1e-10)

@@ -1,0 +1,265 @@
+"""The pages: what is generated is up to date, and what is shown is what is there."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from polyattn.dispatch import errors
+from polyattn.plugin import FEATURES
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS, PLUGIN = ROOT / "docs", ROOT / "examples" / "plugin"
+PAGES = [p for p in sorted(DOCS.rglob("*.md")) if "/_" not in p.relative_to(ROOT).as_posix()]
+WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
+def test_the_capability_table_is_what_the_kernels_declare():
+    """Mend by: python docs/capabilities.py."""
+    capabilities = script("capabilities")
+    assert capabilities.PAGE.read_text(encoding="utf-8") == capabilities.page()
+    assert all(f"`{feature}`" in capabilities.page() for feature in FEATURES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_every_file_that_a_page_points_to_is_there(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+# ---- the site ----
+
+
+@pytest.fixture
+def repository(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "_ext")
+    return importlib.import_module("repository")
+
+
+@pytest.fixture
+def written(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "_ext")
+    return importlib.import_module("written")
+
+
+def test_every_page_has_its_place_in_the_sidebar_once():
+    text = (DOCS / "index.md").read_text(encoding="utf-8")
+    trees = "\n".join(re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.S | re.M))
+    named = re.findall(r"^(?:.* <)?(?!_)([a-z/-]+)>?$", trees, flags=re.MULTILINE)
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
+    assert sorted(named) == sorted(pages - {"index"})
+
+
+def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
+    text = "[a](../examples/plugin) [b](../polyattn/plugin.py#x) [c](masks.md) [d](gone.md) [e](#f)"
+    assert repository.relinked(text, DOCS) == (
+        "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/plugin.py.md#x)"
+        " [c](/masks.md) [d](gone.md) [e](#f)"
+    )
+    there = ROOT / "examples" / "train"
+    assert repository.relinked("![](loss.png)", there) == "![](/../examples/train/loss.png)"
+    assert (
+        repository.relinked("[](../polyattn/kernels/dense.py)", DOCS) == "[](/reference/formula.md)"
+    )
+    assert repository.home("_files/examples/train/README") == there
+    assert repository.home("learn/heads") == DOCS / "learn"
+
+
+def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(repository, tmp_path, monkeypatch):
+    docs = tmp_path / "docs"
+    (docs / "_files").mkdir(parents=True)
+    (docs / "_files" / "stale.md").write_text("of an earlier build")
+    (docs / "index.md").write_text("[a](../guide.md) ![b](../picture.png) [c](here.md)")
+    (docs / "here.md").write_text("")
+    (tmp_path / "guide.md").write_text("[a](code.py) [b](docs/here.md)")
+    (tmp_path / "code.py").write_text("x = 1\n")
+    (tmp_path / "picture.png").write_text("")
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    monkeypatch.setattr(repository, "DOCS", docs)
+    repository.make(None)
+    made = sorted(file.name for file in (docs / "_files").iterdir())
+    assert made == ["code.py.md", "guide.md"]
+    assert (
+        "{literalinclude} /../code.py\n:language: python"
+        in (docs / "_files/code.py.md").read_text()
+    )
+    assert repository.pages() == [docs / "here.md", docs / "index.md"]
+
+
+def test_the_changelog_begins_with_the_next_release(written, tmp_path):
+    (tmp_path / "changelog.d").mkdir()
+    for name in ("masks.added", "scores.added", "torch.fixed"):
+        (tmp_path / "changelog.d" / f"{name}.md").write_text(f"{name},\nof two lines.\n")
+    (tmp_path / "CHANGELOG.md").write_text(
+        "# Changelog\n\nDates.\n\n## 0.2\n\n- b\n\n## 0.1\n\n- a\n"
+    )
+    lines = [line for line in written.changelog(tmp_path).splitlines() if line]
+    next_release = ["## Next release", "### Added", "- masks.added,", "  of two lines."]
+    assert lines[:5] == ["Dates.", *next_release]
+    assert lines[5:9] == ["- scores.added,", "  of two lines.", "### Fixed", "- torch.fixed,"]
+    assert lines[10:] == ["## 0.2", "- b", "## 0.1", "- a"]
+
+
+def test_every_fragment_is_of_a_kind_that_the_changelog_has(written):
+    for file in (ROOT / "changelog.d").glob("*.md"):
+        assert file.name == "README.md" or file.suffixes[-2].strip(".") in written.KINDS, file.name
+        assert (
+            file.name == "README.md" or file.read_text("utf-8").strip()[:40] in written.changelog()
+        )
+
+
+def test_the_page_of_commands_has_the_help_of_each(written):
+    page = written.commands()
+    named = re.findall(r"^## polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
+    assert {"backends", "explain", "check", "demo"} <= {name for name, _ in named}
+    assert all(title == usage for title, usage in named)
+    assert len(named) == page.count("\n## ")
+
+
+def test_the_table_of_errors_says_who_raises_each(written):
+    rows = dict(
+        re.findall(r"^\| \{py:exc\}`~polyattn\.(\w+)` \| (.*) \|$", written.error_table(), re.M)
+    )
+    assert set(rows) == set(errors.__all__)
+    assert "`ValueError`" in rows["UnknownBackendError"]
+    for name in set(rows) - {"BackendError"}:
+        assert rows[name].endswith("{py:func}`~polyattn.attention`") or "use_backend" in rows[name]
+
+
+def test_the_table_of_environment_variables_is_what_the_code_reads():
+    read = set()
+    for folder in ("polyattn", "backends"):
+        for file in (ROOT / folder).rglob("*.py"):
+            read |= set(re.findall(r"\bPOLYATTN_[A-Z_]+", file.read_text(encoding="utf-8")))
+    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.MULTILINE)) == sorted(read)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('<a href="gone.html">x</a>', "gone.html leads to no file"),
+        ('<a href="other.html#gone">x</a>', "other.html#gone has no such anchor"),
+        ('<a href="#gone">x</a>', "#gone has no such anchor"),
+        ('<a href="http:/x">x</a>', "http:/x is no address"),
+        ('<script src="https://example.org/x.js"></script>', "is loaded from afar"),
+        ('<link rel="stylesheet" href="//example.org/x.css">', "is loaded from afar"),
+        ('<img src="gone.png">', "gone.png leads to no file"),
+    ],
+)
+def test_a_link_that_is_wrong_is_found(body, reason, tmp_path):
+    (tmp_path / "other.html").write_text('<h1 id="there">x</h1>')
+    (tmp_path / "site.css").write_text("a {background: url(x.png)}")
+    right = (
+        '<a href="other.html#there">x</a> <a href="https://example.org">x</a> <a href="#a">x</a>'
+    )
+    (tmp_path / "index.html").write_text(f'<p id="a">{right}{body}</p>')
+    (found,) = script("links").problems(tmp_path)
+    assert found.startswith("index.html: ")
+    assert found.endswith(reason)
+
+
+def test_a_style_sheet_that_loads_from_afar_is_found(tmp_path):
+    (tmp_path / "site.css").write_text("@import 'https://example.org/x.css';")
+    (found,) = script("links").problems(tmp_path)
+    assert found == "site.css: https://example.org/x.css is loaded from afar"
+
+
+# ---- writing a backend ----
+
+
+def shown():
+    """The files of the example that the page shows, by their names."""
+    blocks = re.findall(
+        r"^```\w+\n# (\S+\.\w+)\n(.*?)^```", WRITING, flags=re.DOTALL | re.MULTILINE
+    )
+    return dict(blocks)
+
+
+def test_the_page_shows_the_example_as_it_is():
+    assert len(shown()) == 4
+    for name, text in shown().items():
+        assert (PLUGIN / name).read_text(encoding="utf-8") == text, name
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    """Install the example, and return a function that runs Python where it is."""
+    folder = tmp_path_factory.mktemp("plugin")
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    subprocess.run((*pip, "--target", folder, PLUGIN), check=True, timeout=120)
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            cwd=tmp_path_factory.mktemp("elsewhere"),
+            env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_example_passes_the_suite(plugin):
+    pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = plugin(*pytest_quietly, PLUGIN / "tests" / "test_conformance.py", "-k", "not tiled")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.search(r"\d{3,} passed", done.stdout), done.stdout
+
+
+def test_the_example_is_a_backend_like_any_other(plugin):
+    done = plugin("-m", "polyattn", "explain", "--shape", "2,8,128,64", "--backend", "einsum")
+    assert re.search(r"einsum +einsum +CHOSEN", done.stdout), done.stdout + done.stderr
+    done = plugin(
+        "-m", "polyattn", "explain", "--shape", "2,8,16,64", "--softcap", "2", "--backend", "einsum"
+    )
+    assert re.search(r"einsum +dense +CHOSEN", done.stdout)
+    long = ("--shape", "1,1,1,64", "--key-shape", "1,1,5000,64")
+    done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum")
+    assert "5,000 keys are too many" in done.stdout
+
+
+FIRST = re.search(
+    r"```python\nimport numpy as np\n\nfrom polyattn.plugin.*?```", WRITING, re.DOTALL
+)[0]
+
+
+@pytest.mark.slow
+def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
+    shutil.copytree(PLUGIN / "polyattn_einsum", tmp_path / "polyattn_einsum")
+    first = FIRST.removeprefix("```python\n").removesuffix("```")
+    (tmp_path / "polyattn_einsum" / "backend.py").write_text(first, encoding="utf-8")
+    info = tmp_path / "polyattn_einsum-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: polyattn-einsum\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[polyattn.backends]\neinsum = polyattn_einsum:SPEC\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "polyattn", "check", "einsum", "--kernel", "einsum"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    shown = re.search(r"check einsum --kernel einsum\n(.*?)```", WRITING, re.DOTALL)[1]
+    lines = [line for line in shown.splitlines() if line.strip() != "..."]
+    assert len(lines) > 3
+    for line in lines:
+        assert line in done.stdout.splitlines()

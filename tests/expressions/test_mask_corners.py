@@ -1,0 +1,392 @@
+"""Masks and scores at their corners: what is wrong is refused, what is odd means what it says."""
+
+import copy
+import itertools
+import pickle
+
+import jax
+import jax.numpy
+import numpy as np
+import pytest
+import torch
+from libraries import LIBRARIES, tiles_of
+from matplotlib.figure import Figure
+
+from polyattn import attention, masks, scores
+from polyattn.plot.mask import FULL, SEEN, draw_mask
+
+B, H, L, S = 2, 4, 6, 6
+X = np.random.default_rng(0).normal(size=(B, H, L, 8))
+TO = {"numpy": np.asarray, "torch": torch.asarray, "jax": jax.numpy.asarray}
+
+
+def run(x=X, **options):
+    return attention(x, x, x, **options)
+
+
+def later(b, h, i, j):
+    return i >= j
+
+
+def halved(s, b, h, i, j):
+    return s / 2
+
+
+# ---- values: printed, compared, copied ----
+
+NAMES = {"numpy": np, "torch": torch, "jax": jax, "masks": masks, "scores": scores}
+NAMES |= {"later": later, "halved": halved}
+
+VALUES = [
+    masks.causal(),
+    masks.window(3, None),
+    masks.window(np.int64(3), 0),
+    masks.prefix(3),
+    masks.prefix(np.array([3, 4])),
+    masks.padding(3, 2),
+    masks.padding(query_lengths=3),
+    masks.padding(np.int32(3)),
+    masks.segments(np.array([0, 1])),
+    masks.segments(np.array([[0, 1]], np.uint8), np.array([1, 2], np.int32)),
+    masks.segments(torch.tensor([0, 1])),
+    masks.segments(jax.numpy.array([0, 1])),
+    masks.dilated(3),
+    masks.global_tokens(3, 1, 3),
+    masks.dense(np.array([[True, False]])),
+    masks.dense(np.array(True)),
+    masks.rule(later),
+    masks.causal() & masks.window(1, 1) | ~masks.prefix(2) & ~(masks.causal() | masks.dilated(2)),
+    (masks.causal() | masks.prefix(3)) & masks.dilated(2),
+    ~(~masks.causal() & masks.prefix(1)),
+    masks.compile(later, 6),
+    masks.compile(masks.causal() | masks.prefix(1), 6, 8, query_offset=1, tile=3),
+    masks.compile(masks.padding(np.array([1, 2])), 6, batch=2, tile=2),
+    masks.compile(masks.dense(np.ones((1, 3, 1, 6), bool)) & later, 6, heads=3),
+    ~masks.compile(masks.causal(), 6) & masks.prefix(2),
+    scores.softcap(3),
+    scores.temperature(np.float32(0.5)),
+    scores.alibi(np.int64(8)),
+    scores.alibi(np.array([0.1, np.inf, -np.inf], np.float32)),
+    scores.alibi(torch.tensor([0.5, 2.0], dtype=torch.bfloat16)),
+    scores.relative_bias(np.ones((4, 2)), bidirectional=False, max_distance=30),
+    scores.relative_bias(np.ones((4, 2)), max_distance=9),
+    scores.softcap(3) >> halved >> scores.alibi(2),
+    scores.cosine(),
+    scores.distance(1),
+    scores.distance(),
+    scores.additive(jax.numpy.ones(3)),
+    scores.long_sequence(),
+    scores.by_norm(),
+    scores.by_norm(2),
+    scores.sigmoid(),
+    scores.sparsemax(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_is_what_it_prints(value):
+    assert eval(repr(value), NAMES) == value
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_copy_is_equal_and_hashes_alike(value):
+    for again in (copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
+        assert again == value
+        assert hash(again) == hash(value)
+
+
+def test_different_values_are_different():
+    for n, one in enumerate(VALUES):
+        assert [m for m, other in enumerate(VALUES) if one == other] == [n]
+
+
+def test_arrays_that_lists_cannot_say_print_as_what_they_are_of():
+    assert repr(masks.dense(np.zeros((0, 3), bool))) == "masks.dense(<(0, 3) bool of numpy>)"
+    assert repr(masks.segments(np.zeros(65, int))) == "masks.segments(<(65,) int64 of numpy>)"
+    nothing = masks.dense(np.zeros(0, bool))
+    assert eval(repr(nothing), NAMES) == nothing
+
+
+def test_a_value_cannot_be_changed():
+    with pytest.raises(AttributeError, match="left"):
+        masks.window(1, 1).left = 3
+
+
+# ---- refused ----
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: masks.causal() and masks.prefix(1), TypeError, "compose by & | ~"),
+        (lambda: not masks.causal(), TypeError, "compose by & | ~"),
+        (lambda: masks.causal() & scores.softcap(1), TypeError, "a Softcap"),
+        (lambda: scores.softcap(1) | masks.causal(), TypeError, "a Softcap"),
+        (lambda: masks.causal() & None, TypeError, "a NoneType"),
+        (lambda: True | masks.causal(), TypeError, "a bool"),
+        (lambda: masks.compile(scores.softcap(1), 6), TypeError, "a Softcap"),
+        (lambda: masks.rule(scores.softcap(1)), TypeError, r"got scores\.softcap\(1\.0\)"),
+        (lambda: scores.softcap(1) >> masks.causal(), TypeError, r"got masks\.causal\(\)"),
+        (lambda: scores.function(masks.causal()), TypeError, r"got masks\.causal\(\)"),
+        (lambda: masks.window(True, 0), TypeError, r"got \(True, 0\)"),
+        (lambda: masks.prefix(None), TypeError, "got None"),
+        (lambda: masks.padding([3, 5]), TypeError, r"\[3, 5\]. An array gives one for each"),
+        (lambda: masks.padding(np.array([True])), TypeError, "bool"),
+        (lambda: masks.compile(lambda b, h, i: i, 6), TypeError, "must take"),
+        (lambda: masks.compile(lambda b, h, i, j: None, 6), TypeError, "NoneType"),
+        (lambda: masks.compile(lambda b, h, i, j: i - j, 6), TypeError, "dtype int64"),
+        (lambda: masks.compile(lambda b, h, i, j: i[:-1] >= j, 6), ValueError, r"\(1, 1, 6, 6\)"),
+        (lambda: masks.compile(np.ones((6, 6)), 6), TypeError, "float64"),
+        (lambda: masks.compile(np.ones((7, 7), bool), 6), ValueError, r"\(7, 7\)"),
+        (lambda: masks.compile(masks.segments(np.zeros(7, int)), 6), ValueError, "L = 6 ids"),
+        (lambda: masks.compile(masks.causal(), 6, batch=(2, 0)), ValueError, "at least 1"),
+        (lambda: scores.softcap(10**400), ValueError, "finite"),
+        (lambda: scores.softcap("3"), ValueError, "'3'"),
+        (lambda: scores.softcap(np.array(3.0)), ValueError, r"array\(3\.\)"),
+        (lambda: scores.alibi(np.int64(0)), TypeError, "int64"),
+        (lambda: scores.relative_bias(np.ones((32, 4)), max_distance=200.7), TypeError, "200.7"),
+        (lambda: scores.relative_bias(np.ones((32, 4)), bidirectional="no"), TypeError, "'no'"),
+        (lambda: scores.distance(np.array([1, 2])), ValueError, "must be 1 or 2"),
+        (lambda: scores.additive(np.ones((2, 8))), TypeError, r"got \(2, 8\)"),
+    ],
+)
+def test_what_makes_no_value_is_refused_when_it_is_made(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"score_mod": masks.causal()}, r"masks\.causal\(\) goes in mask=, not in score_mod="),
+        ({"score_mod": scores.cosine()}, r"goes in similarity=, not in score_mod="),
+        ({"score_mod": scores.by_norm()}, r"goes in scale=, not in score_mod="),
+        ({"mask": scores.softcap(1)}, r"goes in score_mod=, not in mask="),
+        ({"mask": scores.sparsemax()}, r"goes in normalizer=, not in mask="),
+        ({"window": masks.window(1, 0)}, r"got masks\.window\(1, 0\)"),
+        ({"is_causal": masks.causal()}, r"got masks\.causal\(\)"),
+        ({"softcap": scores.softcap(3)}, r"got scores\.softcap\(3\.0\)"),
+        ({"scale": scores.cosine()}, r"got scores\.cosine\(\)"),
+        ({"similarity": scores.softcap(1)}, r"got scores\.softcap\(1\.0\)"),
+        ({"normalizer": scores.cosine()}, r"got scores\.cosine\(\)"),
+        ({"window": (True, 0)}, r"got \(True, 0\)"),
+        ({"mask": masks.causal}, r"takes \(\)"),
+        ({"mask": masks.causal() & np.ones((L, S))}, "goes in bias="),
+        ({"mask": masks.dilated(2) | (lambda b, h, i, j: i - j)}, "dtype int64"),
+        ({"mask": masks.dilated(2) | masks.segments(torch.zeros(L, dtype=int))}, "mask.query_ids"),
+    ],
+)
+def test_what_stands_in_the_wrong_place_is_refused(given, words):
+    with pytest.raises(TypeError, match=words):
+        run(**given)
+
+
+# ---- odd, and right ----
+
+FAR = 10**30
+HUGE = {
+    "a window": (masks.window(FAR, FAR) & masks.dilated(2), masks.dilated(2)),
+    "a prefix": (masks.prefix(FAR) & masks.dilated(2), masks.dilated(2)),
+    "padding": (masks.padding(2**40, 2**31) & masks.dilated(2), masks.dilated(2)),
+    "none of a prefix": (~masks.prefix(2**33), masks.prefix(0)),
+    "a step": (masks.dilated(FAR), masks.window(0, 0)),
+    "a token": (masks.global_tokens(1, 2**40, FAR), masks.global_tokens(1)),
+}
+
+
+@pytest.mark.parametrize("library", TO)
+@pytest.mark.parametrize("name", HUGE)
+def test_a_number_beyond_all_lengths_is_as_good_as_none(name, library):
+    huge, plain = HUGE[name]
+    x = TO[library](X.astype("float32"))
+    for kernel in ("dense", tiles_of(8 * H)):
+        options = {"kernel": kernel, "backend": "array-api"}
+        found, expected = (np.asarray(run(x, mask=mask, **options)) for mask in (huge, plain))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("library", TO)
+@pytest.mark.parametrize("name", HUGE)
+def test_tiles_are_known_of_such_numbers_in_arrays_too(name, library):
+    ids = masks.segments(TO[library](np.arange(8) // 4))
+    np.testing.assert_array_equal(*[drawn(mask & ids) for mask in HUGE[name]])
+
+
+def drawn(mask):
+    """Which cells are dark in the picture of a mask, which asks about all tiles at once."""
+    axes = draw_mask(mask, tile=2, axes=Figure().add_subplot())
+    return np.isin(axes.images[0].get_array(), (SEEN, FULL))
+
+
+KERNELS = ("tiled", "dense")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"), [*itertools.product(("numpy", "torch"), KERNELS), ("jax", "xla")]
+)
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_lengths_and_ids_may_have_a_dtype_that_positions_do_not_fit(name, kernel, dtype):
+    x = np.random.default_rng(1).normal(size=(3, 2, 700, 4)).astype("float32")
+    narrow = np.array([100, 3, 120], dtype)
+    ids = (np.arange(700) // 20).astype(dtype)
+
+    def called(to_lengths):
+        mask = masks.causal() & masks.padding(to_lengths(narrow)) | masks.prefix(to_lengths(narrow))
+        mask = mask & masks.segments(TO[name](ids))
+        arrays = [TO[name](x)] * 3
+        offset = to_lengths(np.array([5, -3, 100], dtype if dtype != "uint8" else "int8"))
+        return attention(*arrays, mask=mask, window=(500, 0), query_offset=offset, kernel=kernel)
+
+    wide = called(lambda lengths: TO[name](lengths.astype("int32")))
+    np.testing.assert_array_equal(np.asarray(called(TO[name])), np.asarray(wide))
+
+
+# Offset, window, and the keys that row i sees: from i + the first to i + the second.
+FAR_CALLS = [
+    (2**31 - 1, (2**40, 0), (-99, 99)),
+    (2**31 - 1, (2**31 - 1, 0), (0, 99)),
+    (2**31 - 2, (2**31, None), (-2, 99)),
+    (-(2**31), (0, 2**40), (-99, 99)),
+    (-(2**31), (None, 2**31), (-99, 0)),
+    (2**40, (2**40 + 1, 0), (-1, 99)),
+    (-(2**62), (3, 2**62 - 2), (-99, -2)),
+    (2**63 - 1, (2**63 - 1, 0), (0, 99)),
+    (2**40, (2**20, 0), (99, 99)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "offset", "window", "seen"),
+    [
+        *((name, k, *call) for name in ("numpy", "torch") for k in KERNELS for call in FAR_CALLS),
+        # JAX has no 64-bit integers here.
+        *(("jax", "xla", *call) for call in FAR_CALLS[:4]),
+    ],
+)
+def test_far_offsets_and_wide_windows_cancel_exactly(name, kernel, offset, window, seen):
+    low, high = (np.arange(L)[:, None] + end for end in seen)
+    own = "int64" if abs(offset) > 2**31 else "int32"
+    x = [TO[name](X.astype("float32"))] * 3
+    expected = run(X, mask=(np.arange(S) >= low) & (np.arange(S) <= high))
+    for given in (offset, TO[name](np.full(B, offset, own))):
+        for options in ({"window": window}, {"mask": masks.window(*window) & ~masks.prefix(0)}):
+            found = attention(*x, query_offset=given, kernel=kernel, **options)
+            np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(2**40, 0), (2**20, 0)], ids=str)
+def test_far_offsets_that_are_moved_are_right_or_refused(window):
+    x, offset = X.astype("float32"), np.full(B, 2**40)
+    options = {"query_offset": offset, "window": window}
+    expected = run(x, **options)
+    np.testing.assert_allclose(run(x, **options, backend="torch"), expected, atol=1e-5)
+    if window[0] == 2**20:
+        np.testing.assert_allclose(run(x, **options, backend="jax"), expected, atol=1e-5)
+    else:
+        with pytest.raises(ValueError, match="JAX has no integers beyond 32 bits"):
+            run(x, **options, backend="jax")
+
+
+@pytest.mark.parametrize("name", TO)
+def test_dilation_counts_from_a_far_position(name):
+    far, x = 2**31 - 2, [TO[name](X.astype("float32"))] * 3
+    expected = run(X, mask=(np.arange(S) - np.arange(L)[:, None] - far) % 5 == 0)
+    for offset in (far, TO[name](np.full(B, far, "int32"))):
+        found = attention(*x, query_offset=offset, mask=masks.dilated(5))
+        np.testing.assert_allclose(np.asarray(found), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.padding(np.array([2, 6])),
+        masks.dense(np.arange(H).reshape(1, H, 1, 1) < np.arange(S)),
+        masks.segments(np.array([[0, 0, 1, 1, 2, 2], [0, 1, 2, 3, 4, 5]])),
+    ],
+    ids=repr,
+)
+def test_a_mask_compiled_for_too_few_items_or_heads_is_refused(mask):
+    with pytest.raises(ValueError, match=r"asked for batch=\(1,\), heads=1"):
+        masks.compile(mask, L, tile=2)
+    compiled = masks.compile(mask, L, batch=B, heads=H, tile=2)
+    found = run(mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
+    np.testing.assert_allclose(found, run(mask=mask), rtol=1e-12)
+
+
+def test_a_mask_is_compiled_for_batch_axes_of_any_number():
+    x = np.stack([X, X[::-1], X])
+    mask = masks.padding(np.array([[1, 6], [3, 4], [5, 2]]))
+    compiled = masks.compile(mask, L, batch=(3, 2), tile=2)
+    found = run(x, mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
+    np.testing.assert_allclose(found, run(x, mask=mask), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"batch axes \(6,\)"):
+        masks.compile(mask, L, batch=6)
+    outer = masks.padding(np.array([[1], [3], [6]]))
+    compiled = masks.compile(outer, L, batch=(3, 2), tile=2)
+    found = run(x, mask=compiled, kernel=tiles_of(4 * H), backend="array-api")
+    np.testing.assert_allclose(found, run(x, mask=outer), rtol=1e-12)
+
+
+def test_given_twice_both_hold():
+    expected = run(window=(1, 0))
+    np.testing.assert_array_equal(run(mask=masks.window(1, 0), window=(3, 2)), expected)
+    np.testing.assert_array_equal(run(mask=masks.window(4, 0), window=(1, 5)), expected)
+    np.testing.assert_array_equal(
+        run(mask=masks.causal() & masks.causal(), is_causal=True), run(is_causal=True)
+    )
+
+
+def test_lengths_below_nothing_hide_all_and_ids_may_be_anything():
+    none = run(mask=masks.padding(np.array([-3, 6])))
+    assert not none[0].any()
+    assert none[1].any()
+    odd = np.array([-(2**62), 2**62, -1, -1, 0, 2**62])
+    same = odd[:, None] == odd
+    np.testing.assert_array_equal(run(mask=masks.segments(odd)), run(mask=same))
+
+
+def test_nested_negations_are_the_mask_itself():
+    mask = masks.causal() | masks.prefix(2)
+    assert ~~mask == mask
+    assert ~~~mask == ~mask
+    expected = run(mask=mask)
+    np.testing.assert_array_equal(run(mask=~(~mask & masks.prefix(FAR))), expected)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
+    query, key = (library.to(np.ones((B, H, n, 8))) for n in (rows, keys))
+    ids, key_ids = (library.to(np.zeros(n, int)) for n in (rows, keys))
+    lengths = library.to(np.zeros(B, int))
+    mask = masks.segments(ids, key_ids) & masks.causal() | masks.padding(lengths)
+    mask = mask | masks.global_tokens(0) | masks.dense(library.to(np.ones((1, keys), bool)))
+    options = {"mask": mask & masks.dilated(2), "kernel": kernel, "backend": "array-api"}
+    output = attention(query, key, key, score_mod=scores.alibi(H), **options)
+    assert output.shape == (B, H, rows, 8)
+    assert not library.back(output).any()
+
+
+def test_a_batch_of_none_and_no_batch_at_all():
+    nobody = np.ones((0, H, L, 8))
+    mask = masks.padding(np.zeros(0, int)) & masks.segments(np.zeros((0, L), int))
+    assert run(nobody, mask=mask).shape == (0, H, L, 8)
+    alone = run(X[0], mask=masks.padding(np.array(3)) & masks.dilated(2))
+    expected = run(X[:1], mask=masks.padding(np.array([3])) & masks.dilated(2))[0]
+    np.testing.assert_array_equal(alone, expected)
+
+
+@pytest.mark.parametrize("kind", [scores.cosine(), scores.distance(), scores.additive(np.ones(0))])
+def test_vectors_of_no_size_are_all_alike(kind):
+    x, value = np.ones((2, 3, 0)), np.arange(6.0).reshape(2, 3, 1)
+    mean = np.broadcast_to(value.mean(-2, keepdims=True), value.shape)
+    np.testing.assert_allclose(attention(x, x, value, similarity=kind), mean)
+
+
+def test_a_mask_is_a_mask_function_under_torchs_vmap():
+    ids = torch.tensor([0, 0, 1, 1, 1, 0])
+    mask = masks.segments(ids) & masks.causal()
+    at = torch.arange(6)
+    seen = torch.vmap(lambda i: torch.vmap(lambda j: mask(at[0], at[0], i, j))(at))(at)
+    assert torch.equal(seen, (ids[:, None] == ids) & (at[:, None] >= at))

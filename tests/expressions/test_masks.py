@@ -1,0 +1,485 @@
+"""Masks as values: what each shows, what it says of tiles, how they compose, print and compare."""
+
+import copy
+import pickle
+
+import array_api_compat.numpy as xp
+import array_api_strict
+import jax.numpy
+import numpy
+import numpy as np
+import pytest
+import torch
+from libraries import LIBRARIES, STRICT, tiles_of
+
+from polyattn import attention, explain, masks
+from polyattn.call.describe import describe
+from polyattn.call.problem import examine
+from polyattn.expressions.masks import And, Mask, Or
+from polyattn.plugin import Grid, Span, Tile, every_mask
+
+B, H, L, S, D = 2, 3, 21, 26, 4
+OFFSET = 3
+RNG = np.random.default_rng(5)
+QUERY, KEY, VALUE = (RNG.normal(size=(B, H, n, D)) for n in (L, S, S))
+LENGTHS, ROWS = np.array([9, 26]), np.array([21, 7])
+QUERY_IDS, KEY_IDS = np.sort(RNG.integers(0, 5, (B, L))), RNG.integers(0, 5, (B, S))
+ARRAY = RNG.random((H, L, S)) < 0.4
+
+
+def checkered(b, h, i, j):
+    return (i // 8 + j // 8) % 2 == b % 2
+
+
+#: A mask by a function of the library's arrays, and the bool that it shows for (b, h, i, j), p the
+#: position of row i.
+SHOWN = {
+    "causal": (lambda to: masks.causal(), lambda b, h, i, j, p: j <= p),
+    "window": (lambda to: masks.window(4, 2), lambda b, h, i, j, p: -4 <= j - p <= 2),
+    "left window": (lambda to: masks.window(4, None), lambda b, h, i, j, p: j >= p - 4),
+    "right window": (lambda to: masks.window(None, 2), lambda b, h, i, j, p: j <= p + 2),
+    "boundless window": (lambda to: masks.window(None, None), lambda b, h, i, j, p: True),
+    "prefix": (lambda to: masks.prefix(5), lambda b, h, i, j, p: j < 5),
+    "prefix per item": (
+        lambda to: masks.prefix(to(LENGTHS)),
+        lambda b, h, i, j, p: j < LENGTHS[b],
+    ),
+    "padding": (lambda to: masks.padding(to(LENGTHS)), lambda b, h, i, j, p: j < LENGTHS[b]),
+    "padding of both": (
+        lambda to: masks.padding(11, to(ROWS)),
+        lambda b, h, i, j, p: j < 11 and i < ROWS[b],
+    ),
+    "padding of rows": (
+        lambda to: masks.padding(query_lengths=to(ROWS)),
+        lambda b, h, i, j, p: i < ROWS[b],
+    ),
+    "segments": (
+        lambda to: masks.segments(to(QUERY_IDS), to(KEY_IDS)),
+        lambda b, h, i, j, p: QUERY_IDS[b, i] == KEY_IDS[b, j],
+    ),
+    "segments of all items": (
+        lambda to: masks.segments(to(QUERY_IDS[0]), to(KEY_IDS[1])),
+        lambda b, h, i, j, p: QUERY_IDS[0, i] == KEY_IDS[1, j],
+    ),
+    "dilated": (lambda to: masks.dilated(3), lambda b, h, i, j, p: (j - p) % 3 == 0),
+    "global tokens": (
+        lambda to: masks.global_tokens(0, 1, 2, 17),
+        lambda b, h, i, j, p: j in (0, 1, 2, 17) or p in (0, 1, 2, 17),
+    ),
+    "dense": (lambda to: masks.dense(to(ARRAY[None])), lambda b, h, i, j, p: ARRAY[h, i, j]),
+    "dense of keys": (
+        lambda to: masks.dense(to(ARRAY[0, 0])),
+        lambda b, h, i, j, p: ARRAY[0, 0, j],
+    ),
+    "dense of rows": (
+        lambda to: masks.dense(to(ARRAY[0, :, :1])),
+        lambda b, h, i, j, p: ARRAY[0, i, 0],
+    ),
+    "rule": (
+        lambda to: masks.rule(checkered),
+        lambda b, h, i, j, p: (i // 8 + j // 8) % 2 == b % 2,
+    ),
+    "not causal": (lambda to: ~masks.causal(), lambda b, h, i, j, p: j > p),
+    "and, or": (
+        lambda to: masks.causal() & masks.window(4, 0) | masks.prefix(3),
+        lambda b, h, i, j, p: p - 4 <= j <= p or j < 3,
+    ),
+    "not or": (
+        lambda to: ~(masks.causal() | masks.padding(to(LENGTHS))),
+        lambda b, h, i, j, p: j > p and j >= LENGTHS[b],
+    ),
+    "with a function and an array": (
+        lambda to: masks.dense(to(ARRAY[None])) & checkered | masks.global_tokens(4),
+        lambda b, h, i, j, p: (
+            (ARRAY[h, i, j] and (i // 8 + j // 8) % 2 == b % 2) or j == 4 or p == 4
+        ),
+    ),
+}
+
+
+def table_of(shown, offset=S - L):
+    """Which keys are seen, asked one by one."""
+    offsets = np.broadcast_to(offset, B)
+    table = np.zeros((B, H, L, S), bool)
+    for b, h, i, j in np.ndindex(table.shape):
+        table[b, h, i, j] = shown(b, h, i, j, i + int(offsets[b]))
+    return table
+
+
+def blocks_of(table, rows, keys):
+    """Whether any, and whether all, of each tile is seen, by looking."""
+    down, across = -(-L // rows), -(-S // keys)
+    some, every = np.zeros((2, B, H, down, across), bool)
+    for r, c in np.ndindex(down, across):
+        block = table[..., r * rows : (r + 1) * rows, c * keys : (c + 1) * keys]
+        some[..., r, c], every[..., r, c] = block.any((-2, -1)), block.all((-2, -1))
+    return some, every
+
+
+# ---- what is shown -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [None, OFFSET, np.array([-4, 9])], ids=["S - L", "3", "array"])
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_mask_shows_what_it_says(name, library, offset):
+    make, shown = SHOWN[name]
+    table = table_of(shown, S - L if offset is None else offset)
+    expected = attention(QUERY, KEY, VALUE, mask=table, kernel="dense")
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    options = {"mask": make(library.to)}
+    if offset is not None:
+        options["query_offset"] = library.to(offset) if np.ndim(offset) else offset
+    for kernel in ("dense", tiles_of(200)):
+        output = attention(*arrays, **options, kernel=kernel, backend="array-api")
+        np.testing.assert_allclose(library.back(output), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_mask_is_a_mask_function_that_counts_from_the_first_key(name):
+    make, shown = SHOWN[name]
+    mask = make(np.asarray)
+    b, h, i, j = np.ogrid[:B, :H, :L, :S]
+    seen = np.broadcast_to(mask(b, h, i, j), (B, H, L, S))
+    np.testing.assert_array_equal(seen, table_of(shown, offset=0))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_grid_never_calls_a_tile_empty_or_full_that_is_not(name):
+    make, shown = SHOWN[name]
+    call, x = describe(QUERY, KEY, VALUE, mask=make(np.asarray))
+    problem = examine(call)
+    mask = every_mask(problem, x)
+    if mask is None:
+        mask = masks.window(None, None)
+    table = table_of(shown)
+    for rows, keys in ((4, 4), (5, 8), (L, S), (1, 1)):
+        answer = Grid(problem, x, xp, (rows, keys), QUERY).of(mask)
+        some, every = blocks_of(table, rows, keys)
+        assert np.all(answer.some | ~some)
+        assert np.all(every | ~answer.every)
+        down, across = -(-L // rows), -(-S // keys)
+        assert answer.some.shape[-2:] == answer.every.shape[-2:] == (down, across)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_tile_answers_as_the_grid_does(name, reads):
+    make, _ = SHOWN[name]
+    call, x = describe(QUERY, KEY, VALUE, mask=make(np.asarray))
+    problem = examine(call)
+    mask = every_mask(problem, x)
+    if mask is None:
+        return
+    grid = Grid(problem, x, xp, (4, 8), QUERY).of(mask)
+    for row, rows in enumerate(Span(0, L).split(4)):
+        for column, columns in enumerate(Span(0, S).split(8)):
+            answer = Tile(problem, x, xp, rows, columns, reads=reads).of(mask)
+            some, every = grid.some[..., row, column].any(), grid.every[..., row, column].all()
+            assert type(answer.some) is type(answer.every) is bool
+            if reads or not mask.carried():
+                assert answer == (some, every)
+            else:
+                assert answer.some >= some
+                assert answer.every <= every
+
+
+#: Masks that know their tiles exactly.
+EXACT = ("causal", "window", "prefix", "padding", "padding of both", "global tokens", "not causal",
+         "dense")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_simple_masks_know_their_tiles(name):
+    make, shown = SHOWN[name]
+    call, x = describe(QUERY, KEY, VALUE, mask=make(np.asarray))
+    problem = examine(call)
+    answer = Grid(problem, x, xp, (4, 4), QUERY).of(every_mask(problem, x))
+    some, every = blocks_of(table_of(shown), 4, 4)
+    np.testing.assert_array_equal(np.broadcast_to(answer.some, some.shape), some)
+    np.testing.assert_array_equal(np.broadcast_to(answer.every, every.shape), every)
+
+
+def test_sorted_segments_know_their_tiles():
+    ids = np.repeat(np.arange(4), [8, 4, 12, 8])
+    x = np.zeros((1, 32, 4))
+    call, operands = describe(x, x, x, mask=masks.segments(ids))
+    answer = Grid(examine(call), operands, xp, (4, 4), x).of(masks.segments(ids))
+    same = ids[::4, None] == ids[::4]
+    np.testing.assert_array_equal(answer.some.reshape(8, 8), same)
+    np.testing.assert_array_equal(answer.every.reshape(8, 8), same)
+
+
+def test_empty_tiles_are_not_computed(monkeypatch):
+    visited = []
+    module = "polyattn.kernels.tiled"
+    original = __import__(module, fromlist=["attend"]).attend
+
+    def attend(problem, x, backend, query, rows, columns, **options):
+        visited.append((rows, columns, options["masked"]))
+        return original(problem, x, backend, query, rows, columns, **options)
+
+    monkeypatch.setattr(f"{module}.attend", attend)
+    x = RNG.normal(size=(1, 64, 4))
+    ids = np.repeat(np.arange(4), 16)
+    compiled = masks.compile(lambda b, h, i, j: i // 16 == j // 16, 64, tile=16)
+    for mask in (masks.segments(ids), masks.dense(ids[:, None] == ids), compiled):
+        visited.clear()
+        attention(x, x, x, mask=mask, kernel=tiles_of(256), backend="array-api")
+        assert [(r.start, c.start, masked) for r, c, masked in visited] == [
+            (first, first, False) for first in range(0, 64, 16)
+        ]
+
+
+# ---- compiled ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_compiled_mask_shows_the_same(name, library):
+    make, shown = SHOWN[name]
+    mask = masks.compile(make(library.to), L, S, batch=B, heads=H, tile=8)
+    expected = attention(QUERY, KEY, VALUE, mask=table_of(shown), kernel="dense")
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    if library is STRICT and not mask.carried():
+        mask = masks.compile(make(library.to), L, S, batch=B, heads=H, tile=8, like=arrays[0])
+    output = attention(*arrays, mask=mask, kernel=tiles_of(100), backend="array-api")
+    np.testing.assert_allclose(library.back(output), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_table_is_exact_at_its_own_grain_and_never_wrong_at_another(name):
+    make, shown = SHOWN[name]
+    mask = masks.compile(make(np.asarray), L, S, batch=B, heads=H, tile=4)
+    call, x = describe(QUERY, KEY, VALUE, mask=mask)
+    problem = examine(call)
+    table = table_of(shown)
+    for rows, keys in ((4, 4), (8, 4), (5, 3), (16, 16)):
+        answer = Grid(problem, x, xp, (rows, keys), QUERY).of(mask)
+        some, every = blocks_of(table, rows, keys)
+        found = np.broadcast_to(answer.some, some.shape), np.broadcast_to(answer.every, some.shape)
+        if rows % 4 == keys % 4 == 0:
+            np.testing.assert_array_equal(found, (some, every))
+        assert np.all(found[0] | ~some)
+        assert np.all(every | ~found[1])
+
+
+def test_a_compiled_mask_is_not_for_another_call():
+    mask = masks.compile(checkered, L, S)
+    with pytest.raises(ValueError, match=r"compiled for L, S, query_offset = \(21, 26, 5\)"):
+        attention(QUERY, KEY[:, :, 1:], VALUE[:, :, 1:], mask=mask)
+    with pytest.raises(ValueError, match=r"the call has \(21, 26, 0\)"):
+        attention(QUERY, KEY, VALUE, mask=mask, query_offset=0)
+    with pytest.raises(ValueError, match="3 batch items and 1 heads"):
+        attention(QUERY, KEY, VALUE, mask=masks.compile(checkered, L, S, batch=3))
+
+
+def test_compiling_looks_at_a_block_of_rows_at_a_time():
+    seen = []
+
+    def rule(b, h, i, j):
+        seen.append(np.broadcast_shapes(i.shape, j.shape))
+        return i >= j
+
+    masks.compile(rule, 1000, 800, tile=100)
+    assert {shape[-2:] for shape in seen} == {(100, 800)}
+
+
+# ---- values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_mask_reads_back_from_its_repr(name):
+    mask = SHOWN[name][0](np.asarray)
+    if "<" in repr(mask):  # an array too large to print
+        assert "of numpy>" in repr(mask)
+        return
+    again = eval(repr(mask), {"masks": masks, "numpy": numpy, "checkered": checkered})
+    assert again == mask
+    assert hash(again) == hash(mask)
+    assert repr(again) == repr(mask)
+
+
+@pytest.mark.parametrize("to", [torch.asarray, jax.numpy.asarray, array_api_strict.asarray])
+def test_arrays_of_other_libraries_read_back(to):
+    mask = masks.padding(to(np.array([3, 4], np.int32))) & masks.dense(to(np.array([True, False])))
+    names = {
+        "masks": masks,
+        "torch": torch,
+        "jax": jax,
+        "array_api_strict": array_api_strict,
+    }
+    assert eval(repr(mask), names) == mask
+
+
+def test_masks_are_equal_by_what_they_say():
+    assert masks.window(3, 0) == masks.window(3, 0) != masks.window(3, 1)
+    assert masks.causal() & masks.prefix(2) != masks.causal() | masks.prefix(2)
+    assert masks.padding(LENGTHS) == masks.padding(LENGTHS.copy()) != masks.padding(LENGTHS + 1)
+    assert masks.padding(LENGTHS) != masks.padding(LENGTHS.astype("int32"))
+    assert masks.padding(3) != masks.prefix(3)
+    assert masks.rule(checkered) == masks.rule(checkered) != masks.rule(lambda b, h, i, j: i == j)
+    assert len({masks.causal(), masks.causal(), masks.window(1, 0)}) == 2
+
+
+def test_masks_compose_flat_and_by_precedence():
+    both = masks.causal() & masks.prefix(1) & masks.window(1, 1)
+    assert isinstance(both, And)
+    assert len(both.parts) == 3
+    either = masks.causal() | masks.prefix(1) & masks.window(1, 1)
+    assert isinstance(either, Or)
+    assert isinstance(either.parts[1], And)
+    assert repr((masks.causal() | masks.prefix(1)) & masks.window(1, 1)) == (
+        "(masks.causal() | masks.prefix(1)) & masks.window(1, 1)"
+    )
+    assert ~~masks.causal() == masks.causal()
+
+
+def test_arrays_and_functions_compose_from_either_side():
+    array = np.ones((L, S), bool)
+    for mask in (
+        masks.causal() & array,
+        array & masks.causal(),
+        checkered & masks.causal(),
+        torch.ones(L, S, dtype=torch.bool) | masks.causal(),
+    ):
+        assert isinstance(mask, Mask)
+        assert len(mask.parts) == 2
+
+
+def test_a_mask_cannot_be_changed_and_survives_copies():
+    mask = masks.padding(LENGTHS) | masks.window(3, None)
+    with pytest.raises(AttributeError):
+        mask.parts[1].left = 4
+    assert copy.deepcopy(mask) == pickle.loads(pickle.dumps(mask)) == mask
+
+
+def test_and_or_not_are_refused_in_words():
+    with pytest.raises(TypeError, match=r"& \| ~"):
+        masks.causal() and masks.prefix(3)
+    with pytest.raises(TypeError, match="not"):
+        assert not masks.causal()
+
+
+# ---- where it goes -----------------------------------------------------------------------------
+
+
+def test_what_an_option_says_goes_to_that_option():
+    shape = (2, 4, 9, 8)
+
+    def needs(mask, **options):
+        return explain(shape, shape, shape, mask=mask, **options).problem
+
+    assert needs(masks.causal()).features == {"causal"}
+    both = needs(masks.causal() & masks.window(5, 3) & masks.window(None, 2), window=(4, None))
+    assert both.features == {"causal", "window"}
+    assert both.window == (4, 2)
+    assert needs(masks.causal() & masks.dense(np.ones((9, 9), bool))).features == {"causal", "mask"}
+    assert needs(masks.causal() & checkered).features == {"causal", "mask_mod"}
+    assert needs(masks.causal() & masks.prefix(3)).features == {"causal", "mask_value"}
+    assert needs(masks.causal() | masks.prefix(3)).features == {"mask_value"}
+    assert needs(masks.causal() | checkered).features == {"mask_value", "mask_mod"}
+
+
+def test_explain_shows_what_was_given_in_place_of_its_arrays():
+    shape = (2, 4, 9, 8)
+    mask = masks.padding(LENGTHS) | masks.rule(checkered) | masks.window(3, None)
+    decision = explain(shape, shape, shape, mask=mask)
+    shown = "masks.padding(<(2,) int64>) | masks.rule(<function>) | masks.window(3, None)"
+    assert f"mask:      {shown}" in str(decision).splitlines()
+    assert decision.as_dict()["values"] == {"mask": shown}
+
+
+def test_a_decision_is_remembered_by_facts_and_not_by_arrays():
+    from polyattn.dispatch import select as selection
+
+    x = np.ones((2, 4, 6, 8))
+    attention(x, x, x, mask=masks.padding(np.array([3, 4])))
+    before = len(selection._plans)
+    attention(x, x, x, mask=masks.padding(np.array([5, 6])))
+    assert len(selection._plans) == before
+
+
+# ---- refused -----------------------------------------------------------------------------------
+
+X = np.ones((2, 4, 6, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: masks.window(-1, 0), ValueError, "at least 0"),
+        (lambda: masks.window(1.5, 0), TypeError, "1.5"),
+        (lambda: masks.prefix(-1), ValueError, "at least 0; got -1"),
+        (lambda: masks.prefix(2.0), TypeError, "must be an integer; got 2.0"),
+        (lambda: masks.prefix(True), TypeError, "True"),
+        (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
+        (lambda: masks.padding([3, 5]), TypeError, r"\[3, 5\]"),
+        (lambda: masks.padding(np.array([3.0, 5.0])), TypeError, "float64"),
+        (lambda: masks.segments(None), TypeError, "query_ids must be an integer array"),
+        (lambda: masks.segments(np.ones(6)), TypeError, "float64"),
+        (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
+        (lambda: masks.global_tokens(), ValueError, "positions"),
+        (lambda: masks.global_tokens(-1), ValueError, "-1"),
+        (lambda: masks.dense(np.ones((6, 6))), TypeError, "bool array"),
+        (lambda: masks.dense("causal"), TypeError, "'causal'"),
+        (lambda: masks.rule(3), TypeError, "got 3"),
+        (lambda: masks.rule(lambda i, j: i > j), TypeError, "b, h, i, j"),
+        (lambda: masks.causal() & 3, TypeError, "a int"),
+        (lambda: masks.compile(checkered, 0), ValueError, "at least 1"),
+        (lambda: masks.compile(checkered, 8, tile=2.5), TypeError, "2.5"),
+    ],
+)
+def test_a_mask_that_cannot_be_is_refused_when_it_is_made(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (masks.padding(np.array([1, 2, 3])), ValueError, r"batch axes \(2,\); got \(3,\)"),
+        (masks.prefix(np.ones((2, 1), int)), ValueError, r"batch axes \(2,\); got \(2, 1\)"),
+        (masks.segments(np.zeros(7, int)), ValueError, r"L = 6 ids; got \(7,\)"),
+        (masks.segments(np.zeros(6, int), np.zeros(5, int)), ValueError, r"S = 6 ids; got \(5,\)"),
+        (masks.segments(np.zeros((3, 6), int)), ValueError, r"got \(3, 6\)"),
+        (masks.causal() & ~masks.padding(np.zeros(3, int)), ValueError, "key_lengths"),
+        (masks.dense(np.ones((6, 5), bool)) | masks.causal(), ValueError, r"\(6, 5\)"),
+        (masks.dense(np.ones((2, 6, 6), bool)) | masks.causal(), ValueError, r"array\[:, None\]"),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_call_is_refused_at_the_front_door(mask, error, words):
+    with pytest.raises(error, match=words):
+        attention(X, X, X, mask=mask)
+
+
+def test_segments_of_queries_alone_need_as_many_keys():
+    with pytest.raises(ValueError, match="pass key_ids"):
+        attention(X, X[:, :, :4], X[:, :, :4], mask=masks.segments(np.zeros(6, int)))
+
+
+def test_a_mask_of_another_library_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"array of numpy and mask\.key_lengths one of torch"):
+        attention(X, X, X, mask=masks.padding(torch.tensor([3, 4])))
+
+
+def test_a_named_backend_takes_the_arrays_of_a_mask_along():
+    mask = masks.segments(np.array([0, 0, 1, 1, 1, 2])) & masks.padding(torch.tensor([3, 6]))
+    seen = np.array([0, 0, 1, 1, 1, 2])[:, None] == np.array([0, 0, 1, 1, 1, 2])
+    seen = seen & (np.arange(6) < np.array([3, 6]).reshape(2, 1, 1, 1))
+    for backend in ("torch", "numpy"):
+        output = attention(X, X, X, mask=mask, backend=backend)
+        np.testing.assert_allclose(output, attention(X, X, X, mask=seen), atol=1e-12)
+
+
+def test_a_rule_of_the_callers_sees_the_callers_arrays():
+    kinds = set()
+
+    def rule(b, h, i, j):
+        kinds.add(type(i))
+        return i >= j
+
+    mask = masks.rule(rule) | masks.prefix(1)
+    output = attention(X, X, X, mask=mask, backend="torch")
+    np.testing.assert_allclose(output, attention(X, X, X, mask=mask), atol=1e-12)
+    assert kinds == {np.ndarray}

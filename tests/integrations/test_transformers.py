@@ -1,0 +1,506 @@
+"""Hugging Face transformers with polyattn's attention: what its own attention gives, or an error.
+
+Models are tiny and drawn at random. Where a row is padding, polyattn gives 0 and eager the mean of
+everything, so what is compared is what comes of real tokens.
+"""
+
+import re
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from numpydoc.validate import validate
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+
+from polyattn import UnknownBackendError
+from polyattn.integrations import transformers as ours
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "transformers.md"
+VOCABULARY, LENGTH, WINDOW = 64, 12, 4
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+
+# What is made of which settings, and how many times a forward pass attends.
+FAMILIES = {
+    "bert": ("BertForMaskedLM", SMALL, 2),
+    "gpt2": ("GPT2LMHeadModel", SMALL | {"n_inner": 48, "n_positions": 64}, 2),
+    "llama": ("LlamaForCausalLM", GROUPED, 2),
+    "mistral": ("MistralForCausalLM", GROUPED | {"sliding_window": WINDOW}, 2),
+    # The scores are far enough from 0 that a cap of 0.1 shows.
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        GROUPED
+        | {"sliding_window": WINDOW, "attn_logit_softcapping": 0.1, "initializer_range": 0.3},
+        2,
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        GROUPED | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+        2,
+    ),
+    "t5": (
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+            "num_heads": 4, "pad_token_id": 0, "eos_token_id": None, "decoder_start_token_id": 1,
+        },
+        6,
+    ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+            "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48, "num_mel_bins": 8, "max_source_positions": 20,
+            "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1,
+            "eos_token_id": None, "decoder_start_token_id": 1, "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+        6,
+    ),
+    "vit": ("ViTForImageClassification", SMALL | {"image_size": 16, "patch_size": 4}, 2),
+}  # fmt: skip
+LANGUAGE = [family for family in FAMILIES if family != "vit"]
+GENERATIVE = [family for family in LANGUAGE if family != "bert"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered():
+    """Of one thread, too: so small a model only waits for more."""
+    ours.register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def model_of(family):
+    """A model whose weights are large enough for attention to be far from uniform."""
+    name, settings, _ = FAMILIES[family]
+    kind = getattr(transformers, name)
+    torch.manual_seed(1)
+    # Tied embeddings would give the token that was given, for ever.
+    weights = {"initializer_range": 0.2, "init_std": 0.2, "tie_word_embeddings": False}
+    return kind(kind.config_class(**weights | settings)).eval()
+
+
+def padding(side):
+    """Which tokens of two sequences are real."""
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    if side is not None:
+        mask[1, slice(0, 5) if side == "left" else slice(-5, None)] = 0
+    return mask
+
+
+def inputs_of(family, side=None):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(2, VOCABULARY, (2, LENGTH), generator=generator)
+    if family == "vit":
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+    if family == "whisper":
+        features = torch.randn(2, 8, 40, generator=generator)
+        return {
+            "input_features": features,
+            "decoder_input_ids": ids,
+            "decoder_attention_mask": padding(side),
+        }
+    inputs = {"input_ids": ids, "attention_mask": padding(side)}
+    if family == "t5":
+        inputs |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": padding(side)}
+    return inputs
+
+
+def run(model, implementation, **inputs):
+    model.set_attn_implementation(implementation)
+    with torch.no_grad():
+        return model(**inputs)
+
+
+def real(logits, side):
+    return logits if logits.ndim == 2 else logits[padding(side).bool()]
+
+
+def close(ours, theirs, **tolerance):
+    torch.testing.assert_close(ours, theirs, **({"rtol": 1e-4, "atol": 1e-5} | tolerance))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The options of each call of `polyattn.attention`, in order."""
+    found, attention = [], ours.attention
+
+    def counted(*arrays, **options):
+        found.append(options)
+        return attention(*arrays, **options)
+
+    monkeypatch.setattr(ours, "attention", counted)
+    return found
+
+
+# ---- the families ----
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_eager(family, side, calls):
+    model, inputs = model_of(family), inputs_of(family, side)
+    expected = run(model, "eager", **inputs).logits
+    assert calls == []
+    found = run(model, "polyattn", **inputs).logits
+    assert len(calls) == FAMILIES[family][-1]
+    close(real(found, side), real(expected, side))
+
+
+@pytest.mark.parametrize("family", LANGUAGE)
+def test_without_the_masks_they_would_differ(family, monkeypatch):
+    """Else the test above would pass with a mask function that hands down nothing."""
+    model, inputs = model_of(family), inputs_of(family, "left")
+    expected = run(model, "eager", **inputs).logits
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "polyattn", nothing)
+    found = run(model, "polyattn", **inputs).logits
+    assert (real(found, "left") - real(expected, "left")).abs().max() > 1e-3
+
+
+def nothing(*arguments, **options):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("family", "option", "without"),
+    [
+        ("gemma2", "softcap", None),
+        ("gpt_oss", "sinks", None),
+        ("t5", "bias", None),
+        ("mistral", "mask", create_causal_mask),
+        ("llama", "scale", 1.0),
+    ],
+)
+def test_what_a_family_is_here_for_matters(family, option, without, monkeypatch):
+    model, inputs = model_of(family), inputs_of(family, "left")
+    expected = run(model, "eager", **inputs).logits
+    attention = ours.attention
+
+    def changed(query, key, value, **options):
+        assert options[option] is not None
+        instead = without
+        if without is create_causal_mask:
+            positions = torch.arange(LENGTH)
+            instead = padding("left").bool()[:, None, None, :] & (positions <= positions[:, None])
+        return attention(query, key, value, **(options | {option: instead}))
+
+    monkeypatch.setattr(ours, "attention", changed)
+    found = run(model, "polyattn", **inputs).logits
+    assert (real(found, "left") - real(expected, "left")).abs().max() > 1e-3
+
+
+# ---- generation ----
+
+
+def generated(family, implementation, side, **options):
+    model, inputs = model_of(family), inputs_of(family, side)
+    model.set_attn_implementation(implementation)
+    if family in ("t5", "whisper"):
+        del inputs["decoder_attention_mask"]
+        # Of T5, whose values know no positions, one token repeated would say nothing of a cache.
+        start = inputs.pop("decoder_input_ids")
+        inputs |= {"decoder_input_ids": start[:, :4]} if family == "t5" else {}
+    return model.generate(
+        **inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False, use_cache=True,
+        return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+
+
+def same_generation(family, side, **options):
+    expected = generated(family, "eager", side, **options)
+    found = generated(family, "polyattn", side, **options)
+    torch.testing.assert_close(found.sequences, expected.sequences)
+    logits = torch.stack(found.logits)
+    close(logits, torch.stack(expected.logits))
+    assert (logits[1:] - logits[:-1]).abs().amax((1, 2)).min() > 1e-3  # what is cached matters
+    return found
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("family", GENERATIVE)
+def test_generation_with_a_cache_gives_the_same_tokens(family, side, calls):
+    found = same_generation(family, side)
+    assert found.past_key_values is not None
+    assert len(calls) >= 8 * 2
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+def test_generation_with_a_cache_of_fixed_size(family, side, calls):
+    same_generation(family, side, cache_implementation="static", disable_compile=True)
+    if (family, side) == ("llama", None):
+        assert calls[0]["query_offset"] == 0  # the first tokens, with the cache's empty end
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_several_tokens_after_what_a_cache_holds(family, calls):
+    model, ids = model_of(family), inputs_of(family)["input_ids"]
+    expected = run(model, "eager", input_ids=ids).logits
+    first = run(model, "polyattn", input_ids=ids[:, :7], use_cache=True)
+    then = run(model, "polyattn", input_ids=ids[:, 7:], past_key_values=first.past_key_values)
+    close(torch.cat([first.logits, then.logits], 1), expected)
+
+
+# ---- masks ----
+
+
+def test_a_mask_of_padding_alone_has_one_row(calls):
+    run(model_of("bert"), "polyattn", **inputs_of("bert", "left"))
+    assert [tuple(call["mask"].shape) for call in calls] == [(2, 1, 1, LENGTH)] * 2
+
+
+def test_a_mask_that_items_share_is_kept_once(calls):
+    run(model_of("mistral"), "polyattn", input_ids=inputs_of("mistral")["input_ids"])
+    assert [tuple(call["mask"].shape) for call in calls] == [(1, 1, LENGTH, LENGTH)] * 2
+
+
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_no_mask_is_made_where_nothing_is_padding(family, calls):
+    run(model_of(family), "polyattn", **inputs_of(family))
+    assert all("mask" not in call for call in calls)
+    assert [call.get("is_causal", False) for call in calls] == [family == "llama"] * 2
+
+
+def test_a_mask_keeps_its_rows_for_who_slices_it():
+    """VisualBERT, DeepSeek-V4 and others cut masks, or join them."""
+    config = transformers.BertConfig(**SMALL, attn_implementation="polyattn")
+    embeddings = torch.zeros(2, LENGTH, 32)
+    mask = create_bidirectional_mask(config, embeddings, padding("left"))
+    assert mask.shape == (2, 1, LENGTH, LENGTH)
+    assert mask.untyped_storage().nbytes() == 2 * LENGTH
+
+
+def test_documents_packed_into_one_sequence_stay_apart():
+    model, ids = model_of("llama"), inputs_of("llama")["input_ids"]
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[*range(5), *range(7)]] * 2)}
+    expected = run(model, "eager", **packed).logits
+    close(run(model, "polyattn", **packed).logits, expected)
+    assert (run(model, "eager", input_ids=ids).logits - expected).abs().max() > 1e-3
+
+
+def test_a_mask_of_numbers_is_added():
+    model, inputs = model_of("llama"), inputs_of("llama")
+    added = torch.randn(2, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(2))
+    inputs["attention_mask"] = added.masked_fill(torch.ones(LENGTH, LENGTH).triu(1) > 0, -1e30)
+    expected = run(model, "eager", **inputs).logits
+    close(run(model, "polyattn", **inputs).logits, expected)
+
+
+def test_a_mask_of_numbers_and_a_bias_are_both_added():
+    module, (x, mask, bias) = torch.nn.Module(), torch.randn(3, 1, 2, 6, 6)
+    found, _ = ours._attend(None, None, module, x, x, x, mask, position_bias=bias)
+    expected, _ = ours._attend(None, None, module, x, x, x, mask + bias)
+    close(found, expected)
+
+
+def test_a_window_is_kept_where_there_is_no_mask():
+    module = torch.nn.Module()
+    x = torch.randn(1, 2, 9, 8)
+    found, _ = ours._attend(None, None, module, x, x, x, None, sliding_window=3)
+    rows, keys = torch.arange(9)[:, None], torch.arange(9)
+    mask = (keys <= rows) & (keys > rows - 3)
+    expected, _ = ours._attend(None, None, module, x, x, x, mask[None, None])
+    close(found, expected)
+    module.is_causal = False
+    with pytest.raises(ValueError, match="sliding window of 3 among 9 keys"):
+        ours._attend(None, None, module, x, x, x, None, sliding_window=3)
+
+
+# ---- dtypes, training, weights ----
+
+
+def test_bfloat16_is_as_near_to_float32_as_eager_is():
+    model, inputs = model_of("llama"), inputs_of("llama", "left")
+    exact = run(model, "eager", **inputs).logits
+    model = deepcopy(model).bfloat16()
+    theirs, found = (run(model, name, **inputs).logits for name in ("eager", "polyattn"))
+    assert found.dtype == torch.bfloat16
+    theirs, found, exact = (real(logits, "left") for logits in (theirs, found, exact))
+    assert (found - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
+    close(found, theirs, rtol=0.1, atol=0.1)
+
+
+def test_autocast_brings_query_key_and_value_together():
+    """Rotary positions may leave query and key in float32, and value in bfloat16."""
+    model, inputs = model_of("llama"), inputs_of("llama", "left")
+    x = torch.randn(1, 2, 6, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        theirs, found = (run(model, name, **inputs).logits for name in ("eager", "polyattn"))
+        output, _ = ours._attend(None, None, model, x, x, x.bfloat16(), None)
+    close(real(found, "left"), real(theirs, "left"), rtol=0.1, atol=0.1)
+    assert output.dtype == torch.bfloat16
+
+
+def test_the_output_is_as_eager_hands_it_back():
+    x = torch.randn(2, 4, 6, 8, dtype=torch.bfloat16)
+    output, weights = ours._attend(
+        None, None, torch.nn.Module(), x, x, x[..., :5], None, output_attentions=True
+    )
+    assert output.shape == (2, 6, 4, 5)
+    assert output.is_contiguous()
+    assert weights.shape == (2, 4, 6, 6)
+    assert weights.dtype == torch.bfloat16
+    assert ours._attend(None, None, torch.nn.Module(), x, x, x, None)[1] is None
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_oss", "t5"])
+def test_gradients_are_those_of_eager(family):
+    model, inputs = deepcopy(model_of(family)).train(), inputs_of(family, "left")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0
+    labels = inputs["input_ids"].masked_fill(padding("left") == 0, -100)
+    gradients = []
+    for name in ("eager", "polyattn"):
+        model.set_attn_implementation(name)
+        loss = model(**inputs, labels=labels).loss
+        gradients.append(torch.autograd.grad(loss, tuple(model.parameters()), allow_unused=True))
+    reached = 0
+    for theirs, found in zip(*gradients, strict=True):
+        assert (theirs is None) == (found is None)
+        if theirs is not None:
+            close(found, theirs, rtol=1e-3, atol=1e-5)
+            reached += 1
+    assert reached > 10
+
+
+def test_dropout_is_drawn_from_torchs_generator_and_only_in_training(calls):
+    module = torch.nn.Module()
+    x = torch.randn(2, 4, 9, 8)
+
+    def attend(seed):
+        torch.manual_seed(seed)
+        return ours._attend(None, None, module, x, x, x, None, dropout=0.5)[0]
+
+    first, again, other = attend(0), attend(0), attend(1)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert (first != other).any()
+    assert [call["dropout"][0] for call in calls] == [0.5] * 3
+    module.eval()
+    torch.testing.assert_close(attend(0), attend(1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gemma2", "gpt_oss", "t5", "whisper"])
+def test_weights_are_those_of_eager(family):
+    model, inputs = model_of(family), inputs_of(family, "right")
+    inputs["output_attentions"] = True
+    theirs, found = (run(model, name, **inputs) for name in ("eager", "polyattn"))
+    names = [name for name in theirs if name.endswith("attentions")]
+    assert len(names) == (3 if family in ("t5", "whisper") else 1)
+    for name in names:
+        for weights, expected in zip(found[name], theirs[name], strict=True):
+            rows = padding("right").bool() if weights.shape[2] == LENGTH else torch.ones(2, 20) > 0
+            close(weights.mT.movedim(-1, 1)[rows], expected.mT.movedim(-1, 1)[rows])
+
+
+def test_a_backend_and_a_kernel_are_chosen_by_name(calls):
+    ours.register("polyattn_numpy", backend="numpy", kernel="tiled")
+    model, inputs = model_of("llama"), inputs_of("llama", "left")
+    expected = run(model, "eager", **inputs).logits
+    close(real(run(model, "polyattn_numpy", **inputs).logits, "left"), real(expected, "left"))
+    assert {(call["backend"], call["kernel"]) for call in calls} == {("numpy", "tiled")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bert", "llama", "mistral"])
+def test_a_compiled_model_gives_the_same(family):
+    model, inputs = model_of(family), inputs_of(family, "left")
+    expected = run(model, "eager", **inputs).logits
+    model.set_attn_implementation("polyattn")
+    with torch.no_grad():
+        found = torch.compile(model, fullgraph=True, backend="eager")(**inputs).logits
+    close(real(found, "left"), real(expected, "left"))
+
+
+# ---- refused ----
+
+
+def attend_with(mask=None, **options):
+    x = torch.zeros(2, 4, 6, 8)
+    return ours._attend(None, None, torch.nn.Linear(1, 1), x, x, x, mask, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"mask": torch.ones(2, 6) > 0},
+            ValueError,
+            r"mask of shape \(2, 6\).*\(batch, heads, L, S\)",
+        ),
+        ({"mask": "causal"}, ValueError, "attention mask 'causal'"),
+        (
+            {"mask": torch.ones(2, 1, 6, 6).int()},
+            ValueError,
+            "torch.int32; it must be .* bool",
+        ),
+        ({"head_mask": torch.ones(4)}, NotImplementedError, "Linear .*head_mask.*'eager'"),
+        ({"sinks": torch.ones(2, 4, 6, 1)}, NotImplementedError, "row to row.*sinks="),
+        ({"cache": object()}, NotImplementedError, "paged cache"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 6])}, NotImplementedError, "2 sequences packed"),
+    ],
+)
+def test_what_would_be_lost_is_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        attend_with(**options)
+
+
+def test_what_changes_nothing_is_not_refused():
+    attend_with(cu_seq_lens_q=torch.tensor([0, 6]), position_ids=None, head_mask=None)
+
+
+@pytest.mark.parametrize("attention_mask", [None, torch.ones(1, 3)])
+def test_a_model_that_attends_by_itself_is_refused(attention_mask):
+    config = transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)
+    config._attn_implementation = "polyattn"
+    model = transformers.BloomModel(config)
+    with pytest.raises(NotImplementedError, match="bloom models compute attention by themselves"):
+        model(torch.tensor([[3, 4, 5]]), attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flash_attention_2", "my_sdpa", "a/b", ""])
+def test_a_name_that_means_something_to_transformers_is_refused(name):
+    with pytest.raises(ValueError, match=f"none of transformers' own.*got '{name}'"):
+        ours.register(name)
+
+
+def test_what_is_registered_is_checked():
+    with pytest.raises(TypeError, match="name must be a string"):
+        ours.register(None)
+    with pytest.raises(UnknownBackendError, match="'nope'"):
+        ours.register("polyattn_nope", backend="nope")
+    with pytest.raises(TypeError, match="kernel"):
+        ours.register("polyattn_nope", kernel=3)
+    assert "polyattn_nope" not in transformers.AttentionInterface().valid_keys()
+
+
+# ---- what is written ----
+
+
+def test_the_docstring_is_whole():
+    found = validate("polyattn.integrations.transformers.register")
+    assert [code for code, _ in found["errors"] if code not in {"ES01", "GL08", "SA04"}] == []
+
+
+def test_the_page_lists_the_families_that_are_tested():
+    listed = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(encoding="utf-8"), re.M)
+    assert listed == [FAMILIES[family][0] for family in FAMILIES]

@@ -1,0 +1,293 @@
+"""The array-API kernels: bounded memory, tiles that are skipped, nothing written or repeated."""
+
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from libraries import tiles_of
+
+import polyattn
+from polyattn import attention, attention_partial
+from polyattn.kernels import Tiled, tiled
+from polyattn.span import Span
+from polyattn.tiles.band import column_span, is_full
+
+RNG = np.random.default_rng(0)
+
+
+def randn(*shape):
+    return RNG.standard_normal(shape, dtype=np.float32)
+
+
+#: Tiles so small that a short call has many, with edges inside and out.
+SMALL_TILES = tiles_of(40)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (3, 2)},
+    "causal from the first key": {"is_causal": True, "query_offset": 0},
+    "rows without keys": {"is_causal": True, "query_offset": -9},
+    "beyond the keys": {"window": (2, 2), "query_offset": 40},
+    "offset per item": {"is_causal": True, "query_offset": np.array([0, 20])},
+    "everything": {
+        "is_causal": True,
+        "window": (11, 0),
+        "mask": RNG.random((2, 1, 23, 31)) > 0.3,
+        "bias": RNG.standard_normal((4, 23, 1), dtype=np.float32),
+        "softcap": 2.0,
+        "scale": 0.5,
+        "sinks": RNG.standard_normal(4, dtype=np.float32),
+        "score_mod": lambda s, b, h, i, j: s - 0.1 * h * abs(i - j) + 0.2 * b,
+    },
+    "mask function": {"mask": lambda b, h, i, j: (i + 2 * j + h + b) % 4 != 0},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_tiles_change_nothing(case):
+    q, k, v = randn(2, 4, 23, 8), randn(2, 2, 31, 8), randn(2, 2, 31, 5)
+    tiles = attention_partial(q, k, v, kernel=SMALL_TILES, **OPTIONS[case])
+    whole = attention_partial(q, k, v, kernel="dense", **OPTIONS[case])
+    np.testing.assert_allclose(tiles.output, whole.output, atol=2e-6)
+    np.testing.assert_allclose(tiles.logsumexp, whole.logsumexp, atol=2e-6)
+
+
+def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
+    visited = []
+    genuine = tiled.attend
+
+    def attend(problem, x, backend, query, rows, columns, **options):
+        visited.append((rows, columns, options["masked"]))
+        return genuine(problem, x, backend, query, rows, columns, **options)
+
+    monkeypatch.setattr(tiled, "attend", attend)
+    x = randn(64, 4)
+    attention(x, x, x, is_causal=True, window=(24, None), kernel=SMALL_TILES)
+    seen = np.zeros((64, 64), bool)
+    for rows, columns, banded in visited:
+        tile = np.s_[rows.start : rows.stop, columns.start : columns.stop]
+        seen[tile] = True
+        p, j = np.ogrid[rows.start : rows.stop, columns.start : columns.stop]
+        inside = (j <= p) & (j >= p - 24)
+        assert inside.any()
+        assert banded == (not inside.all())
+    p, j = np.ogrid[:64, :64]
+    assert seen[(j <= p) & (j >= p - 24)].all()
+    assert seen.mean() < 0.5
+    assert {banded for _, _, banded in visited} == {True, False}
+
+
+@pytest.mark.parametrize("window", [(None, None), (2, 1), (0, None), (None, 0)])
+@pytest.mark.parametrize("offset", [-4, 0, 3])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_positions_say_of_a_tile_is_what_they_say_of_its_elements(window, offset, is_causal):
+    shape = (7, 4)
+    problem = polyattn.explain(
+        shape, (9, 4), (9, 4), window=window, query_offset=offset, is_causal=is_causal
+    ).problem
+    p, j = np.ogrid[:7, :9]
+    p = p + offset
+    left, right = window
+    visible = np.ones((7, 9), bool)
+    visible &= (j <= p) if is_causal else True
+    visible &= (j >= p - left) if left is not None else True
+    visible &= (j <= p + right) if right is not None else True
+    for first in range(7):
+        for last in range(first, 7):
+            rows = Span(first, last + 1)
+            columns = column_span(problem, rows)
+            outside = np.delete(visible[first : last + 1], np.s_[columns.start : columns.stop], 1)
+            assert not outside.any()
+            for start in range(9):
+                tile = Span(start, min(start + 3, 9))
+                full = visible[first : last + 1, tile.start : tile.stop].all()
+                assert is_full(problem, rows, tile) == full
+
+
+@pytest.mark.parametrize(("length", "kernel"), [(1024, "dense"), (1025, "tiled")])
+def test_tiles_are_for_what_one_tile_does_not_hold(length, kernel):
+    shape = (1, length, 64)
+    assert Tiled.tile == 1024 * 1024
+    decision = polyattn.explain(shape, (1, 1024, 64), (1, 1024, 64), backend="array-api")
+    assert decision.chosen.kernel == kernel
+
+
+def test_a_tile_has_a_size_worth_a_call_for_any_number_of_heads():
+    shape = (64, 4096, 512, 8)
+    rows, columns = tiled.block_sizes(polyattn.explain(shape, shape, shape).problem, Tiled.tile)
+    assert rows * columns == tiled.SMALLEST
+    shape = (4096, 1, 8)
+    rows, columns = tiled.block_sizes(
+        polyattn.explain(shape, (4096, 10**6, 8), (4096, 10**6, 8)).problem, Tiled.tile
+    )
+    assert (rows, columns) == (1, tiled.SMALLEST)
+
+
+def peak(function):
+    """Return the most memory that a call held beyond what there was before, and its result."""
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        result = function()
+        return tracemalloc.get_traced_memory()[1] - before, result
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_of_a_long_call_is_bounded():
+    q, k, v = (randn(1, 1, 16384, 64) for _ in range(3))
+    held, output = peak(lambda: attention(q, k, v, backend="array-api"))
+    assert held - output.nbytes < 64e6
+    held, output = peak(lambda: attention(q, k, v, backend="numpy"))
+    assert held - output.nbytes < 24e6
+
+
+def test_memory_of_a_long_call_of_torch_is_bounded_too(run_python):
+    """Beside output and logsumexp; measured in a process of its own, by its resident memory."""
+    held = run_python("""
+import resource, torch
+from polyattn import attention
+q = torch.randn(1, 1, 2**16, 256)
+k = torch.randn(1, 1, 64, 256)
+attention(q[:, :, :2048], k, k, kernel="tiled", softcap=3.0)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+output = attention(q, k, k, kernel="tiled", softcap=3.0)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(1024 * (after - before) / output.nbytes)
+""")
+    assert float(held) < 1.7
+
+
+def test_tiled_holds_no_more_for_longer_arrays():
+    kernel = tiles_of(2**14)
+    held = []
+    for length in (1024, 4096):
+        x = randn(1, 1, length, 16)
+        most, partial = peak(lambda x=x: attention_partial(x, x, x, kernel=kernel))
+        held.append(most - partial.output.nbytes - partial.logsumexp.nbytes)
+    assert held[1] < 1.2 * held[0]
+
+
+def test_keys_of_grouped_heads_are_not_repeated():
+    q, k, v = randn(1, 32, 1, 64), randn(1, 2, 4096, 64), randn(1, 2, 4096, 64)
+    held, _ = peak(lambda: attention(q, k, v, kernel="dense"))
+    assert held < k.nbytes + v.nbytes
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_score_function_may_return_an_array_of_the_callers(kernel):
+    scores = randn(6, 6)
+    before = scores.copy()
+    x = randn(6, 4)
+    attention(x, x, x, score_mod=lambda s, b, h, i, j: scores[i, j], kernel=kernel)
+    np.testing.assert_array_equal(scores, before)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+@pytest.mark.parametrize("axes", [(5, 7), (7,), (4, 1, 1), (2, 1, 5, 1), ()])
+def test_a_score_function_may_return_fewer_axes_than_it_is_given(kernel, axes):
+    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 7, 8), randn(2, 2, 7, 3)
+    scores = np.asarray(randn(*axes))
+    output = attention(q, k, v, score_mod=lambda s, b, h, i, j: scores, kernel=kernel)
+    expected = attention(q, k, v, scale=0.0, bias=scores, kernel=kernel)
+    np.testing.assert_allclose(output, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_float64_table_in_a_score_function_keeps_the_accumulator(kernel):
+    x = randn(6, 4)
+    partial = attention_partial(
+        x, x, x, score_mod=lambda s, b, h, i, j: s + np.ones((6, 6))[i, j], kernel=kernel
+    )
+    assert partial.output.dtype == partial.logsumexp.dtype == np.float32
+
+
+def test_a_mask_function_may_return_a_plain_bool():
+    x = randn(6, 4)
+    np.testing.assert_array_equal(
+        attention(x, x, x, mask=lambda b, h, i, j: True), attention(x, x, x)
+    )
+    assert not attention(x, x, x, mask=lambda b, h, i, j: False).any()
+
+
+@pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
+@pytest.mark.parametrize("rank", [2, 3, 4, 5])
+def test_results_are_the_callers_to_write_to(layout, rank):
+    shape = (1, 2, 3, 4, 6)[-rank:]
+    x = randn(*shape)
+    partial = attention_partial(x, x, x, layout=layout)
+    assert partial.output.shape == x.shape
+    assert partial.logsumexp.shape == x.shape[:-1]
+    assert partial.output.flags.writeable
+    assert partial.logsumexp.flags.writeable
+
+
+def test_a_value_of_more_batch_axes_widens_both_results():
+    q, k, v = randn(2, 5, 4), randn(2, 5, 4), randn(3, 2, 5, 4)
+    for kernel in ("dense", "tiled"):
+        partial = attention_partial(q, k, v, kernel=kernel)
+        assert partial.output.shape == (3, 2, 5, 4)
+        assert partial.logsumexp.shape == (3, 2, 5)
+        assert partial.logsumexp.flags.writeable
+
+
+def test_merge_refuses_what_does_not_fit():
+    x = randn(2, 5, 4)
+    one = attention_partial(x, x, x)
+    with pytest.raises(TypeError, match="at least one"):
+        polyattn.merge()
+    with pytest.raises(ValueError, match="one shape"):
+        polyattn.merge(one, attention_partial(x[:1], x[:1], x[:1]))
+    with pytest.raises(ValueError, match="less the last axis"):
+        polyattn.merge((one.output, one.logsumexp[..., None]))
+    with pytest.raises(TypeError, match="one dtype"):
+        polyattn.merge(one, attention_partial(*(3 * [x.astype("f8")])))
+    with pytest.raises(TypeError, match="one library"):
+        polyattn.merge(one, tuple(map(torch.from_numpy, one)))
+    for integers in ((x.astype(int), one.logsumexp), (one.output, one.logsumexp.astype(int))):
+        with pytest.raises(TypeError, match="one of the dtypes float16"):
+            polyattn.merge(integers)
+    for no_partial in (None, 3, x, (x,), (x, x, x), [one, one], {}):
+        with pytest.raises(TypeError, match=r"merge\(\*partials\)"):
+            polyattn.merge(no_partial)
+
+
+FAR = [2**31 - 1, 2**40, sys.maxsize, 2**70]
+
+
+@pytest.mark.parametrize("far", FAR)
+@pytest.mark.parametrize("kernel", ["dense", "tiled", "sdpa"])
+def test_positions_far_away_mean_what_they_say(far, kernel):
+    asarray = torch.from_numpy if kernel == "sdpa" else np.asarray
+    x = asarray(randn(2, 6, 4))
+
+    def call(**options):
+        return np.asarray(attention(x, x, x, kernel=kernel, **options))
+
+    plain, causal = call(), call(is_causal=True)
+    np.testing.assert_array_equal(call(window=(far, far)), plain)
+    np.testing.assert_array_equal(call(window=(far, 0)), causal)
+    np.testing.assert_array_equal(call(window=(far, None), query_offset=-5), plain)
+    np.testing.assert_array_equal(call(is_causal=True, query_offset=far), plain)
+    assert not call(is_causal=True, query_offset=-far).any()
+    assert not call(window=(2, None), query_offset=far).any()
+    later = call(mask=asarray(np.triu(np.ones((6, 6), bool))))
+    np.testing.assert_allclose(call(window=(far, None), query_offset=far), later, atol=1e-6)
+    offsets = asarray(np.array([1]))
+    batched = x[None]
+    far_window = attention(batched, batched, batched, window=(far, far), query_offset=offsets)
+    np.testing.assert_allclose(np.asarray(far_window)[0], plain, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64", "int8", "int32"])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_query_offsets_of_any_integer_kind(dtype, backend):
+    x = randn(2, 3, 6, 4)
+    offsets = np.array([0, 2], dtype=dtype)
+    output = attention(x, x, x, is_causal=True, query_offset=offsets, backend=backend)
+    expected = attention(x, x, x, is_causal=True, query_offset=np.array([0, 2]))
+    np.testing.assert_allclose(output, expected, atol=1e-6)

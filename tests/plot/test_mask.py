@@ -1,0 +1,240 @@
+"""The picture of a mask shows the keys that attention sees and the tiles that the mask answers."""
+
+import importlib
+
+import array_api_strict
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from polyattn import attention, masks
+from polyattn.expressions.masks import Causal
+from polyattn.plot.mask import COLOURS, EMPTY, FULL, HIDDEN, SEEN, draw_mask
+
+matplotlib.use("Agg")
+IDS = np.repeat(np.arange(4), [5, 11, 1, 7])
+LENGTHS = np.array([[3, 24], [0, 17]])
+
+
+def checkered(b, h, i, j):
+    return (i // 8 + j // 8 + h) % 2 == 0
+
+
+@pytest.fixture
+def axes():
+    return Figure().add_subplot()
+
+
+def shown(axes):
+    """The kinds that are drawn, one number for each cell or tile."""
+    return np.asarray(axes.images[0].get_array())
+
+
+def title(axes):
+    return axes.get_legend().get_title().get_text()
+
+
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def visible(mask, rows, keys, batch=(), heads=1, **options):
+    """Which keys take part, by attention itself: the rows of an identity that a row sums up."""
+    query = np.zeros((*batch, heads, rows, 1))
+    value = np.broadcast_to(np.eye(keys), (*batch, heads, keys, keys))
+    key = np.zeros((*batch, heads, keys, 1))
+    return attention(query, key, value, mask=mask, **options) > 0
+
+
+CASES = {
+    "causal": (masks.causal(), (24, 24), {}),
+    "causal, fewer rows": (masks.causal(), (7, 24), {}),
+    "causal, from the first": (masks.causal(), (7, 24), {"query_offset": 0}),
+    "window": (masks.window(3, 1), (24, 24), {}),
+    "global tokens": (masks.window(2, 2) | masks.global_tokens(0, 9), (24, 24), {}),
+    "dilated": (masks.dilated(3) & masks.causal(), (24, 20), {}),
+    "none of it": (~(masks.causal() | masks.prefix(4)), (24, 24), {}),
+    "segments": (masks.segments(IDS), (24, 24), {}),
+    "packed documents": (masks.segments(IDS) & masks.causal(), (24, 24), {}),
+    "rule": (masks.rule(checkered), (24, 24), {"head": 1}),
+    "dense": (masks.dense(IDS % 2 == 0), (5, 24), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_drawn_dark_is_what_attention_sees(axes, name):
+    mask, (rows, keys), options = CASES[name]
+    draw_mask(mask, rows, keys, tile=4, axes=axes, **options)
+    head = options.pop("head", 0)
+    seen = visible(mask, rows, keys, heads=head + 1, **options)[head]
+    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
+
+
+@pytest.mark.parametrize("item", range(4))
+def test_each_item_of_a_batch_has_its_own_picture(axes, item):
+    mask = masks.padding(LENGTHS)
+    draw_mask(mask, 6, 24, item=item, axes=axes)
+    seen = visible(mask, 6, 24, batch=(2, 2)).reshape(4, 6, 24)[item]
+    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
+    assert title(axes).startswith(f"item {item}, head 0")
+
+
+def test_tiles_are_full_mixed_and_empty_as_the_mask_answers(axes):
+    draw_mask(masks.causal(), 12, 12, tile=4, axes=axes)
+    kinds = shown(axes)
+    assert (kinds[4:8, :4] == FULL).all()
+    assert (kinds[:4, 4:] == EMPTY).all()
+    np.testing.assert_array_equal(kinds[:4, :4], np.where(np.tri(4), SEEN, HIDDEN))
+    assert legend(axes) == ["full: 3", "mixed: 3", "empty: 3", "hidden in mixed"]
+    assert title(axes) == "67% of 9 tiles of 4 × 4 visited"
+
+
+def test_a_rule_is_mixed_throughout_until_it_is_compiled(axes):
+    draw_mask(masks.rule(checkered), 32, tile=8, axes=axes)
+    assert legend(axes)[:3] == ["full: 0", "mixed: 16", "empty: 0"]
+    compiled = masks.compile(checkered, 32, tile=8)
+    again = Figure().add_subplot()
+    compiled.plot(axes=again)
+    assert legend(again)[:3] == ["full: 8", "mixed: 0", "empty: 8"]
+    np.testing.assert_array_equal(shown(axes) == SEEN, shown(again) == FULL)
+
+
+def test_a_compiled_mask_is_drawn_for_the_call_and_by_the_tiles_of_its_table(axes):
+    mask = masks.compile(masks.causal(), 20, 30, query_offset=3, tile=10, heads=2)
+    mask.plot(axes=axes)
+    assert shown(axes).shape == (20, 30)
+    assert "6 tiles of 10 × 10" in title(axes)
+    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), np.tri(20, 30, 3))
+    with pytest.raises(ValueError, match="compiled for L, S, query_offset"):
+        mask.plot(20, 31)
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape"),
+    [
+        (masks.segments(IDS), (24, 24)),
+        (masks.segments(IDS[:9], IDS), (9, 24)),
+        (masks.causal() & masks.dense(np.ones((3, 1, 7, 5), bool)), (7, 5)),
+        (masks.dense(np.ones(5, bool)) | masks.causal(), (5, 5)),
+        (masks.prefix(3), (64, 64)),
+    ],
+    ids=repr,
+)
+def test_lengths_come_from_the_arrays_of_the_mask(axes, mask, shape):
+    mask.plot(axes=axes)
+    assert shown(axes).shape == shape
+
+
+@pytest.mark.parametrize("to", [torch.asarray, jnp.asarray, array_api_strict.asarray])
+def test_masks_that_carry_arrays_of_any_library_are_drawn_alike(axes, to):
+    def even(b, h, i, j):
+        return (i + j) % 2 == 0
+
+    def mask(to):
+        lengths = masks.padding(to(LENGTHS[:, 1]), to(LENGTHS[:, 0]))
+        array = masks.dense(to(IDS % 3 > 0))
+        return (masks.segments(to(IDS)) & masks.causal() | lengths) & (array | even)
+
+    draw_mask(mask(to), item=1, axes=axes)
+    expected = draw_mask(mask(np.asarray), item=1, axes=Figure().add_subplot())
+    np.testing.assert_array_equal(shown(axes), shown(expected))
+    assert legend(axes) == legend(expected)
+
+
+def test_a_function_over_tensors_is_drawn_in_their_library(axes):
+    ids = torch.asarray(IDS)
+
+    def same(b, h, i, j):
+        assert isinstance(i, torch.Tensor)
+        return ids[i] == ids[j]
+
+    draw_mask(masks.rule(same), 24, like=ids, axes=axes)
+    np.testing.assert_array_equal(shown(axes) == SEEN, IDS[:, None] == IDS)
+
+
+def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
+    monkeypatch.setattr(Causal, "seen", None)
+    draw_mask(masks.causal(), 4096, axes=axes)
+    assert shown(axes).shape == (32, 32)
+    np.testing.assert_array_equal(shown(axes), FULL * np.tri(32, k=-1) + SEEN * np.eye(32))
+    assert legend(axes) == ["full: 496", "mixed: 32", "empty: 496"]
+    assert axes.get_xlim() == (-0.5, 4095.5)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 100, 1000])
+def test_short_lengths_are_drawn_cell_by_cell(axes, length):
+    draw_mask(masks.causal(), length, axes=axes)
+    np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), np.tri(length))
+
+
+def test_rows_go_down_and_the_axes_say_what_they_are(axes):
+    draw_mask(masks.segments(IDS) & masks.causal(), axes=axes)
+    assert axes.get_ylim() == (23.5, -0.5)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("key j", "query i")
+    assert axes.get_title() == "masks.segments(<(24,) int64>) & masks.causal()"
+
+
+def test_a_long_title_is_cut_short(axes):
+    mask = masks.global_tokens(*range(0, 200, 3)) | masks.causal() & masks.window(999, 0)
+    draw_mask(mask, axes=axes)
+    lines = axes.get_title().splitlines()
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 46
+    assert lines[-1].endswith("…")
+
+
+def test_a_little_is_never_nothing_and_nearly_all_never_all(axes):
+    draw_mask(masks.dense(np.arange(512) == 0), 1, 512, tile=1, axes=axes)
+    assert title(axes).startswith("below 1% of 512")
+    again = draw_mask(masks.dense(np.arange(512) > 0), 1, 512, tile=1, axes=Figure().add_subplot())
+    assert title(again).startswith("over 99% of 512")
+
+
+def test_lightness_alone_tells_the_colours_apart():
+    lightness = sorted(np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)) for colour in COLOURS)
+    assert min(np.diff(lightness)) > 0.08
+
+
+def test_nothing_is_shown_and_the_figure_is_the_callers():
+    from matplotlib import pyplot
+
+    axes = masks.causal().plot(8)
+    assert pyplot.gcf() is axes.figure
+    pyplot.close(axes.figure)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"item": 4}, "no item 4 and head 0 of batch"),
+        ({"item": -1}, "no item -1"),
+        ({"head": -1}, "head -1"),
+        ({"batch": (3,)}, "must broadcast to the batch axes"),
+        ({"tile": 0}, "tile must be at least 1"),
+        ({"query_length": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(axes, given, says):
+    with pytest.raises(ValueError, match=says):
+        draw_mask(masks.padding(LENGTHS), **given, axes=axes)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    def missing(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return found(name, *rest)
+
+    found = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(ImportError, match=r'pip install "polyattn\[plot\]"'):
+        masks.causal().plot()
+
+
+def test_importing_masks_imports_no_matplotlib(run_python):
+    code = "import sys, polyattn.plot.mask; from polyattn import masks; print(repr(masks.causal()))"
+    assert run_python(f"{code}; assert 'matplotlib' not in sys.modules; import numpy")

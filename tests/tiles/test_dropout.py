@@ -1,0 +1,158 @@
+"""Dropout: the published generator, the same bits in every library and for every tile."""
+
+import array_api_compat.numpy as xp
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from libraries import LIBRARIES, Library, tiles_of
+
+from polyattn import attention, attention_partial, masks
+from polyattn.tiles.dropout import kept, philox
+
+JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
+EVERY = (*LIBRARIES, JAX)
+B, H, G, L, S = 2, 4, 2, 9, 23
+RNG = np.random.default_rng(3)
+# Weights that are all alike, and values of which each key has its own, so that the output tells
+# which keys were kept.
+QUERY = np.zeros((B, H, L, 3), np.float32)
+KEY = RNG.normal(size=(B, G, S, 3)).astype(np.float32)
+VALUE = np.broadcast_to(np.eye(S, dtype=np.float32), (B, G, S, S))
+RATE, SEED = 0.3, 2**40 + 17
+
+# Of kat_vectors in Random123, the authors' own: counter, key, words.
+PUBLISHED = [
+    (
+        (0, 0, 0, 0),
+        (0, 0),
+        (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8),
+    ),
+    (
+        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+        (0xFFFFFFFF, 0xFFFFFFFF),
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def reference(counter, key):
+    """The generator once more, in Python's own integers."""
+    for number in range(10):
+        if number:
+            key = ((key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32)
+        high, low = divmod(0xD2511F53 * counter[0], 2**32)
+        other_high, other_low = divmod(0xCD9E8D57 * counter[2], 2**32)
+        counter = (other_high ^ counter[1] ^ key[0], other_low, high ^ counter[3] ^ key[1], low)
+    return counter
+
+
+def is_kept(b, h, i, j, seed=SEED, rate=RATE):
+    word = reference((j // 4, i, h, b), (seed % 2**32, seed >> 32))[j % 4]
+    return word >= round(rate * 2**32)
+
+
+def expected(seed=SEED, rate=RATE):
+    found = [
+        [[[is_kept(b, h, i, j, seed, rate) for j in range(S)] for i in range(L)] for h in range(H)]
+        for b in range(B)
+    ]
+    return np.array(found) / (1 - rate) / S
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), PUBLISHED)
+@pytest.mark.parametrize("to", [np.uint32, torch.tensor, jnp.uint32], ids=["numpy", "torch", "jax"])
+def test_philox_gives_the_published_words(to, counter, key, words):
+    arrays = tuple(to([word]) for word in counter)
+    assert tuple(int(word[0]) for word in philox(arrays, key)) == words
+    assert reference(counter, key) == words
+
+
+@pytest.mark.parametrize("library", EVERY, ids=str)
+@pytest.mark.parametrize("tile", [None, pytest.param(1, marks=pytest.mark.slow), 24, 200])
+def test_the_same_weights_are_dropped_everywhere_and_for_every_tile(library, tile):
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    kernel = "dense" if tile is None else tiles_of(tile)
+    options = {"dropout": (RATE, SEED), "kernel": kernel, "backend": "array-api"}
+    output = library.back(attention(*arrays, **options))
+    np.testing.assert_array_equal(output != 0, expected() != 0)
+    np.testing.assert_allclose(output, expected(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("library", EVERY, ids=str)
+def test_a_seed_may_be_an_array(library):
+    arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
+    seed = library.to(np.asarray(12345, np.int32))
+    output = library.back(attention(*arrays, dropout=(RATE, seed), backend="array-api"))
+    np.testing.assert_array_equal(output != 0, expected(12345) != 0)
+
+
+def test_other_seeds_drop_others():
+    outputs = [attention(QUERY, KEY, VALUE, dropout=(RATE, s)) != 0 for s in (0, 1, 2**32, 2**63)]
+    for n, one in enumerate(outputs):
+        for other in outputs[:n]:
+            assert 0.3 < np.mean(one != other) < 0.55
+
+
+def test_the_share_that_is_dropped_is_the_rate():
+    b, h, i = (
+        np.arange(n).reshape(shape)
+        for n, shape in ((4, (4, 1, 1, 1)), (4, (4, 1, 1)), (64, (64, 1)))
+    )
+    for rate in (0.001, 0.1, 0.5, 0.9):
+        share = kept(xp, 7, rate, b, h, i, np.arange(64)).mean()
+        spread = (rate * (1 - rate) / (4 * 4 * 64 * 256)) ** 0.5
+        assert abs(share - (1 - rate)) < 5 * spread
+
+
+def test_a_rate_of_zero_changes_no_bit():
+    x = RNG.normal(size=(2, 5, 8))
+    np.testing.assert_array_equal(attention(x, x, x, dropout=(0.0, 1)), attention(x, x, x))
+
+
+def test_the_logsumexp_knows_nothing_of_it():
+    x = RNG.normal(size=(2, 5, 8))
+    with_dropout = attention_partial(x, x, x, dropout=(0.5, 1))
+    np.testing.assert_array_equal(with_dropout.logsumexp, attention_partial(x, x, x).logsumexp)
+
+
+def test_a_masked_key_stays_absent_and_a_row_without_keys_zero():
+    value = np.where(np.arange(S)[:, None] == 4, np.nan, VALUE)
+    mask = (np.arange(S) != 4) & (np.arange(L)[:, None] > 1)
+    output = attention(QUERY, KEY, value, mask=mask, dropout=(RATE, SEED))
+    assert np.all(np.isfinite(output))
+    assert np.all(output[:, :, :2] == 0)
+
+
+def test_gradients_are_those_of_the_weights_that_are_kept():
+    q, k, v = (torch.tensor(RNG.normal(size=(1, 2, 5, 3)), requires_grad=True) for _ in range(3))
+    for kernel in ("dense", tiles_of(8)):
+
+        def output(q, k, v, kernel=kernel):
+            options = {"kernel": kernel, "backend": "array-api"}
+            return attention(q, k, v, dropout=(0.4, 3), mask=masks.causal(), **options)
+
+        assert torch.autograd.gradcheck(output, (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("dropout", "error", "words"),
+    [
+        (0.1, TypeError, "pair"),
+        ((1.0, 0), ValueError, r"\[0, 1\)"),
+        ((-0.1, 0), ValueError, r"\[0, 1\)"),
+        ((0.1, None), TypeError, "seed must be one integer"),
+        ((0.1, 2**64), ValueError, "2\\*\\*64"),
+        ((0.1, -1), ValueError, "-1"),
+        ((0.1, np.array([1, 2])), TypeError, "one integer"),
+        ((0.1, np.array(1.0)), TypeError, "one integer"),
+    ],
+)
+def test_what_is_no_dropout_is_refused(dropout, error, words):
+    with pytest.raises(error, match=words):
+        attention(QUERY, KEY, VALUE, dropout=dropout)
