@@ -22,7 +22,7 @@ import torch
 from onnx import helper
 
 from polyattn import attention
-from polyattn.conformance import CASES, Subject
+from polyattn.conformance import CASES, Target
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
@@ -182,7 +182,7 @@ class Peer(NamedTuple):
 @functools.cache
 def peers():
     """Return the peers by the names of their libraries."""
-    there = Subject("torch")
+    there = Target("torch")
     return {
         "torch": Peer(
             "torch.nn.functional.scaled_dot_product_attention",

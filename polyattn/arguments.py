@@ -9,15 +9,15 @@ from typing import Any
 
 from polyattn.arrays import is_compiling
 
-__all__ = ["Ends", "Shape", "check_ends", "check_takes", "check_whole", "lengths"]
+__all__ = ["Shape", "WindowSize", "check_int", "check_shape", "check_signature", "check_window"]
 
 Shape = tuple[int, ...]
 
 
-Ends = tuple[int | None, int | None]
+WindowSize = tuple[int | None, int | None]
 
 
-def check_takes(name: str, function: Callable[..., Any], parameters: str) -> None:
+def check_signature(name: str, function: Callable[..., Any], parameters: str) -> None:
     """Refuse a function that cannot be called with so many arguments."""
     if is_compiling():
         return
@@ -31,32 +31,32 @@ def check_takes(name: str, function: Callable[..., Any], parameters: str) -> Non
         raise TypeError(f"{name} must take ({parameters}); it takes {signature}") from None
 
 
-def lengths(shape: Any) -> Shape:
+def check_shape(shape: Any) -> Shape:
     """Return a shape given by itself as a tuple of Python numbers, checked."""
     try:
-        checked = tuple(operator.index(length) for length in shape)
+        variant = tuple(operator.index(length) for length in shape)
     except TypeError:
-        checked = (-1,)
-    if any(length < 0 for length in checked):
-        raise ValueError(f"a shape must hold integers of at least 0; {_got(shape)}")
-    return checked
+        variant = (-1,)
+    if any(length < 0 for length in variant):
+        raise ValueError(f"a shape must hold integers of at least 0; {got(shape)}")
+    return variant
 
 
-def _got(value: Any) -> str:
+def got(value: Any) -> str:
     return f"got {value!r}"
 
 
-def check_whole(name: str, value: Any, kinds: str = "an integer") -> int:
+def check_int(name: str, value: Any, kinds: str = "an integer") -> int:
     """Return an integer, of whatever kind it is."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
         except TypeError:
             pass
-    raise TypeError(f"{name} must be {kinds}; {_got(value)}")
+    raise TypeError(f"{name} must be {kinds}; {got(value)}")
 
 
-def check_ends(value: Any) -> Ends:
+def check_window(value: Any) -> WindowSize:
     """Return the ends of a window, checked."""
     hint = (
         "window must be a pair (left, right): how many keys before and after a row's own position"
@@ -64,15 +64,15 @@ def check_ends(value: Any) -> Ends:
         " own is (255, 0)"
     )
     if not isinstance(value, (tuple, list)) or len(value) != 2:
-        raise TypeError(f"{hint}; {_got(value)}")
+        raise TypeError(f"{hint}; {got(value)}")
     ends = []
     for end in value:
         if isinstance(end, bool):
-            raise TypeError(f"{hint}; {_got(value)}")
+            raise TypeError(f"{hint}; {got(value)}")
         try:
             ends.append(None if end is None else operator.index(end))
         except TypeError:
-            raise TypeError(f"{hint}; {_got(value)}") from None
+            raise TypeError(f"{hint}; {got(value)}") from None
         if ends[-1] is not None and ends[-1] < 0:
-            raise ValueError(f"a window's ends must be at least 0, or None; {_got(value)}")
+            raise ValueError(f"a window's ends must be at least 0, or None; {got(value)}")
     return ends[0], ends[1]

@@ -217,7 +217,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     """0 if everything agrees, 1 if something does not, 2 if it cannot be asked so."""
     try:
-        from polyattn.conformance import CASES, ESSENTIAL, Subject
+        from polyattn.conformance import CASES, ESSENTIAL, Target
         from polyattn.conformance.report import html as page
         from polyattn.conformance.report import run
     except ModuleNotFoundError as error:
@@ -231,7 +231,7 @@ def _check(options: argparse.Namespace) -> int:
     try:
         if options.backends:
             names = [name for given in options.backends for name in given.split(",")]
-            subjects = [Subject(name, options.library) for name in names]
+            subjects = [Target(name, options.library) for name in names]
         else:
             subjects = run.default_subjects(options.library)
     except BackendError as error:
@@ -271,13 +271,13 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
             raise ValueError(f"--callable takes the place of {name}; got {' '.join(given)}")
     sys.path.insert(0, "")  # where python -m would find a module of the user's
     function = callables.load(options.callable)
-    subject = callables.subject_of(options.callable, options.library)
+    target = callables.subject_of(options.callable, options.library)
     bar = partial(run.bar, describe=lambda case: options.callable)
-    rows = departures.summarise(function, cases.values(), subject.to, subject.back, bar)
+    rows = departures.summarise(function, cases.values(), target.to, target.back, bar)
     if options.json:
         print(_json([departures.as_dict(row) for row in rows]))
     else:
-        print(f"{options.callable} on arrays of {subject.library}\n")
+        print(f"{options.callable} on arrays of {target.library}\n")
         print(*departures.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")

@@ -14,10 +14,10 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arguments import check_ends, check_takes, check_whole
+from polyattn.arguments import check_int, check_signature, check_window
 from polyattn.arrays import Array, broadcast_shapes, facts_of, index_range, is_array, library_of
-from polyattn.expressions.expression import Value
-from polyattn.expressions.indices import Called, Dims
+from polyattn.expressions.expression import Expression
+from polyattn.expressions.indices import PointIndices, ScoreDims
 from polyattn.expressions.masks import (
     Causal,
     Compiled,
@@ -86,7 +86,7 @@ def window(left: int | None, right: int | None) -> Mask:
     >>> masks.window(255, 0)
     masks.window(255, 0)
     """
-    return Window(*check_ends((left, right)))
+    return Window(*check_window((left, right)))
 
 
 def prefix(lengths: int | Array) -> Mask:
@@ -196,7 +196,7 @@ def dilated(step: int) -> Mask:
     >>> masks.window(64, 64) & masks.dilated(4)
     masks.window(64, 64) & masks.dilated(4)
     """
-    number = check_whole("masks.dilated: step", step)
+    number = check_int("masks.dilated: step", step)
     if number < 1:
         raise ValueError(f"masks.dilated: step must be at least 1; got {step!r}")
     return Dilated(number)
@@ -221,9 +221,7 @@ def global_tokens(*positions: int) -> Mask:
     >>> masks.window(64, 64) | masks.global_tokens(0, 1)
     masks.window(64, 64) | masks.global_tokens(0, 1)
     """
-    found = tuple(
-        check_whole("masks.global_tokens: a position", position) for position in positions
-    )
+    found = tuple(check_int("masks.global_tokens: a position", position) for position in positions)
     if not found or min(found) < 0:
         raise ValueError(f"masks.global_tokens takes positions of at least 0; got {positions!r}")
     return GlobalTokens(found)
@@ -276,11 +274,13 @@ def rule(function: Callable[..., Array]) -> Mask:
     >>> masks.rule(even) & masks.causal()
     masks.rule(even) & masks.causal()
     """
-    if not callable(function) or (isinstance(function, Value) and not isinstance(function, Mask)):
+    if not callable(function) or (
+        isinstance(function, Expression) and not isinstance(function, Mask)
+    ):
         raise TypeError(f"masks.rule takes a function (b, h, i, j) -> bool; got {function!r}")
     if isinstance(function, Mask):
         return function
-    check_takes("the mask function", function, "b, h, i, j")
+    check_signature("the mask function", function, "b, h, i, j")
     return Rule(function)
 
 
@@ -341,21 +341,21 @@ def compile(
     names = ("query_length", "key_length", "heads", "tile")
     given = (query_length, query_length if key_length is None else key_length, heads, tile)
     length, keys, heads, size = (
-        check_whole(f"masks.compile: {name}", number)
+        check_int(f"masks.compile: {name}", number)
         for name, number in zip(names, given, strict=True)
     )
     axes = batch if isinstance(batch, tuple) else (batch,)
-    axes = tuple([check_whole("masks.compile: batch", number) for number in axes])
+    axes = tuple([check_int("masks.compile: batch", number) for number in axes])
     if min(length, keys, heads, size, *axes) < 1:
         raise ValueError(
             f"masks.compile takes lengths and numbers of at least 1; got {(*given, batch)}"
         )
     offset = keys - length
     if query_offset is not None:
-        offset = check_whole("masks.compile: query_offset", query_offset)
+        offset = check_int("masks.compile: query_offset", query_offset)
     if isinstance(mask, Compiled):
         mask = mask.mask
-    _check_fits(mask, Dims(axes, heads, length, keys, offset))
+    _check_fits(mask, ScoreDims(axes, heads, length, keys, offset))
     arrays = [like, *(thing for _, thing in mask.carried() if is_array(thing))]
     example = next((array for array in arrays if array is not None), None)
     xp: Any = importlib.import_module("array_api_compat.numpy")
@@ -365,13 +365,13 @@ def compile(
     return Compiled(mask, length, keys, offset, size, shape, some, every)
 
 
-def _check_fits(mask: Mask, dims: Dims) -> None:
+def _check_fits(mask: Mask, dims: ScoreDims) -> None:
     """Refuse a mask that is not for such calls; of too few items a table would say nothing."""
     for _, thing in mask.carried():
         if not is_array(thing):
-            check_takes("the mask function", thing, "b, h, i, j")
+            check_signature("the mask function", thing, "b, h, i, j")
     try:
-        mask.form(facts_of).check(dims)
+        mask.spec(facts_of).check(dims)
     except ValueError as error:
         raise ValueError(
             f"{error}; masks.compile was asked for batch={dims.batch}, heads={dims.heads}"
@@ -398,7 +398,7 @@ def _look(
     lead = (1, 1)
     for block in Span(0, length).split(size):
         rows = indices(*block, -1, 1)
-        at = Called(b, h, rows, indices(0, keys, 1, -1), offset=offset, batch=batch)
+        at = PointIndices(b, h, rows, indices(0, keys, 1, -1), offset=offset, batch=batch)
         seen = mask.seen(at)
         whole = (items, heads, block.length, keys)
         if len(seen.shape) > 4 or broadcast_shapes(tuple(seen.shape), whole) != whole:
@@ -435,7 +435,7 @@ def _lengths(name: str, value: Any) -> Any:
     if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
     try:
-        number = check_whole(name, value)
+        number = check_int(name, value)
     except TypeError as error:
         raise TypeError(f"{error}. An array gives one for each batch item") from None
     if number < 0:

@@ -48,13 +48,13 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Operands
 from polyattn.call.features import DTYPES, FEATURES
 from polyattn.call.problem import Problem
-from polyattn.expressions.indices import Called
+from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.threads import thread_count
 from polyattn.tiles.band import band, column_span, full_span, in_band, is_full
-from polyattn.tiles.coverage import Grid, Tile, every_mask
+from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn.tiles.indices import Indices
 
 __all__ = [
@@ -63,19 +63,19 @@ __all__ = [
     "Array",
     "Backend",
     "BackendSpec",
-    "Called",
-    "Grid",
     "Indices",
     "Kernel",
     "Mask",
     "Operands",
+    "PointIndices",
     "Problem",
     "Score",
     "Span",
-    "Tile",
+    "TileGrid",
+    "TileQuery",
     "band",
     "column_span",
-    "every_mask",
+    "combined_mask",
     "full_span",
     "in_band",
     "is_full",

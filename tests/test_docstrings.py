@@ -23,7 +23,7 @@ import polyattn.plot
 import polyattn.plugin
 import polyattn.scores
 from polyattn.expressions.coverage import Block
-from polyattn.expressions.indices import Place
+from polyattn.expressions.indices import ScoreIndices
 
 MODULES = (
     polyattn,
@@ -42,7 +42,7 @@ MODULES = (
     polyattn.scores,
 )
 # What a tile does as a place or a block is described there.
-PROTOCOLS = {name: kind for kind in (Block, Place) for name in vars(kind)}
+PROTOCOLS = {name: kind for kind in (Block, ScoreIndices) for name in vars(kind)}
 # No extended summary, example or cross-reference is asked of what explains itself.
 NOT_ASKED = {"ES01", "EX01", "GL01", "GL08", "SA01", "SA04", "PR06", "PR10", "RT02", "RT03", "SS06"}
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polyattn.plugin import Array, Grid, Operands, Problem, Span, column_span, every_mask
+from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
 
 __all__ = ["Loop", "block_sizes", "loops", "seen_tiles", "wanted"]
 
@@ -61,7 +61,7 @@ class Loop(NamedTuple):
 
 def by_table(problem: Problem) -> bool:
     """Whether masks may leave tiles empty that position alone does not tell of."""
-    return problem.mask_form is not None
+    return problem.mask_spec is not None
 
 
 def loops(problem: Problem, tile: int) -> list[Loop]:
@@ -119,10 +119,10 @@ def _alike(blocks: list[Span], work: list[int]) -> Iterator[list[int]]:
 
 def _may_be_seen(problem: Problem, size: tuple[int, int]) -> Array:
     """Return which tiles are not surely empty, by static facts, shape (down, across)."""
-    facts = Operands(*[None] * 8)._replace(mask=problem.mask_form)
-    mask = every_mask(problem, facts)
+    facts = Operands(*[None] * 8)._replace(mask=problem.mask_spec)
+    mask = combined_mask(problem, facts)
     assert mask is not None
-    some = Grid(problem, facts, xp, size, np.empty(0), reads=False).of(mask).some
+    some = TileGrid(problem, facts, xp, size, np.empty(0), reads=False).of(mask).any_visible
     return np.any(some, axis=tuple(range(some.ndim - 2)))
 
 
@@ -131,10 +131,10 @@ def seen_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array | 
 
     None where arrays say nothing.
     """
-    form = problem.mask_form
+    form = problem.mask_spec
     if form is None or not (problem.query_offset is None or form.carried()):
         return None
-    mask = every_mask(problem, x)
+    mask = combined_mask(problem, x)
     assert mask is not None
 
     # XLA would look at an array that it knows when it compiles, for minutes if it is a large one.
@@ -142,7 +142,7 @@ def seen_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array | 
         return thing if callable(thing) else lax.optimization_barrier(thing)  # type: ignore[no-untyped-call]
 
     mask = mask.map(unknown)
-    some = Grid(problem, x, jnp, size, x.query).of(mask).some
+    some = TileGrid(problem, x, jnp, size, x.query).of(mask).any_visible
     return of_all(jnp.any(some, axis=range(some.ndim - 2)))
 
 
@@ -176,7 +176,7 @@ def _of_all(size: int, batched: list[bool], table: Array) -> tuple[Array, bool]:
 def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile, wide where rows are few."""
     heads = math.prod(problem.batch) * problem.heads
-    if problem.similarity_form is not None and problem.similarity_form.entrywise:
+    if problem.similarity_spec is not None and problem.similarity_spec.entrywise:
         tile = max(1, tile // max(1, problem.head_size))
     area = max(tile // heads, min(tile, SMALLEST))
     if by_table(problem):

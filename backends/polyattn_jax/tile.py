@@ -71,7 +71,7 @@ class At(Indices):
                 array = lax.dynamic_slice_in_dim(array, first, length, axis=axis)
         return array
 
-    def kept(self) -> Array:
+    def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
         first, columns = self._first[1], self._lengths[1]
         each = -(-(columns // self.decided + 2) // 2)
@@ -80,7 +80,7 @@ class At(Indices):
         # Bits of one number, so that the words of a hash are computed together. What is outside of
         # a loop XLA would fuse with all that asks for it, and compute anew for each.
         def packed(blocks: Array) -> Array:
-            places = enumerate(self.kept_by_place(blocks))
+            places = enumerate(self.keep_mask_by_word(blocks))
             return sum((kept.astype("uint8") << place for place, kept in places), jnp.uint8(0))
 
         numbers = jnp.concatenate(list(lax.map(packed, blocks)), axis=-1)
@@ -93,7 +93,7 @@ def scaled(problem: Problem, query: Array) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
     query = query.astype(problem.accumulator)
     # Another similarity is scaled when it is known: it need not be linear in the query.
-    return fold(problem, query if problem.similarity_form else query * problem.scale)
+    return fold(problem, query if problem.similarity_spec else query * problem.scale)
 
 
 def fold(problem: Problem, array: Array) -> Array:
@@ -168,7 +168,7 @@ def add_tile(
     shrink = jnp.exp(running.reference - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if problem.dropout:
-        weights = jnp.where(at.kept(), weights / (1 - problem.dropout), 0)
+        weights = jnp.where(at.keep_mask(), weights / (1 - problem.dropout), 0)
     absent = problem.masks or new is not None
     value = value.astype(s.dtype)
     return Running(

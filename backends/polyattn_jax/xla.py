@@ -24,7 +24,7 @@ from polyattn_jax.tile import At, Running, add_tile, finish, scaled, start
 __all__ = ["Xla"]
 
 # Operands that may be values, and where a problem has the form of each.
-FORMS = {"mask": "mask_form", "score_mod": "score_form", "similarity": "similarity_form"}
+FORMS = {"mask": "mask_spec", "score_mod": "score_spec", "similarity": "similarity_spec"}
 # Query offsets beyond this could leave int32 when a window is added to them.
 FURTHEST = 2**29
 
@@ -54,10 +54,10 @@ class Xla(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        if problem.mask_form is not None:
+        if problem.mask_spec is not None:
             # What tiles there are to visit is laid out by the tables, which forms do not hold.
             mask: Any = operands.mask
-            problem = problem._replace(mask_form=problem.mask_form.filled(mask))
+            problem = problem._replace(mask_spec=problem.mask_spec.filled(mask))
         problem, operands = one_form_of_offset(problem, operands, self.tile)
         operands = operands._replace(seed=words(operands.seed))
         if problem.features & {"mask_mod", "score_mod"}:
@@ -72,7 +72,7 @@ def one_form_of_offset(problem: Problem, x: Operands, tile: int) -> tuple[Proble
     if offset is None:
         return problem, x
     tiles = math.prod(problem.scores) > tile
-    values = problem.mask_form is not None or problem.score_form is not None
+    values = problem.mask_spec is not None or problem.score_spec is not None
     if tiles or values or not problem.masks_by_position or abs(offset) > FURTHEST:
         return problem, x._replace(query_offset=None)
     array = jax.device_put(np.full((1, 1, 1), offset, np.int32))

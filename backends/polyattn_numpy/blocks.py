@@ -138,7 +138,7 @@ def is_tabled(problem: Problem, tile: int) -> bool:
     says nothing.
     """
     banded_by_item = problem.query_offset is None and problem.masks_by_position
-    given = problem.mask is not None or problem.mask_form is not None or banded_by_item
+    given = problem.mask is not None or problem.mask_spec is not None or banded_by_item
     return given and math.prod(problem.scores[-3:]) >= TABLED * tile
 
 

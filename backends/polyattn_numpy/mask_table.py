@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Array, Grid, Indices, Mask, Operands, Problem, Span
+from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, TileGrid
 from polyattn_numpy.blocks import Patch, Piece, Tile, even, even_count, is_tabled, row_sizes
 
 __all__ = ["Table"]
@@ -133,7 +133,7 @@ class Table:
                 yield strip, _both(Span(low, high), columns)
 
 
-class Cells(Grid):
+class Cells(TileGrid):
     """All cells at once, of mask arrays at the speed at which they can be read."""
 
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:

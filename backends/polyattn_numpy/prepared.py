@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, every_mask
+from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
 from polyattn_numpy.blocks import Piece
 from polyattn_numpy.mask_table import Table
 
@@ -66,7 +66,7 @@ def call_of(problem: Problem, x: Operands, xp: Any, tile: int, check: Any) -> Ca
         bias = bias.reshape(*leading, *split, rows, columns)
     query = spread(x.query)
     query = query.reshape(*batch, groups, members, *query.shape[-2:])
-    mask = every_mask(problem, x)
+    mask = combined_mask(problem, x)
     table = None if mask is None else Table.of(mask, problem, x, xp, tile)
     return Call(
         problem, x, xp, query, spread(x.key), spread(x.value), bias, tile, mask, table, check

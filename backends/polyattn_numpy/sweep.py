@@ -264,7 +264,7 @@ class Sweep:
         """Drop weights, by head. What is left is divided when the sums are."""
         heads_first = weights.swapaxes(2, 3)
         b, k, g, rows, size = heads_first.shape
-        kept = self._indices(tile).kept()
+        kept = self._indices(tile).keep_mask()
         heads_first *= np.broadcast_to(kept, (b, k * g, rows, size)).reshape(heads_first.shape)
 
     def _indices(self, tile: Tile) -> Indices:

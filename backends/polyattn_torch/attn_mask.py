@@ -53,7 +53,7 @@ def takes_mask(problem: Problem) -> bool:
 
 def is_bare(problem: Problem) -> bool:
     """Whether positions alone can hide a key."""
-    return problem.features.isdisjoint(("mask", "mask_mod", "mask_value", "bias"))
+    return problem.features.isdisjoint(("mask", "mask_mod", "mask_expression", "bias"))
 
 
 def may_have_empty_rows(problem: Problem) -> bool:
@@ -83,8 +83,8 @@ def made_mask(problem: Problem, *, banded: bool) -> int:
     scores = problem.query_length * problem.key_length
     if "mask_mod" in problem.features:
         return scores * math.prod(problem.batch) * problem.heads
-    if problem.mask_form is not None:
-        return math.prod(_made_shape(problem, problem.mask_form, banded=banded))
+    if problem.mask_spec is not None:
+        return math.prod(_made_shape(problem, problem.mask_spec, banded=banded))
     if not banded:
         return 0
     return scores * (math.prod(problem.batch) if problem.query_offset is None else 1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import Called, Grid, Mask, Operands, Problem
+from polyattn.plugin import Mask, Operands, PointIndices, Problem, TileGrid
 
 __all__ = ["TILE", "block_mask", "single"]
 
@@ -47,7 +47,7 @@ def block_mask(problem: Problem, x: Operands, mask: Mask, xp: Any) -> Any:
     if mask.has_rule:
         some, every = _looked_at(problem, x, mask)
     else:
-        answer = Grid(problem, x, xp, (TILE, TILE), x.query).of(mask)
+        answer = TileGrid(problem, x, xp, (TILE, TILE), x.query).of(mask)
         some, every = (_flat(problem, table) for table in answer)
     return BlockMask.from_kv_blocks(
         *_listed(some & ~every), *_listed(some & every), BLOCK_SIZE=TILE, mask_mod=mask_mod,
@@ -56,7 +56,7 @@ def block_mask(problem: Problem, x: Operands, mask: Mask, xp: Any) -> Any:
     )  # fmt: skip
 
 
-def single(problem: Problem, x: Operands) -> Callable[..., Called]:
+def single(problem: Problem, x: Operands) -> Callable[..., PointIndices]:
     """Return what makes the place of single indices, or of arrays of them.
 
     Parameters
@@ -73,7 +73,7 @@ def single(problem: Problem, x: Operands) -> Callable[..., Called]:
     if offset is None:
         given: Any = x.query_offset
         offset = given.expand(*problem.batch, 1, 1, 1).reshape(-1).long()
-    return lambda b, h, i, j: Called(b, h, i, j, offset=offset, batch=problem.batch)
+    return lambda b, h, i, j: PointIndices(b, h, i, j, offset=offset, batch=problem.batch)
 
 
 def _looked_at(problem: Problem, x: Operands, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:

@@ -160,7 +160,7 @@ def _against_flash(problem: Problem, facts: Facts) -> str | None:
         return "it takes 16-bit numbers alone"
     if max(problem.head_size, problem.value_size) > 256:
         return "it takes vectors of up to 256"
-    if not problem.features.isdisjoint(("mask", "mask_mod", "mask_value", "bias")):
+    if not problem.features.isdisjoint(("mask", "mask_mod", "mask_expression", "bias")):
         return "it takes no mask"
     if problem.transforms:
         return "torch.func has no rule for it"

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from polyattn.plugin import Array, Backend, Kernel, Mask, Operands, Problem, Score, every_mask
+from polyattn.plugin import Array, Backend, Kernel, Mask, Operands, Problem, Score, combined_mask
 from polyattn_torch.batched import one_batch_axis
 from polyattn_torch.block_mask import block_mask, single
 
@@ -49,12 +49,12 @@ class Flex(Kernel):
             "logsumexp",
             "mask",
             "mask_mod",
-            "mask_value",
+            "mask_expression",
             "query_offset",
             "query_offset_array",
             "scale",
             "score_mod",
-            "score_value",
+            "score_expression",
             "softcap",
             "value_size",
             "window",
@@ -67,7 +67,7 @@ class Flex(Kernel):
     def only_on_request(self, problem: Problem) -> str | None:
         """Compiling is not for a call that did not ask for it, unless it is worth it."""
         by_rule = not problem.features.isdisjoint(
-            ("mask_mod", "mask_value", "score_mod", "score_value")
+            ("mask_mod", "mask_expression", "score_mod", "score_expression")
         )
         if (
             by_rule
@@ -130,7 +130,7 @@ def _call(problem: Problem, x: Operands, xp: Any) -> Any:
     """Return what flex_attention does: all that torch.compile is to see of a call."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    mask = every_mask(problem, x)
+    mask = combined_mask(problem, x)
     aux: Any = {"return_aux": AuxRequest(lse=True)} if "logsumexp" in problem.features else {}
     return flex_attention(
         x.query, x.key, x.value, score_mod=_score_mod(problem, x),

@@ -38,7 +38,7 @@ class Sdpa(Kernel):
             "logsumexp",
             "mask",
             "mask_mod",
-            "mask_value",
+            "mask_expression",
             "query_offset",
             "query_offset_array",
             "scale",

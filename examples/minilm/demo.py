@@ -23,7 +23,7 @@ if EXAMPLES not in sys.path:
 
 from minilm import weights  # noqa: E402
 from minilm.encoder import Encoder  # noqa: E402
-from minilm.reading import Reading, read_pair  # noqa: E402
+from minilm.reading import Interpretation, read_pair  # noqa: E402
 
 WORD = "it"
 PAIR = (
@@ -155,7 +155,7 @@ def print_similarities(sentences: Sequence[str], cosines: NDArray[np.float32]) -
         print(f"{sentence:{width}}  {first:8.2f}  {second:9.2f}")
 
 
-def print_pair(pair: tuple[Reading, Reading]) -> None:
+def print_pair(pair: tuple[Interpretation, Interpretation]) -> None:
     """Print what the word attends to in each sentence, as bars."""
     one, other = pair
     moved = float(np.abs(one.shares - other.shares).sum()) / 2
@@ -177,7 +177,7 @@ def print_bar(label: str, share: float) -> None:
     print(f"    {label:10} {share:4.0%}  {('█' if utf8 else '#') * round(share * BAR)}")
 
 
-def print_unsolved(pair: tuple[Reading, Reading]) -> None:
+def print_unsolved(pair: tuple[Interpretation, Interpretation]) -> None:
     """Print a pair on which the same head does not turn, lest it be taken for understanding."""
     print("\nOne head is not understanding. The same one, on a riddle that it does not solve:\n")
     for reading in pair:

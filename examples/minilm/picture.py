@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .reading import Reading, is_word
+from .reading import Interpretation, is_word
 from .weights import NAME
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ SHADES = ("#f3f4f7", "#8d97b3", INK)
 TITLE, NUMBER, TOKEN, TEXT, SMALL = 38, 50, 29, 22, 19
 
 
-def draw(pair: tuple[Reading, Reading], file: Path) -> None:
+def draw(pair: tuple[Interpretation, Interpretation], file: Path) -> None:
     """Save the picture of a pair of readings.
 
     Parameters
@@ -76,7 +76,7 @@ def save(figure: "Figure", file: Path) -> None:
 class Page:
     """The axes, and what both sentences share: columns, colours and scale."""
 
-    def __init__(self, axes: "Axes", pair: tuple[Reading, Reading]) -> None:
+    def __init__(self, axes: "Axes", pair: tuple[Interpretation, Interpretation]) -> None:
         one, other = pair
         self.axes = axes
         self.word = one.tokens[one.at]
@@ -105,14 +105,14 @@ class Page:
         self.write(LEFT, 888, left, SMALL, QUIET, va="top", linespacing=1.45)
         self.write(MAP_LEFT, 888, right, SMALL, QUIET, va="top", linespacing=1.45)
 
-    def call_out(self, reading: Reading, top: int) -> None:
+    def call_out(self, reading: Interpretation, top: int) -> None:
         """Write the largest share large, above the end of the sentence."""
         token, x = reading.tokens[reading.top], self.columns[-3]
         percent, colour = f"{reading.shares[reading.top]:.0%}", self.colours[token]
         self.write(x, top + 42, percent, NUMBER, colour, weight="bold", ha="center")
         self.write(x, top + 76, f"at “{token}”", TEXT, colour, ha="center")
 
-    def arcs(self, reading: Reading, top: int) -> None:
+    def arcs(self, reading: Interpretation, top: int) -> None:
         """Draw an arc from the word to each other token, as thick as its share."""
         # The light arcs first, so that the heavy ones lie on top.
         for j in np.argsort(reading.shares):
@@ -135,7 +135,7 @@ class Page:
             PathPatch(curve, fill=False, color=colour, linewidth=width, capstyle="butt")
         )
 
-    def tokens(self, reading: Reading, top: int) -> None:
+    def tokens(self, reading: Interpretation, top: int) -> None:
         """Write the sentence, and below each token its share."""
         for j, (x, token) in enumerate(zip(self.columns, reading.tokens, strict=True)):
             colour = self.colours.get(token, INK if is_word(token) else QUIET)
@@ -145,7 +145,7 @@ class Page:
             y, percent = top + BASELINE + 36, f"{reading.shares[j]:.0%}"
             self.write(x, y, percent, SMALL, colour, weight=bold(named), ha="center")
 
-    def heat_map(self, reading: Reading, top: int) -> None:
+    def heat_map(self, reading: Interpretation, top: int) -> None:
         """Draw the attention between the words, in the mean of the layer's heads."""
         side = len(reading.words) * CELL
         for row, i in enumerate(reading.words):
@@ -184,7 +184,7 @@ class Page:
         self.axes.text(x, y, text, fontsize=points(size), color=colour, **style)
 
 
-def centre_columns(pair: tuple[Reading, Reading]) -> list[float]:
+def centre_columns(pair: tuple[Interpretation, Interpretation]) -> list[float]:
     """Centre each token so that the same words of both sentences stand below each other."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath

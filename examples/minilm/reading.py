@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Interpretation:
     """What a word attends to in one sentence."""
 
     sentence: str
@@ -84,7 +84,7 @@ def read_pair(
     pair: tuple[str, str],
     word: str,
     head: tuple[int, int] | None = None,
-) -> tuple[Reading, Reading]:
+) -> tuple[Interpretation, Interpretation]:
     """Read two sentences that differ in one word, through one head.
 
     Parameters
@@ -110,7 +110,7 @@ def read_pair(
     at = tokens[0].index(word)
     layer, head_of_layer = head or most_different_head(maps[0, :, :, at], maps[1, :, :, at])
     one, other = (
-        Reading(sentence, words, at, layer, head_of_layer, its_maps)
+        Interpretation(sentence, words, at, layer, head_of_layer, its_maps)
         for sentence, words, its_maps in zip(pair, tokens, maps, strict=True)
     )
     return one, other

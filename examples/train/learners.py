@@ -78,7 +78,7 @@ class Torch:
 
     def step(self, windows: Ids, rate: float) -> float:
         """Learn, and return the loss before."""
-        loss = self._loss(windows)
+        loss = self.conversion_loss(windows)
         self._optimizer.zero_grad()
         loss.backward()
         self._torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST)
@@ -89,9 +89,9 @@ class Torch:
     def loss(self, windows: Ids) -> float:
         """Return the loss."""
         with self._torch.no_grad():
-            return float(self._loss(windows))
+            return float(self.conversion_loss(windows))
 
-    def _loss(self, windows: Ids) -> Any:
+    def conversion_loss(self, windows: Ids) -> Any:
         ids = self._torch.from_numpy(windows)
         logits = self._model(ids[:, :-1], is_causal=True)
         cross_entropy = self._torch.nn.functional.cross_entropy
@@ -158,7 +158,7 @@ class Jax:
             logits, caches = model.with_parameters(parameters)(ids, caches=caches, window=WINDOW)
             return logits[-1], caches
 
-        self._loss, self._step = jax.jit(loss), jax.jit(step)
+        self.conversion_loss, self._step = jax.jit(loss), jax.jit(step)
         self._decode = jax.jit(decode)
 
     def step(self, windows: Ids, rate: float) -> float:
@@ -170,7 +170,7 @@ class Jax:
 
     def loss(self, windows: Ids) -> float:
         """Return the loss."""
-        return float(self._loss(self._parameters, windows.astype(np.int32)))
+        return float(self.conversion_loss(self._parameters, windows.astype(np.int32)))
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
         """Return the logits after each letter."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn.api.partial import Partial
-from polyattn.arguments import lengths
+from polyattn.arguments import check_shape
 from polyattn.arrays import Array, ArrayFacts, facts_of
 from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import _swap, heads_first, is_flat
@@ -280,7 +280,7 @@ def explain(
         if not isinstance(given, (tuple, list)):
             return given
         where = default_device(library) if device is None else device
-        return ArrayFacts(library, dtype, where, lengths(given))
+        return ArrayFacts(library, dtype, where, check_shape(given))
 
     def facts(given: Any, name: str) -> ArrayFacts:
         return given if isinstance(given, ArrayFacts) else facts_of(given, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array
 from polyattn.call.describe import describe
 from polyattn.call.layout import heads_first, is_flat
@@ -140,7 +140,7 @@ def attention_weights(
 def _top(top: Any, length: int) -> int | None:
     if top is None:
         return None
-    number = check_whole("top", top)
+    number = check_int("top", top)
     if number < 1 or number > length > 0:
         raise ValueError(f"top must be from 1 to S = {length}; got {top!r}")
     return min(number, length)
@@ -153,9 +153,9 @@ def _spans(name: str, given: Any, length: int) -> tuple[Span, ...] | None:
     if isinstance(given, slice):
         numbers = list(range(*given.indices(length)))
     elif isinstance(given, Sequence) and not isinstance(given, str):
-        numbers = [check_whole(name, number, WHICH) for number in given]
+        numbers = [check_int(name, number, WHICH) for number in given]
     else:
-        numbers = [check_whole(name, given, WHICH)]
+        numbers = [check_int(name, given, WHICH)]
     spans: list[Span] = []
     for number in numbers:
         if not -length <= number < length:

@@ -16,7 +16,7 @@ from polyattn.expressions.indices import is_ambiguous
 __all__ = []
 
 
-def _check_dtypes(call: Call) -> None:
+def check_dtypes(call: Call) -> None:
     three = (("query", call.query), ("key", call.key), ("value", call.value))
     for name, facts in three:
         if facts.dtype not in DTYPES:
@@ -43,7 +43,7 @@ def _check_dtypes(call: Call) -> None:
         raise TypeError(f"query_offset must hold integers; got dtype {offset.dtype}")
 
 
-def _check_known_lengths(call: Call) -> None:
+def check_known_lengths(call: Call) -> None:
     for name, facts in call.arrays():
         for length in facts.shape:
             if length is None or length != length:  # dask: NaN stands for an unknown length
@@ -53,7 +53,7 @@ def _check_known_lengths(call: Call) -> None:
                 )
 
 
-def _check_range(call: Call) -> None:
+def check_range(call: Call) -> None:
     # Scores are float32 for all but float64.
     largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)
     for name, value in (("scale", call.scale), ("softcap", call.softcap)):
@@ -64,7 +64,7 @@ def _check_range(call: Call) -> None:
             )
 
 
-def _common_shape(call: Call) -> tuple[Any, ...]:
+def common_shape(call: Call) -> tuple[Any, ...]:
     given = f"query {call.query.shape}, key {call.key.shape}, value {call.value.shape}"
     letters = (
         "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
@@ -116,7 +116,7 @@ def _axes(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
     return shape[:-3], heads, length, shape[-1]
 
 
-def _check_operand_shapes(call: Call, scores: Shape) -> None:
+def check_operand_shapes(call: Call, scores: Shape) -> None:
     rank = max(2, *(len(facts.shape) for facts in (call.query, call.key, call.value)))
     if isinstance(call.mask, ArrayFacts):
         mask = call.mask.shape

@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arguments import Ends, _got, check_ends, check_takes
+from polyattn.arguments import WindowSize, check_signature, check_window, got
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, torch_transforms
-from polyattn.call.options import _dropout, _finite, _flag, _offset, _softcap
-from polyattn.expressions.expression import Value, named
+from polyattn.call.options import (
+    check_bool,
+    check_dropout,
+    check_finite,
+    check_offset,
+    check_softcap,
+)
+from polyattn.expressions.expression import Expression, named
 from polyattn.expressions.masks import And, Causal, Dense, Mask, Rule, Window
 from polyattn.expressions.scores import (
     Chain,
@@ -73,7 +79,7 @@ class Call(NamedTuple):
     mask: ArrayFacts | Mask | str | None
     bias: ArrayFacts | None
     is_causal: bool
-    window: Ends | None
+    window: WindowSize | None
     query_offset: ArrayFacts | int | None
     scale: float | ScaleRule | None
     softcap: float | None
@@ -128,17 +134,17 @@ def describe(
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
-    is_causal = is_causal if is_causal is False else _flag("is_causal", is_causal)
-    window = None if window is None else check_ends(window)
+    is_causal = is_causal if is_causal is False else check_bool("is_causal", is_causal)
+    window = None if window is None else check_window(window)
     if isinstance(mask, Mask):
         mask, is_causal, window = _without_band(mask, is_causal, window)
-    scale = scale if scale is None or isinstance(scale, ScaleRule) else _finite("scale", scale)
-    softcap = None if softcap is None else _softcap(softcap)
+    scale = scale if scale is None or isinstance(scale, ScaleRule) else check_finite("scale", scale)
+    softcap = None if softcap is None else check_softcap(softcap)
     if isinstance(score_mod, Score):
         score_mod, softcap = _without_softcap(score_mod, softcap)
     _check_kind("similarity", similarity, Similarity, "scores.cosine()")
     _check_kind("normalizer", normalizer, Normalizer, "scores.sparsemax()")
-    rate, seed = (0.0, None) if dropout is None else _dropout(dropout)
+    rate, seed = (0.0, None) if dropout is None else check_dropout(dropout)
     if rate == 0:
         seed = None
     call = Call(
@@ -149,14 +155,14 @@ def describe(
         None if bias is None else facts(bias, "bias"),
         is_causal,
         window,
-        None if query_offset is None else _offset(query_offset, facts),
+        None if query_offset is None else check_offset(query_offset, facts),
         scale,
         softcap,
         _score_facts(score_mod, facts),
         None if sinks is None else facts(sinks, "sinks"),
         rate,
         facts(seed, "dropout's seed") if is_array(seed) else None,
-        None if similarity is None else similarity.form(facts),
+        None if similarity is None else similarity.spec(facts),
         normalizer,
         None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
         layout,
@@ -176,14 +182,14 @@ def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
     if isinstance(mask, Mask):
         for _, thing in mask.carried():
             if not is_array(thing):
-                check_takes("the mask function", thing, "b, h, i, j")
-        return mask.form(facts)
+                check_signature("the mask function", thing, "b, h, i, j")
+        return mask.spec(facts)
     _check_place("mask", mask)
     if isinstance(mask, str):
-        raise TypeError(f"mask is an array, a function or a value of polyattn.masks; {_got(mask)}")
+        raise TypeError(f"mask is an array, a function or a value of polyattn.masks; {got(mask)}")
     if not callable(mask):
         return facts(mask, "mask")
-    check_takes("the mask function", mask, "b, h, i, j")
+    check_signature("the mask function", mask, "b, h, i, j")
     return "function"
 
 
@@ -195,20 +201,20 @@ def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any
     if not callable(score_mod):
         raise TypeError(
             "score_mod must be a function (score, b, h, i, j) -> score, or a value of"
-            f" polyattn.scores; {_got(score_mod)}"
+            f" polyattn.scores; {got(score_mod)}"
         )
     if not isinstance(score_mod, Score):
-        check_takes("score_mod", score_mod, "score, b, h, i, j")
+        check_signature("score_mod", score_mod, "score, b, h, i, j")
         return "function"
     for _, thing in score_mod.carried():
         if not is_array(thing):
-            check_takes("score_mod", thing, "score, b, h, i, j")
-    return score_mod.form(facts)
+            check_signature("score_mod", thing, "score, b, h, i, j")
+    return score_mod.spec(facts)
 
 
 def _check_place(name: str, given: Any) -> None:
     """Refuse a value that goes in another argument."""
-    if isinstance(given, Value):
+    if isinstance(given, Expression):
         place = next(place for kind, place in _PLACES.items() if isinstance(given, kind))
         raise TypeError(f"{given!r} goes in {place}=, not in {name}=")
 
@@ -225,13 +231,13 @@ _PLACES = {
 def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
     if given is not None and not isinstance(given, kind):
         raise TypeError(
-            f"{name} must be a value of polyattn.scores such as {example}; {_got(given)}"
+            f"{name} must be a value of polyattn.scores such as {example}; {got(given)}"
         )
 
 
 def _without_band(
-    mask: Mask, is_causal: bool, window: Ends | None
-) -> tuple[Any, bool, Ends | None]:
+    mask: Mask, is_causal: bool, window: WindowSize | None
+) -> tuple[Any, bool, WindowSize | None]:
     """Move what causal and window say out of a mask; return what is left as simply as it goes."""
     rest: list[Mask] = []
     for part in mask.parts if isinstance(mask, And) else (mask,):
@@ -251,7 +257,7 @@ def _without_band(
     return left.function if isinstance(left, Rule) else left, is_causal, window
 
 
-def _narrower(one: Ends, other: Ends) -> Ends:
+def _narrower(one: WindowSize, other: WindowSize) -> WindowSize:
     ends = [
         b if a is None else a if b is None else min(a, b) for a, b in zip(one, other, strict=True)
     ]

@@ -18,14 +18,14 @@ FEATURES: dict[str, str] = {
     "logsumexp": "the logsumexp of each row beside the output",
     "mask": "mask= as an array",
     "mask_mod": "mask= as a function",
-    "mask_value": "mask= as a value of polyattn.masks that no other option says",
+    "mask_expression": "mask= as a value of polyattn.masks that no other option says",
     "normalizer": "normalizer=, in place of softmax",
     "query_offset": "query_offset= as a number other than S − L",
     "query_offset_array": "query_offset= as an array",
     "scale": "scale= other than 1/√D",
     "score_mod": "score_mod= as a function",
     "score_norm": "scale=scores.by_norm()",
-    "score_value": "score_mod= as a value of polyattn.scores that no other option says",
+    "score_expression": "score_mod= as a value of polyattn.scores that no other option says",
     "similarity": "similarity=, in place of q·k",
     "sinks": "sinks=",
     "softcap": "softcap=",
@@ -36,5 +36,14 @@ FEATURES: dict[str, str] = {
 
 #: Those by which a key may be absent.
 MASKING = frozenset(
-    {"bias", "causal", "mask", "mask_mod", "mask_value", "score_mod", "score_value", "window"}
+    {
+        "bias",
+        "causal",
+        "mask",
+        "mask_mod",
+        "mask_expression",
+        "score_mod",
+        "score_expression",
+        "window",
+    }
 )

@@ -8,67 +8,67 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arguments import _got
+from polyattn.arguments import got
 from polyattn.arrays import ArrayFacts, is_array
 
 __all__ = []
 
 
-def _flag(name: str, value: Any) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
-    raise TypeError(f"{name} must be True or False; {_got(value)}")
+    raise TypeError(f"{name} must be True or False; {got(value)}")
 
 
-def _finite(name: str, value: Any) -> float:
+def check_finite(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
         rules = ", or a rule such as scores.long_sequence()" if name == "scale" else ""
         raise TypeError(
-            f"{name} must be a number{rules}; {_got(value)}. An array can scale query itself"
+            f"{name} must be a number{rules}; {got(value)}. An array can scale query itself"
         )
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not -math.inf < number < math.inf:
-        raise ValueError(f"{name} must be finite; {_got(value)}")
+        raise ValueError(f"{name} must be finite; {got(value)}")
     return number
 
 
-def _softcap(value: Any) -> float:
-    number = _finite("softcap", value)
+def check_softcap(value: Any) -> float:
+    number = check_finite("softcap", value)
     if number <= 0:
-        raise ValueError(f"softcap must be above 0; {_got(value)}. None means no cap")
+        raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
     return number
 
 
-def _offset(value: Any, facts: Callable[[Any, str], ArrayFacts]) -> ArrayFacts | int:
+def check_offset(value: Any, facts: Callable[[Any, str], ArrayFacts]) -> ArrayFacts | int:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return operator.index(value)
     if not hasattr(value, "shape"):
         raise TypeError(
-            f"query_offset must be an integer or an integer array of the batch; {_got(value)}"
+            f"query_offset must be an integer or an integer array of the batch; {got(value)}"
         )
     return facts(value, "query_offset")
 
 
-def _dropout(value: Any) -> tuple[float, Any]:
+def check_dropout(value: Any) -> tuple[float, Any]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(
-            f"dropout must be a pair (rate, seed): nothing is random without a seed; {_got(value)}"
+            f"dropout must be a pair (rate, seed): nothing is random without a seed; {got(value)}"
         )
-    rate, seed = _finite("dropout rate", value[0]), value[1]
+    rate, seed = check_finite("dropout rate", value[0]), value[1]
     if not 0 <= rate < 1:
-        raise ValueError(f"a dropout rate must be in [0, 1); {_got(value)}")
+        raise ValueError(f"a dropout rate must be in [0, 1); {got(value)}")
     # What NumPy holds can be read, and then goes with arrays of any library.
     if is_array(seed) and type(seed).__module__ != "numpy":
         if tuple(seed.shape) != () or "int" not in str(seed.dtype):
-            raise TypeError(f"a dropout seed must be one integer; {_got(value)}")
+            raise TypeError(f"a dropout seed must be one integer; {got(value)}")
         return rate, seed
     try:
         number = operator.index(seed)
     except TypeError:
-        raise TypeError(f"a dropout seed must be one integer; {_got(value)}") from None
+        raise TypeError(f"a dropout seed must be one integer; {got(value)}") from None
     if not 0 <= number < 2**64:
-        raise ValueError(f"a dropout seed must be in [0, 2**64); {_got(value)}")
+        raise ValueError(f"a dropout seed must be in [0, 2**64); {got(value)}")
     return rate, number

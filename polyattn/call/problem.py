@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from polyattn.arguments import Ends, Shape
+from polyattn.arguments import Shape, WindowSize
 from polyattn.arrays import ArrayFacts
 from polyattn.call.checks import (
-    _check_dtypes,
-    _check_known_lengths,
-    _check_operand_shapes,
-    _check_range,
-    _common_shape,
+    check_dtypes,
+    check_known_lengths,
+    check_operand_shapes,
+    check_range,
+    common_shape,
 )
 from polyattn.call.describe import Call
-from polyattn.expressions.expression import carries_function
-from polyattn.expressions.indices import Dims
+from polyattn.expressions.expression import has_function
+from polyattn.expressions.indices import ScoreDims
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import ByNorm, LongSequence, Normalizer, Score, Similarity
 
@@ -89,7 +89,7 @@ class Problem(NamedTuple):
     head_size: int
     value_size: int
     is_causal: bool
-    window: Ends
+    window: WindowSize
     query_offset: int | None
     scale: float
     softcap: float | None
@@ -101,9 +101,9 @@ class Problem(NamedTuple):
     transforms: frozenset[str]
     traced: bool = False
     converted: bool = False
-    mask_form: Mask | None = None
-    score_form: Score | None = None
-    similarity_form: Similarity | None = None
+    mask_spec: Mask | None = None
+    score_spec: Score | None = None
+    similarity_spec: Similarity | None = None
     score_norm: ByNorm | None = None
     normalizer: Normalizer | None = None
     dropout: float = 0.0
@@ -137,10 +137,10 @@ class Problem(NamedTuple):
                 "window",
                 "mask",
                 "mask_mod",
-                "mask_value",
+                "mask_expression",
                 "bias",
                 "score_mod",
-                "score_value",
+                "score_expression",
             )
         )
 
@@ -158,13 +158,13 @@ def examine(call: Call) -> Problem:
     Problem
         The same facts in the letters of the semantics.
     """
-    _check_dtypes(call)
-    _check_known_lengths(call)
-    _check_range(call)
-    batch, heads, key_heads, *lengths_and_sizes = _common_shape(call)
+    check_dtypes(call)
+    check_known_lengths(call)
+    check_range(call)
+    batch, heads, key_heads, *lengths_and_sizes = common_shape(call)
     query_length, key_length, head_size, value_size = lengths_and_sizes
     scores = (*batch, heads, query_length, key_length)
-    _check_operand_shapes(call, scores)
+    check_operand_shapes(call, scores)
     default_scale = 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
     offset = call.query_offset
     positions_matter = (
@@ -199,9 +199,9 @@ def examine(call: Call) -> Problem:
         requires_grad=any(facts.requires_grad for _, facts in arrays),
         transforms=call.transforms,
         traced=any(facts.traced for _, facts in arrays),
-        mask_form=call.mask if isinstance(call.mask, Mask) else None,
-        score_form=call.score_mod if isinstance(call.score_mod, Score) else None,
-        similarity_form=call.similarity,
+        mask_spec=call.mask if isinstance(call.mask, Mask) else None,
+        score_spec=call.score_mod if isinstance(call.score_mod, Score) else None,
+        similarity_spec=call.similarity,
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         normalizer=call.normalizer,
         dropout=call.dropout,
@@ -218,15 +218,15 @@ def _scale(given: Any, default: float, key_length: int) -> float:
 
 
 def _check_values(call: Call, problem: Problem) -> None:
-    dims = Dims(
+    dims = ScoreDims(
         problem.batch, problem.heads, problem.query_length, problem.key_length, problem.query_offset
     )
-    if problem.mask_form is not None:
-        problem.mask_form.check(dims)
-    if problem.score_form is not None:
-        problem.score_form.check(dims)
-    if problem.similarity_form is not None:
-        problem.similarity_form.check(problem.head_size)
+    if problem.mask_spec is not None:
+        problem.mask_spec.check(dims)
+    if problem.score_spec is not None:
+        problem.score_spec.check(dims)
+    if problem.similarity_spec is not None:
+        problem.similarity_spec.check(problem.head_size)
     if problem.normalizer is not None:
         asked = call.logsumexp or call.known_logsumexp is not None
         for name, given in (("sinks", call.sinks is not None), ("a logsumexp", asked)):
@@ -247,17 +247,17 @@ def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[s
         "grouped_heads": problem.heads != problem.key_heads,
         "logsumexp": call.logsumexp,
         "mask": isinstance(call.mask, ArrayFacts),
-        "mask_mod": isinstance(call.mask, str) or carries_function(problem.mask_form),
-        "mask_value": problem.mask_form is not None,
+        "mask_mod": isinstance(call.mask, str) or has_function(problem.mask_spec),
+        "mask_expression": problem.mask_spec is not None,
         "normalizer": call.normalizer is not None,
         "query_offset": problem.query_offset is not None
         and problem.query_offset != problem.key_length - problem.query_length,
         "query_offset_array": problem.query_offset is None,
         "scale": problem.scale != default_scale,
-        "score_mod": isinstance(call.score_mod, str) or carries_function(problem.score_form),
+        "score_mod": isinstance(call.score_mod, str) or has_function(problem.score_spec),
         "score_norm": problem.score_norm is not None,
-        "score_value": problem.score_form is not None,
-        "similarity": problem.similarity_form is not None,
+        "score_expression": problem.score_spec is not None,
+        "similarity": problem.similarity_spec is not None,
         "sinks": call.sinks is not None,
         "softcap": call.softcap is not None,
         "value_size": problem.value_size != problem.head_size,

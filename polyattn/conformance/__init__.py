@@ -10,7 +10,7 @@ It needs more than the rest of the package: ``pip install "polyattn[testing]"``.
 try:
     from polyattn.conformance.cases.case import Case, make_case
     from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
-    from polyattn.conformance.checks.target import Checked, Subject
+    from polyattn.conformance.checks.target import KernelVariant, Target
     from polyattn.conformance.reference.oracle import Oracle, oracle
     from polyattn.conformance.reference.tolerance import Deviation, assert_accurate, deviation
 except ModuleNotFoundError as error:
@@ -22,10 +22,10 @@ __all__ = [
     "CASES",
     "ESSENTIAL",
     "Case",
-    "Checked",
     "Deviation",
+    "KernelVariant",
     "Oracle",
-    "Subject",
+    "Target",
     "assert_accurate",
     "deviation",
     "make_case",

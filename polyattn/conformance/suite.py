@@ -25,7 +25,7 @@ from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.checks import kernel as checks
 from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
 from polyattn.conformance.checks.lazy import is_lazy, lazily
-from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch.registry import ARRAY_API
 
 __all__ = ["BackendSuite"]
@@ -57,44 +57,46 @@ class BackendSuite:
     xfails: ClassVar[Mapping[str, str]] = {}
 
     @pytest.fixture
-    def subject(self) -> Subject:
+    def target(self) -> Target:
         """The backend on arrays of the library."""
         return _subject(self.backend, self.library)
 
     @pytest.fixture
-    def lazy_subject(self) -> Subject:
+    def lazy_target(self) -> Target:
         """The same, where nothing may be computed during a call if the library can be lazy."""
         return _subject(self.backend, self.library, lazy=True)
 
     # ---- the tests ----
 
-    def test_case(self, subject: Subject, checked: Checked, case: Case) -> None:
+    def test_case(self, target: Target, variant: KernelVariant, case: Case) -> None:
         """The kernel agrees with the oracle, or refuses the call when it is insisted on."""
-        checks.check_case(subject, checked, case)
+        checks.check_case(target, variant, case)
 
-    def test_lazy(self, lazy_subject: Subject, checked: Checked, case: Case) -> None:
+    def test_lazy(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
         """The same, while nothing is computed as the call is traced or its graph is built."""
-        checks.check_case(lazy_subject, checked, case)
+        checks.check_case(lazy_target, variant, case)
 
-    def test_gradients(self, lazy_subject: Subject, checked: Checked, case: Case) -> None:
+    def test_gradients(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
         """The gradients are as accurate as the textbook's."""
-        check_gradients(lazy_subject, checked, case)
+        check_gradients(lazy_target, variant, case)
 
-    def test_every_declared_feature_is_exercised(self, subject: Subject, checked: Checked) -> None:
+    def test_every_declared_feature_is_exercised(
+        self, target: Target, variant: KernelVariant
+    ) -> None:
         """Cases are taken, and no feature is declared that none of them ever needs."""
-        checks.check_declarations(subject, checked, self._cases())
+        checks.check_declarations(target, variant, self._cases())
 
-    def test_deterministic(self, subject: Subject, checked: Checked) -> None:
+    def test_deterministic(self, target: Target, variant: KernelVariant) -> None:
         """The same call twice gives the same bits, if the kernel declares so."""
-        checks.check_determinism(subject, checked, thorough=self.thorough)
+        checks.check_determinism(target, variant, thorough=self.thorough)
 
-    def test_batch_invariant(self, subject: Subject, checked: Checked) -> None:
+    def test_batch_invariant(self, target: Target, variant: KernelVariant) -> None:
         """A batch item has the same bits alone, if the kernel declares so."""
-        checks.check_batch_invariance(subject, checked)
+        checks.check_batch_invariance(target, variant)
 
-    def test_first_call_from_eight_threads(self, subject: Subject, checked: Checked) -> None:
+    def test_first_call_from_eight_threads(self, target: Target, variant: KernelVariant) -> None:
         """Eight threads may make the first calls of a process at once."""
-        checks.check_first_call_from_threads(subject, checked)
+        checks.check_first_call_from_threads(target, variant)
 
     def test_import_hygiene(self) -> None:
         """Finding the plugin imports no array library."""
@@ -119,49 +121,49 @@ class BackendSuite:
                 f'{{"test_case[fused-window]": "it is slow"}}; got {self.xfails!r}'
             )
         test = metafunc.function.__name__
-        if "checked" not in metafunc.fixturenames:
+        if "variant" not in metafunc.fixturenames:
             for mark in self._marks(test):
                 metafunc.definition.add_marker(mark)
             return
-        subject = _subject(self.backend, self.library)
+        target = _subject(self.backend, self.library)
         if "case" in metafunc.fixturenames:
-            runs: list[tuple[Any, ...]] = list(self._runs(test, subject))
-            metafunc.parametrize("checked,case", self._params(test, (None, None), runs))
+            runs: list[tuple[Any, ...]] = list(self._runs(test, target))
+            metafunc.parametrize("variant,case", self._params(test, (None, None), runs))
         else:
-            kernels = [(c,) for c in subject.kernels if self._declares(test, c)]
-            metafunc.parametrize("checked", self._params(test, (None,), kernels))
+            kernels = [(c,) for c in target.kernels if self._declares(test, c)]
+            metafunc.parametrize("variant", self._params(test, (None,), kernels))
 
     def _cases(self) -> Mapping[str, Case]:
         return CASES if self.thorough else ESSENTIAL
 
-    def _runs(self, test: str, subject: Subject) -> Iterator[tuple[Checked, Case]]:
-        for checked in subject.kernels:
+    def _runs(self, test: str, target: Target) -> Iterator[tuple[KernelVariant, Case]]:
+        for variant in target.kernels:
             if test == "test_gradients":
-                known = GRADIENT_CASES.values() if has_gradients(subject) else ()
-                cases = [case for case in known if checks.is_promised(subject, checked, case)]
+                known = GRADIENT_CASES.values() if has_gradients(target) else ()
+                cases = [case for case in known if checks.is_promised(target, variant, case)]
             elif test == "test_case":
-                cases = checks.cases_for(subject, checked, self._cases())
+                cases = checks.cases_for(target, variant, self._cases())
             else:
-                lazy_cases = ESSENTIAL if is_lazy(subject) else {}
-                cases = checks.cases_for(subject, checked, lazy_cases)
+                lazy_cases = ESSENTIAL if is_lazy(target) else {}
+                cases = checks.cases_for(target, variant, lazy_cases)
             if test != "test_case":
-                cases = [case for case in cases if checks.takes(subject, checked, case)]
+                cases = [case for case in cases if checks.takes(target, variant, case)]
             # What test_case leaves out of a lazy library, test_lazy has.
-            lazy = test == "test_case" and is_lazy(subject)
+            lazy = test == "test_case" and is_lazy(target)
             # Of the core's kernels behind a plugin's own, the plugin has only the primitives.
-            closing = bool(subject.own) and checked.kernel not in subject.own
+            closing = bool(target.own) and variant.kernel not in target.own
             dear = not self.thorough and (
-                lazy or closing or checked.small_tiles or test == "test_gradients"
+                lazy or closing or variant.small_tiles or test == "test_gradients"
             )
-            if dear or checked.kernel.compiles:
-                cases = checks.covering(subject, checked, cases)
-            yield from ((checked, case) for case in cases)
+            if dear or variant.kernel.compiles:
+                cases = checks.covering(target, variant, cases)
+            yield from ((variant, case) for case in cases)
 
-    def _declares(self, test: str, checked: Checked) -> bool:
+    def _declares(self, test: str, variant: KernelVariant) -> bool:
         return {
-            "test_deterministic": checked.kernel.deterministic,
-            "test_batch_invariant": checked.kernel.batch_invariant,
-            "test_first_call_from_eight_threads": checks.is_worth_threads(checked),
+            "test_deterministic": variant.kernel.deterministic,
+            "test_batch_invariant": variant.kernel.batch_invariant,
+            "test_first_call_from_eight_threads": checks.is_worth_threads(variant),
         }.get(test, True)
 
     def _params(self, test: str, fill: tuple[None, ...], runs: list[tuple[Any, ...]]) -> list[Any]:
@@ -189,6 +191,6 @@ _WHY_NOT = {
 
 
 @cache
-def _subject(backend: str, library: str | None, lazy: bool = False) -> Subject:
-    subject = Subject(backend, library)
-    return Subject(backend, library, lazily) if lazy and is_lazy(subject) else subject
+def _subject(backend: str, library: str | None, lazy: bool = False) -> Target:
+    target = Target(backend, library)
+    return Target(backend, library, lazily) if lazy and is_lazy(target) else target

@@ -102,9 +102,9 @@ class Explanation:
         """Return the values that stand for steps, by what each stands for."""
         problem = self.problem
         given = {
-            "mask": problem.mask_form,
-            "score_mod": problem.score_form,
-            "similarity": problem.similarity_form,
+            "mask": problem.mask_spec,
+            "score_mod": problem.score_spec,
+            "similarity": problem.similarity_spec,
             "scale": problem.score_norm,
             "normalizer": problem.normalizer,
         }

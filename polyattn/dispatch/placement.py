@@ -10,13 +10,15 @@ from polyattn.arrays import Array, is_compiling
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
-from polyattn.dispatch.transfer import Refusal, Site, _loss
+from polyattn.dispatch.transfer import Placement, Refusal, conversion_loss
 from polyattn.plugin import BackendSpec
 
-__all__ = ["open_site"]
+__all__ = ["find_placement"]
 
 
-def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> Site | Refusal:
+def find_placement(
+    call: Call, problem: Problem, query: Array | None, name: str
+) -> Placement | Refusal:
     """Return where a backend would compute a call, or why it cannot.
 
     Parameters
@@ -59,10 +61,12 @@ def open_site(call: Call, problem: Problem, query: Array | None, name: str) -> S
     if refusal is not None:
         return Refusal("refused", refusal)
     there = problem._replace(library=spec.namespaces[0], device=found, converted=bool(moved))
-    return Site(backend, registry.kernels_of(backend), there, moved)
+    return Placement(backend, registry.kernels_of(backend), there, moved)
 
 
-def _own_site(call: Call, problem: Problem, query: Array | None, device: str) -> Site | Refusal:
+def _own_site(
+    call: Call, problem: Problem, query: Array | None, device: str
+) -> Placement | Refusal:
     places = sorted({(facts.library, facts.device) for _, facts in call.arrays()})
     # One that is nowhere in particular goes where the others of its library are.
     apart = len({library for library, _ in places}) > 1 or len([w for _, w in places if w]) > 1
@@ -71,7 +75,7 @@ def _own_site(call: Call, problem: Problem, query: Array | None, device: str) ->
         reason = f"it computes where the arrays are and moves none; they are on {given}"
         return Refusal("refused", reason)
     backend = None if query is None else registry.array_api_backend(query)
-    return Site(backend, registry.kernels_of(backend), problem, frozenset())
+    return Placement(backend, registry.kernels_of(backend), problem, frozenset())
 
 
 def _to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
@@ -107,7 +111,11 @@ def _refusal(
             )
         if is_moved and facts.device == "meta":
             return f"{name} is on the device meta, without values to move"
-        lost = None if facts.library in spec.namespaces else _loss(name, facts, problem.transforms)
+        lost = (
+            None
+            if facts.library in spec.namespaces
+            else conversion_loss(name, facts, problem.transforms)
+        )
         if lost is not None:
             return lost
     return None

@@ -102,7 +102,7 @@ def use_backend(*names: str) -> Iterator[None]:
     """
     global _any_block_open, _blocks_open
     parsed = parse(names, "use_backend")
-    _refuse_unknown(Request(parsed, "context"))
+    check_known(Request(parsed, "context"))
     token = _context.set(parsed)
     _traced_context.names = parsed
     with _blocks_lock:
@@ -147,7 +147,7 @@ def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
     return names
 
 
-def _refuse_unknown(asked: Request) -> None:
+def check_known(asked: Request) -> None:
     known = (*registry.names(), registry.ARRAY_API, AUTO)
     for name in asked.names:
         stem, _, device = name.partition(":")

@@ -22,9 +22,9 @@ from polyattn.dispatch.errors import (
     UnsupportedError,
 )
 from polyattn.dispatch.explanation import Candidate, Explanation
-from polyattn.dispatch.placement import check_one_place, open_site
-from polyattn.dispatch.request import AUTO, Names, Request, _refuse_unknown, request
-from polyattn.dispatch.transfer import Plan, Refusal, Site
+from polyattn.dispatch.placement import check_one_place, find_placement
+from polyattn.dispatch.request import AUTO, Names, Request, check_known, request
+from polyattn.dispatch.transfer import Placement, Plan, Refusal
 from polyattn.kernels.weights import Weights
 from polyattn.plugin import Kernel
 from polyattn.recent import Recent
@@ -37,7 +37,7 @@ __all__ = ["decide", "default_device", "plan"]
 _plans: Recent[tuple[Call, Request, str | Kernel | None], Plan] = Recent(4096)
 
 
-_sites: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Site]] = WeakKeyDictionary()
+_sites: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Placement]] = WeakKeyDictionary()
 
 
 _MOST_SITES = 256
@@ -170,13 +170,13 @@ def _weigh(
     whole: bool = False,
 ) -> tuple[Plan | None, list[Candidate]]:
     """Ask the candidates in order; stop at the first that can, or with `whole` ask them all."""
-    _refuse_unknown(asked)
+    check_known(asked)
     chosen: Plan | None = None
     candidates: list[Candidate] = []
     for name, closing in _expanded(asked.names or (AUTO,), problem.library):
         if closing and chosen is not None:
             continue
-        site = open_site(call, problem, query, name)
+        site = find_placement(call, problem, query, name)
         if isinstance(site, Refusal):
             candidates.append(Candidate(name, None, site.status, (site.reason,)))
             continue

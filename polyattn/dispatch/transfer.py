@@ -10,16 +10,16 @@ from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
-from polyattn.expressions.expression import Value
+from polyattn.expressions.expression import Expression
 from polyattn.plugin import Backend, Kernel
 
-__all__ = ["FURTHEST", "Plan", "Refusal", "Site", "backend_of", "brought"]
+__all__ = ["FURTHEST", "Placement", "Plan", "Refusal", "backend_of", "convert_like"]
 
 # The last integer of 32 bits: a library may have no others.
 FURTHEST = 2**31 - 1
 
 
-class Site(NamedTuple):
+class Placement(NamedTuple):
     """Where a call could be computed: a backend, and what of the arrays must be brought there."""
 
     backend: Backend | None  # None for the array-API kernels where only shapes are known
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
     """A kernel on a site: all that is decided of a call."""
 
     kernel: Kernel
-    site: Site
+    site: Placement
     home: str  # the device of the query
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
@@ -55,9 +55,9 @@ class Plan(NamedTuple):
         )
         if "query" not in moved:
             return output, logsumexp
-        back = _mover(backend, backend_of(query), self.home)
-        output = _beside(query, back(output))
-        return output, None if logsumexp is None else _beside(query, back(logsumexp))
+        back = mover(backend, backend_of(query), self.home)
+        output = _to_device_of(query, back(output))
+        return output, None if logsumexp is None else _to_device_of(query, back(logsumexp))
 
     def _checked(self, result: Any) -> tuple[Array, Array | None]:
         """Refuse what a kernel may not return, of which unpacking would make something else."""
@@ -72,33 +72,33 @@ class Plan(NamedTuple):
 
     def _bring(self, operands: Operands, backend: Backend) -> Operands:
         device = self.site.problem.device
-        brought: dict[str, Any] = {}
+        convert_like: dict[str, Any] = {}
         for name in self.site.moved:
             given = getattr(operands, name)
             if name == "seed":
-                brought[name] = int(given)  # all 64 bits of it, which not every library has
-            elif not isinstance(given, Value):
+                convert_like[name] = int(given)  # all 64 bits of it, which not every library has
+            elif not isinstance(given, Expression):
                 if name == "query_offset":
                     given = _in_reach(given, self.site.problem)
-                brought[name] = _mover(backend_of(given), backend, device)(given)
+                convert_like[name] = mover(backend_of(given), backend, device)(given)
         for name in ("mask", "score_mod", "similarity"):
             given = getattr(operands, name)
-            if isinstance(given, Value):
-                brought[name] = given.map(lambda _, thing: self._bring_one(thing, operands))
+            if isinstance(given, Expression):
+                convert_like[name] = given.map(lambda _, thing: self._bring_one(thing, operands))
             elif callable(given):
-                brought[name] = self._bring_one(given, operands)
-        return operands._replace(**brought)
+                convert_like[name] = self._bring_one(given, operands)
+        return operands._replace(**convert_like)
 
     def _bring_one(self, thing: Any, operands: Operands) -> Any:
         """Bring an array to the backend, or let a function be called from there."""
         backend, problem = self.site.backend, self.site.problem
         assert backend is not None
         if is_array(thing):
-            return _mover(backend_of(thing), backend, problem.device)(thing)
+            return mover(backend_of(thing), backend, problem.device)(thing)
         if "query" not in self.site.moved:
             return thing
-        back = _mover(backend, backend_of(operands.query), self.home)
-        return _abroad(thing, back, backend, problem.device, problem.transforms)
+        back = mover(backend, backend_of(operands.query), self.home)
+        return _wrap_callback(thing, back, backend, problem.device, problem.transforms)
 
 
 def _in_reach(offset: Array, problem: Problem) -> Array:
@@ -111,7 +111,7 @@ def _in_reach(offset: Array, problem: Problem) -> Array:
     return library_of(offset).xp.clip(offset, least, FURTHEST)
 
 
-def _abroad(
+def _wrap_callback(
     rule: Callable[..., Any],
     back: _Move,
     backend: Backend,
@@ -125,15 +125,15 @@ def _abroad(
         if isinstance(result, bool):
             return result
         facts = facts_of(result, "what the function returned")
-        lost = _loss("what the function returned", facts, transforms)
+        lost = conversion_loss("what the function returned", facts, transforms)
         if lost is not None:
             raise UnsupportedError(lost)
-        return _mover(backend_of(result), backend, device)(result)
+        return mover(backend_of(result), backend, device)(result)
 
     return rule_abroad
 
 
-def _beside(query: Array, result: Array) -> Array:
+def _to_device_of(query: Array, result: Array) -> Array:
     """Return the result on the query's device, which a library without a plugin cannot name."""
     if str(getattr(result, "device", "")) == str(getattr(query, "device", "")):
         return result
@@ -143,7 +143,7 @@ def _beside(query: Array, result: Array) -> Array:
 _Move = Callable[[Array], Array]
 
 
-def _mover(source: Backend, target: Backend, device: str) -> _Move:
+def mover(source: Backend, target: Backend, device: str) -> _Move:
     """Return the function that takes an array of `source` to `device` of `target`."""
     by_way_of_numpy = source is not target and "numpy" in (_root(source), _root(target))
 
@@ -153,7 +153,7 @@ def _mover(source: Backend, target: Backend, device: str) -> _Move:
     return move
 
 
-def brought(array: Array, like: Array) -> Array:
+def convert_like(array: Array, like: Array) -> Array:
     """Return an array's values in the library and on the device of another."""
     source, target = backend_of(array), backend_of(like)
     values = array if source is target else source.fetch(array)
@@ -172,7 +172,7 @@ def backend_of(array: Array) -> Backend:
     return registry.array_api_backend(array)
 
 
-def _loss(name: str, facts: ArrayFacts, transforms: frozenset[str]) -> str | None:
+def conversion_loss(name: str, facts: ArrayFacts, transforms: frozenset[str]) -> str | None:
     """Return what a conversion to another library would lose of an array, or None."""
     if facts.traced or (facts.library == "torch" and transforms):
         return (

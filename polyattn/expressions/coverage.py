@@ -13,25 +13,25 @@ from polyattn.arrays import Array
 if TYPE_CHECKING:
     from polyattn.expressions.masks import Compiled
 
-__all__ = ["UNKNOWN", "Answer", "Block", "opposite"]
+__all__ = ["UNKNOWN", "Block", "Coverage", "logical_not"]
 
 
-class Answer(NamedTuple):
+class Coverage(NamedTuple):
     """What is known of a block: bools, or arrays of them with the axes (..., H, rows, keys).
 
     Attributes
     ----------
-    some : bool or Array
+    any_visible : bool or Array
         Whether a key of it may be seen by a row of it. Where this is False, none is.
-    every : bool or Array
+    all_visible : bool or Array
         Whether every row of it surely sees all its keys.
     """
 
-    some: Any
-    every: Any
+    any_visible: Any
+    all_visible: Any
 
 
-UNKNOWN = Answer(True, False)
+UNKNOWN = Coverage(True, False)
 
 
 class Block(Protocol):
@@ -109,7 +109,7 @@ class Block(Protocol):
             It broadcasts to the scores, (..., H, L, S).
         """
 
-    def table(self, compiled: Compiled) -> Answer:
+    def table(self, compiled: Compiled) -> Coverage:
         """Return what a table says.
 
         Parameters
@@ -119,6 +119,6 @@ class Block(Protocol):
         """
 
 
-def opposite(flags: Any) -> Any:
+def logical_not(flags: Any) -> Any:
     """Return the opposite of a bool, or of an array of them."""
     return not flags if isinstance(flags, bool) else ~flags

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, TypeVar
 
 from polyattn.arrays import ArrayFacts, facts_of, is_array, library_of
 
-__all__ = ["FUNCTION", "Value", "carries_function", "named"]
+__all__ = ["FUNCTION", "Expression", "has_function", "named"]
 
-V = TypeVar("V", bound="Value")
+V = TypeVar("V", bound="Expression")
 
 #: What stands in a form where a function was.
 FUNCTION = "function"
@@ -23,7 +23,7 @@ FUNCTION = "function"
 MOST_PRINTED = 64
 
 
-class Value:
+class Expression:
     """A frozen dataclass whose fields are plain, or arrays, functions, values, tuples of values.
 
     Attributes
@@ -50,9 +50,9 @@ class Value:
         """Return the value with each array and function replaced, and each table of bytes."""
 
         def changed(name: str, field: Any) -> Any:
-            if is_array(field) or (callable(field) and not isinstance(field, Value)):
+            if is_array(field) or (callable(field) and not isinstance(field, Expression)):
                 return change(name, field)
-            if isinstance(field, Value):
+            if isinstance(field, Expression):
                 return field._map(change, other)
             if isinstance(field, tuple):
                 return tuple([changed(name, one) for one in field])
@@ -71,7 +71,7 @@ class Value:
         self.map(note)
         return found
 
-    def form(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
+    def spec(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
         """Return the value with facts in place of arrays, no functions, and tables that are empty.
 
         Parameters
@@ -83,7 +83,7 @@ class Value:
             lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
         )
 
-    def filled(self: V, value: Value) -> V:
+    def filled(self: V, value: Expression) -> V:
         """Return a form with the tables of the value that it is of.
 
         Parameters
@@ -121,16 +121,16 @@ class Value:
 _NOTHING = object()
 
 
-def carries_function(value: Any) -> bool:
+def has_function(value: Any) -> bool:
     """Say whether a form had a function of the caller's in it."""
-    if isinstance(value, Value):
-        return any(carries_function(getattr(value, name)) for name in value.__match_args__)
+    if isinstance(value, Expression):
+        return any(has_function(getattr(value, name)) for name in value.__match_args__)
     if isinstance(value, tuple) and not is_array(value):
-        return any(carries_function(one) for one in value)
+        return any(has_function(one) for one in value)
     return isinstance(value, str) and value == FUNCTION
 
 
-def named(value: Value | None, of: str) -> Iterator[tuple[str, ArrayFacts]]:
+def named(value: Expression | None, of: str) -> Iterator[tuple[str, ArrayFacts]]:
     """Yield the name and facts of each array in a form: the argument's name and the field's."""
     if value is not None:
         for name, thing in value.carried():
@@ -166,7 +166,7 @@ def shown(field: Any) -> str:
         return _shown_array(field)
     if isinstance(field, tuple):
         return "(" + ", ".join(map(shown, field)) + ("," if len(field) == 1 else "") + ")"
-    if callable(field) and not isinstance(field, Value):
+    if callable(field) and not isinstance(field, Expression):
         return str(getattr(field, "__qualname__", None) or repr(field))
     return repr(field)
 

@@ -1,6 +1,6 @@
 """Where a mask or score is asked for: single indices, as a function of the caller's is called.
 
-`Place` is what a value may ask of the place that it is evaluated at. `polyattn.tiles.indices` has
+`ScoreIndices` is what a value may ask of the place that it is evaluated at. `polyattn.tiles.indices` has
 the place that is a tile.
 """
 
@@ -12,10 +12,17 @@ from typing import Any, NamedTuple, Protocol
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
 
-__all__ = ["FAR", "Called", "Dims", "Place", "is_ambiguous", "saturating_sum"]
+__all__ = [
+    "INDEX_LIMIT",
+    "PointIndices",
+    "ScoreDims",
+    "ScoreIndices",
+    "is_ambiguous",
+    "saturating_sum",
+]
 
 # Beyond any length, and far enough from the end of int32 to be added to a length.
-FAR = 2**30
+INDEX_LIMIT = 2**30
 
 
 def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
@@ -25,13 +32,13 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
     integer of any size. Only their sum says which keys are seen.
     """
     if isinstance(offset, int):
-        return max(-FAR, min(offset + shift, FAR))
+        return max(-INDEX_LIMIT, min(offset + shift, INDEX_LIMIT))
     info = xp.iinfo(offset.dtype)
-    low, high = -FAR - shift, FAR - shift
+    low, high = -INDEX_LIMIT - shift, INDEX_LIMIT - shift
     if high <= info.min:
-        return FAR
+        return INDEX_LIMIT
     if low >= info.max:
-        return -FAR
+        return -INDEX_LIMIT
     offset = cast(xp, xp.clip(offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
     # In two steps: the shift itself may be just out of range where the sum is not.
     half = shift // 2
@@ -51,7 +58,7 @@ def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
     return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
 
 
-class Dims(NamedTuple):
+class ScoreDims(NamedTuple):
     """The lengths of a call, for a value to check itself against.
 
     Attributes
@@ -128,7 +135,7 @@ def _check_integers(name: str, facts: ArrayFacts) -> None:
         raise TypeError(f"{name} must hold integers; got {facts}")
 
 
-class Place(Protocol):
+class ScoreIndices(Protocol):
     """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
 
     Attributes
@@ -245,7 +252,7 @@ class Place(Protocol):
         """
 
 
-class Called:
+class PointIndices:
     """The place that a function in FlexAttention's form is called at.
 
     Parameters
@@ -297,7 +304,7 @@ class Called:
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
         if isinstance(numbers, int):
-            return min(numbers, FAR)
+            return min(numbers, INDEX_LIMIT)
         return cast(self.xp, self._of_item(numbers, ()), self._dtype)
 
     def per_head(self, numbers: Array) -> Array:

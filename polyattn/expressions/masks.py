@@ -1,6 +1,6 @@
 """What a mask value sees, and what it says of a block of rows and keys without looking at each.
 
-A pattern is asked two things. `seen`, at a place (`Place`): which keys take part there. `answer`,
+A pattern is asked two things. `seen`, at a place (`ScoreIndices`): which keys take part there. `answer`,
 for a block (`Block`): whether any key of it may take part, and whether every key surely does.
 """
 
@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, constant_when_traced, is_array
-from polyattn.expressions.coverage import UNKNOWN, Answer, Block, opposite
-from polyattn.expressions.expression import Value
-from polyattn.expressions.indices import FAR, Called, Dims, Place, is_ambiguous
+from polyattn.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
+from polyattn.expressions.expression import Expression
+from polyattn.expressions.indices import (
+    INDEX_LIMIT,
+    PointIndices,
+    ScoreDims,
+    ScoreIndices,
+    is_ambiguous,
+)
 
 __all__ = [
     "And",
@@ -36,7 +42,7 @@ __all__ = [
 ]
 
 
-class Mask(Value):
+class Mask(Expression):
     """Which keys each row may see: a value that composes by ``&``, ``|`` and ``~``.
 
     It is what `polyattn.masks` makes and ``mask=`` takes. Called as ``mask(b, h, i, j)`` it is a
@@ -48,17 +54,17 @@ class Mask(Value):
     # NumPy's arrays would else take & and | as theirs, element by element.
     __array_ufunc__: ClassVar[None] = None
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         """Return which keys take part, by arrays that broadcast to the scores of a place.
 
         Parameters
         ----------
-        at : Place
+        at : ScoreIndices
             Where.
         """
         raise NotImplementedError
 
-    def answer(self, block: Block) -> Answer:
+    def coverage(self, block: Block) -> Coverage:
         """Return what can be said of a block as a whole.
 
         Parameters
@@ -68,7 +74,7 @@ class Mask(Value):
 
         Returns
         -------
-        Answer
+        Coverage
             Whether any key of it may be seen, and whether all surely are.
         """
         fields = [getattr(self, name) for name in self.__match_args__]
@@ -76,9 +82,9 @@ class Mask(Value):
             return UNKNOWN
         if self.positional and not block.positioned:
             return UNKNOWN
-        return self._answer(block)
+        return self._coverage(block)
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         return UNKNOWN
 
     @property
@@ -86,12 +92,12 @@ class Mask(Value):
         """Whether part of it is a function that no table tells of."""
         return False
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         """Refuse a call that the mask does not fit, by facts alone.
 
         Parameters
         ----------
-        dims : Dims
+        dims : ScoreDims
             The lengths of the call.
         """
 
@@ -118,7 +124,7 @@ class Mask(Value):
         return draw_mask(self, query_length, key_length, **options)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.seen(Called(b, h, i, j))
+        return self.seen(PointIndices(b, h, i, j))
 
     def __and__(self, other: Any) -> Mask:
         return And.of(self, other)
@@ -143,7 +149,7 @@ def as_mask(thing: Any) -> Mask:
     """Return a mask value as it is, and a function or a bool array as the value that means it."""
     if isinstance(thing, Mask):
         return thing
-    if callable(thing) and not isinstance(thing, Value):
+    if callable(thing) and not isinstance(thing, Expression):
         return Rule(thing)
     if is_array(thing):
         return Dense(thing)
@@ -184,12 +190,12 @@ class Joined(Mask):
             parts += mask.parts if isinstance(mask, cls) else (mask,)
         return cls(tuple(parts))
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return self._reduced([part.seen(at) for part in self.parts])
 
-    def answer(self, block: Block) -> Answer:
-        some, every = zip(*[part.answer(block) for part in self.parts], strict=True)
-        return Answer(self._reduced(some), self._reduced(every))
+    def coverage(self, block: Block) -> Coverage:
+        some, every = zip(*[part.coverage(block) for part in self.parts], strict=True)
+        return Coverage(self._reduced(some), self._reduced(every))
 
     def _reduced(self, things: Iterable[Any]) -> Any:
         return functools.reduce(type(self).join, things)
@@ -198,7 +204,7 @@ class Joined(Mask):
     def has_rule(self) -> bool:
         return any(part.has_rule for part in self.parts)
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         for part in self.parts:
             part.check(dims)
 
@@ -222,18 +228,18 @@ class Or(Joined):
 class Not(Mask):
     mask: Mask
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return ~self.mask.seen(at)
 
-    def answer(self, block: Block) -> Answer:
-        some, every = self.mask.answer(block)
-        return Answer(opposite(every), opposite(some))
+    def coverage(self, block: Block) -> Coverage:
+        some, every = self.mask.coverage(block)
+        return Coverage(logical_not(every), logical_not(some))
 
     @property
     def has_rule(self) -> bool:
         return self.mask.has_rule
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         self.mask.check(dims)
 
     def __repr__(self) -> str:
@@ -248,12 +254,12 @@ class Causal(Mask):
     name: ClassVar[str] = "causal"
     positional: ClassVar[bool] = True
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return at.column <= at.position()
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
-        return Answer(first <= block.last(), stop - 1 <= block.first())
+        return Coverage(first <= block.last(), stop - 1 <= block.first())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -263,14 +269,14 @@ class Window(Mask):
     left: int | None
     right: int | None
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         after = None if self.left is None else at.column >= at.position(-self.left)
         before = None if self.right is None else at.column <= at.position(self.right)
         if after is None:
             return at.column >= 0 if before is None else before
         return after if before is None else after & before
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
         some = every = True
         if self.left is not None:
@@ -279,7 +285,7 @@ class Window(Mask):
         if self.right is not None:
             some = some & (first <= block.last(self.right))
             every = every & (stop - 1 <= block.first(self.right))
-        return Answer(some, every)
+        return Coverage(some, every)
 
     def __repr__(self) -> str:
         return f"masks.window({self.left}, {self.right})"
@@ -291,11 +297,11 @@ class Dilated(Mask):
     positional: ClassVar[bool] = True
     step: int
 
-    def seen(self, at: Place) -> Array:
-        return at.away_from_row(min(self.step, FAR)) == 0
+    def seen(self, at: ScoreIndices) -> Array:
+        return at.away_from_row(min(self.step, INDEX_LIMIT)) == 0
 
-    def _answer(self, block: Block) -> Answer:
-        return Answer(True, self.step == 1)
+    def _coverage(self, block: Block) -> Coverage:
+        return Coverage(True, self.step == 1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -304,19 +310,19 @@ class GlobalTokens(Mask):
     positional: ClassVar[bool] = True
     positions: tuple[int, ...]
 
-    def seen(self, at: Place) -> Array:
-        tokens = [min(token, FAR) for token in self.positions]
+    def seen(self, at: ScoreIndices) -> Array:
+        tokens = [min(token, INDEX_LIMIT) for token in self.positions]
         seen = [(at.column == token) | (at.position() == token) for token in tokens]
         return functools.reduce(operator.or_, seen)
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
         some = every = False
         for low, high in ((first, stop - 1), (block.first(), block.last())):
             for start, end in _runs(self.positions):
                 some = some | ((low <= end) & (start <= high))
                 every = every | ((start <= low) & (high <= end))
-        return Answer(some, every)
+        return Coverage(some, every)
 
     def __repr__(self) -> str:
         return f"masks.global_tokens({', '.join(map(str, self.positions))})"
@@ -325,7 +331,7 @@ class GlobalTokens(Mask):
 def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the first and last of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
-    for number in sorted({min(number, FAR) for number in numbers}):
+    for number in sorted({min(number, INDEX_LIMIT) for number in numbers}):
         if runs and runs[-1][1] == number - 1:
             runs[-1] = (runs[-1][0], number)
         else:
@@ -341,14 +347,14 @@ class Prefix(Mask):
     name: ClassVar[str] = "prefix"
     lengths: Any
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return at.column < at.per_item(self.lengths)
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         length = block.per_item(self.lengths)
-        return Answer(block.columns[0] < length, block.columns[1] <= length)
+        return Coverage(block.columns[0] < length, block.columns[1] <= length)
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         dims.check_per_item("masks.prefix: lengths", self.lengths)
 
 
@@ -358,14 +364,14 @@ class Padding(Mask):
     key_lengths: Any
     query_lengths: Any = None
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         seen = None if self.key_lengths is None else at.column < at.per_item(self.key_lengths)
         if self.query_lengths is None:
             return seen
         rows = at.row < at.per_item(self.query_lengths)
         return rows if seen is None else seen & rows
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         some = every = True
         for lengths, (first, stop) in (
             (self.key_lengths, block.columns),
@@ -374,9 +380,9 @@ class Padding(Mask):
             if lengths is not None:
                 length = block.per_item(lengths)
                 some, every = some & (first < length), every & (stop <= length)
-        return Answer(some, every)
+        return Coverage(some, every)
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         dims.check_per_item("masks.padding: key_lengths", self.key_lengths)
         dims.check_per_item("masks.padding: query_lengths", self.query_lengths)
 
@@ -391,17 +397,17 @@ class Segments(Mask):
     def _keys(self) -> Any:
         return self.query_ids if self.key_ids is None else self.key_ids
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return at.per_row(self.query_ids) == at.per_key(self._keys)
 
-    def _answer(self, block: Block) -> Answer:
+    def _coverage(self, block: Block) -> Coverage:
         low, high = block.per_row(self.query_ids)
         least, most = block.per_key(self._keys)
         # Two ranges that meet may have an id in common; ranges of one id each, the same, do.
         meet = (low <= most) & (least <= high)
-        return Answer(meet, meet & (low == high) & (least == most))
+        return Coverage(meet, meet & (low == high) & (least == most))
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         dims.check_per_token("masks.segments: query_ids", self.query_ids, "L", dims.query_length)
         if self.key_ids is None and dims.query_length != dims.key_length:
             raise ValueError(
@@ -420,13 +426,13 @@ class Dense(Mask):
     name: ClassVar[str] = "dense"
     array: Any
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return at.of_scores(self.array)
 
-    def _answer(self, block: Block) -> Answer:
-        return Answer(*block.any_and_all(self.array))
+    def _coverage(self, block: Block) -> Coverage:
+        return Coverage(*block.any_and_all(self.array))
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         facts: ArrayFacts = self.array
         if facts.dtype != "bool":
             raise TypeError(
@@ -451,7 +457,7 @@ class Rule(Mask):
     name: ClassVar[str] = "rule"
     function: Callable[..., Any]
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return at.by_rule(self.function)
 
     @property
@@ -471,8 +477,8 @@ class Compiled(Mask):
         L and S, where the rows stand, and how many rows and keys a tile of the table has.
     shape : tuple of int
         Of the table: batch items and heads, 1 where all are alike, and tiles each way.
-    some, every : bytes
-        The table, a byte for each tile: what `Answer` says.
+    any_visible, all_visible : bytes
+        The table, a byte for each tile: what `Coverage` says.
     """
 
     name: ClassVar[str] = "compile"
@@ -482,16 +488,16 @@ class Compiled(Mask):
     query_offset: int
     size: int
     shape: tuple[int, int, int, int]
-    some: bytes
-    every: bytes
+    any_visible: bytes
+    all_visible: bytes
 
-    def seen(self, at: Place) -> Array:
+    def seen(self, at: ScoreIndices) -> Array:
         return self.mask.seen(at)
 
-    def answer(self, block: Block) -> Answer:
-        return block.table(self) if self.some else UNKNOWN  # a form has no table
+    def coverage(self, block: Block) -> Coverage:
+        return block.table(self) if self.any_visible else UNKNOWN  # a form has no table
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         made = (self.query_length, self.key_length, self.query_offset)
         given = (dims.query_length, dims.key_length, dims.query_offset)
         if made != given:
@@ -507,7 +513,7 @@ class Compiled(Mask):
             )
         self.mask.check(dims)
 
-    def tile(self, rows: tuple[int, int], columns: tuple[int, int]) -> Answer:
+    def tile(self, rows: tuple[int, int], columns: tuple[int, int]) -> Coverage:
         """Return what the table says of a block of any bounds, over all items and heads.
 
         Parameters
@@ -520,7 +526,7 @@ class Compiled(Mask):
             tuple(range(first // self.size, -(-stop // self.size)))
             for first, stop in (rows, columns)
         )
-        return Answer(*_tile(self.some, self.every, self.shape, down, across))
+        return Coverage(*_tile(self.any_visible, self.all_visible, self.shape, down, across))
 
     def __repr__(self) -> str:
         given = f"{self.mask!r}, {self.query_length}, {self.key_length}"

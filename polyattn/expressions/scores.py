@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, cast, is_array
-from polyattn.expressions.expression import Value
-from polyattn.expressions.indices import Called, Dims, Place
+from polyattn.expressions.expression import Expression
+from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 
 __all__ = [
     "Additive",
@@ -37,7 +37,7 @@ __all__ = [
 # ---- score modifications -----------------------------------------------------------------------
 
 
-class Score(Value):
+class Score(Expression):
     """What is done to scores: a value that composes by ``>>``.
 
     Called as ``score(s, b, h, i, j)`` it is a score function in FlexAttention's form, the rows
@@ -46,29 +46,29 @@ class Score(Value):
 
     module: ClassVar[str] = "scores"
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         """Return what becomes of scores.
 
         Parameters
         ----------
         scores : Array
             The scores of a place.
-        at : Place
+        at : ScoreIndices
             Where.
         """
         raise NotImplementedError
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         """Refuse a call that it does not fit, by facts alone.
 
         Parameters
         ----------
-        dims : Dims
+        dims : ScoreDims
             The lengths of the call.
         """
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.apply(s, Called(b, h, i, j))
+        return self.apply(s, PointIndices(b, h, i, j))
 
     def __bool__(self) -> bool:
         raise TypeError("scores compose by >>, which `and` and `or` are not")
@@ -92,7 +92,7 @@ def as_score(rule: Any) -> Score:
     """Return a score value as it is, and a function as the value that means it."""
     if isinstance(rule, Score):
         return rule
-    if not callable(rule) or isinstance(rule, Value):
+    if not callable(rule) or isinstance(rule, Expression):
         raise TypeError(
             f"scores compose with scores and functions (score, b, h, i, j); got {rule!r}"
         )
@@ -103,12 +103,12 @@ def as_score(rule: Any) -> Score:
 class Chain(Score):
     parts: tuple[Score, ...]
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         for part in self.parts:
             scores = part.apply(scores, at)
         return scores
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         for part in self.parts:
             part.check(dims)
 
@@ -121,7 +121,7 @@ class Softcap(Score):
     name: ClassVar[str] = "softcap"
     cap: float
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return self.cap * at.xp.tanh(scores / self.cap)
 
 
@@ -130,7 +130,7 @@ class Temperature(Score):
     name: ClassVar[str] = "temperature"
     t: float
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return scores / self.t
 
 
@@ -139,11 +139,11 @@ class Alibi(Score):
     name: ClassVar[str] = "alibi"
     slopes: Any
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         far = cast(at.xp, at.xp.abs(at.away_from_row()), scores.dtype)
         return scores - self._slopes(at, scores.dtype) * far
 
-    def _slopes(self, at: Place, dtype: Any) -> Array:
+    def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
             return cast(at.xp, at.per_head(self.slopes), dtype)
         # Those of a power of two of heads, and for the rest every other one of twice as many.
@@ -156,7 +156,7 @@ class Alibi(Score):
         )
         return at.xp.exp(exponent * math.log(2))
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         facts = self.slopes
         if isinstance(facts, int) and facts != dims.heads:
             raise ValueError(f"scores.alibi({facts}) is for {facts} query heads; got {dims.heads}")
@@ -177,7 +177,7 @@ class RelativeBias(Score):
     bidirectional: bool = True
     max_distance: int = 128
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         bucket = self.bucket(at.away_from_row(), self.table.shape[0], at.xp)
         return scores + cast(at.xp, at.looked_up(self.table, bucket, at.head), scores.dtype)
 
@@ -193,7 +193,7 @@ class RelativeBias(Score):
             found = found + cast(xp, distance >= first, away.dtype)
         return xp.where(away > 0, found + each, found) if self.bidirectional else found
 
-    def check(self, dims: Dims) -> None:
+    def check(self, dims: ScoreDims) -> None:
         facts: ArrayFacts = self.table
         if "float" not in facts.dtype or facts.shape[-1] != dims.heads:
             raise ValueError(
@@ -227,14 +227,14 @@ class Function(Score):
     name: ClassVar[str] = "function"
     rule: Callable[..., Any]
 
-    def apply(self, scores: Array, at: Place) -> Array:
+    def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return at.by_score_mod(self.rule, scores)
 
 
 # ---- in place of the dot product ---------------------------------------------------------------
 
 
-class Similarity(Value):
+class Similarity(Expression):
     """What stands in place of q·k. Its scale is 1 where none is given."""
 
     module: ClassVar[str] = "scores"
@@ -345,7 +345,7 @@ class Additive(Similarity):
 # ---- scale rules -------------------------------------------------------------------------------
 
 
-class ScaleRule(Value):
+class ScaleRule(Expression):
     """What ``scale=`` takes beside a number."""
 
     module: ClassVar[str] = "scores"
@@ -376,7 +376,7 @@ class ByNorm(ScaleRule):
 # ---- in place of softmax -----------------------------------------------------------------------
 
 
-class Normalizer(Value):
+class Normalizer(Expression):
     """What makes weights of scores in place of softmax. It has no logsumexp."""
 
     module: ClassVar[str] = "scores"

@@ -15,7 +15,7 @@ from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.kernels.grouped_heads import fold, unfold
 from polyattn.kernels.masked_sum import hide, weighted_sum
-from polyattn.kernels.online_softmax import Running, finish, join, start
+from polyattn.kernels.online_softmax import SoftmaxState, combine, normalize, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.indices import Indices
@@ -35,20 +35,20 @@ class Dense(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         x, rows, columns = operands, Span(0, problem.query_length), Span(0, problem.key_length)
         if 0 in problem.scores:
-            running = start(problem, x, backend.xp, rows)
+            state = start(problem, x, backend.xp, rows)
         else:
             query = scaled(problem, x.query, backend.xp)
-            running = attend(problem, x, backend, query, rows, columns)  # 1 to 5, 7, 9
+            state = attend(problem, x, backend, query, rows, columns)  # 1 to 5, 7, 9
             if x.sinks is not None:
-                running = join(backend.xp, start(problem, x, backend.xp, rows), running)  # 6
-        return finish(problem, running, x.query.dtype, backend.xp)  # 7, the division
+                state = combine(backend.xp, start(problem, x, backend.xp, rows), state)  # 6
+        return normalize(problem, state, x.query.dtype, backend.xp)  # 7, the division
 
 
 def scaled(problem: Problem, query: Array, xp: Any) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
     query = cast(xp, query, getattr(xp, problem.accumulator))
     # Another similarity is scaled when it is known: it need not be linear in the query.
-    return fold(problem, query if problem.similarity_form else query * problem.scale, xp)
+    return fold(problem, query if problem.similarity_spec else query * problem.scale, xp)
 
 
 def scores(
@@ -106,7 +106,7 @@ def attend(
     columns: Span,
     *,
     masked: bool = True,
-) -> Running:
+) -> SoftmaxState:
     """Return what the keys of `columns` give the rows of `rows`, softmax not yet divided.
 
     Parameters
@@ -131,7 +131,9 @@ def attend(
         total = xp.ones_like(s[..., :1])
         maximum = xp.zeros_like(total)
     if problem.dropout:
-        weights = xp.where(at.kept(), weights / (1 - problem.dropout), xp.zeros_like(weights))  # 8
+        weights = xp.where(
+            at.keep_mask(), weights / (1 - problem.dropout), xp.zeros_like(weights)
+        )  # 8
     value = cast(xp, x.value[..., columns.start : columns.stop, :], query.dtype)
     output = weighted_sum(problem, backend, weights, s, value)  # 9
-    return Running(output, maximum, total)
+    return SoftmaxState(output, maximum, total)

@@ -15,10 +15,10 @@ from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 
-__all__ = ["Running", "finish", "join", "or_zero", "start"]
+__all__ = ["SoftmaxState", "combine", "normalize", "or_zero", "start"]
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Σ w·v, max s and Σ w of each row, where w = exp(s − max s)."""
 
     output: Array  # (..., H, l, E)
@@ -31,7 +31,7 @@ def or_zero(xp: Any, maximum: Array) -> Array:
     return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
 
 
-def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> Running:
+def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
     """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
     accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
@@ -46,31 +46,33 @@ def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> Running:
         total = cast(xp, maximum != -math.inf, accumulator)
     output = (*problem.batch, problem.heads, rows.length, problem.value_size)
     row = (*problem.batch, problem.heads, rows.length, 1)
-    return Running(
+    return SoftmaxState(
         xp.broadcast_to(zero, output), xp.broadcast_to(maximum, row), xp.broadcast_to(total, row)
     )
 
 
-def join(xp: Any, one: Running, other: Running) -> Running:
+def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
     """Return the state of both sets of keys together."""
     maximum = xp.maximum(one.maximum, other.maximum)
     shift = or_zero(xp, maximum)
     shrink_one, shrink_other = xp.exp(one.maximum - shift), xp.exp(other.maximum - shift)
-    return Running(
+    return SoftmaxState(
         one.output * shrink_one + other.output * shrink_other,
         maximum,
         one.total * shrink_one + other.total * shrink_other,
     )
 
 
-def finish(problem: Problem, running: Running, dtype: Any, xp: Any) -> tuple[Array, Array | None]:
+def normalize(
+    problem: Problem, state: SoftmaxState, dtype: Any, xp: Any
+) -> tuple[Array, Array | None]:
     """Divide, and return the output in `dtype` and the logsumexp if the problem asks for it."""
-    empty = running.total == 0
-    total = xp.where(empty, xp.ones_like(running.total), running.total)
-    output = cast(xp, running.output / total, dtype)
+    empty = state.total == 0
+    total = xp.where(empty, xp.ones_like(state.total), state.total)
+    output = cast(xp, state.output / total, dtype)
     if "logsumexp" not in problem.features:
         return output, None
-    logsumexp = or_zero(xp, running.maximum) + xp.log(total)
+    logsumexp = or_zero(xp, state.maximum) + xp.log(total)
     logsumexp = xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)
     shape = output.shape[:-1]
     if logsumexp.shape[:-1] != shape:  # value has batch axes that query and key have not

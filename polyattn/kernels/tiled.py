@@ -15,11 +15,11 @@ from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.dense import attend, scaled
-from polyattn.kernels.online_softmax import Running, finish, join, start
+from polyattn.kernels.online_softmax import SoftmaxState, combine, normalize, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
-from polyattn.tiles.coverage import Tile, every_mask
+from polyattn.tiles.coverage import TileQuery, combined_mask
 
 __all__ = ["Tiled"]
 
@@ -50,11 +50,11 @@ class Tiled(Kernel):
         xp = backend.xp
         if 0 in problem.scores:
             empty = start(problem, operands, xp, Span(0, problem.query_length))
-            return finish(problem, empty, operands.query.dtype, xp)
+            return normalize(problem, empty, operands.query.dtype, xp)
         row_block, column_block = block_sizes(problem, self.tile)
-        mask = every_mask(problem, operands)
+        mask = combined_mask(problem, operands)
         blocks = (
-            finish(
+            normalize(
                 problem,
                 _attend_rows(problem, operands, backend, rows, column_block, mask),
                 operands.query.dtype,
@@ -80,18 +80,18 @@ def _attend_rows(
     rows: Span,
     column_block: int,
     mask: Mask | None,
-) -> Running:
+) -> SoftmaxState:
     xp: Any = backend.xp
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
-    running = start(problem, x, xp, rows)
+    state = start(problem, x, xp, rows)
     reads = not problem.transforms and not problem.traced and backend.is_eager(x.query)
     for columns in column_span(problem, rows).split(column_block):
         masked = mask is not None
         if mask is not None:
-            answer = Tile(problem, x, xp, rows, columns, reads=reads).of(mask)
-            if not answer.some:
+            answer = TileQuery(problem, x, xp, rows, columns, reads=reads).of(mask)
+            if not answer.any_visible:
                 continue
-            masked = not answer.every
+            masked = not answer.all_visible
         tile = attend(problem, x, backend, query, rows, columns, masked=masked)
-        running = join(xp, running, tile)
-    return running
+        state = combine(xp, state, tile)
+    return state

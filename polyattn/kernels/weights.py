@@ -137,7 +137,7 @@ def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Sp
         sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)
         weights = _softmax(backend, s, sink)
     if problem.dropout:
-        weights = xp.where(at.kept(), weights / (1 - problem.dropout), xp.zeros_like(weights))
+        weights = xp.where(at.keep_mask(), weights / (1 - problem.dropout), xp.zeros_like(weights))
     return weights
 
 

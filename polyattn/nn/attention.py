@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn.api.attention import attention
 from polyattn.api.weights import attention_weights
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Linear, Norm, draws
@@ -123,7 +123,7 @@ class MultiHeadAttention(Module):
         >>> layer(x, is_causal=True).shape
         (2, 5, 64)
         """
-        if check_whole("heads", heads) < 1:
+        if check_int("heads", heads) < 1:
             raise ValueError(f"heads must be at least 1; got {heads}")
         if head_size is None:
             if size % heads:

@@ -13,7 +13,7 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, is_array, is_compiling, library_of, torch_transforms
 from polyattn.expressions.masks import as_mask
 from polyattn.masks import padding
@@ -290,7 +290,7 @@ class KVCache:
         kept, held = _known(length), _known(self.length)
         if is_array(kept) or is_array(held):
             return replace(self, length=kept)
-        if not 0 <= check_whole("length", kept) <= held:
+        if not 0 <= check_int("length", kept) <= held:
             raise ValueError(f"there are {held} tokens to keep; got {length}")
         return replace(self, length=kept)
 
@@ -313,7 +313,7 @@ class KVCache:
             If it is below 0, or the library traces, so that nobody knows how many there are.
         """
         held = _known(self.length)
-        if check_whole("window", window) < 0:
+        if check_int("window", window) < 0:
             raise ValueError(f"window must be at least 0; got {window}")
         if is_array(held):
             raise ValueError(

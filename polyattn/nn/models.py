@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
@@ -121,7 +121,7 @@ class Transformer(Module):
         draw = draws(like, seed)
         embedding = Embedding.init(tokens, size, like=like, seed=draw)
         if not (positions is None or isinstance(positions, LearnedPositions | Sinusoidal)):
-            number = check_whole("positions", positions, "an integer, or positions as a module")
+            number = check_int("positions", positions, "an integer, or positions as a module")
             positions = LearnedPositions.init(number, size, like=like, seed=draw)
         kind = DecoderBlock if cross else EncoderBlock
         shared = {"like": like, "seed": draw, "norm": norm, "pre_norm": pre_norm} | block

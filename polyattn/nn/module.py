@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, facts_of, is_array, library_of, numbers_like
 
 __all__ = ["Draws", "Module"]
@@ -156,7 +156,7 @@ class Draws:
     """
 
     def __init__(self, like: Array, xp: Any, seed: int) -> None:
-        if check_whole("seed", seed) < 0:
+        if check_int("seed", seed) < 0:
             raise ValueError(f"seed must be at least 0; got {seed!r}")
         if not xp.isdtype(like.dtype, "real floating"):
             raise TypeError(f"parameters have the dtype of like, a float; got {facts_of(like)}")

@@ -24,7 +24,7 @@ from polyattn.arrays import (
 )
 from polyattn.call.describe import Operands, describe
 from polyattn.call.problem import Problem, examine
-from polyattn.expressions.indices import Called
+from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import (
     And,
     Compiled,
@@ -36,7 +36,7 @@ from polyattn.expressions.masks import (
     Prefix,
     Segments,
 )
-from polyattn.tiles.coverage import Grid
+from polyattn.tiles.coverage import TileGrid
 
 __all__ = ["draw_mask"]
 
@@ -272,7 +272,7 @@ class _Drawn:
     def tiles(self, size: int) -> Any:
         """Return which tiles are empty, mixed and full, shape (tiles down, tiles across)."""
         problem, operands = self._problem()
-        grid = Grid(problem, operands, self._xp, (size, size), self._like)
+        grid = TileGrid(problem, operands, self._xp, (size, size), self._like)
         some, every = (self._one(answer) for answer in grid.of(self._mask))
         numpy = self._numpy
         return numpy.where(every, FULL, numpy.where(some, SEEN, EMPTY))
@@ -282,7 +282,7 @@ class _Drawn:
         call, xp = self._call, self._xp
         b, h = (self._range(n, n + 1, 1, 1) for n in (call.item, call.head))
         i, j = self._range(0, call.lengths[0], -1, 1), self._range(0, call.lengths[1], 1, -1)
-        at = Called(b, h, i, j, offset=call.query_offset, batch=call.batch)
+        at = PointIndices(b, h, i, j, offset=call.query_offset, batch=call.batch)
         seen = self._host(xp.broadcast_to(self._mask.seen(at), call.lengths))
         for axis, length in enumerate(call.lengths):
             kinds = kinds.repeat(size, axis=axis).take(range(length), axis=axis)

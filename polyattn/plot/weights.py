@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from polyattn.api.weights import WHICH
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, is_array, library_of
-from polyattn.dispatch.transfer import brought
+from polyattn.dispatch.transfer import convert_like
 from polyattn.expressions.masks import Mask, as_mask
 from polyattn.plot.mask import draw_mask
 
@@ -232,7 +232,7 @@ def _maps(weights: Array, heads: int | slice | Sequence[int] | None) -> tuple[li
         chosen = list(range(number)[heads or slice(None)])
     else:
         many = heads if isinstance(heads, Sequence) else [heads]
-        chosen = [check_whole("heads", head, WHICH) for head in many]
+        chosen = [check_int("heads", head, WHICH) for head in many]
     for head in chosen:
         if not -number <= head < number:
             raise IndexError(f"heads: there are {number}, and {head} is none of them")
@@ -277,7 +277,7 @@ def _check_rank(weights: Any, shapes: dict[int, str], name: str) -> None:
 def _host(weights: Array, name: str) -> Any:
     """Return weights as a NumPy array, float32 so that every dtype goes the same way."""
     numpy, xp = importlib.import_module("numpy"), library_of(weights).xp
-    host = brought(cast(xp, weights, xp.float32), numpy.zeros(1))
+    host = convert_like(cast(xp, weights, xp.float32), numpy.zeros(1))
     # Written so that NaN is refused too.
     if not host.min() >= 0 or host.max() == math.inf:
         raise ValueError(

@@ -1,7 +1,8 @@
 """Which tiles of the scores a mask leaves empty, full or mixed.
 
-`Tile` asks of one tile in Python's numbers; `Grid` of all tiles of a size at once, in arrays. Both
-work on traced arrays where nothing is read, and build nothing as large as the scores.
+`TileQuery` asks about one tile in Python numbers; `TileGrid` asks about all tiles of a size at
+once, in arrays. Both work on traced arrays where nothing is read, and build no array as large as the
+scores.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from typing import Any
 from polyattn.arrays import Array, cast, index_range, is_array
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
-from polyattn.expressions.coverage import Answer
-from polyattn.expressions.indices import FAR, saturating_sum
+from polyattn.expressions.coverage import Coverage
+from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn.expressions.masks import And, Causal, Compiled, Dense, Mask, Rule, Window
 from polyattn.span import Span
 
-__all__ = ["Grid", "Tile", "every_mask"]
+__all__ = ["TileGrid", "TileQuery", "combined_mask"]
 
 
-def every_mask(problem: Problem, x: Operands) -> Mask | None:
+def combined_mask(problem: Problem, x: Operands) -> Mask | None:
     """Return all that masks in a call as one value, or None if nothing does.
 
     Parameters
@@ -49,7 +50,7 @@ def every_mask(problem: Problem, x: Operands) -> Mask | None:
     return And(tuple(parts))
 
 
-class Tile:
+class TileQuery:
     """One tile, over all batch items and heads, as a mask is asked of it.
 
     Parameters
@@ -76,7 +77,7 @@ class Tile:
         if self._offset is None and reads:
             self._offset = x.query_offset
 
-    def of(self, mask: Mask) -> Answer:
+    def of(self, mask: Mask) -> Coverage:
         """Return what a mask leaves of the tile.
 
         Parameters
@@ -86,12 +87,12 @@ class Tile:
 
         Returns
         -------
-        Answer
+        Coverage
             Two bools, of Python's.
         """
-        some, every = mask.answer(self)
+        some, every = mask.coverage(self)
         xp = self._xp
-        return Answer(
+        return Coverage(
             bool(xp.any(some)) if is_array(some) else some,
             bool(xp.all(every)) if is_array(every) else every,
         )
@@ -116,7 +117,7 @@ class Tile:
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
         if isinstance(numbers, int):
-            return min(numbers, FAR)
+            return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
         numbers = cast(self._xp, numbers, self._dtype)
         return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
@@ -138,7 +139,7 @@ class Tile:
             seen = seen[..., slice(*self.columns)]
         return self._xp.any(seen), self._xp.all(seen)
 
-    def table(self, compiled: Compiled) -> Answer:
+    def table(self, compiled: Compiled) -> Coverage:
         """Return what a table says."""
         return compiled.tile(self.rows, self.columns)
 
@@ -149,7 +150,7 @@ class Tile:
         return low[..., None, None, None], high[..., None, None, None]
 
 
-class Grid(Tile):
+class TileGrid(TileQuery):
     """All tiles of a size, as a mask is asked of them at once.
 
     Parameters
@@ -198,7 +199,7 @@ class Grid(Tile):
         stop = first + size
         return first, xp.where(stop > length, xp.full_like(stop, length), stop)
 
-    def of(self, mask: Mask) -> Answer:
+    def of(self, mask: Mask) -> Coverage:
         """Return what a mask leaves of the tiles.
 
         Parameters
@@ -208,11 +209,11 @@ class Grid(Tile):
 
         Returns
         -------
-        Answer
+        Coverage
             Arrays of bool that broadcast to (..., H, tiles down, tiles across), with those two axes
             whole.
         """
-        return Answer(*[self._whole(answer) for answer in mask.answer(self)])
+        return Coverage(*[self._whole(answer) for answer in mask.coverage(self)])
 
     def _whole(self, answer: Any) -> Array:
         xp = self._xp
@@ -236,7 +237,7 @@ class Grid(Tile):
             found.append(joined if seen.shape[-1] == 1 else self._folded(joined, 1, reduce))
         return found[0], found[1]
 
-    def table(self, compiled: Compiled) -> Answer:
+    def table(self, compiled: Compiled) -> Coverage:
         """Return what a table says of blocks of these bounds."""
         xp, size = self._xp, compiled.size
 
@@ -250,12 +251,12 @@ class Grid(Tile):
             )
             return rows * columns
 
-        some, every = count(compiled.some) > 0, count(compiled.every) == area()
+        some, every = count(compiled.any_visible) > 0, count(compiled.all_visible) == area()
         batch = self._shape[:-1]
         if compiled.shape[0] == 1:
             batch = (1,) * len(batch)
         shape = (*batch, *some.shape[1:])
-        return Answer(xp.reshape(some, shape), xp.reshape(every, shape))
+        return Coverage(xp.reshape(some, shape), xp.reshape(every, shape))
 
     def _summed(self, table: Array, size: int) -> Array:
         """Return the sums of a table over each block: differences of sums from its corner."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from polyattn.arrays import Array, cast, is_array
 
-__all__ = ["WORDS", "kept", "kept_by_place", "philox"]
+__all__ = ["WORDS", "keep_mask", "keep_mask_by_word", "philox"]
 
 #: Words that a counter gives.
 WORDS = 4
@@ -26,7 +26,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def kept(
+def keep_mask(
     xp: Any,
     seed: int | Array | tuple[Array, Array],
     rate: float,
@@ -55,11 +55,11 @@ def kept(
     Array of bool
         Of all their keys in order, shape (..., H, l, 4 · n).
     """
-    found = xp.stack(kept_by_place(xp, seed, rate, batch, head, row, blocks), axis=-1)
+    found = xp.stack(keep_mask_by_word(xp, seed, rate, batch, head, row, blocks), axis=-1)
     return xp.reshape(found, (*found.shape[:-2], -1))
 
 
-def kept_by_place(
+def keep_mask_by_word(
     xp: Any,
     seed: int | Array | tuple[Array, Array],
     rate: float,

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
-from polyattn.expressions.indices import FAR, saturating_sum
+from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.tiles.band import in_band
-from polyattn.tiles.dropout import WORDS, kept, kept_by_place
+from polyattn.tiles.dropout import WORDS, keep_mask, keep_mask_by_word
 
 __all__ = ["Indices"]
 
@@ -143,7 +143,7 @@ class Indices:
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item, (..., 1, 1, 1), or the number for all."""
         if isinstance(numbers, int):
-            return min(numbers, FAR)
+            return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
         numbers = cast(self.xp, numbers, self.row.dtype)
         return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
@@ -206,6 +206,11 @@ class Indices:
         ----------
         modulus : int, optional
             Where given, the remainder by this number is enough.
+
+        Returns
+        -------
+        Array
+            The distances, or their remainders.
         """
         if modulus is None:
             return self.column - self.position()
@@ -220,15 +225,15 @@ class Indices:
 
     # ---- dropout ----
 
-    def kept(self) -> Array:
+    def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
         first, stop = self._columns.start // WORDS, -(-self._columns.stop // WORDS)
         blocks = index_range(self.xp, first, stop, self._x.query)
-        found = kept(self.xp, *self._drawn_by(), blocks)
+        found = keep_mask(self.xp, *self._drawn_by(), blocks)
         start = self._columns.start - first * WORDS
         return found[..., start : start + self._columns.length]
 
-    def kept_by_place(self, blocks: Array) -> tuple[Array, ...]:
+    def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps of blocks of `decided` keys, by place in the block.
 
         Parameters
@@ -241,7 +246,7 @@ class Indices:
         tuple of Array of bool
             For each place in a block, shape (..., H, l, n).
         """
-        return kept_by_place(self.xp, *self._drawn_by(), blocks)
+        return keep_mask_by_word(self.xp, *self._drawn_by(), blocks)
 
     def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
         seed, rate = self._x.seed, self._problem.dropout

@@ -18,7 +18,7 @@ from test_cupy_host import cases, register, stand_in
 from polyattn import attention, attention_partial, explain
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks import kernel as checks
-from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
 from polyattn_cupy import fused, products, rows, shapes
 from polyattn_cupy.fused import Fused
@@ -183,9 +183,9 @@ RUNS += [(name, True) for name in cases(Fused.features, 10**6)]
 @pytest.mark.parametrize(("name", "small_tiles"), RUNS)
 def test_it_keeps_to_the_conformance_cases(name, small_tiles, on_host):
     case = CASES[name]
-    subject = Subject("host", "numpy")
+    target = Target("host", "numpy")
     outcome = checks.check_case(
-        subject, Checked(registry.loaded("host").kernels[0], small_tiles), case
+        target, KernelVariant(registry.loaded("host").kernels[0], small_tiles), case
     )
     refused = 0 in (*case.score_shape, case.D, case.E) or dict(case.options).get("scale") == 0
     assert (outcome.output is None) == refused
@@ -195,7 +195,7 @@ def test_it_keeps_to_the_conformance_cases(name, small_tiles, on_host):
 @pytest.mark.usefixtures("on_host")
 def test_what_it_declares_is_needed_by_some_case():
     checks.check_declarations(
-        Subject("host", "numpy"), Checked(registry.loaded("host").kernels[0]), CASES
+        Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0]), CASES
     )
 
 

@@ -309,7 +309,7 @@ def test_an_offset_in_an_array_leaves_tiles_out_too():
 def problem_of(mask, length):
     shape = (1, 1, length, 8)
     problem = explain(shape, shape, shape, mask=mask, library="jax").problem
-    return problem._replace(mask_form=problem.mask_form.filled(mask))
+    return problem._replace(mask_spec=problem.mask_spec.filled(mask))
 
 
 def test_rows_that_go_over_about_as_many_tiles_share_a_loop():

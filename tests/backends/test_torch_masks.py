@@ -12,7 +12,7 @@ from polyattn.call.describe import describe
 from polyattn.call.layout import heads_first
 from polyattn.call.problem import examine
 from polyattn.kernels.tiled import Tiled
-from polyattn.plugin import every_mask
+from polyattn.plugin import combined_mask
 from polyattn_torch import block_mask as tiles
 from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.backend import TorchBackend
@@ -214,7 +214,7 @@ def test_flex_on_cuda_is_worth_compiling_for_values_too(monkeypatch):
 def tables(q, k, v, **options):
     """Return what flex is told to compute, and how much of that in full, and the mask itself."""
     problem, operands = described(q, k, v, **options)
-    mask = every_mask(problem, operands)
+    mask = combined_mask(problem, operands)
     told = tiles.block_mask(problem, operands, mask, TORCH.xp)
     from torch.nn.attention.flex_attention import _ordered_to_dense as dense
 
@@ -271,7 +271,7 @@ def test_tiles_of_long_sequences_are_known_without_looking_at_each_key():
     length = 2**19
     q = randn(1, 1, 1, 16).expand(1, 1, length, 16)
     problem, operands = described(q, q, q, mask=masks.segments(torch.arange(length) // 2**12))
-    mask = every_mask(problem, operands)
+    mask = combined_mask(problem, operands)
     told = tiles.block_mask(problem, operands, mask, TORCH.xp)
     assert (told.full_kv_num_blocks == 32).all()
     assert not told.kv_num_blocks.any()

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from polyattn.conformance import CASES, Checked, Subject, deviation, make_case
-from polyattn.conformance.cases.case import Draw
+from polyattn.conformance import CASES, KernelVariant, Target, deviation, make_case
+from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.cases.expression_cases import composed, relative
 from polyattn.conformance.cases.generators import alibi, bent, bias_with, two_in_three
 from polyattn.conformance.checks.gradients import (
@@ -26,24 +26,24 @@ EXAMPLES = {
     "causal, window, offset": {"is_causal": True, "window": (1, None), "query_offset": 0},
     "mask array, grouped heads, LHD": {
         **{"H": 4, "G": 2, "L": 2, "layout": "...LHD"},
-        "mask": Draw(lambda case, rng: rng.random(case.score_shape) < 0.7),
+        "mask": Generated(lambda case, rng: rng.random(case.score_shape) < 0.7),
     },
     "mask function, rank 2": {
         **{"mask": two_in_three, "batch": (), "H": 1, "one_head": True},
-        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, 1))),
+        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, 1))),
     },
     "softcap, score_mod, bias, scale": {
         **{"softcap": 1.5, "score_mod": bent, "scale": -0.7},
-        "bias": Draw(lambda case, rng: rng.normal(size=(case.H, 1, case.S))),
+        "bias": Generated(lambda case, rng: rng.normal(size=(case.H, 1, case.S))),
     },
     "mask value, score value, offset array": {
-        "mask": Draw(composed),
-        "score_mod": Draw(relative),
+        "mask": Generated(composed),
+        "score_mod": Generated(relative),
         **{"batch": (2,), "H": 1, "L": 4, "D": 1, "E": 1},
-        "query_offset": Draw(lambda case, rng: np.array([0, -1])),
+        "query_offset": Generated(lambda case, rng: np.array([0, -1])),
     },
     "sinks, bias that hides rows": {
-        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
         "bias": bias_with(lambda i, j: (i == 1) | (j == 2)),
     },
     "broadcast batch, offset array": {
@@ -54,15 +54,15 @@ EXAMPLES = {
             "H": 1,
             "window": (None, 0),
         },
-        "query_offset": Draw(lambda case, rng: rng.integers(-1, 3, size=case.full_batch)),
+        "query_offset": Generated(lambda case, rng: rng.integers(-1, 3, size=case.full_batch)),
     },
     "value alone in a batch, score_mod, sinks": {
         **{"batch": (), "key_batch": (), "value_batch": (2,), "score_mod": alibi},
-        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
     },
     "sink of -inf, rank 5, one key/value head, softcap": {
         **{"batch": (2, 1), "G": 1, "L": 2, "is_causal": True, "query_offset": -1, "softcap": 0.8},
-        "sinks": Draw(lambda case, rng: np.array([-np.inf, 0.3])),
+        "sinks": Generated(lambda case, rng: np.array([-np.inf, 0.3])),
     },
 }
 
@@ -113,21 +113,21 @@ def test_a_row_that_sees_nothing_has_gradients_of_zero(name, rows):
 
 # ---- kernels ----
 
-TORCH, JAX = Subject("torch"), Subject("array-api", "jax.numpy")
-JITTED = Subject("array-api", "jax.numpy", jax.jit)
-TORCH_KERNELS = [checked for checked in TORCH.kernels if checked.kernel.name != "flex"]
+TORCH, JAX = Target("torch"), Target("array-api", "jax.numpy")
+JITTED = Target("array-api", "jax.numpy", jax.jit)
+TORCH_KERNELS = [variant for variant in TORCH.kernels if variant.kernel.name != "flex"]
 
 
-@pytest.mark.parametrize("checked", TORCH_KERNELS, ids=str)
+@pytest.mark.parametrize("variant", TORCH_KERNELS, ids=str)
 @pytest.mark.parametrize("case", GRADIENT_CASES.values(), ids=str)
-def test_torch(checked, case):
-    refused = not case.features <= checked.kernel.features
-    assert (check_gradients(TORCH, checked, case) is None) == refused
+def test_torch(variant, case):
+    refused = not case.features <= variant.kernel.features
+    assert (check_gradients(TORCH, variant, case) is None) == refused
 
 
 @pytest.mark.parametrize("name", ["score_mod", "broadcast batch", "S = 0", "score value"])
 def test_jax(name):
-    (dense,) = (checked for checked in JAX.kernels if checked.kernel.name == "dense")
+    (dense,) = (variant for variant in JAX.kernels if variant.kernel.name == "dense")
     assert check_gradients(JAX, dense, CASES[name])
 
 
@@ -141,10 +141,10 @@ def test_jax_jitted_in_small_tiles(name):
 @pytest.mark.xfail(strict=True, reason="a NaN under a mask reaches the gradient of the query")
 @pytest.mark.parametrize("case", POISONED_GRADIENT_CASES.values(), ids=str)
 @pytest.mark.parametrize("name", ["dense", "tiled"])
-@pytest.mark.parametrize("subject", [TORCH, JAX], ids=["torch", "jax"])
-def test_what_is_hidden_changes_no_gradient(subject, name, case):
-    checked = next(c for c in subject.kernels if c.kernel.name == name)
-    assert check_gradients(subject, checked, case)
+@pytest.mark.parametrize("target", [TORCH, JAX], ids=["torch", "jax"])
+def test_what_is_hidden_changes_no_gradient(target, name, case):
+    variant = next(c for c in target.kernels if c.kernel.name == name)
+    assert check_gradients(target, variant, case)
 
 
 def test_what_has_no_gradients_is_passed_over():
@@ -152,8 +152,8 @@ def test_what_has_no_gradients_is_passed_over():
     (flex,) = (c for c in TORCH.kernels if c.kernel.name == "flex")
     assert check_gradients(TORCH, flex, case) is None
     for library in ("numpy", "torch", "jax.numpy"):
-        subject = Subject("numpy", library)
-        assert check_gradients(subject, subject.kernels[0], case) is None
+        target = Target("numpy", library)
+        assert check_gradients(target, target.kernels[0], case) is None
 
 
 class Detached(Dense):
@@ -177,9 +177,9 @@ class WithoutGraph(Dense):
 def test_a_failure_says_what_and_how_much():
     fault = r"^plain: gradient of key\[\d, \d, \d+, \d\] is 0, .* units, limit .* textbook"
     with pytest.raises(AssertionError, match=fault):
-        check_gradients(TORCH, Checked(Detached()), CASES["plain"])
+        check_gradients(TORCH, KernelVariant(Detached()), CASES["plain"])
     with pytest.raises(AssertionError, match="plain: the output has lost the graph"):
-        check_gradients(TORCH, Checked(WithoutGraph()), CASES["plain"])
+        check_gradients(TORCH, KernelVariant(WithoutGraph()), CASES["plain"])
 
 
 # ---- mistakes ----

@@ -13,7 +13,7 @@ import pytest
 
 from polyattn.call.features import DTYPES, FEATURES
 from polyattn.cli import main
-from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
+from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.report import report, run
 from polyattn.kernels import Dense
@@ -64,7 +64,7 @@ def test_json(capsys):
 
 def test_a_feature_that_a_kernel_does_not_compute_is_a_dash():
     cases = {name: CASES[name] for name in ("plain", "normalizer")}
-    work = run.steps([Subject("array-api")], cases, ["tiled"])
+    work = run.steps([Target("array-api")], cases, ["tiled"])
     (section,) = run.run([step for step in work if not isinstance(step.what, str)]).sections
     cell = section.cell("normalizer", section.kernels[0])
     assert cell.reasons == {"it does not compute normalizer": 1}
@@ -180,9 +180,9 @@ class Deaf(Dense):
 
 
 def reported(kernel, names):
-    section = report.Section(Subject("numpy"), (Checked(kernel),))
-    found = run.run([run.Step(section, Checked(kernel), CASES[name]) for name in names])
-    return found, lambda row: section.cell(row, Checked(kernel))
+    section = report.Section(Target("numpy"), (KernelVariant(kernel),))
+    found = run.run([run.Step(section, KernelVariant(kernel), CASES[name]) for name in names])
+    return found, lambda row: section.cell(row, KernelVariant(kernel))
 
 
 def test_a_failure_is_charged_to_the_feature_that_fails_alone():
@@ -247,10 +247,10 @@ def test_a_declaration_that_nothing_exercises_is_a_failure(feature):
         def reasons_against(self, problem):
             return ["it hides"] if feature in problem.features else []
 
-    checked = Checked(Reluctant())
-    section = report.Section(Subject("numpy"), (checked,))
+    variant = KernelVariant(Reluctant())
+    section = report.Section(Target("numpy"), (variant,))
     cases = [case for case in ESSENTIAL.values() if case.poison is None]
-    found = run.run([run.Step(section, checked, case) for case in cases])
+    found = run.run([run.Step(section, variant, case) for case in cases])
     assert [failure.charged for failure in found.sections[0].failures] == [feature]
     assert "no case that it takes needs it" in str(found)
 
@@ -262,9 +262,9 @@ def test_a_kernel_that_takes_nothing_is_a_failure():
         def reasons_against(self, problem):
             return ["it is not at home"]
 
-    checked = Checked(Absent())
-    section = report.Section(Subject("numpy"), (checked,))
-    found = run.run([run.Step(section, checked, CASES["plain"])])
+    variant = KernelVariant(Absent())
+    section = report.Section(Target("numpy"), (variant,))
+    found = run.run([run.Step(section, variant, CASES["plain"])])
     assert found.failed == 1
     assert "no case is taken by absent" in str(found)
 
@@ -296,11 +296,11 @@ def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
     genuine = run.checks.check_case
     done = []
 
-    def check_case(subject, checked, case):
+    def check_case(target, variant, case):
         if len(done) == 30:
             raise KeyboardInterrupt
         done.append(case)
-        return genuine(subject, checked, case)
+        return genuine(target, variant, case)
 
     monkeypatch.setattr(run.checks, "check_case", check_case)
     assert main(QUICK) == 130

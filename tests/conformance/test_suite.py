@@ -12,7 +12,7 @@ from broken_plugin import DROPPING, IDLE, OTHERS
 
 from polyattn.arrays import facts_of
 from polyattn.call.features import DTYPES
-from polyattn.conformance import CASES, ESSENTIAL, Checked, Subject
+from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.case import arrays_in
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.kernel import cases_for, check_case, covering, takes
@@ -236,8 +236,8 @@ def test_the_report_finds_the_same(python):
 
 
 def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
-    subject, dense = Subject("numpy"), Checked(Dense())
-    few = covering(subject, dense, cases_for(subject, dense, CASES))
+    target, dense = Target("numpy"), KernelVariant(Dense())
+    few = covering(target, dense, cases_for(target, dense, CASES))
     assert len(few) < 20
     assert {case.topic for case in few} == set(TOPICS)
     assert {case.dtype for case in few} == set(DTYPES)
@@ -251,7 +251,7 @@ def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
 def test_the_arrays_in_a_value_are_of_the_library_that_is_checked(name):
     case = CASES[name]
     for library in ("numpy", "torch"):
-        _, options = Subject("array-api", library).arguments(case)
+        _, options = Target("array-api", library).arguments(case)
         found = [x for option in options.values() for x in arrays_in(option)]
         assert [facts_of(x).library for x in found] == [library]
 
@@ -264,8 +264,8 @@ class Narrow(Dense):
 
 
 def test_a_kernel_of_one_dtype_is_given_every_case_in_it():
-    subject, narrow = Subject("numpy"), Checked(Narrow())
-    taken = [case for case in cases_for(subject, narrow, CASES) if takes(subject, narrow, case)]
+    target, narrow = Target("numpy"), KernelVariant(Narrow())
+    taken = [case for case in cases_for(target, narrow, CASES) if takes(target, narrow, case)]
     needed = set().union(*(case.features for case in taken))
     assert {case.dtype for case in taken} == {"float16"}
     assert needed == set(FEATURES) - {"logsumexp"}
@@ -274,4 +274,4 @@ def test_a_kernel_of_one_dtype_is_given_every_case_in_it():
     assert names == {f"{name}, float16" for name in float32}
     for case in taken:
         if case.name not in CASES and case.topic == "formula" and "score_mod" in case.features:
-            check_case(subject, narrow, case)
+            check_case(target, narrow, case)

@@ -112,9 +112,9 @@ def test_it_serves_its_library_by_default(acme):
         ({"scale": 2.0}, "scale"),
         ({"mask": lambda b, h, i, j: i > j}, "mask_mod"),
         ({"mask": masks.rule(lambda b, h, i, j: i > j) | masks.causal()}, "mask_mod"),
-        ({"mask": masks.prefix(3) | masks.causal()}, "mask_value"),
+        ({"mask": masks.prefix(3) | masks.causal()}, "mask_expression"),
         ({"score_mod": lambda s, *_: s}, "score_mod"),
-        ({"score_mod": scores.alibi(4)}, "score_value"),
+        ({"score_mod": scores.alibi(4)}, "score_expression"),
         ({"similarity": scores.cosine()}, "similarity"),
         ({"scale": scores.by_norm()}, "score_norm"),
         ({"scale": scores.long_sequence()}, "scale"),
@@ -247,7 +247,7 @@ def test_a_kind_of_device_leaves_arrays_on_the_one_they_are_on(monkeypatch):
         ("torch:cuda:0", "cuda:0", 3),
         ("torch:cpu", "cpu", 3),
     ):
-        site = polyattn.dispatch.placement.open_site(call, problem, None, name)
+        site = polyattn.dispatch.placement.find_placement(call, problem, None, name)
         assert site.problem.device == device
         assert len(site.moved) == moved
 

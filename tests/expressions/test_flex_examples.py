@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from polyattn import attention, masks, scores
-from polyattn.conformance import Subject, assert_accurate, make_case
+from polyattn.conformance import Target, assert_accurate, make_case
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +180,7 @@ each_dtype = pytest.mark.parametrize("dtype", ["float64", "float32"])
 def library(request):
     """A library, in which float64 stays float64."""
     with jax.enable_x64(True):
-        yield Subject(request.param)
+        yield Target(request.param)
 
 
 @functools.cache

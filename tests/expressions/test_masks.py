@@ -16,7 +16,7 @@ from polyattn import attention, explain, masks
 from polyattn.call.describe import describe
 from polyattn.call.problem import examine
 from polyattn.expressions.masks import And, Mask, Or
-from polyattn.plugin import Grid, Span, Tile, every_mask
+from polyattn.plugin import Span, TileGrid, TileQuery, combined_mask
 
 B, H, L, S, D = 2, 3, 21, 26, 4
 OFFSET = 3
@@ -149,17 +149,17 @@ def test_a_grid_never_calls_a_tile_empty_or_full_that_is_not(name):
     make, shown = SHOWN[name]
     call, x = describe(QUERY, KEY, VALUE, mask=make(np.asarray))
     problem = examine(call)
-    mask = every_mask(problem, x)
+    mask = combined_mask(problem, x)
     if mask is None:
         mask = masks.window(None, None)
     table = table_of(shown)
     for rows, keys in ((4, 4), (5, 8), (L, S), (1, 1)):
-        answer = Grid(problem, x, xp, (rows, keys), QUERY).of(mask)
+        answer = TileGrid(problem, x, xp, (rows, keys), QUERY).of(mask)
         some, every = blocks_of(table, rows, keys)
-        assert np.all(answer.some | ~some)
-        assert np.all(every | ~answer.every)
+        assert np.all(answer.any_visible | ~some)
+        assert np.all(every | ~answer.all_visible)
         down, across = -(-L // rows), -(-S // keys)
-        assert answer.some.shape[-2:] == answer.every.shape[-2:] == (down, across)
+        assert answer.any_visible.shape[-2:] == answer.all_visible.shape[-2:] == (down, across)
 
 
 @pytest.mark.parametrize("reads", [True, False])
@@ -168,20 +168,23 @@ def test_a_tile_answers_as_the_grid_does(name, reads):
     make, _ = SHOWN[name]
     call, x = describe(QUERY, KEY, VALUE, mask=make(np.asarray))
     problem = examine(call)
-    mask = every_mask(problem, x)
+    mask = combined_mask(problem, x)
     if mask is None:
         return
-    grid = Grid(problem, x, xp, (4, 8), QUERY).of(mask)
+    grid = TileGrid(problem, x, xp, (4, 8), QUERY).of(mask)
     for row, rows in enumerate(Span(0, L).split(4)):
         for column, columns in enumerate(Span(0, S).split(8)):
-            answer = Tile(problem, x, xp, rows, columns, reads=reads).of(mask)
-            some, every = grid.some[..., row, column].any(), grid.every[..., row, column].all()
-            assert type(answer.some) is type(answer.every) is bool
+            answer = TileQuery(problem, x, xp, rows, columns, reads=reads).of(mask)
+            some, every = (
+                grid.any_visible[..., row, column].any(),
+                grid.all_visible[..., row, column].all(),
+            )
+            assert type(answer.any_visible) is type(answer.all_visible) is bool
             if reads or not mask.carried():
                 assert answer == (some, every)
             else:
-                assert answer.some >= some
-                assert answer.every <= every
+                assert answer.any_visible >= some
+                assert answer.all_visible <= every
 
 
 #: Masks that know their tiles exactly.
@@ -194,20 +197,20 @@ def test_the_simple_masks_know_their_tiles(name):
     make, shown = SHOWN[name]
     call, x = describe(QUERY, KEY, VALUE, mask=make(np.asarray))
     problem = examine(call)
-    answer = Grid(problem, x, xp, (4, 4), QUERY).of(every_mask(problem, x))
+    answer = TileGrid(problem, x, xp, (4, 4), QUERY).of(combined_mask(problem, x))
     some, every = blocks_of(table_of(shown), 4, 4)
-    np.testing.assert_array_equal(np.broadcast_to(answer.some, some.shape), some)
-    np.testing.assert_array_equal(np.broadcast_to(answer.every, every.shape), every)
+    np.testing.assert_array_equal(np.broadcast_to(answer.any_visible, some.shape), some)
+    np.testing.assert_array_equal(np.broadcast_to(answer.all_visible, every.shape), every)
 
 
 def test_sorted_segments_know_their_tiles():
     ids = np.repeat(np.arange(4), [8, 4, 12, 8])
     x = np.zeros((1, 32, 4))
     call, operands = describe(x, x, x, mask=masks.segments(ids))
-    answer = Grid(examine(call), operands, xp, (4, 4), x).of(masks.segments(ids))
+    answer = TileGrid(examine(call), operands, xp, (4, 4), x).of(masks.segments(ids))
     same = ids[::4, None] == ids[::4]
-    np.testing.assert_array_equal(answer.some.reshape(8, 8), same)
-    np.testing.assert_array_equal(answer.every.reshape(8, 8), same)
+    np.testing.assert_array_equal(answer.any_visible.reshape(8, 8), same)
+    np.testing.assert_array_equal(answer.all_visible.reshape(8, 8), same)
 
 
 def test_empty_tiles_are_not_computed(monkeypatch):
@@ -255,9 +258,12 @@ def test_a_table_is_exact_at_its_own_grain_and_never_wrong_at_another(name):
     problem = examine(call)
     table = table_of(shown)
     for rows, keys in ((4, 4), (8, 4), (5, 3), (16, 16)):
-        answer = Grid(problem, x, xp, (rows, keys), QUERY).of(mask)
+        answer = TileGrid(problem, x, xp, (rows, keys), QUERY).of(mask)
         some, every = blocks_of(table, rows, keys)
-        found = np.broadcast_to(answer.some, some.shape), np.broadcast_to(answer.every, some.shape)
+        found = (
+            np.broadcast_to(answer.any_visible, some.shape),
+            np.broadcast_to(answer.all_visible, some.shape),
+        )
         if rows % 4 == keys % 4 == 0:
             np.testing.assert_array_equal(found, (some, every))
         assert np.all(found[0] | ~some)
@@ -376,9 +382,9 @@ def test_what_an_option_says_goes_to_that_option():
     assert both.window == (4, 2)
     assert needs(masks.causal() & masks.dense(np.ones((9, 9), bool))).features == {"causal", "mask"}
     assert needs(masks.causal() & checkered).features == {"causal", "mask_mod"}
-    assert needs(masks.causal() & masks.prefix(3)).features == {"causal", "mask_value"}
-    assert needs(masks.causal() | masks.prefix(3)).features == {"mask_value"}
-    assert needs(masks.causal() | checkered).features == {"mask_value", "mask_mod"}
+    assert needs(masks.causal() & masks.prefix(3)).features == {"causal", "mask_expression"}
+    assert needs(masks.causal() | masks.prefix(3)).features == {"mask_expression"}
+    assert needs(masks.causal() | checkered).features == {"mask_expression", "mask_mod"}
 
 
 def test_explain_shows_what_was_given_in_place_of_its_arrays():

@@ -319,11 +319,11 @@ def test_what_an_option_says_goes_to_that_option():
     assert problem(scores.softcap(3.0)).features == {"softcap"}
     assert problem(scores.softcap(3.0)).softcap == 3.0
     both = problem(scores.softcap(3.0), softcap=2.0)
-    assert both.features == {"softcap", "score_value"}
+    assert both.features == {"softcap", "score_expression"}
     first = problem(scores.softcap(3.0) >> scores.alibi(4))
-    assert first.features == {"softcap", "score_value"}
+    assert first.features == {"softcap", "score_expression"}
     assert problem(scores.function(doubled)).features == {"score_mod"}
-    assert problem(scores.alibi(4) >> doubled).features == {"score_mod", "score_value"}
+    assert problem(scores.alibi(4) >> doubled).features == {"score_mod", "score_expression"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from libraries import LIBRARIES, Library, tiles_of
 
 from polyattn import attention, attention_partial, masks
-from polyattn.tiles.dropout import kept, philox
+from polyattn.tiles.dropout import keep_mask, philox
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
 EVERY = (*LIBRARIES, JAX)
@@ -105,7 +105,7 @@ def test_the_share_that_is_dropped_is_the_rate():
         for n, shape in ((4, (4, 1, 1, 1)), (4, (4, 1, 1)), (64, (64, 1)))
     )
     for rate in (0.001, 0.1, 0.5, 0.9):
-        share = kept(xp, 7, rate, b, h, i, np.arange(64)).mean()
+        share = keep_mask(xp, 7, rate, b, h, i, np.arange(64)).mean()
         spread = (rate * (1 - rate) / (4 * 4 * 64 * 256)) ** 0.5
         assert abs(share - (1 - rate)) < 5 * spread
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from polyattn import explain
 from polyattn.arrays import is_array
-from polyattn.expressions.expression import Value
+from polyattn.expressions.expression import Expression
 
-__all__ = ["ARRAYS", "VIEWS", "Case", "Draw", "arrays_in", "finfo", "make_case", "with_arrays"]
+__all__ = ["ARRAYS", "VIEWS", "Case", "Generated", "arrays_in", "finfo", "make_case", "with_arrays"]
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Draw:
+class Generated:
     """An array among the options, or a value that carries some: `make(case, rng)`.
 
     It is cast to the inputs' dtype if it is real, or to a dtype of its own.
@@ -49,7 +49,7 @@ def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
     change : callable
         Given an array, what is to stand in its place.
     """
-    if isinstance(option, Value):
+    if isinstance(option, Expression):
         return option.map(lambda _, x: change(x) if is_array(x) else x)
     if isinstance(option, tuple):
         return tuple([with_arrays(one, change) for one in option])
@@ -190,7 +190,7 @@ class Case:
         query, key, value = (self._lying(name, x) for name, x in arrays.items())
         options: dict[str, Any] = {}
         for name, option in self.options:
-            if isinstance(option, Draw):
+            if isinstance(option, Generated):
                 own = np.dtype(option.dtype or dtype)
                 change = partial(self._drawn, name, own)
                 option = with_arrays(option.make(self, rng), change)
@@ -304,7 +304,7 @@ def make_case(name: str, **fields: Any) -> Case:
     name : str
         What it is called, and the seed of its arrays.
     **fields : Any
-        Fields of `Case`; any other is an option of the call, as a `Draw` where it has arrays.
+        Fields of `Case`; any other is an option of the call, as a `Generated` where it has arrays.
 
     Returns
     -------

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.call.features import DTYPES
-from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Draw, make_case
+from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case
 from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
 from polyattn.conformance.cases.generators import (
     alibi,
@@ -42,16 +42,16 @@ __all__ = ["CASES", "ESSENTIAL", "TOPICS"]
 Fields = dict[str, Any]
 Group = dict[str, Fields]
 
-OFFSETS: Fields = {"is_causal": True, "query_offset": Draw(offsets)}
+OFFSETS: Fields = {"is_causal": True, "query_offset": Generated(offsets)}
 PAIRED: Group = {
     "causal": {"is_causal": True},
     "window": {"window": (3, 2)},
-    "mask array": {"mask": Draw(random_mask)},
+    "mask array": {"mask": Generated(random_mask)},
     "mask function": {"mask": two_in_three},
-    "bias": {"bias": Draw(lambda case, rng: rng.normal(size=case.score_shape))},
+    "bias": {"bias": Generated(lambda case, rng: rng.normal(size=case.score_shape))},
     "softcap": {"softcap": 1.5},
     "score_mod": {"score_mod": bent},
-    "sinks": {"sinks": Draw(lambda case, rng: rng.normal(size=case.H))},
+    "sinks": {"sinks": Generated(lambda case, rng: rng.normal(size=case.H))},
     "grouped heads": {"H": 4, "G": 2},
     "offset int": {"is_causal": True, "query_offset": 2},
     "offset array": OFFSETS,
@@ -80,46 +80,48 @@ ALONE: Group = {
     "causal, mask and bias, grouped": (
         PAIRED["causal"] | PAIRED["mask array"] | PAIRED["bias"] | PAIRED["grouped heads"]
     ),
-    "mask (L, S)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, case.S)))},
-    "mask (S,)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
-    "mask (L, 1)": {"mask": Draw(lambda case, rng: random_mask(case, rng, (case.L, 1)))},
+    "mask (L, S)": {"mask": Generated(lambda case, rng: random_mask(case, rng, (case.L, case.S)))},
+    "mask (S,)": {"mask": Generated(lambda case, rng: random_mask(case, rng, (case.S,)))},
+    "mask (L, 1)": {"mask": Generated(lambda case, rng: random_mask(case, rng, (case.L, 1)))},
     "mask per head": {
-        "mask": Draw(lambda case, rng: random_mask(case, rng, (1, case.H, 1, case.S)))
+        "mask": Generated(lambda case, rng: random_mask(case, rng, (1, case.H, 1, case.S)))
     },
     "mask (B, 1, L, S)": {
-        "mask": Draw(lambda case, rng: random_mask(case, rng, (*case.batch, 1, case.L, case.S)))
+        "mask": Generated(
+            lambda case, rng: random_mask(case, rng, (*case.batch, 1, case.L, case.S))
+        )
     },
     "mask (2, 1, 1, 1, S) for a batch (2, 3)": {
-        "mask": Draw(lambda case, rng: random_mask(case, rng, (2, 1, 1, 1, case.S))),
+        "mask": Generated(lambda case, rng: random_mask(case, rng, (2, 1, 1, 1, case.S))),
         "batch": (2, 3),
     },
-    "mask (1, 1)": {"mask": Draw(lambda case, rng: np.zeros((1, 1), bool))},
-    "padding mask": {"mask": Draw(padding)},
+    "mask (1, 1)": {"mask": Generated(lambda case, rng: np.zeros((1, 1), bool))},
+    "padding mask": {"mask": Generated(padding)},
     "mask function of j": {"mask": first_keys},
     "segments": {"mask": segments},
-    "bias (L, S)": {"bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)))},
-    "bias (H, 1, S)": {"bias": Draw(lambda case, rng: rng.normal(size=(case.H, 1, case.S)))},
+    "bias (L, S)": {"bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S)))},
+    "bias (H, 1, S)": {"bias": Generated(lambda case, rng: rng.normal(size=(case.H, 1, case.S)))},
     "bias (B, 1, L, 1)": {
-        "bias": Draw(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
+        "bias": Generated(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
     },
     "bias of float32": {
-        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)), "float32")
+        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S)), "float32")
     },
     "bias of float64": {
-        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S)), "float64")
+        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S)), "float64")
     },
-    "sinks of float64": {"sinks": Draw(lambda case, rng: rng.normal(size=case.H), "float64")},
+    "sinks of float64": {"sinks": Generated(lambda case, rng: rng.normal(size=case.H), "float64")},
     "bias as mask": {"bias": bias_with(lambda i, j: (i + j) % 3 == 0)},
     "bias (1, H, L, S)": {
-        "bias": Draw(lambda case, rng: rng.normal(size=(1, case.H, case.L, case.S)))
+        "bias": Generated(lambda case, rng: rng.normal(size=(1, case.H, case.L, case.S)))
     },
     "alibi": {"score_mod": alibi},
     "score_mod hides keys": {"score_mod": hiding_a_third},
-    "low sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, -1e4))},
-    "high sinks": {"sinks": Draw(lambda case, rng: np.full(case.H, 1e4))},
-    "sink of -inf": {"sinks": Draw(lambda case, rng: np.full(case.H, -np.inf))},
+    "low sinks": {"sinks": Generated(lambda case, rng: np.full(case.H, -1e4))},
+    "high sinks": {"sinks": Generated(lambda case, rng: np.full(case.H, 1e4))},
+    "sink of -inf": {"sinks": Generated(lambda case, rng: np.full(case.H, -np.inf))},
     "one sink of -inf": {
-        "sinks": Draw(lambda case, rng: np.where(np.arange(case.H), 0.3, -np.inf))
+        "sinks": Generated(lambda case, rng: np.where(np.arange(case.H), 0.3, -np.inf))
     },
     "offset 0, L < S": {"query_offset": 0, "is_causal": True, "L": 7, "S": 17},
     "offset 0, L > S": {"query_offset": 0, "is_causal": True, "L": 17, "S": 7},
@@ -127,16 +129,16 @@ ALONE: Group = {
     "offset past the end": {"query_offset": 30, "is_causal": True},
     "offset beyond int32": {"query_offset": 2**40, "is_causal": True},
     "offset array and window beyond int32": {
-        "query_offset": Draw(lambda case, rng: 2**40 + offsets(case, rng)),
+        "query_offset": Generated(lambda case, rng: 2**40 + offsets(case, rng)),
         "window": (2**40 + 2, None),
     },
-    "offset array without causal": {"query_offset": Draw(offsets), "window": (3, 2)},
+    "offset array without causal": {"query_offset": Generated(offsets), "window": (3, 2)},
     "offset array of int32": {
-        "query_offset": Draw(lambda case, rng: offsets(case, rng).astype("int32")),
+        "query_offset": Generated(lambda case, rng: offsets(case, rng).astype("int32")),
         "is_causal": True,
     },
     "offset array (3,) for a batch (2, 3)": {
-        **{"query_offset": Draw(lambda case, rng: np.array([-3, 2, 6]))},
+        **{"query_offset": Generated(lambda case, rng: np.array([-3, 2, 6]))},
         **{"is_causal": True, "batch": (2, 3)},
     },
     "scale 0": {"scale": 0.0},
@@ -162,8 +164,8 @@ ALONE: Group = {
 }
 
 EMPTY_ROWS: Group = {
-    "mask hides some rows": {"mask": Draw(mask_with_empty_rows)},
-    "mask hides all": {"mask": Draw(lambda case, rng: np.zeros((case.L, case.S), bool))},
+    "mask hides some rows": {"mask": Generated(mask_with_empty_rows)},
+    "mask hides all": {"mask": Generated(lambda case, rng: np.zeros((case.L, case.S), bool))},
     "function hides some rows": {"mask": third_row_empty},
     "function hides all": {"mask": no_key},
     "causal, L > S": {"is_causal": True, "L": 17, "S": 7},
@@ -178,10 +180,13 @@ EMPTY_ROWS: Group = {
         "mask": mask_without(0, 2, 4, 6, 8, 10),
         "bias": bias_with(lambda i, j: j % 2 == 1),
     },
-    "sink of -inf in an empty row": {**ALONE["sink of -inf"], "mask": Draw(mask_with_empty_rows)},
+    "sink of -inf in an empty row": {
+        **ALONE["sink of -inf"],
+        "mask": Generated(mask_with_empty_rows),
+    },
     "S = 0": {"S": 0},
     "S = 0, causal": {"S": 0, "is_causal": True},
-    "S = 0, mask": {"S": 0, "mask": Draw(random_mask)},
+    "S = 0, mask": {"S": 0, "mask": Generated(random_mask)},
     "S = 0, mask function": {"S": 0, "mask": two_in_three},
     "S = 0, window": {"S": 0, "window": (1, 1)},
     "S = 0, score_mod": {"S": 0, "score_mod": bent},
@@ -211,11 +216,11 @@ ADVERSARIAL: Group = {
     "scores of 1e4, causal": {"values": "scores of 1e4", "L": 33, "S": 33, "is_causal": True},
     "scores of 1e4, sinks": {
         **{"values": "scores of 1e4", "L": 33, "S": 33},
-        "sinks": Draw(lambda case, rng: np.linspace(-1e4, 2e4, case.H)),
+        "sinks": Generated(lambda case, rng: np.linspace(-1e4, 2e4, case.H)),
     },
-    "bias of 1e4": {"bias": Draw(lambda case, rng: 1e4 * rng.normal(size=case.score_shape))},
+    "bias of 1e4": {"bias": Generated(lambda case, rng: 1e4 * rng.normal(size=case.score_shape))},
     "bias of -1e4 in some rows": {
-        "bias": Draw(
+        "bias": Generated(
             lambda case, rng: np.where(
                 np.arange(case.L)[:, None] % 3, rng.normal(size=(case.L, case.S)), -1e4
             )

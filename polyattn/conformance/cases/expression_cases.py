@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from polyattn import masks, scores
-from polyattn.conformance.cases.case import Case, Draw, make_case
+from polyattn.conformance.cases.case import Case, Generated, make_case
 from polyattn.conformance.cases.generators import bent, offsets, random_mask, two_in_three
 
 __all__ = ["STEPS", "make_value_cases"]
@@ -98,8 +98,8 @@ def additive(case: Case, rng: Any) -> Any:
 
 #: One case for each of these features, which is asked in every dtype.
 STEPS: Group = {
-    "mask value": {"mask": Draw(prefix_of_items)},
-    "score value": {"score_mod": Draw(relative)},
+    "mask value": {"mask": Generated(prefix_of_items)},
+    "score value": {"score_mod": Generated(relative)},
     "similarity": {"similarity": scores.cosine()},
     "score norm": {"scale": scores.by_norm(5.0)},
     "normalizer": {"normalizer": scores.sparsemax()},
@@ -115,26 +115,26 @@ SHAPES: Group = {
 MEETING: dict[str, Group] = {
     "mask value": {
         "offset int": {"query_offset": 2},
-        "offset array": {"query_offset": Draw(offsets)},
+        "offset array": {"query_offset": Generated(offsets)},
         "bias and sinks": {
-            "bias": Draw(lambda case, rng: rng.normal(size=case.score_shape)),
-            "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+            "bias": Generated(lambda case, rng: rng.normal(size=case.score_shape)),
+            "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
         },
     },
     "score value": {
-        "offset array": {"query_offset": Draw(offsets)},
+        "offset array": {"query_offset": Generated(offsets)},
         "softcap and causal": {"softcap": 2.0, "is_causal": True},
         "mask value": STEPS["mask value"],
     },
     "similarity": {
-        "scale and mask array": {"scale": 4.0, "mask": Draw(random_mask)},
+        "scale and mask array": {"scale": 4.0, "mask": Generated(random_mask)},
         "score norm": STEPS["score norm"],
     },
     "score norm": {
         "causal": {"is_causal": True},
         "window and bias as mask": {
             "window": (4, 2),
-            "bias": Draw(
+            "bias": Generated(
                 lambda case, rng: np.where(
                     np.arange(case.S) % 4 == 1, -np.inf, rng.normal(size=case.score_shape)
                 )
@@ -144,7 +144,7 @@ MEETING: dict[str, Group] = {
     },
     "normalizer": {
         "causal and bias": {
-            "bias": Draw(lambda case, rng: rng.normal(size=case.score_shape)),
+            "bias": Generated(lambda case, rng: rng.normal(size=case.score_shape)),
             "is_causal": True,
         },
         "score value and mask value": STEPS["score value"] | STEPS["mask value"],
@@ -153,7 +153,7 @@ MEETING: dict[str, Group] = {
     "dropout": {
         "mask value": STEPS["mask value"],
         "causal and sinks": {
-            "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+            "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
             "is_causal": True,
         },
     },
@@ -164,30 +164,32 @@ VARIANTS: Group = {
     "window or global tokens": {"mask": masks.window(2, 1) | masks.global_tokens(0, 1, 7)},
     "window and dilated": {"mask": masks.window(6, 4) & masks.dilated(3), "query_offset": 1},
     "outside of a window": {"mask": ~masks.window(1, None)},
-    "packed documents": {"mask": Draw(packed)},
-    "segments of queries and keys": {"mask": Draw(packed_apart), "L": 7, "S": 17},
-    "mask value per head": {"mask": Draw(per_head)},
+    "packed documents": {"mask": Generated(packed)},
+    "segments of queries and keys": {"mask": Generated(packed_apart), "L": 7, "S": 17},
+    "mask value per head": {"mask": Generated(per_head)},
     "mask value of a function": {"mask": masks.causal() | masks.rule(two_in_three)},
-    "compiled mask": {"mask": Draw(compiled)},
-    "compiled mask, L < S": {"mask": Draw(compiled), "L": 7, "S": 17},
-    "composed masks": {"mask": Draw(composed)},
-    "composed masks, offset below 0": {"mask": Draw(composed), "query_offset": -3},
-    "alibi value": {"score_mod": Draw(sloped)},
+    "compiled mask": {"mask": Generated(compiled)},
+    "compiled mask, L < S": {"mask": Generated(compiled), "L": 7, "S": 17},
+    "composed masks": {"mask": Generated(composed)},
+    "composed masks, offset below 0": {"mask": Generated(composed), "query_offset": -3},
+    "alibi value": {"score_mod": Generated(sloped)},
     "alibi of six heads": {"score_mod": scores.alibi(6), "H": 6, "G": 2},
-    "relative bias one way": {"score_mod": Draw(backwards), "L": 15, "S": 15},
+    "relative bias one way": {"score_mod": Generated(backwards), "L": 15, "S": 15},
     "score value of a function": {"score_mod": scores.softcap(3.0) >> scores.function(bent)},
     "distance": {"similarity": scores.distance(2)},
     "sum of distances": {"similarity": scores.distance(1), "scale": 0.3},
-    "additive": {"similarity": Draw(additive)},
+    "additive": {"similarity": Generated(additive)},
     "scale of long sequences": {"scale": scores.long_sequence(), "S": 23},
     "sigmoid": {"normalizer": scores.sigmoid()},
     "sigmoid of both signs": {"normalizer": scores.sigmoid(), "scale": -9.0},
     "dropout of most": {"dropout": (0.9, 2**64 - 1)},
-    "dropout, seed of an array": {"dropout": Draw(lambda case, rng: (0.5, np.asarray(2**40 + 3)))},
+    "dropout, seed of an array": {
+        "dropout": Generated(lambda case, rng: (0.5, np.asarray(2**40 + 3)))
+    },
 }
 
 EMPTY: Group = {
-    "mask value hides some rows": {"mask": Draw(padded)},
+    "mask value hides some rows": {"mask": Generated(padded)},
     "mask value hides all": {"mask": masks.prefix(0) | ~masks.prefix(11)},
     **{
         f"causal, L > S, {name}": {"is_causal": True, "L": 17, "S": 7} | fields
@@ -211,7 +213,7 @@ EXTREME: Group = {
     "zero queries, cosine": {"values": "equal scores"} | STEPS["similarity"],
 }
 
-HIDDEN: Fields = {"mask": Draw(without_3_and_4), "poisoned": (3, 4)}
+HIDDEN: Fields = {"mask": Generated(without_3_and_4), "poisoned": (3, 4)}
 POISONED: Group = {
     **{f"{x} under a mask value": HIDDEN | {"poison": x} for x in (math.nan, math.inf, -math.inf)},
     **{
@@ -235,23 +237,40 @@ POISONED: Group = {
 LONG: Fields = {"batch": (1,), "D": 4}
 LENGTHS: Group = {
     "65 x 700, prefix": {"mask": masks.causal() | masks.prefix(30), "L": 65, "S": 700},
-    "150 x 150, packed documents": {"mask": Draw(packed), "L": 150, "S": 150},
-    "150 x 150, composed masks": {"mask": Draw(composed), "L": 150, "S": 150},
+    "150 x 150, packed documents": {"mask": Generated(packed), "L": 150, "S": 150},
+    "150 x 150, composed masks": {"mask": Generated(composed), "L": 150, "S": 150},
     # Whole blocks of rows see no key by position, and a mask is looked at all the same.
-    "150 x 40, causal and padding": {"mask": Draw(padded), "is_causal": True, "L": 150, "S": 40},
+    "150 x 40, causal and padding": {
+        "mask": Generated(padded),
+        "is_causal": True,
+        "L": 150,
+        "S": 40,
+    },
     "150 x 40, causal and a mask (S,)": {
-        **{"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,)))},
+        **{"mask": Generated(lambda case, rng: random_mask(case, rng, (case.S,)))},
         **{"is_causal": True, "L": 150, "S": 40},
     },
     "150 x 150, window past all keys and a mask array": {
-        **{"mask": Draw(random_mask), "window": (9, 9), "query_offset": 100, "L": 150, "S": 150},
+        **{
+            "mask": Generated(random_mask),
+            "window": (9, 9),
+            "query_offset": 100,
+            "L": 150,
+            "S": 150,
+        },
     },
     "150 x 150, composed masks before all keys": {
-        **{"mask": Draw(composed), "is_causal": True, "query_offset": -120, "L": 150, "S": 150},
+        **{
+            "mask": Generated(composed),
+            "is_causal": True,
+            "query_offset": -120,
+            "L": 150,
+            "S": 150,
+        },
     },
     "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
-    "150 x 150, heads that differ": {"mask": Draw(by_head), "H": 4, "L": 150, "S": 150},
-    "65 x 513, score value": {"score_mod": Draw(relative), "L": 65, "S": 513},
+    "150 x 150, heads that differ": {"mask": Generated(by_head), "H": 4, "L": 150, "S": 150},
+    "65 x 513, score value": {"score_mod": Generated(relative), "L": 65, "S": 513},
 }
 
 
@@ -259,24 +278,33 @@ LENGTHS: Group = {
 # and the last, those beside them and some at the edges of blocks.
 VERY_LONG: Group = {
     "4096 x 4096, window, padding": {
-        **{"mask": Draw(padded), "window": (700, 5), "L": 4096, "S": 4096},
+        **{"mask": Generated(padded), "window": (700, 5), "L": 4096, "S": 4096},
         "rows": (0, 511, 512, 4095),
     },
     "5000 x 1100, causal and a mask (S,)": {
-        **{"mask": Draw(lambda case, rng: random_mask(case, rng, (case.S,))), "is_causal": True},
+        **{
+            "mask": Generated(lambda case, rng: random_mask(case, rng, (case.S,))),
+            "is_causal": True,
+        },
         **{"L": 5000, "S": 1100, "rows": (0, 3899, 3901, 3999, 4097, 4999)},
     },
     "1100 x 4500, documents before all keys": {
-        **{"mask": Draw(packed_apart), "is_causal": True, "query_offset": -600},
+        **{"mask": Generated(packed_apart), "is_causal": True, "query_offset": -600},
         **{"L": 1100, "S": 4500, "rows": (0, 599, 601, 1099)},
     },
     "17 x 20000, bias": {
-        "bias": Draw(lambda case, rng: rng.normal(size=(case.L, case.S))),
+        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S))),
         **{"L": 17, "S": 20000, "rows": (0, 16)},
     },
     "20000 x 17, alibi, sinks": {
-        **{"score_mod": Draw(sloped), "query_offset": -19980, "is_causal": True, "H": 4, "G": 2},
-        "sinks": Draw(lambda case, rng: rng.normal(size=case.H)),
+        **{
+            "score_mod": Generated(sloped),
+            "query_offset": -19980,
+            "is_causal": True,
+            "H": 4,
+            "G": 2,
+        },
+        "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
         **{"L": 20000, "S": 17, "rows": (0, 8191, 8192, 16384, 19980, 19999)},
     },
     "2 x 9001, decoding, softcap": {

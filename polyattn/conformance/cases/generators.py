@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.arrays import cast, library_of
-from polyattn.conformance.cases.case import Case, Draw, Shape
+from polyattn.conformance.cases.case import Case, Generated, Shape
 
 __all__ = [
     "alibi",
@@ -49,23 +49,23 @@ def mask_with_empty_rows(case: Case, rng: Any) -> Any:
     return mask
 
 
-def mask_without(*hidden: int) -> Draw:
+def mask_without(*hidden: int) -> Generated:
     """A mask `(L, S)` that hides some keys from every row."""
 
     def make(case: Case, rng: Any) -> Any:
         return np.broadcast_to(~np.isin(np.arange(case.S), hidden), (case.L, case.S)).copy()
 
-    return Draw(make)
+    return Generated(make)
 
 
-def bias_with(hide: Callable[[Any, Any], Any]) -> Draw:
+def bias_with(hide: Callable[[Any, Any], Any]) -> Generated:
     """A bias that is -inf where `hide(i, j)` and normal elsewhere."""
 
     def make(case: Case, rng: Any) -> Any:
         i, j = np.arange(case.L)[:, None], np.arange(case.S)
         return np.where(hide(i, j), -np.inf, rng.normal(size=case.score_shape))
 
-    return Draw(make)
+    return Generated(make)
 
 
 def padding(case: Case, rng: Any) -> Any:

@@ -11,7 +11,7 @@ from polyattn import attention, explain
 from polyattn.arrays import facts_of
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, HIDDEN, PAIRED
-from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.conformance.reference.tolerance import Deviation, deviation
 from polyattn.dispatch.errors import UnsupportedError
@@ -20,25 +20,27 @@ from polyattn.plugin import Kernel
 __all__ = ["GRADIENT_CASES", "POISONED_GRADIENT_CASES", "check_gradients", "has_gradients"]
 
 
-def has_gradients(subject: Subject) -> bool:
+def has_gradients(target: Target) -> bool:
     """Say whether the subject's library differentiates, as far as this module knows.
 
     Parameters
     ----------
-    subject : Subject
+    target : Target
         The backend.
     """
-    return subject.library.partition(".")[0] in BY
+    return target.library.partition(".")[0] in BY
 
 
-def check_gradients(subject: Subject, checked: Checked, case: Case) -> dict[str, Deviation] | None:
+def check_gradients(
+    target: Target, variant: KernelVariant, case: Case
+) -> dict[str, Deviation] | None:
     """Hold a kernel to gradients as accurate as the textbook's.
 
     Parameters
     ----------
-    subject : Subject
+    target : Target
         The backend.
-    checked : Checked
+    variant : KernelVariant
         Its kernel.
     case : Case
         The call; one of `GRADIENT_CASES`.
@@ -54,14 +56,14 @@ def check_gradients(subject: Subject, checked: Checked, case: Case) -> dict[str,
     AssertionError
         If an element is off by more than its limit.
     """
-    given = subject.arguments(case)
+    given = target.arguments(case)
     by = BY.get(facts_of(given[0][0]).library)
-    found = None if by is None else by(subject, case, checked.for_case(case), given)
+    found = None if by is None else by(target, case, variant.for_case(case), given)
     if found is None:
         return None
     deviations = {}
     for name, yard in gradient_yardsticks(case).items():
-        off = deviation(subject.back(found[name]), yard, f"{case}: gradient of {name}")
+        off = deviation(target.back(found[name]), yard, f"{case}: gradient of {name}")
         assert off.fault is None, off.fault
         deviations[name] = off
     return deviations
@@ -76,18 +78,18 @@ def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, 
     return named | {name: options[name] for name in ("bias", "sinks") if name in options}
 
 
-def by_torch(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
+def by_torch(target: Target, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
     """The gradients by torch's autograd, or None if the kernel refuses."""
     torch = importlib.import_module("torch")
     arrays, options = given
     inputs = differentiable(arrays, options)
     for x in inputs.values():
         x.requires_grad_()
-    if explain(*arrays, **options, backend=subject.backend, kernel=kernel).chosen is None:
+    if explain(*arrays, **options, backend=target.backend, kernel=kernel).chosen is None:
         return None
-    output = subject.call(case, kernel, given=given)
+    output = target.call(case, kernel, given=given)
     assert output.requires_grad, f"{case}: the output has lost the graph of its gradients"
-    along = subject.to(cotangent(case))
+    along = target.to(cotangent(case))
     found = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
     return {
         name: torch.zeros_like(x) if gradient is None else gradient
@@ -95,10 +97,10 @@ def by_torch(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict
     }
 
 
-def by_jax(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
+def by_jax(target: Target, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
     """The same by JAX's."""
     jax = importlib.import_module("jax")
-    along = subject.to(cotangent(case))
+    along = target.to(cotangent(case))
 
     def differentiated(*arrays: Any, **options: Any) -> Any:
         inputs = differentiable(arrays, options)
@@ -107,7 +109,7 @@ def by_jax(subject: Subject, case: Case, kernel: Kernel, given: Given) -> dict[s
         return back(along)[0]
 
     try:
-        found: dict[str, Any] = subject.call(case, kernel, differentiated, given)
+        found: dict[str, Any] = target.call(case, kernel, differentiated, given)
     except UnsupportedError:
         # Nothing tells that an array of JAX is to be differentiated until it is.
         return None

@@ -19,10 +19,10 @@ import numpy as np
 
 from polyattn import attention_partial
 from polyattn.arrays import facts_of
-from polyattn.conformance.cases.case import Case, Draw, arrays_in, make_case
+from polyattn.conformance.cases.case import Case, Generated, arrays_in, make_case
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks.lazy import is_lazy
-from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import (
     Deviation,
     accumulation_dtype,
@@ -70,16 +70,16 @@ class Outcome(NamedTuple):
 # ---- a case ------------------------------------------------------------------------------------
 
 
-def cases_for(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> list[Case]:
+def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> list[Case]:
     """Return the cases that can be asked of a kernel.
 
     Those of float32 are asked in another dtype where the backend or the kernel refuses that one.
 
     Parameters
     ----------
-    subject : Subject
+    target : Target
         The backend.
-    checked : Checked
+    variant : KernelVariant
         Its kernel.
     cases : mapping of str to Case
         Where to choose from.
@@ -88,7 +88,7 @@ def cases_for(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> 
     able = [
         dtype
         for dtype in ("float32", "float64", "float16", "bfloat16")
-        if dtype in subject.dtypes and takes(subject, checked, replace(plain, dtype=dtype))
+        if dtype in target.dtypes and takes(target, variant, replace(plain, dtype=dtype))
     ]
     asked = dict(cases)
     if able and able[0] != "float32":
@@ -98,79 +98,82 @@ def cases_for(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> 
             if case.dtype == "float32"
         }
         asked = retyped | asked
-    return [case for case in asked.values() if is_promised(subject, checked, case)]
+    return [case for case in asked.values() if is_promised(target, variant, case)]
 
 
-def is_promised(subject: Subject, checked: Checked, case: Case) -> bool:
+def is_promised(target: Target, variant: KernelVariant, case: Case) -> bool:
     """Whether a case can be asked of a kernel: its library has the dtypes, and it bears poison."""
-    dtypes = {case.dtype, *(x.dtype for _, x in case.options if isinstance(x, Draw) and x.dtype)}
-    has_dtypes = case.dtype in subject.dtypes and all(map(subject.has, dtypes))
-    return has_dtypes and (case.poison is None or checked.kernel.poison_safe)
+    dtypes = {
+        case.dtype,
+        *(x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype),
+    }
+    has_dtypes = case.dtype in target.dtypes and all(map(target.has, dtypes))
+    return has_dtypes and (case.poison is None or variant.kernel.poison_safe)
 
 
-def takes(subject: Subject, checked: Checked, case: Case) -> bool:
+def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
     """Whether a kernel can take a case's call."""
-    return subject.explain(case, checked.for_case(case)).chosen is not None
+    return target.explain(case, variant.for_case(case)).chosen is not None
 
 
-def check_case(subject: Subject, checked: Checked, case: Case) -> Outcome:
+def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     """Hold a kernel to a case: it agrees with the oracle, or refuses when it is insisted on.
 
     Parameters
     ----------
-    subject : Subject
+    target : Target
         The backend.
-    checked : Checked
+    variant : KernelVariant
         Its kernel.
     case : Case
         The call.
     """
-    kernel = checked.for_case(case)
-    explanation = subject.explain(case, kernel)
+    kernel = variant.for_case(case)
+    explanation = target.explain(case, kernel)
     if explanation.chosen is None:
         reasons = "; ".join(r for c in explanation.candidates for r in c.reasons)
         try:
-            subject.call(case, kernel)
+            target.call(case, kernel)
         except BackendError:
             return Outcome(None, None, reasons or "it gives no reason")
         raise AssertionError(f"{case}: refused ({reasons}), and yet it ran")
-    given = subject.arguments(case)
-    before = _bits(subject, given)
+    given = target.arguments(case)
+    before = _bits(target, given)
     what = f"{case}: output"
     with _telling(what, kernel):
-        output = subject.call(case, kernel, given=given)
+        output = target.call(case, kernel, given=given)
     _check_like_query(what, output, given[0][0], case.dtype)
-    _check_own(subject, what, output, given)
-    off = deviation(subject.back(output), output_yardstick(case), what)
+    _check_own(target, what, output, given)
+    off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     logsumexp = None
-    if _has_logsumexp(subject, kernel, case):
-        logsumexp = _check_partial(subject, kernel, case, given)
-    after = _bits(subject, given)
+    if _has_logsumexp(target, kernel, case):
+        logsumexp = _check_partial(target, kernel, case, given)
+    after = _bits(target, given)
     written = [name for name, bits in before.items() if after[name] != bits]
     assert not written, f"{case}: {', '.join(written)} was written to"
     return Outcome(off, logsumexp)
 
 
-def _has_logsumexp(subject: Subject, kernel: Kernel, case: Case) -> bool:
+def _has_logsumexp(target: Target, kernel: Kernel, case: Case) -> bool:
     """Whether a call can be asked for its logsumexp, and the kernel computes it."""
     if "normalizer" in case.features:  # it is of softmax alone
         return False
-    return subject.explain(case, kernel, logsumexp=True).chosen is not None
+    return target.explain(case, kernel, logsumexp=True).chosen is not None
 
 
-def _check_partial(subject: Subject, kernel: Kernel, case: Case, given: Any) -> Deviation:
+def _check_partial(target: Target, kernel: Kernel, case: Case, given: Any) -> Deviation:
     with _telling(f"{case}: logsumexp", kernel):
-        output, logsumexp = subject.call(case, kernel, attention_partial, given)
+        output, logsumexp = target.call(case, kernel, attention_partial, given)
     what = f"{case}: output of the partial"
     _check_like_query(what, output, given[0][0], case.dtype)
-    _check_own(subject, what, output, given)
-    off = deviation(subject.back(output), output_yardstick(case), what)
+    _check_own(target, what, output, given)
+    off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     what = f"{case}: logsumexp"
     _check_like_query(what, logsumexp, given[0][0], accumulation_dtype(case.dtype))
-    _check_own(subject, what, logsumexp, given)
-    off = deviation(subject.back(logsumexp), logsumexp_yardstick(case), what)
+    _check_own(target, what, logsumexp, given)
+    off = deviation(target.back(logsumexp), logsumexp_yardstick(case), what)
     assert off.fault is None, off.fault
     return off
 
@@ -182,17 +185,17 @@ def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
     assert got.dtype == dtype, f"{what} is {got.dtype}, must be {dtype}"
 
 
-def _check_own(subject: Subject, what: str, result: Any, given: Any) -> None:
+def _check_own(target: Target, what: str, result: Any, given: Any) -> None:
     """A result is the caller's to write to, where arrays can be written to at all."""
-    if is_lazy(subject):
+    if is_lazy(target):
         return
-    here = subject.back(result)
+    here = target.back(result)
     if isinstance(result, np.ndarray):
         assert here.flags.writeable, f"{what} is read-only"
     arrays, options = given
     for option in (*arrays, *options.values()):
         for x in arrays_in(option):
-            shared = np.may_share_memory(here, subject.back(x))
+            shared = np.may_share_memory(here, target.back(x))
             assert not shared, f"{what} shares its memory with an argument"
 
 
@@ -209,16 +212,16 @@ def _telling(what: str, kernel: Kernel) -> Iterator[None]:
         raise AssertionError(f"{what}: raised {error!r} at {where}") from error
 
 
-def _bits(subject: Subject, given: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
+def _bits(target: Target, given: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
     arrays, options = given
     everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
     return {
-        name: b"".join(np.ascontiguousarray(subject.back(x)).tobytes() for x in arrays_in(option))
+        name: b"".join(np.ascontiguousarray(target.back(x)).tobytes() for x in arrays_in(option))
         for name, option in everything.items()
     }
 
 
-def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[Case]:
+def covering(target: Target, variant: KernelVariant, cases: Iterable[Case]) -> list[Case]:
     """Choose few of the cases that a kernel takes so that each feature and topic is in one.
 
     For kernels that take seconds to compile for each.
@@ -226,7 +229,7 @@ def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[
     able = {
         case: (case.features or {"plain"}) | {case.dtype, case.topic}
         for case in cases
-        if takes(subject, checked, case)
+        if takes(target, variant, case)
     }
     wanted = set().union(*able.values()) if able else set()
     chosen = []
@@ -237,25 +240,25 @@ def covering(subject: Subject, checked: Checked, cases: Iterable[Case]) -> list[
     return chosen
 
 
-def check_declarations(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> None:
+def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
     """A kernel takes some of the cases, and of each feature that it declares one that needs it.
 
     Parameters
     ----------
-    subject : Subject
+    target : Target
         The backend.
-    checked : Checked
+    variant : KernelVariant
         Its kernel.
     cases : mapping of str to Case
         All of them.
     """
-    taken = [c for c in cases_for(subject, checked, cases) if takes(subject, checked, c)]
-    assert taken, f"no case is taken by {checked}"
-    idle = set(subject.declared(checked.kernel)).difference(*(case.features for case in taken))
-    kernels = {case: checked.for_case(case) for case in taken}
-    if any(_has_logsumexp(subject, kernel, case) for case, kernel in kernels.items()):
+    taken = [c for c in cases_for(target, variant, cases) if takes(target, variant, c)]
+    assert taken, f"no case is taken by {variant}"
+    idle = set(target.declared(variant.kernel)).difference(*(case.features for case in taken))
+    kernels = {case: variant.for_case(case) for case in taken}
+    if any(_has_logsumexp(target, kernel, case) for case, kernel in kernels.items()):
         idle -= {"logsumexp"}
-    assert not idle, f"no case that {checked} takes needs {', '.join(sorted(idle))}"
+    assert not idle, f"no case that {variant} takes needs {', '.join(sorted(idle))}"
 
 
 # ---- what a kernel declares of itself ----------------------------------------------------------
@@ -282,30 +285,30 @@ def items(dtypes: Iterable[str]) -> list[Case]:
     ]
 
 
-def check_determinism(subject: Subject, checked: Checked, *, thorough: bool = True) -> None:
+def check_determinism(target: Target, variant: KernelVariant, *, thorough: bool = True) -> None:
     """The same call twice gives the same bits."""
-    for case, kernel in _taken(subject, checked, "deterministic")[: None if thorough else 1]:
-        once, twice = (np.array(subject.back(subject.call(case, kernel))) for _ in range(2))
+    for case, kernel in _taken(target, variant, "deterministic")[: None if thorough else 1]:
+        once, twice = (np.array(target.back(target.call(case, kernel))) for _ in range(2))
         assert _equal(once, twice), f"{case}: the same call twice gives other bits"
 
 
-def check_batch_invariance(subject: Subject, checked: Checked) -> None:
+def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
     """One batch item alone, or among others, has the same bits."""
-    for case, kernel in _taken(subject, checked, "batch_invariant"):
-        together = subject.back(subject.call(case, kernel))
+    for case, kernel in _taken(target, variant, "batch_invariant"):
+        together = target.back(target.call(case, kernel))
         arrays, options = case.arguments()
         for n in range(BATCH):
-            alone = [subject.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
-            output = subject.back(subject.call(case, kernel, given=(alone, options)))
+            alone = [target.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
+            output = target.back(target.call(case, kernel, given=(alone, options)))
             assert _equal(output[0], together[n]), f"{case}: item {n} alone has other bits"
 
 
-def _taken(subject: Subject, checked: Checked, declared: str) -> list[tuple[Case, Any]]:
-    cases = items(subject.dtypes)
-    if checked.kernel.compiles:
+def _taken(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
+    cases = items(target.dtypes)
+    if variant.kernel.compiles:
         cases = cases[:1]
-    runs = [(case, checked.for_case(case)) for case in cases]
-    runs = [run for run in runs if subject.explain(*run).chosen is not None]
+    runs = [(case, variant.for_case(case)) for case in cases]
+    runs = [run for run in runs if target.explain(*run).chosen is not None]
     assert runs, f"it declares {declared}, and takes no call that would show it"
     return runs
 
@@ -366,30 +369,30 @@ def check_import_hygiene(name: str) -> None:
     assert not loaded, f"loading the spec of {name!r} imports {', '.join(loaded)}"
 
 
-def is_worth_threads(checked: Checked) -> bool:
+def is_worth_threads(variant: KernelVariant) -> bool:
     """Say whether threads are worth a check: small tiles show nothing new, a compiler takes long.
 
     Parameters
     ----------
-    checked : Checked
+    variant : KernelVariant
         The kernel.
     """
-    return not (checked.small_tiles or checked.kernel.compiles)
+    return not (variant.small_tiles or variant.kernel.compiles)
 
 
-def check_first_call_from_threads(subject: Subject, checked: Checked) -> None:
+def check_first_call_from_threads(target: Target, variant: KernelVariant) -> None:
     """Eight threads may make the first calls of a process at once, each with arrays of its own."""
-    library = subject.library if subject.backend == registry.ARRAY_API else "numpy"
-    native = [dtype for dtype in ("float32", "float64", "float16") if dtype in subject.dtypes]
+    library = target.library if target.backend == registry.ARRAY_API else "numpy"
+    native = [dtype for dtype in ("float32", "float64", "float16") if dtype in target.dtypes]
     for dtype, is_causal in product(native, (True, False)):
         case = make_case("threads", L=6, S=6, D=64, dtype=dtype, is_causal=is_causal)
-        if takes(subject, checked, case):
-            name = checked.kernel.name
+        if takes(target, variant, case):
+            name = variant.kernel.name
             code = _THREADS.format(
                 library=library,
                 dtype=dtype,
-                options={"is_causal": is_causal, "backend": subject.backend, "kernel": name},
-                deterministic=checked.kernel.deterministic,
+                options={"is_causal": is_causal, "backend": target.backend, "kernel": name},
+                deterministic=variant.kernel.deterministic,
             )
             _in_a_new_interpreter(code)
             return

@@ -15,22 +15,22 @@ from typing import Any
 from array_api_extra.testing import lazy_xp_function, patch_lazy_xp_functions
 
 from polyattn.arrays import library_of
-from polyattn.conformance.checks.target import Subject
+from polyattn.conformance.checks.target import Target
 
 __all__ = ["is_lazy", "lazily"]
 
 LAZY = ("jax", "dask")
 
 
-def is_lazy(subject: Subject) -> bool:
+def is_lazy(target: Target) -> bool:
     """Whether the subject's library can evaluate lazily, as far as this module knows."""
-    return subject.library.partition(".")[0] in LAZY
+    return target.library.partition(".")[0] in LAZY
 
 
 def lazily(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of lists and dictionaries of arrays that fails if it computes anything.
 
-    It is a transform for a `Subject`.
+    It is a transform for a `Target`.
     """
     here: Any = sys.modules[__name__]
     request: Any = SimpleNamespace(module=here)

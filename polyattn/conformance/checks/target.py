@@ -25,13 +25,13 @@ from polyattn.dispatch.errors import BackendUnavailableError
 from polyattn.dispatch.explanation import Explanation
 from polyattn.plugin import Kernel
 
-__all__ = ["Checked", "Subject"]
+__all__ = ["KernelVariant", "Target"]
 
 
 CALLS_REMEMBERED = 100
 
 
-class Checked(NamedTuple):
+class KernelVariant(NamedTuple):
     """A kernel as it is checked: as it is, or with tiles so small that short arrays have many.
 
     Attributes
@@ -68,7 +68,7 @@ class Checked(NamedTuple):
         return small
 
 
-class Subject:
+class Target:
     """A backend on the arrays of a library.
 
     Parameters
@@ -118,8 +118,8 @@ class Subject:
         self.library = library or own
         self._known: dict[str, bool] = {}
         self._calls = 0
-        self._mover = self._find_mover()
-        if self._mover is None:
+        self.mover = self._find_mover()
+        if self.mover is None:
             self._asarray = _maker(self.library)
 
     def __str__(self) -> str:
@@ -152,9 +152,9 @@ class Subject:
         Array
             The same numbers, on the device that is checked.
         """
-        if self._mover is None:
+        if self.mover is None:
             return self._asarray(array)
-        return self._mover.place(array, self.device)
+        return self.mover.place(array, self.device)
 
     def back(self, array: Any) -> Any:
         """Bring an array back.
@@ -169,7 +169,7 @@ class Subject:
         numpy.ndarray
             The same numbers.
         """
-        return np.asarray(array if self._mover is None else self._mover.fetch(array))
+        return np.asarray(array if self.mover is None else self.mover.fetch(array))
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
@@ -204,11 +204,11 @@ class Subject:
         return facts_of(there).dtype == dtype
 
     @cached_property
-    def kernels(self) -> tuple[Checked, ...]:
+    def kernels(self) -> tuple[KernelVariant, ...]:
         """The backend's kernels, and those that work in tiles once more, with small ones."""
         kernels = [k for k in registry.kernels_of(self._plugin) if k not in self.elsewhere]
-        small = [Checked(kernel, True) for kernel in kernels if kernel.tile is not None]
-        return (*map(Checked, kernels), *small)
+        small = [KernelVariant(kernel, True) for kernel in kernels if kernel.tile is not None]
+        return (*map(KernelVariant, kernels), *small)
 
     @cached_property
     def elsewhere(self) -> tuple[Kernel, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
-from polyattn.conformance.checks.target import Subject
+from polyattn.conformance.checks.target import Target
 from polyattn.conformance.functions.interpretations import Options, read
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
@@ -112,7 +112,7 @@ def load(spec: str) -> Function:
     return found  # type: ignore[no-any-return]
 
 
-def subject_of(spec: str, library: str | None) -> Subject:
+def subject_of(spec: str, library: str | None) -> Target:
     """Return the subject whose arrays a function is given.
 
     Parameters
@@ -124,12 +124,12 @@ def subject_of(spec: str, library: str | None) -> Subject:
 
     Returns
     -------
-    Subject
+    Target
         It takes NumPy arrays to the library and back.
     """
     root = spec.partition(":")[0].partition(".")[0]
     library = library or {"torch": "torch", "jax": "jax.numpy"}.get(root, "numpy")
-    return Subject("array-api", library)
+    return Target("array-api", library)
 
 
 #: What torch's function takes, which has no signature to inspect.
@@ -193,10 +193,10 @@ def arguments_for(function: Function, options: Options, *, grouped: bool = False
 #: The features that an option can make a call need, where they are not named as it is.
 _FEATURES_OF = {
     "is_causal": ("causal",),
-    "mask": ("mask", "mask_mod", "mask_value"),
+    "mask": ("mask", "mask_mod", "mask_expression"),
     "query_offset": ("query_offset", "query_offset_array"),
     "scale": ("scale", "score_norm"),
-    "score_mod": ("score_mod", "score_value"),
+    "score_mod": ("score_mod", "score_expression"),
 }
 
 

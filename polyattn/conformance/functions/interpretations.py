@@ -22,13 +22,13 @@ from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
-__all__ = ["READINGS", "Reading", "read"]
+__all__ = ["INTERPRETATIONS", "Interpretation", "read"]
 
 Options = dict[str, Any]
 Arguments = tuple[tuple[Array, Array, Array], Options]
 
 
-class Reading(NamedTuple):
+class Interpretation(NamedTuple):
     """Another meaning: the call that, by ours, gives what a call gives by it.
 
     Attributes
@@ -53,7 +53,7 @@ class Reading(NamedTuple):
 class _Reread(Case):
     """A case whose call is that of other meanings of it."""
 
-    readings: tuple[Reading, ...] = ()
+    readings: tuple[Interpretation, ...] = ()
 
     def arguments(self, poisoned: bool = True) -> Arguments:
         arguments = _in_plain_terms(super().arguments(poisoned))
@@ -75,7 +75,7 @@ def read(case: Case, output: Array, most: int = 2) -> str:
     most : int
         How many of them to try together.
     """
-    those = [reading for reading in READINGS if reading.applies(case)]
+    those = [reading for reading in INTERPRETATIONS if reading.applies(case)]
     own = {field.name: getattr(case, field.name) for field in fields(case)}
     together = (combinations(those, n) for n in range(1, most + 1))
     for readings in chain.from_iterable(together):
@@ -246,7 +246,7 @@ def _float32_scale(root: bool) -> Callable[[Arguments], Arguments]:
     return call
 
 
-def _windows() -> Iterable[Reading]:
+def _windows() -> Iterable[Interpretation]:
     """The window, wider or narrower by one key."""
     ends = {"to the left": (1, 0), "to the right": (0, 1), "to either side": (1, 1)}
     for by, how in ((-1, "less"), (1, "more")):
@@ -262,10 +262,10 @@ def _windows() -> Iterable[Reading]:
                 high = None if high is None else high + right
                 return arguments[0], arguments[1] | {"window": (low, high)}
 
-            yield Reading(f"a window reaches one key {how} {where}", applies, call)
+            yield Interpretation(f"a window reaches one key {how} {where}", applies, call)
 
 
-def _ignored() -> Iterable[Reading]:
+def _ignored() -> Iterable[Interpretation]:
     """An option has no effect."""
     nothing = {"is_causal": False}
     names = ("is_causal", "window", "query_offset", "mask", "bias", "scale", "softcap")
@@ -274,15 +274,15 @@ def _ignored() -> Iterable[Reading]:
         def applies(case: Case, name: str = name) -> bool:
             return _option(case, name) is not None
 
-        yield Reading(f"{name} is ignored", applies, _changed(**{name: nothing.get(name)}))
+        yield Interpretation(f"{name} is ignored", applies, _changed(**{name: nothing.get(name)}))
 
 
 _DTYPES = ("float64", "float16", "bfloat16")
-_HIDING = frozenset(["causal", "window", "mask", "mask_mod", "mask_value", "bias"])
+_HIDING = frozenset(["causal", "window", "mask", "mask_mod", "mask_expression", "bias"])
 
 #: Other meanings. Two of them are applied in this order.
-READINGS = (
-    Reading(
+INTERPRETATIONS = (
+    Interpretation(
         "rows count from the first key (query_offset=0)",
         lambda case: bool(
             case.L != case.S
@@ -291,36 +291,36 @@ READINGS = (
         ),
         _changed(query_offset=0),
     ),
-    Reading(
+    Interpretation(
         "a hidden NaN or infinity reaches the row",
         lambda case: case.poison is not None and "query" not in case.poison_in,
         _all_poisoned,
     ),
-    Reading(
+    Interpretation(
         "a row whose query is NaN is 0",
         lambda case: case.poison is not None and "query" in case.poison_in,
         _nan_queries_hidden,
     ),
     *_windows(),
-    Reading(
+    Interpretation(
         "query head h reads key/value head h % G",
         lambda case: "grouped_heads" in case.features and case.G != 1,
         _heads_in_turn,
     ),
-    Reading(
+    Interpretation(
         "True in a mask leaves a key out",
         lambda case: _option(case, "mask") is not None,
         _mask_inverted,
     ),
-    Reading("a mask is added as 0 and 1", lambda case: "mask" in case.features, _mask_added),
-    Reading(
+    Interpretation("a mask is added as 0 and 1", lambda case: "mask" in case.features, _mask_added),
+    Interpretation(
         "softcap comes after the bias",
         lambda case: {"softcap", "bias"} <= case.features and "score_mod" not in case.features,
         _softcap_after_bias,
     ),
     *_ignored(),
     *(
-        Reading(
+        Interpretation(
             f"a row without keys is {what}",
             lambda case: (
                 case.S > 0 and "sinks" not in case.features and bool(_HIDING & case.features)
@@ -329,7 +329,7 @@ READINGS = (
         )
         for what, score in (("the mean of the values", 0.0), ("NaN", math.nan))
     ),
-    Reading(
+    Interpretation(
         "the last axis of a mask is padded rather than broadcast",
         lambda case: (
             case.S > 1
@@ -338,16 +338,16 @@ READINGS = (
         _last_axis_padded,
     ),
     *(
-        Reading(
+        Interpretation(
             f"the {what} is rounded to float32",
             lambda case: case.dtype == "float64" and (_option(case, "scale") or 0) >= 0,
             _float32_scale(root),
         )
         for what, root in (("scale", False), ("root of the scale", True))
     ),
-    Reading("every row is NaN", lambda case: True, _all_nan),
+    Interpretation("every row is NaN", lambda case: True, _all_nan),
     *(
-        Reading(f"computed in {narrow}", partial(_has_dtype, dtype), dtype=narrow)
+        Interpretation(f"computed in {narrow}", partial(_has_dtype, dtype), dtype=narrow)
         for dtype, narrow in zip(_DTYPES, ("float32", "float16", "bfloat16"), strict=True)
     ),
 )

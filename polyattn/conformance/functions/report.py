@@ -19,7 +19,7 @@ from polyattn.conformance.functions.check import (
     check_callable,
 )
 from polyattn.dispatch.explanation import table
-from polyattn.expressions.expression import Value
+from polyattn.expressions.expression import Expression
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 
@@ -100,7 +100,7 @@ def _row_of(case: Case) -> tuple[str, str] | None:
 def _is_ours(case: Case) -> bool:
     """Whether a call has a value or dropout in it, which are no function's but ours to take."""
     given = case.arguments()[1].values()
-    return "dropout" in case.features or any(isinstance(option, Value) for option in given)
+    return "dropout" in case.features or any(isinstance(option, Expression) for option in given)
 
 
 def summarise(

@@ -20,7 +20,7 @@ import mpmath
 import numpy as np
 
 from polyattn.conformance.reference.expressions import Rows, plainly
-from polyattn.conformance.reference.philox import kept
+from polyattn.conformance.reference.philox import keep_mask
 from polyattn.expressions import scores as steps
 
 __all__ = ["Oracle", "oracle"]
@@ -143,7 +143,7 @@ def oracle(
     factor = scale_of(a, scale, similarity, D, S)
     left, right = window or (None, None)
     rate, seed = dropout or (0, 0)
-    keeps = kept(rate, int(seed), batch, (H, L, S), rows) if rate else None
+    keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows) if rate else None
 
     def is_shown(b: int, h: int, i: int, j: int, p: int) -> bool:
         return (

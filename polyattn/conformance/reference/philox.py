@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["kept", "philox"]
+__all__ = ["keep_mask", "philox"]
 
 Words = tuple[int, int, int, int]
 
@@ -48,7 +48,7 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 @cache
-def kept(
+def keep_mask(
     rate: float,
     seed: int,
     batch: tuple[int, ...],

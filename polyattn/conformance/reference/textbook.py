@@ -16,7 +16,7 @@ import numpy as np
 
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import as_called, heads_first, lift
-from polyattn.conformance.reference.philox import kept
+from polyattn.conformance.reference.philox import keep_mask
 from polyattn.expressions import scores as steps
 
 __all__ = ["ORDERS", "textbook"]
@@ -119,7 +119,7 @@ def textbook(
 
     s = np.where(hidden, rounded(-np.inf), s)
     rate, seed = dropout or (0, 0)
-    keeps = kept(rate, int(seed), batch, (H, L, S), rows) if rate else np.ones((1, 1, 1), bool)
+    keeps = keep_mask(rate, int(seed), batch, (H, L, S), rows) if rate else np.ones((1, 1, 1), bool)
     if keys_reversed:
         s, v, keeps = s[..., ::-1], v[..., ::-1, :], keeps[..., ::-1]
 

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from html import escape
 
 import polyattn
-from polyattn.conformance.checks.target import Checked
+from polyattn.conformance.checks.target import KernelVariant
 from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
 from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import PROMISES, ROWS, Cell, Report, Section, cell_text
@@ -132,11 +132,11 @@ def _whole(verdict: str, bad: bool, body: str) -> str:
 
 
 def _section(section: Section) -> Iterator[str]:
-    yield f"<h2>{escape(str(section.subject))}</h2>"
+    yield f"<h2>{escape(str(section.target))}</h2>"
     yield f'<p class="soft">{escape(section.versions)}</p>'
     footnotes: dict[str, int] = {}
     yield '<div class="scroll"><table>'
-    heads = "".join(f"<th>{escape(str(checked))}</th>" for checked in section.kernels)
+    heads = "".join(f"<th>{escape(str(variant))}</th>" for variant in section.kernels)
     yield f"<thead><tr><th></th>{heads}</tr></thead><tbody>"
     group = ""
     rows = [(row.group, row.name, row.meaning) for row in ROWS]
@@ -144,7 +144,7 @@ def _section(section: Section) -> Iterator[str]:
         if now != group:
             yield f'<tr class="group"><th colspan="{1 + len(section.kernels)}">{now}</th></tr>'
             group = now
-        cells = "".join(_cell(section, name, checked, footnotes) for checked in section.kernels)
+        cells = "".join(_cell(section, name, variant, footnotes) for variant in section.kernels)
         small = f"<small>{escape(meaning)}</small>" if meaning != name else ""
         yield f"<tr><th>{escape(name)}{small}</th>{cells}</tr>"
     yield "</tbody></table></div>"
@@ -162,8 +162,8 @@ def _section(section: Section) -> Iterator[str]:
     yield "</ul>"
 
 
-def _cell(section: Section, row: str, checked: Checked, footnotes: dict[str, int]) -> str:
-    cell = section.cell(row, checked)
+def _cell(section: Section, row: str, variant: KernelVariant, footnotes: dict[str, int]) -> str:
+    cell = section.cell(row, variant)
     text = escape(cell_text(cell, footnotes)).replace("-", "–")
     kind = _kind(cell)
     share = f' style="--share: {0.12 + 0.6 * min(cell.share, 1):.2f}"' if kind == "agrees" else ""

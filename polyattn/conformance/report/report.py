@@ -18,7 +18,7 @@ import polyattn
 from polyattn.call.features import DTYPES, FEATURES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
-from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
 from polyattn.dispatch.explanation import table
 
@@ -153,7 +153,7 @@ class Section:
 
     Attributes
     ----------
-    subject : Subject
+    target : Target
         The backend.
     kernels : tuple of Checked
         The columns.
@@ -165,20 +165,20 @@ class Section:
         What was found of the plugin as a whole.
     """
 
-    subject: Subject
-    kernels: tuple[Checked, ...]
-    cells: dict[tuple[str, Checked], Cell] = field(default_factory=dict)
+    target: Target
+    kernels: tuple[KernelVariant, ...]
+    cells: dict[tuple[str, KernelVariant], Cell] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     plugin: dict[str, str] = field(default_factory=dict)
 
-    def cell(self, row: str, checked: Checked) -> Cell:
+    def cell(self, row: str, variant: KernelVariant) -> Cell:
         """Return the cell of a row, named, and a kernel."""
-        return self.cells.setdefault((row, checked), Cell())
+        return self.cells.setdefault((row, variant), Cell())
 
     @cached_property
     def versions(self) -> str:
         """The library and its version."""
-        root = self.subject.library.partition(".")[0]
+        root = self.target.library.partition(".")[0]
         return f"{root} {getattr(sys.modules.get(root), '__version__', '')}".strip()
 
 
@@ -214,18 +214,18 @@ class Report:
             "total": self.total,
             "backends": [
                 {
-                    "name": str(section.subject),
+                    "name": str(section.target),
                     "library": section.versions,
                     "failures": [failure._asdict() for failure in section.failures],
                     "plugin": section.plugin,
                     "kernels": [
                         {
-                            "name": str(checked),
+                            "name": str(variant),
                             "rows": {
-                                row: section.cell(row, checked).as_dict() for row, _ in row_names()
+                                row: section.cell(row, variant).as_dict() for row, _ in row_names()
                             },
                         }
-                        for checked in section.kernels
+                        for variant in section.kernels
                     ],
                 }
                 for section in self.sections
@@ -257,12 +257,12 @@ def row_names() -> list[tuple[str, str]]:
 
 
 def _lines(section: Section) -> Iterator[str]:
-    yield f"{section.subject} ({section.versions})"
+    yield f"{section.target} ({section.versions})"
     yield ""
     footnotes: dict[str, int] = {}
     rows = [("", *map(str, section.kernels))]
     for name, _ in row_names():
-        cells = [cell_text(section.cell(name, checked), footnotes) for checked in section.kernels]
+        cells = [cell_text(section.cell(name, variant), footnotes) for variant in section.kernels]
         rows.append((name, *cells))
     yield from table(rows)
     yield ""

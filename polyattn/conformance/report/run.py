@@ -12,7 +12,7 @@ from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks import kernel as checks
 from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
-from polyattn.conformance.checks.target import Checked, Subject
+from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.functions.interpretations import read
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.conformance.report.report import (
@@ -37,17 +37,17 @@ IMPORTS = "finding the plugin imports no array library"
 class Promise(NamedTuple):
     """What a kernel may promise, beside results."""
 
-    applies: Callable[[Checked], bool]
-    check: Callable[[Subject, Checked], None]
+    applies: Callable[[KernelVariant], bool]
+    check: Callable[[Target, KernelVariant], None]
     otherwise: str
 
 
 CHECKED = {
     "deterministic": Promise(
-        lambda checked: checked.kernel.deterministic, checks.check_determinism, "not declared"
+        lambda variant: variant.kernel.deterministic, checks.check_determinism, "not declared"
     ),
     "batch invariant": Promise(
-        lambda checked: checked.kernel.batch_invariant,
+        lambda variant: variant.kernel.batch_invariant,
         checks.check_batch_invariance,
         "not declared",
     ),
@@ -61,12 +61,12 @@ class Step(NamedTuple):
     """One thing to do: a case, or a promise, of a kernel."""
 
     section: Section
-    checked: Checked | None  # None for what is the plugin's as a whole
+    variant: KernelVariant | None  # None for what is the plugin's as a whole
     what: Case | str
 
 
 def steps(
-    subjects: Iterable[Subject],
+    subjects: Iterable[Target],
     cases: Mapping[str, Case] = CASES,
     kernels: Sequence[str] = (),
 ) -> list[Step]:
@@ -87,25 +87,27 @@ def steps(
         If a backend has no kernel of a name.
     """
     found = []
-    for subject in subjects:
-        names = list(dict.fromkeys(checked.kernel.name for checked in subject.kernels))
+    for target in subjects:
+        names = list(dict.fromkeys(variant.kernel.name for variant in target.kernels))
         for name in kernels:
             if name not in names:
-                raise ValueError(f"{subject} has no kernel {name!r}; it has {', '.join(names)}")
-        checked = tuple(c for c in subject.kernels if not kernels or c.kernel.name in kernels)
-        section = Section(subject, checked)
-        for each in checked:
-            found += [Step(section, each, what) for what in _work(subject, each, cases)]
-        if subject.backend != ARRAY_API:
+                raise ValueError(f"{target} has no kernel {name!r}; it has {', '.join(names)}")
+        variant = tuple(c for c in target.kernels if not kernels or c.kernel.name in kernels)
+        section = Section(target, variant)
+        for each in variant:
+            found += [Step(section, each, what) for what in _work(target, each, cases)]
+        if target.backend != ARRAY_API:
             found.append(Step(section, None, IMPORTS))
     return found
 
 
-def _work(subject: Subject, checked: Checked, cases: Mapping[str, Case]) -> Iterator[Case | str]:
-    promised = checks.cases_for(subject, checked, cases)
-    if checked.kernel.compiles:
-        refused = [case for case in promised if not checks.takes(subject, checked, case)]
-        promised = checks.covering(subject, checked, promised) + refused
+def _work(
+    target: Target, variant: KernelVariant, cases: Mapping[str, Case]
+) -> Iterator[Case | str]:
+    promised = checks.cases_for(target, variant, cases)
+    if variant.kernel.compiles:
+        refused = [case for case in promised if not checks.takes(target, variant, case)]
+        promised = checks.covering(target, variant, promised) + refused
     yield from promised
     yield from PROMISES
 
@@ -128,15 +130,15 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
     report = Report(total=len(work))
     failed: list[_Failed] = []
     with suppress(KeyboardInterrupt):
-        for section, checked, what in bar(work):
+        for section, variant, what in bar(work):
             if section not in report.sections:
                 report.sections.append(section)
-            if checked is None:
+            if variant is None:
                 _do_plugin(section, str(what))
             elif isinstance(what, Case):
-                failed += _do_case(section, checked, what)
+                failed += _do_case(section, variant, what)
             else:
-                _do_promise(section, checked, what)
+                _do_promise(section, variant, what)
             report.done += 1
     for section in report.sections:
         _charge(section, [f for f in failed if f.section is section])
@@ -149,63 +151,63 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
 
 class _Failed(NamedTuple):
     section: Section
-    checked: Checked
+    variant: KernelVariant
     case: Case
     features: frozenset[str]  # that the failure is about
     text: str
 
 
-def _do_case(section: Section, checked: Checked, case: Case) -> list[_Failed]:
+def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Failed]:
     try:
-        outcome = checks.check_case(section.subject, checked, case)
+        outcome = checks.check_case(section.target, variant, case)
     except Exception as error:
         text = _text(error)
         about = case.features
         if text.startswith(f"{case}: logsumexp"):  # the output is right
             about = frozenset({"logsumexp"})
-        return [_Failed(section, checked, case, about, text)]
+        return [_Failed(section, variant, case, about, text)]
     for row in rows_of(case):
-        section.cell(row.name, checked).add(case.name, outcome.output, outcome.refusal)
+        section.cell(row.name, variant).add(case.name, outcome.output, outcome.refusal)
     if outcome.logsumexp is not None and case.topic != EXTREME:
-        section.cell("logsumexp", checked).add(case.name, outcome.logsumexp, None)
+        section.cell("logsumexp", variant).add(case.name, outcome.logsumexp, None)
     return []
 
 
 def _do_plugin(section: Section, what: str) -> None:
     try:
-        checks.check_import_hygiene(section.subject.backend.partition(":")[0])
+        checks.check_import_hygiene(section.target.backend.partition(":")[0])
         section.plugin[what] = "yes"
     except Exception as error:
         section.plugin[what] = "no"
         section.failures.append(Failure("", what, _text(error)))
 
 
-def _do_promise(section: Section, checked: Checked, name: str) -> None:
-    subject, cell = section.subject, section.cell(name, checked)
+def _do_promise(section: Section, variant: KernelVariant, name: str) -> None:
+    target, cell = section.target, section.cell(name, variant)
     try:
         if name == "gradients":
-            _do_gradients(subject, checked, cell)
-        elif CHECKED[name].applies(checked):
-            CHECKED[name].check(subject, checked)
+            _do_gradients(target, variant, cell)
+        elif CHECKED[name].applies(variant):
+            CHECKED[name].check(target, variant)
             cell.note = "holds"
         else:
             cell.note = CHECKED[name].otherwise
     except Exception as error:
         cell.failures.append(_text(error))
-        section.failures.append(Failure(str(checked), name, _text(error)))
+        section.failures.append(Failure(str(variant), name, _text(error)))
 
 
-def _do_gradients(subject: Subject, checked: Checked, cell: Cell) -> None:
-    if not has_gradients(subject):
+def _do_gradients(target: Target, variant: KernelVariant, cell: Cell) -> None:
+    if not has_gradients(target):
         cell.note = "library has none"
         return
-    for case in () if checked.kernel.compiles else GRADIENT_CASES.values():
-        if checks.is_promised(subject, checked, case) and checks.takes(subject, checked, case):
-            found = check_gradients(subject, checked, case)
+    for case in () if variant.kernel.compiles else GRADIENT_CASES.values():
+        if checks.is_promised(target, variant, case) and checks.takes(target, variant, case):
+            found = check_gradients(target, variant, case)
             for off in (found or {}).values():
                 cell.add(case.name, off, None)
     if not cell.agreed:
-        cell.note = "not checked" if checked.kernel.compiles else "none that it takes"
+        cell.note = "not checked" if variant.kernel.compiles else "none that it takes"
 
 
 def _text(error: Exception) -> str:
@@ -219,34 +221,34 @@ def _charge(section: Section, failed: list[_Failed]) -> None:
     about bias.
     """
     failed.sort(key=lambda f: len(f.features))
-    sets: dict[Checked, set[frozenset[str]]] = defaultdict(set)
+    sets: dict[KernelVariant, set[frozenset[str]]] = defaultdict(set)
     for f in failed:
-        sets[f.checked].add(f.features)
-    told: set[tuple[Checked, frozenset[str]]] = set()
-    for _, checked, case, about, text in failed:
-        within = [features for features in sets[checked] if features <= about]
+        sets[f.variant].add(f.features)
+    told: set[tuple[KernelVariant, frozenset[str]]] = set()
+    for _, variant, case, about, text in failed:
+        within = [features for features in sets[variant] if features <= about]
         fewest = [f for f in within if not any(other < f for other in within)]
         blamed = frozenset[str]().union(*fewest) or frozenset({"plain"})
-        if (checked, blamed) not in told:
-            meaning = _as_if(section.subject, checked, case)
+        if (variant, blamed) not in told:
+            meaning = _as_if(section.target, variant, case)
             if meaning is not None:
-                told.add((checked, blamed))
+                told.add((variant, blamed))
                 text += meaning
         for row in ROWS:
             if row not in rows_of(case) and row.name not in blamed:
                 continue
-            cell = section.cell(row.name, checked)
+            cell = section.cell(row.name, variant)
             if row.group != "features" or row.name in blamed:
                 cell.failures.append(text)
             else:
                 cell.elsewhere += 1
-        section.failures.append(Failure(str(checked), ", ".join(sorted(blamed)), text))
+        section.failures.append(Failure(str(variant), ", ".join(sorted(blamed)), text))
 
 
-def _as_if(subject: Subject, checked: Checked, case: Case) -> str | None:
+def _as_if(target: Target, variant: KernelVariant, case: Case) -> str | None:
     """What other meaning a result that failed agrees with; None if there is none to ask."""
     try:
-        output = subject.back(subject.call(case, checked.for_case(case)))
+        output = target.back(target.call(case, variant.for_case(case)))
         if output.shape != exact(case).output.shape:
             return None
         meaning = read(case, output, most=1)
@@ -256,49 +258,49 @@ def _as_if(subject: Subject, checked: Checked, case: Case) -> str | None:
 
 
 def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
-    for checked in section.kernels:
-        cells = [section.cell(row.name, checked) for row in ROWS if row.group == "dtypes"]
+    for variant in section.kernels:
+        cells = [section.cell(row.name, variant) for row in ROWS if row.group == "dtypes"]
         agreed = sum(cell.agreed for cell in cells)
         if not agreed + sum(len(cell.failures) for cell in cells):
             if any(cell.refused for cell in cells):
-                text = f"no case is taken by {checked}"
-                section.failures.append(Failure(str(checked), "plain", text))
+                text = f"no case is taken by {variant}"
+                section.failures.append(Failure(str(variant), "plain", text))
             continue
         # Every case that agrees is asked for its logsumexp.
         wanted = asked | {"logsumexp"} if agreed else asked
-        for feature in sorted(section.subject.declared(checked.kernel) & wanted):
-            cell = section.cell(feature, checked)
+        for feature in sorted(section.target.declared(variant.kernel) & wanted):
+            cell = section.cell(feature, variant)
             if not cell.agreed + cell.elsewhere + len(cell.failures):
                 text = f"it declares {feature}, and no case that it takes needs it"
                 cell.failures.append(text)
-                section.failures.append(Failure(str(checked), feature, text))
+                section.failures.append(Failure(str(variant), feature, text))
 
 
 def _note_what_does_not_apply(section: Section) -> None:
-    for kernel in section.subject.elsewhere:
+    for kernel in section.target.elsewhere:
         kinds = ", ".join(sorted(kernel.devices or ()))
         section.plugin[f"the kernel {kernel.name}"] = f"not checked: it runs on {kinds}"
-    for checked in section.kernels:
+    for variant in section.kernels:
         for dtype in DTYPES:
-            if dtype not in section.subject.dtypes:
-                section.cell(dtype, checked).note = "not taken"
-        if not checked.kernel.poison_safe:
-            section.cell("NaN and infinity", checked).note = "not declared"
-        if "logsumexp" not in checked.kernel.features:
-            section.cell("logsumexp", checked).reasons["it does not compute logsumexp"] = 1
-            section.cell("logsumexp", checked).refused = 1
+            if dtype not in section.target.dtypes:
+                section.cell(dtype, variant).note = "not taken"
+        if not variant.kernel.poison_safe:
+            section.cell("NaN and infinity", variant).note = "not declared"
+        if "logsumexp" not in variant.kernel.features:
+            section.cell("logsumexp", variant).reasons["it does not compute logsumexp"] = 1
+            section.cell("logsumexp", variant).refused = 1
 
 
-def default_subjects(library: str | None) -> list[Subject]:
+def default_subjects(library: str | None) -> list[Target]:
     """Return every backend that can be used here, or ``array-api`` if a library is named."""
     if library is not None:
-        return [Subject(registry.ARRAY_API, library)]
-    return [Subject(name) for name in registry.names() if registry.load(name) is None]
+        return [Target(registry.ARRAY_API, library)]
+    return [Target(name) for name in registry.names() if registry.load(name) is None]
 
 
 def progress(work: Iterable[Step]) -> Iterable[Step]:
     """Return the steps with a progress bar."""
-    return bar(work, lambda step: f"{step.section.subject} {step.checked or step.what}")
+    return bar(work, lambda step: f"{step.section.target} {step.variant or step.what}")
 
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
@@ -145,7 +145,7 @@ def _torch_attention(
     together = separate[0] not in weights
     anchor = in_proj if together else separate[0]
     size = _lengths(weights, 2, f"{prefix}out_proj.weight", anchor)[1]
-    if check_whole("heads", heads) < 1 or size % heads:
+    if check_int("heads", heads) < 1 or size % heads:
         raise ValueError(f"{heads} heads do not divide the layer's size of {size}")
     rest: dict[str, Any] = {"heads": heads, "key_heads": heads, "head_size": size // heads}
     rest["output"] = linear(f"{prefix}out_proj", size, size, f"{prefix}out_proj.bias" in weights)

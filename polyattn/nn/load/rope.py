@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from polyattn.arguments import check_whole
+from polyattn.arguments import check_int
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.positions import Rotary, frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
 
@@ -59,7 +59,7 @@ def rotary(settings: Settings, size: int, length: int | None) -> Callable[[], Ro
 def _check_length(length: int | None, kind: str) -> None:
     if length is None:
         return
-    if kind != "dynamic" or not 0 < check_whole("length", length) < 2**63:
+    if kind != "dynamic" or not 0 < check_int("length", length) < 2**63:
         raise ValueError(
             f"length is for dynamic scaling, and positive; got {length!r}, with rope_type {kind!r}"
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from polyattn.arrays import Array, cast, facts_of, library_of
-from polyattn.dispatch.transfer import brought
+from polyattn.dispatch.transfer import convert_like
 from polyattn.nn.layers import LayerNorm, Linear, RMSNorm
 from polyattn.nn.module import Module
 
@@ -87,7 +87,7 @@ def fill(module: M, weights: Mapping[str, Array], *, like: Array, origin: str) -
 
 
 def _placed(array: Array, like: Array) -> Array:
-    return brought(array.detach() if hasattr(array, "detach") else array, like)
+    return convert_like(array.detach() if hasattr(array, "detach") else array, like)
 
 
 def _check(wanted: Iterable[Stored], weights: Mapping[str, Array], origin: str) -> None:
