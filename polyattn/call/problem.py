@@ -67,7 +67,7 @@ class Problem(NamedTuple):
         Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
-    mask_form, score_form, similarity_form : Mask, Score, Similarity or None
+    mask_spec, score_spec, similarity_spec : Mask, Score, Similarity or None
         The values given for mask, score_mod and similarity, with facts in place of arrays, and
         compiled masks without their tables.
     score_norm : ByNorm or None

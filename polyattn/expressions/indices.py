@@ -1,7 +1,7 @@
-"""Where a mask or score is asked for: single indices, as a function of the caller's is called.
+"""The indices that a mask or score expression is evaluated at.
 
-`ScoreIndices` is what a value may ask of the place that it is evaluated at. `polyattn.tiles.indices` has
-the place that is a tile.
+`ScoreIndices` is what an expression may ask. `PointIndices` is made of single indices, as a function
+in FlexAttention's form is called; `polyattn.tiles.indices` has the indices of a tile.
 """
 
 from __future__ import annotations

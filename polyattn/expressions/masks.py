@@ -1,7 +1,7 @@
-"""What a mask value sees, and what it says of a block of rows and keys without looking at each.
+"""Mask expressions: which keys they show, and what they say of a whole block of rows and keys.
 
-A pattern is asked two things. `seen`, at a place (`ScoreIndices`): which keys take part there. `answer`,
-for a block (`Block`): whether any key of it may take part, and whether every key surely does.
+A mask answers two questions. `seen`, at some indices (`ScoreIndices`): which keys take part.
+`coverage`, for a block (`Block`): whether any key of it may take part, and whether all surely do.
 """
 
 from __future__ import annotations

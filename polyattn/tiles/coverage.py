@@ -1,8 +1,7 @@
 """Which tiles of the scores a mask leaves empty, full or mixed.
 
-`TileQuery` asks about one tile in Python numbers; `TileGrid` asks about all tiles of a size at
-once, in arrays. Both work on traced arrays where nothing is read, and build no array as large as the
-scores.
+`TileQuery` asks about one tile in Python numbers; `TileGrid` asks about all tiles of one size, in
+arrays. Both work on traced arrays where nothing is read, and build no array as large as the scores.
 """
 
 from __future__ import annotations
