@@ -1,7 +1,7 @@
 """The indices that a mask or score expression is evaluated at.
 
-`ScoreIndices` is what an expression may ask. `PointIndices` is made of single indices, as a function
-in FlexAttention's form is called; `polyattn.tiles.indices` has the indices of a tile.
+`ScoreIndices` is what an expression may ask. `PointIndices` holds single indices, as a function in
+FlexAttention's form is called with; `polyattn.tiles.indices` has the indices of a tile.
 """
 
 from __future__ import annotations
