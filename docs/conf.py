@@ -39,7 +39,7 @@ nitpick_ignore = [
         "length",
         "numpy.longdouble",
         "poison_in",
-        "polyattn.plot.mask.draw_mask",
+        "polyattn.plot.mask_picture.draw_mask",
         "rotary",
         "torch.nn.functional.scaled_dot_product_attention",
         "tqdm",

@@ -4,8 +4,9 @@ import importlib
 from types import ModuleType
 
 from polyattn import masks, scores
-from polyattn.api.attention import attention, attention_partial, explain
-from polyattn.api.partial import Partial, merge
+from polyattn.api.attention import attention
+from polyattn.api.explain import explain
+from polyattn.api.partial import Partial, attention_partial, merge
 from polyattn.api.weights import TopWeights, attention_weights
 from polyattn.dispatch.errors import (
     BackendError,

@@ -11,8 +11,8 @@ import math
 import operator
 from typing import Any, NamedTuple
 
-from polyattn.api.attention import attention, attention_partial
-from polyattn.api.partial import Partial
+from polyattn.api.attention import attention
+from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, cast, facts_of, index_range, library_of
 
 __all__ = [

@@ -8,31 +8,24 @@ Where a mask speaks of a row's own position, that is ``i + query_offset``, as fo
 
 from __future__ import annotations
 
-import importlib
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
 
 from polyattn.arguments import check_int, check_signature, check_window
-from polyattn.arrays import Array, broadcast_shapes, facts_of, index_range, is_array, library_of
+from polyattn.arrays import Array, facts_of, is_array
 from polyattn.expressions.expression import Expression
-from polyattn.expressions.indices import PointIndices, ScoreDims
-from polyattn.expressions.masks import (
-    Causal,
-    Compiled,
-    Dense,
+from polyattn.expressions.indices import ScoreDims
+from polyattn.expressions.masks import Dense, Mask, Rule, as_mask
+from polyattn.expressions.patterns import (
+    Band,
     Dilated,
     GlobalTokens,
-    Mask,
     Padding,
     Prefix,
-    Rule,
     Segments,
-    Window,
-    as_mask,
 )
-from polyattn.span import Span
+from polyattn.tiles.compiled import compile_mask
 
 __all__ = [
     "Mask",
@@ -63,7 +56,7 @@ def causal() -> Mask:
     >>> masks.causal() & masks.window(256, 0) | masks.prefix(16)
     masks.causal() & masks.window(256, 0) | masks.prefix(16)
     """
-    return Causal()
+    return Band(None, 0)
 
 
 def window(left: int | None, right: int | None) -> Mask:
@@ -86,7 +79,7 @@ def window(left: int | None, right: int | None) -> Mask:
     >>> masks.window(255, 0)
     masks.window(255, 0)
     """
-    return Window(*check_window((left, right)))
+    return Band(*check_window((left, right)))
 
 
 def prefix(lengths: int | Array) -> Mask:
@@ -353,78 +346,8 @@ def compile(
     offset = keys - length
     if query_offset is not None:
         offset = check_int("masks.compile: query_offset", query_offset)
-    if isinstance(mask, Compiled):
-        mask = mask.mask
-    _check_fits(mask, ScoreDims(axes, heads, length, keys, offset))
-    arrays = [like, *(thing for _, thing in mask.carried() if is_array(thing))]
-    example = next((array for array in arrays if array is not None), None)
-    xp: Any = importlib.import_module("array_api_compat.numpy")
-    if example is not None:
-        xp = library_of(example).xp
-    shape, some, every = _look(mask, xp, example, (axes, heads, length, keys), offset, size)
-    return Compiled(mask, length, keys, offset, size, shape, some, every)
-
-
-def _check_fits(mask: Mask, dims: ScoreDims) -> None:
-    """Refuse a mask that is not for such calls; of too few items a table would say nothing."""
-    for _, thing in mask.carried():
-        if not is_array(thing):
-            check_signature("the mask function", thing, "b, h, i, j")
-    try:
-        mask.spec(facts_of).check(dims)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; masks.compile was asked for batch={dims.batch}, heads={dims.heads}"
-        ) from None
-
-
-def _look(
-    mask: Mask,
-    xp: Any,
-    like: Array | None,
-    lengths: tuple[tuple[int, ...], int, int, int],
-    offset: int,
-    size: int,
-) -> tuple[tuple[int, int, int, int], bytes, bytes]:
-    """Return the shape and the two halves of a table, a block of rows at a time."""
-    batch, heads, length, keys = lengths
-    items = math.prod(batch)
-
-    def indices(first: int, stop: int, *shape: int) -> Array:
-        return xp.reshape(index_range(xp, first, stop, like), shape)
-
-    b, h = indices(0, items, -1, 1, 1, 1), indices(0, heads, -1, 1, 1)
-    found: list[list[list[bool]]] = [[], []]
-    lead = (1, 1)
-    for block in Span(0, length).split(size):
-        rows = indices(*block, -1, 1)
-        at = PointIndices(b, h, rows, indices(0, keys, 1, -1), offset=offset, batch=batch)
-        seen = mask.seen(at)
-        whole = (items, heads, block.length, keys)
-        if len(seen.shape) > 4 or broadcast_shapes(tuple(seen.shape), whole) != whole:
-            raise ValueError(
-                f"what the mask function returns must broadcast to {whole}, the shape that its"
-                f" index arrays broadcast to; it returned {tuple(seen.shape)}"
-            )
-        seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
-        lead = seen.shape[:2]
-        seen = xp.broadcast_to(seen, (*lead, seen.shape[2], keys))
-        for half, reduce in zip(found, (xp.any, xp.all), strict=True):
-            by_key = reduce(seen, axis=2)
-            tiles = [
-                reduce(by_key[..., slice(*span)], axis=-1) for span in Span(0, keys).split(size)
-            ]
-            half.append(xp.reshape(xp.stack(tiles, axis=-1), (-1, len(tiles))))
-    down, across = -(-length // size), -(-keys // size)
-    halves = [bytes(_plain(xp, xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in found]
-    return (lead[0], lead[1], down, across), halves[0], halves[1]
-
-
-def _plain(xp: Any, flags: Array) -> list[bool]:
-    """Return an array of bools as Python's, from whatever device in one step where it can be."""
-    if hasattr(flags, "tolist"):
-        return list(flags.tolist())
-    return [bool(flags[n]) for n in range(flags.shape[0])]
+    dims = ScoreDims(axes, heads, length, keys, offset)
+    return compile_mask(mask, dims, size, like)
 
 
 # ---- what is given -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.threads import thread_count
-from polyattn.tiles.band import band, column_span, full_span, in_band, is_full
+from polyattn.tiles.band import band, column_span, full_span, is_full
 from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn.tiles.indices import Indices
 
@@ -77,7 +77,6 @@ __all__ = [
     "column_span",
     "combined_mask",
     "full_span",
-    "in_band",
     "is_full",
     "thread_count",
 ]

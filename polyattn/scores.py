@@ -16,24 +16,19 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.arrays import Array, is_array
-from polyattn.expressions.scores import (
+from polyattn.expressions.replacements import (
     Additive,
-    Alibi,
     ByNorm,
     Cosine,
     Distance,
     LongSequence,
     Normalizer,
-    RelativeBias,
     ScaleRule,
-    Score,
     Sigmoid,
     Similarity,
-    Softcap,
     Sparsemax,
-    Temperature,
-    as_score,
 )
+from polyattn.expressions.scores import Alibi, RelativeBias, Score, Softcap, Temperature, as_score
 
 __all__ = [
     "Normalizer",

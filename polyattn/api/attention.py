@@ -1,22 +1,23 @@
-"""The front door: describe the call, choose, run, hand back."""
+"""The front door."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyattn.api.partial import Partial
-from polyattn.arguments import check_shape
-from polyattn.arrays import Array, ArrayFacts, facts_of
-from polyattn.call.describe import Call, Operands, describe
-from polyattn.call.layout import _swap, heads_first, is_flat
-from polyattn.dispatch.explanation import Explanation
-from polyattn.dispatch.select import decide, default_device, plan
+from polyattn.arrays import Array
+from polyattn.call.describe import describe
+from polyattn.call.layout import as_called, heads_first
+from polyattn.call.problem import examine
+from polyattn.dispatch.plans import recall, remember
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import check_kernel, select
 from polyattn.expressions.masks import Mask
-from polyattn.expressions.scores import Normalizer, ScaleRule, Score, Similarity
+from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
+from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["attention", "attention_partial", "explain"]
+__all__ = ["attention", "compute"]
 
 
 def attention(
@@ -137,176 +138,30 @@ def attention(
     >>> attention(query, key, value, is_causal=True).shape
     (2, 8, 5, 32)
     """
-    call, operands = describe(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
-        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
+    output, _ = compute(
+        query, key, value, backend, kernel, mask=mask, bias=bias, is_causal=is_causal,
+        window=window, query_offset=query_offset, scale=scale, softcap=softcap,
+        score_mod=score_mod, sinks=sinks, dropout=dropout, similarity=similarity,
+        normalizer=normalizer, layout=layout,
     )  # fmt: skip
-    output, _ = _run(call, operands, backend, kernel)
     return output
 
 
-def attention_partial(
+def compute(
     query: Array,
     key: Array,
     value: Array,
-    *,
-    mask: Array | Mask | Callable[..., Array] | None = None,
-    bias: Array | None = None,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    query_offset: int | Array | None = None,
-    scale: float | ScaleRule | None = None,
-    softcap: float | None = None,
-    score_mod: Score | Callable[..., Array] | None = None,
-    sinks: Array | None = None,
-    dropout: tuple[float, int | Array] | None = None,
-    similarity: Similarity | None = None,
-    normalizer: Normalizer | None = None,
-    layout: str = "...HLD",
-    backend: str | Sequence[str] | None = None,
-    kernel: str | Kernel | None = None,
-) -> Partial:
-    """Compute attention over some of the keys, to be joined with attention over others.
-
-    Parameters
-    ----------
-    query, key, value : Array
-        As for `attention`, key and value being those of some keys only.
-    mask, bias, is_causal, window, query_offset, scale, softcap : optional
-        As for `attention`; indices and positions count from the first of these keys, so
-        `query_offset` says where the queries stand among them.
-    score_mod, sinks, dropout, similarity : optional
-        As for `attention`. Give sinks with one part only.
-    normalizer : None
-        Must be None, for nothing but softmax has a logsumexp.
-    layout, backend, kernel : optional
-        As for `attention`.
-
-    Returns
-    -------
-    Partial
-        The output, as of `attention`, and the logsumexp, shape (..., H, L) in the layout of the
-        output, in float32, or float64 for float64 inputs; −inf for a row that sees no key.
-
-    See Also
-    --------
-    merge : Join partials.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from polyattn import attention_partial
-    >>> x = np.ones((8, 5, 64), dtype=np.float32)
-    >>> output, logsumexp = attention_partial(x, x, x)
-    >>> output.shape, logsumexp.shape
-    ((8, 5, 64), (8, 5))
-    """
-    call, operands = describe(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
-        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
-        logsumexp=True,
-    )  # fmt: skip
-    return Partial(*_run(call, operands, backend, kernel))
-
-
-def explain(
-    query: Array | tuple[int, ...],
-    key: Array | tuple[int, ...],
-    value: Array | tuple[int, ...],
-    *,
-    mask: Array | tuple[int, ...] | Mask | Callable[..., Array] | None = None,
-    bias: Array | tuple[int, ...] | None = None,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    query_offset: int | Array | tuple[int, ...] | None = None,
-    scale: float | ScaleRule | None = None,
-    softcap: float | None = None,
-    score_mod: Score | Callable[..., Array] | None = None,
-    sinks: Array | tuple[int, ...] | None = None,
-    dropout: tuple[float, int | Array] | None = None,
-    similarity: Similarity | None = None,
-    normalizer: Normalizer | None = None,
-    layout: str = "...HLD",
-    backend: str | Sequence[str] | None = None,
-    kernel: str | Kernel | None = None,
-    logsumexp: bool = False,
-    library: str = "numpy",
-    device: str | None = None,
-    dtype: str = "float32",
-) -> Explanation:
-    """Say what `attention` would do with a call: which kernel runs, and why no other.
-
-    Nothing is computed, converted or moved.
-
-    Parameters
-    ----------
-    query, key, value : Array or tuple of int
-        As for `attention`, or only their shapes.
-    mask, bias, is_causal, window, query_offset, scale, softcap : optional
-        As for `attention`; of mask, bias and query_offset the shape is enough.
-    score_mod, sinks, dropout, similarity, normalizer : optional
-        As for `attention`; of sinks the shape is enough.
-    layout, backend, kernel : optional
-        As for `attention`.
-    logsumexp : bool
-        Whether to explain `attention_partial` instead.
-    library : str
-        Whose arrays the shapes are taken to be of; arrays speak for themselves.
-    device : str, optional
-        Where those are; by default on the library's default device.
-    dtype : str
-        Of what they are.
-
-    Returns
-    -------
-    Explanation
-        The decision; it prints as a table.
-
-    Examples
-    --------
-    >>> import polyattn
-    >>> shape = (2, 8, 128, 64)
-    >>> print(polyattn.explain(shape, shape, shape, is_causal=True, backend="numpy"))
-    attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
-    needs:     causal
-    selected by backend='numpy'
-      numpy  tiled  CHOSEN
-      numpy  dense  next
-    """
-
-    def shaped(given: Any, dtype: str = dtype) -> Any:
-        if not isinstance(given, (tuple, list)):
-            return given
-        where = default_device(library) if device is None else device
-        return ArrayFacts(library, dtype, where, check_shape(given))
-
-    def facts(given: Any, name: str) -> ArrayFacts:
-        return given if isinstance(given, ArrayFacts) else facts_of(given, name)
-
-    call, _ = describe(
-        shaped(query), shaped(key), shaped(value), mask=shaped(mask, "bool"), bias=shaped(bias),
-        is_causal=is_causal, window=window, query_offset=shaped(query_offset, "int64"),
-        scale=scale, softcap=softcap, score_mod=score_mod, sinks=shaped(sinks), dropout=dropout,
-        similarity=similarity, normalizer=normalizer, layout=layout, logsumexp=logsumexp,
-        facts=facts,
-    )  # fmt: skip
-    only_shapes = isinstance(query, (tuple, list))
-    return decide(call, None if only_shapes else query, backend, kernel)
-
-
-def _run(
-    call: Call,
-    operands: Operands,
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
+    **options: Any,
 ) -> tuple[Array, Array | None]:
-    chosen = plan(call, operands.query, backend, kernel)
-    output, logsumexp = chosen.run(heads_first(call, operands))
-    if is_flat(call):
-        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
-    if call.layout == "...LHD":
-        output = _swap(output, -2, -3)
-        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
-    return output, logsumexp
+    """Describe a call, examine it, select a kernel, and run it."""
+    call, operands = describe(query, key, value, **options)
+    check_kernel(kernel)
+    asked = request(backend)
+    plan = recall(call, asked, kernel)
+    if plan is None:
+        problem = examine(call)
+        plan = select(call, problem, query, asked, kernel)
+        remember(call, asked, kernel, plan)
+    return as_called(call, *plan.run(heads_first(call, operands)))

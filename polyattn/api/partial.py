@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, Unpack
 
+from polyattn.api.attention import compute
+from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arrays import Array, cast, facts_of, library_of, quiet
 from polyattn.call.features import DTYPES
 
-__all__ = ["Partial", "merge"]
+__all__ = ["Partial", "attention_partial", "merge"]
 
 
 class Partial(NamedTuple):
@@ -30,6 +32,45 @@ class Partial(NamedTuple):
 
     output: Array
     logsumexp: Array
+
+
+def attention_partial(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> Partial:
+    """Compute attention over some of the keys, to be joined with attention over others.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`; key and value are those of some keys only.
+    **options
+        As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
+        sinks, dropout, similarity, layout, backend and kernel. Indices and positions count from the
+        first of these keys, so `query_offset` is the position of the queries among them. Give
+        sinks with one part only. There is no `normalizer`: only softmax has a logsumexp.
+
+    Returns
+    -------
+    Partial
+        The output, as of `attention`, and the logsumexp, shape (..., H, L) in the layout of the
+        output, in float32, or float64 for float64 inputs; −inf for a row that sees no key.
+
+    See Also
+    --------
+    merge : Join partials.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_partial
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, logsumexp = attention_partial(x, x, x)
+    >>> output.shape, logsumexp.shape
+    ((8, 5, 64), (8, 5))
+    """
+    check_names("attention_partial", options)
+    given: dict[str, Any] = {"backend": None, "kernel": None} | dict(options)
+    return Partial(*compute(query, key, value, logsumexp=True, **given))
 
 
 def merge(*partials: Partial) -> Partial:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
 
+from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import check_int
 from polyattn.arrays import Array
 from polyattn.call.describe import describe
 from polyattn.call.layout import heads_first, is_flat
 from polyattn.call.problem import examine
-from polyattn.dispatch.select import plan
-from polyattn.expressions.masks import Mask
-from polyattn.expressions.scores import Normalizer, ScaleRule, Score, Similarity
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import select
 from polyattn.kernels.weights import Weights
 from polyattn.span import Span
 
@@ -46,20 +46,7 @@ def attention_weights(
     heads: slice | Sequence[int] | int | None = None,
     top: int | None = None,
     per_key: bool = False,
-    mask: Array | Mask | Callable[..., Array] | None = None,
-    bias: Array | None = None,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    query_offset: int | Array | None = None,
-    scale: float | ScaleRule | None = None,
-    softcap: float | None = None,
-    score_mod: Score | Callable[..., Array] | None = None,
-    sinks: Array | None = None,
-    dropout: tuple[float, int | Array] | None = None,
-    similarity: Similarity | None = None,
-    normalizer: Normalizer | None = None,
-    layout: str = "...HLD",
-    backend: str | Sequence[str] | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Array | TopWeights:
     """Compute the weights that `attention` multiplies the values with.
 
@@ -82,10 +69,10 @@ def attention_weights(
         none to return, whatever the number.
     per_key : bool
         Whether to return, for each key, the sum of its weights over the rows.
-    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks : optional
-        As for `attention`.
-    dropout, similarity, normalizer, layout, backend : optional
-        As for `attention`; the layout is that of query, key and logsumexp.
+    **options
+        As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
+        sinks, dropout, similarity, normalizer, layout and backend. The layout is that of query, key
+        and logsumexp.
 
     Returns
     -------
@@ -115,12 +102,12 @@ def attention_weights(
     >>> attention_weights(x, x, is_causal=True, heads=0, rows=[4], top=2).weights
     array([[[0.2, 0.2]]], dtype=float32)
     """
+    check_names("attention_weights", options, without=("kernel",))
+    backend = options.pop("backend", None)
+    given: dict[str, Any] = dict(options)
     call, operands = describe(
-        query, key, key, mask=mask, bias=bias, is_causal=is_causal, window=window,
-        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, similarity=similarity, normalizer=normalizer, known_logsumexp=logsumexp,
-        layout=layout,
-    )  # fmt: skip
+        query, key, None, for_weights=True, known_logsumexp=logsumexp, **given
+    )
     problem = examine(call)
     kernel = Weights(
         _spans("rows", rows, problem.query_length),
@@ -130,8 +117,8 @@ def attention_weights(
     )
     if top is not None and per_key:
         raise ValueError("top and per_key are not to be given together")
-    chosen = plan(call, operands.query, backend, kernel)
-    weights, keys = chosen.run(heads_first(call, operands))
+    plan = select(call, problem, query, request(backend), kernel)
+    weights, keys = plan.run(heads_first(call, operands))
     if is_flat(call):
         weights, keys = weights[0, ...], None if keys is None else keys[0, ...]
     return weights if keys is None else TopWeights(weights, keys)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.api.attention import attention, explain
+from polyattn.api.attention import attention
+from polyattn.api.explain import explain
 from polyattn.bench.workload import Workload
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendUnavailableError

@@ -11,21 +11,28 @@ from polyattn.arguments import Shape
 from polyattn.arrays import ArrayFacts, broadcast_shapes
 from polyattn.call.describe import Call
 from polyattn.call.features import DTYPES
+from polyattn.call.layout import axes_of
 from polyattn.expressions.indices import is_ambiguous
 
-__all__ = []
+__all__ = [
+    "check_dtypes",
+    "check_known_lengths",
+    "check_operand_shapes",
+    "check_range",
+    "common_shape",
+]
 
 
 def check_dtypes(call: Call) -> None:
-    three = (("query", call.query), ("key", call.key), ("value", call.value))
-    for name, facts in three:
+    operands = call.operands()
+    for name, facts in operands:
         if facts.dtype not in DTYPES:
             raise TypeError(
                 f"{name} has dtype {facts.dtype}; attention takes {', '.join(DTYPES)}:"
                 " cast it first"
             )
-    if not call.query.dtype == call.key.dtype == call.value.dtype:
-        given = ", ".join(f"{name} {facts.dtype}" for name, facts in three)
+    if len({facts.dtype for _, facts in operands}) > 1:
+        given = ", ".join(f"{name} {facts.dtype}" for name, facts in operands)
         raise TypeError(f"query, key and value must have one dtype; got {given}: cast them to one")
     if isinstance(call.mask, ArrayFacts) and call.mask.dtype != "bool":
         dtype = call.mask.dtype
@@ -65,20 +72,22 @@ def check_range(call: Call) -> None:
 
 
 def common_shape(call: Call) -> tuple[Any, ...]:
-    given = f"query {call.query.shape}, key {call.key.shape}, value {call.value.shape}"
+    given = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
     letters = (
         "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
         if call.layout == "...HLD"
         else "(..., L, H, D), (..., S, G, D), (..., S, G, E)"
     )
-    for name, facts in (("query", call.query), ("key", call.key), ("value", call.value)):
+    for name, facts in call.operands():
         if len(facts.shape) < 2:
             raise ValueError(
                 f"{name} needs at least the axes length and size; got {given}, for {letters}"
             )
-    q_batch, heads, query_length, head_size = _axes(call.query.shape, call.layout)
-    k_batch, key_heads, key_length, key_size = _axes(call.key.shape, call.layout)
-    v_batch, value_heads, value_length, value_size = _axes(call.value.shape, call.layout)
+    q_batch, heads, query_length, head_size = axes_of(call.query.shape, call.layout)
+    k_batch, key_heads, key_length, key_size = axes_of(call.key.shape, call.layout)
+    v_batch, value_heads, value_length, value_size = axes_of(
+        (call.value or call.key).shape, call.layout
+    )
     if head_size != key_size:
         raise ValueError(
             f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
@@ -109,15 +118,8 @@ def common_shape(call: Call) -> tuple[Any, ...]:
     return batch, heads, key_heads, query_length, key_length, head_size, value_size
 
 
-def _axes(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
-    if len(shape) == 2:
-        return (), 1, shape[0], shape[1]
-    heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
-    return shape[:-3], heads, length, shape[-1]
-
-
 def check_operand_shapes(call: Call, scores: Shape) -> None:
-    rank = max(2, *(len(facts.shape) for facts in (call.query, call.key, call.value)))
+    rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
     if isinstance(call.mask, ArrayFacts):
         mask = call.mask.shape
         if is_ambiguous(mask, rank):

@@ -18,16 +18,10 @@ from polyattn.call.options import (
     check_softcap,
 )
 from polyattn.expressions.expression import Expression, named
-from polyattn.expressions.masks import And, Causal, Dense, Mask, Rule, Window
-from polyattn.expressions.scores import (
-    Chain,
-    Function,
-    Normalizer,
-    ScaleRule,
-    Score,
-    Similarity,
-    Softcap,
-)
+from polyattn.expressions.masks import And, Dense, Mask, Rule
+from polyattn.expressions.patterns import Band
+from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
+from polyattn.expressions.scores import Chain, Function, Score, Softcap
 
 __all__ = ["Call", "Operands", "describe"]
 
@@ -59,7 +53,7 @@ class Operands(NamedTuple):
 
     query: Array
     key: Array
-    value: Array
+    value: Array  # None in a call for weights
     mask: Array | Callable[..., Array] | None
     bias: Array | None
     query_offset: int | Array | None
@@ -75,7 +69,7 @@ class Call(NamedTuple):
 
     query: ArrayFacts
     key: ArrayFacts
-    value: ArrayFacts
+    value: ArrayFacts | None  # a call for weights has none
     mask: ArrayFacts | Mask | str | None
     bias: ArrayFacts | None
     is_causal: bool
@@ -94,6 +88,11 @@ class Call(NamedTuple):
     logsumexp: bool
     transforms: frozenset[str]
 
+    def operands(self) -> list[tuple[str, ArrayFacts]]:
+        """Return the names and facts of query, key and value."""
+        given = [("query", self.query), ("key", self.key)]
+        return given if self.value is None else [*given, ("value", self.value)]
+
     def arrays(self) -> list[tuple[str, ArrayFacts]]:
         """Return the name and facts of each array that was given, ``mask.key_ids`` inside one."""
         found: list[tuple[str, ArrayFacts]] = []
@@ -108,8 +107,9 @@ class Call(NamedTuple):
 def describe(
     query: Array,
     key: Array,
-    value: Array,
+    value: Array | None,
     *,
+    for_weights: bool = False,
     mask: Any = None,
     bias: Any = None,
     is_causal: Any = False,
@@ -150,7 +150,7 @@ def describe(
     call = Call(
         facts(query, "query"),
         facts(key, "key"),
-        facts(value, "value"),
+        None if for_weights else facts(value, "value"),
         _mask_facts(mask, facts),
         None if bias is None else facts(bias, "bias"),
         is_causal,
@@ -238,30 +238,22 @@ def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
 def _without_band(
     mask: Mask, is_causal: bool, window: WindowSize | None
 ) -> tuple[Any, bool, WindowSize | None]:
-    """Move what causal and window say out of a mask; return what is left as simply as it goes."""
+    """Move causal and window out of a mask to their options, and simplify the rest."""
     rest: list[Mask] = []
     for part in mask.parts if isinstance(mask, And) else (mask,):
-        if isinstance(part, Causal):
-            is_causal = True
-        elif isinstance(part, Window):
-            window = _narrower(window or (None, None), (part.left, part.right))
-        else:
+        if not isinstance(part, Band):
             rest.append(part)
-    if not rest:
-        return None, is_causal, window
+        elif part == Band(None, 0):
+            is_causal = True
+        else:
+            band = part if window is None else part.intersection(Band(*window))
+            window = band.left, band.right
     if len(rest) > 1:
         return And(tuple(rest)), is_causal, window
-    left = rest[0]
-    if isinstance(left, Dense):
-        return left.array, is_causal, window
-    return left.function if isinstance(left, Rule) else left, is_causal, window
-
-
-def _narrower(one: WindowSize, other: WindowSize) -> WindowSize:
-    ends = [
-        b if a is None else a if b is None else min(a, b) for a, b in zip(one, other, strict=True)
-    ]
-    return ends[0], ends[1]
+    only = rest[0] if rest else None
+    if isinstance(only, Dense):
+        return only.array, is_causal, window
+    return only.function if isinstance(only, Rule) else only, is_causal, window
 
 
 def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from polyattn.arguments import Shape
 from polyattn.arrays import Array, ArrayFacts, library_of
 from polyattn.call.describe import Call, Operands
 
-__all__ = ["heads_first", "is_flat"]
+__all__ = ["as_called", "axes_of", "heads_first", "is_flat"]
 
 
-def is_flat(call: Call) -> bool:
-    """Whether all arrays of a call are of rank 2, so that the result has no axis of heads."""
-    return len(call.query.shape) == len(call.key.shape) == len(call.value.shape) == 2
+def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
+    """Return the batch axes, heads, length and size of query, key or value."""
+    if len(shape) == 2:
+        return (), 1, shape[0], shape[1]
+    heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
+    return shape[:-3], heads, length, shape[-1]
 
 
 def heads_first(call: Call, operands: Operands) -> Operands:
     """Return the operands of a call with the axes that a kernel knows."""
-    ranks = (len(call.query.shape), len(call.key.shape), len(call.value.shape))
     swapped = call.layout == "...LHD" and not is_flat(call)
+    changed: dict[str, Array] = {}
+    for name in ("query", "key", "value"):
+        array = getattr(operands, name)
+        if array is not None and len(array.shape) == 2:
+            changed[name] = array[None, ...]
+        elif array is not None and swapped:
+            changed[name] = _swap(array, -2, -3)
     if isinstance(call.query_offset, ArrayFacts):
-        operands = operands._replace(query_offset=_per_item(operands.query_offset))
+        offset: Any = operands.query_offset
+        changed["query_offset"] = library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
     known = operands.known_logsumexp
     if known is not None and (swapped or is_flat(call)):
-        known = _swap(known, -1, -2) if swapped else known[None, ...]
-        operands = operands._replace(known_logsumexp=known)
-    if swapped or 2 in ranks:
-        operands = operands._replace(
-            query=_heads_first(operands.query, swapped),
-            key=_heads_first(operands.key, swapped),
-            value=_heads_first(operands.value, swapped),
-        )
-    return operands
+        changed["known_logsumexp"] = _swap(known, -1, -2) if swapped else known[None, ...]
+    return operands._replace(**changed) if changed else operands
 
 
-def _per_item(offset: Array) -> Array:
-    return library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
+def as_called(call: Call, output: Array, logsumexp: Array | None) -> tuple[Array, Array | None]:
+    """Return a kernel's results with the axes of the caller."""
+    if is_flat(call):
+        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
+    if call.layout == "...LHD":
+        output = _swap(output, -2, -3)
+        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
+    return output, logsumexp
 
 
-def _heads_first(array: Array, swapped: bool) -> Array:
-    if len(array.shape) == 2:
-        return array[None, ...]
-    return _swap(array, -2, -3) if swapped else array
+def is_flat(call: Call) -> bool:
+    """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
+    return all(len(facts.shape) == 2 for _, facts in call.operands())
 
 
 def _swap(array: Array, one: int, other: int) -> Array:

@@ -20,10 +20,13 @@ from polyattn.call.checks import (
     common_shape,
 )
 from polyattn.call.describe import Call
+from polyattn.call.features import MASKING
 from polyattn.expressions.expression import has_function
 from polyattn.expressions.indices import ScoreDims
 from polyattn.expressions.masks import Mask
-from polyattn.expressions.scores import ByNorm, LongSequence, Normalizer, Score, Similarity
+from polyattn.expressions.patterns import Band
+from polyattn.expressions.replacements import ByNorm, LongSequence, Normalizer, Similarity
+from polyattn.expressions.scores import Score
 
 __all__ = ["Problem", "examine"]
 
@@ -124,6 +127,13 @@ class Problem(NamedTuple):
         return (*self.batch, self.heads, self.query_length, self.key_length)
 
     @property
+    def band(self) -> Band | None:
+        """Causal and window as one mask, or None if neither is given."""
+        left, right = self.window
+        right = 0 if self.is_causal else right
+        return None if left is None and right is None else Band(left, right)
+
+    @property
     def masks_by_position(self) -> bool:
         """Whether causal or window is given."""
         return not self.features.isdisjoint(("causal", "window"))
@@ -131,18 +141,7 @@ class Problem(NamedTuple):
     @property
     def masks(self) -> bool:
         """Whether any key may be absent for any row."""
-        return not self.features.isdisjoint(
-            (
-                "causal",
-                "window",
-                "mask",
-                "mask_mod",
-                "mask_expression",
-                "bias",
-                "score_mod",
-                "score_expression",
-            )
-        )
+        return not self.features.isdisjoint(MASKING)
 
 
 def examine(call: Call) -> Problem:
@@ -238,9 +237,9 @@ def _check_values(call: Call, problem: Problem) -> None:
 
 def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
     needed = {
-        "batch_broadcast": not call.query.shape[:-3]
-        == call.key.shape[:-3]
-        == call.value.shape[:-3],
+        "batch_broadcast": any(
+            facts.shape[:-3] != call.query.shape[:-3] for _, facts in call.operands()
+        ),
         "bias": call.bias is not None,
         "causal": call.is_causal,
         "dropout": call.dropout > 0,

@@ -75,9 +75,7 @@ class Explanation:
     def as_dict(self) -> dict[str, object]:
         """Return the decision in plain types, for JSON."""
         return {
-            "query": list(self.call.query.shape),
-            "key": list(self.call.key.shape),
-            "value": list(self.call.value.shape),
+            **{name: list(facts.shape) for name, facts in self.call.operands()},
             "dtype": self.problem.dtype,
             "library": self.problem.library,
             "device": self.problem.device,
@@ -117,6 +115,7 @@ class Explanation:
         """Return the lines that it prints as: the call, who selected, and each candidate."""
         call, problem = self.call, self.problem
         where = f" on {problem.device}" if problem.device else ""
+        shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
         needs = ", ".join(sorted(problem.features))
         cells = [
             (
@@ -129,8 +128,7 @@ class Explanation:
         ]
         values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
         return [
-            f"attention: query {call.query.shape}, key {call.key.shape}, value {call.value.shape},"
-            f" {problem.dtype}, {problem.library}{where}",
+            f"attention: {shapes}, {problem.dtype}, {problem.library}{where}",
             f"needs:     {needs or 'nothing beyond the plain formula'}",
             *values,
             f"selected by {self.source}",

@@ -1,20 +1,18 @@
-"""From a call to the kernel that runs it.
+"""Select the kernel that runs a call.
 
-An argument wins over the innermost context, which wins over the environment variable, read at call
-time; they mean the same: names in order, of which the first that is here and able runs, and nothing
-outside them. Where nobody named a backend, the arrays' own library decides and nothing is moved.
-Static facts decide, so a decision is remembered by them.
+The backends asked for are tried in order. The first that is installed and supports the call runs;
+no other is tried. Where no backend is named, the arrays' own library runs and nothing is moved.
+Only static facts decide: shapes, dtypes, devices and options, never the values of an array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from weakref import WeakKeyDictionary
 
-from polyattn.arrays import Array, is_compiling
+from polyattn.arrays import Array
 from polyattn.call.describe import Call
-from polyattn.call.problem import Problem, examine
+from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import (
     BackendError,
@@ -23,74 +21,49 @@ from polyattn.dispatch.errors import (
 )
 from polyattn.dispatch.explanation import Candidate, Explanation
 from polyattn.dispatch.placement import check_one_place, find_placement
-from polyattn.dispatch.request import AUTO, Names, Request, check_known, request
-from polyattn.dispatch.transfer import Placement, Plan, Refusal
-from polyattn.kernels.weights import Weights
+from polyattn.dispatch.request import AUTO, Names, Request, check_known
+from polyattn.dispatch.transfer import Plan, Refusal
 from polyattn.plugin import Kernel
-from polyattn.recent import Recent
 
-__all__ = ["decide", "default_device", "plan"]
-
-# Keys and plans hold facts in place of arrays, functions and tables, so that they keep nothing of
-# the caller's alive. A kernel that the caller gave is no such fact: where it runs is remembered as
-# long as the kernel lives.
-_plans: Recent[tuple[Call, Request, str | Kernel | None], Plan] = Recent(4096)
+__all__ = ["check_kernel", "check_possible", "default_device", "explain_selection", "select"]
 
 
-_sites: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Placement]] = WeakKeyDictionary()
-
-
-_MOST_SITES = 256
-
-
-def plan(
-    call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
+def select(
+    call: Call, problem: Problem, query: Array, asked: Request, kernel: str | Kernel | None
 ) -> Plan:
     """Return how to run the call, or raise with every candidate and its reasons.
 
     Parameters
     ----------
-    call : Call
-        The facts of the call.
+    call, problem : Call, Problem
+        What the caller gave, and its facts.
     query : Array
         The query itself, for its library.
-    backend : str, sequence of str, or None
-        The argument of the call.
+    asked : Request
+        The backends asked for.
     kernel : str, Kernel or None
         The kernel insisted on.
     """
-    _check_kernel(kernel)
-    asked = request(backend)
-    if is_compiling():
-        return _plan(call, query, asked, kernel)
-    if isinstance(kernel, Kernel) and not isinstance(kernel, Weights):
-        return _plan_of_given(kernel, call, query, asked)
-    key = (call, asked, kernel)
-    try:
-        found = _plans.get(key)
-    except TypeError:  # lengths that are symbols cannot be remembered by
-        return _plan(call, query, asked, kernel)
-    if found is None:
-        found = _plans[key] = _plan(call, query, asked, kernel)
-    return found
+    chosen, candidates = _weigh(call, problem, query, asked, kernel)
+    if chosen is None:
+        raise _error(Explanation(call, problem, str(asked), tuple(candidates)), kernel, asked)
+    return chosen
 
 
-def _plan_of_given(kernel: Kernel, call: Call, query: Array, asked: Request) -> Plan:
-    """Return how to run the call by a kernel that the caller gave."""
-    key = (call, asked)
-    try:
-        sites = _sites.get(kernel)
-        if sites is None:
-            sites = _sites.setdefault(kernel, Recent(_MOST_SITES))
-        site = sites.get(key)
-    except TypeError:  # nor by a kernel without a hash
-        return _plan(call, query, asked, kernel)
-    if site is None:
-        site = sites[key] = _plan(call, query, asked, kernel).site
-    return Plan(kernel, site, call.query.device)
+def explain_selection(
+    call: Call,
+    problem: Problem,
+    query: Array | None,
+    asked: Request,
+    kernel: str | Kernel | None,
+) -> Explanation:
+    """Return the whole decision; `query` is None where only shapes were given."""
+    _, candidates = _weigh(call, problem, query, asked, kernel, whole=True)
+    return Explanation(call, problem, str(asked), tuple(candidates))
 
 
-def _check_kernel(kernel: str | Kernel | None) -> None:
+def check_kernel(kernel: str | Kernel | None) -> None:
+    """Raise if what the caller insists on is neither the name of a kernel nor a kernel."""
     if isinstance(kernel, Kernel):
         flaw = registry.flaw(kernel)
         if flaw is not None:
@@ -102,34 +75,6 @@ def _check_kernel(kernel: str | Kernel | None) -> None:
         )
 
 
-def _plan(call: Call, query: Array, asked: Request, kernel: str | Kernel | None) -> Plan:
-    problem = examine(call)
-    if not asked.may_move:
-        check_one_place(call)
-    chosen, candidates = _weigh(call, problem, query, asked, kernel)
-    if chosen is None:
-        raise _error(Explanation(call, problem, str(asked), tuple(candidates)), kernel, asked)
-    return chosen
-
-
-def decide(
-    call: Call,
-    query: Array | None,
-    backend: str | Sequence[str] | None,
-    kernel: str | Kernel | None,
-) -> Explanation:
-    """Return the whole decision; `query` is None where only shapes were given."""
-    _check_kernel(kernel)
-    asked = request(backend)
-    if query is None:
-        _refuse_imaginary(call.query.library, call.query.device)
-    problem = examine(call)
-    if not asked.may_move:
-        check_one_place(call)
-    _, candidates = _weigh(call, problem, query, asked, kernel, whole=True)
-    return Explanation(call, problem, str(asked), tuple(candidates))
-
-
 def default_device(library: str) -> str:
     """Return where arrays of a library are if nothing else is said."""
     for name in registry.serving(library):
@@ -138,8 +83,8 @@ def default_device(library: str) -> str:
     return "cpu"
 
 
-def _refuse_imaginary(library: str, device: str) -> None:
-    """Refuse to explain a call with arrays that cannot be."""
+def check_possible(library: str, device: str) -> None:
+    """Raise if a library that is here has no arrays on a device."""
     serving = registry.serving(library)
     if not registry.is_installed(library):
         reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
@@ -171,27 +116,31 @@ def _weigh(
 ) -> tuple[Plan | None, list[Candidate]]:
     """Ask the candidates in order; stop at the first that can, or with `whole` ask them all."""
     check_known(asked)
+    if not asked.may_move:
+        check_one_place(call)
     chosen: Plan | None = None
     candidates: list[Candidate] = []
     for name, closing in _expanded(asked.names or (AUTO,), problem.library):
         if closing and chosen is not None:
             continue
-        site = find_placement(call, problem, query, name)
-        if isinstance(site, Refusal):
-            candidates.append(Candidate(name, None, site.status, (site.reason,)))
+        placement = find_placement(call, problem, query, name)
+        if isinstance(placement, Refusal):
+            candidates.append(Candidate(name, None, placement.status, (placement.reason,)))
             continue
-        offered = _offered(site.kernels, insisted)
+        offered = _offered(placement.kernels, insisted)
         for kernel in offered:
-            candidate = _judge(name, kernel, site.problem, insisted is not None, chosen is not None)
+            candidate = _judge(
+                name, kernel, placement.problem, insisted is not None, chosen is not None
+            )
             if whole and candidate.status in ("chosen", "next"):
-                candidate = replace(candidate, remark=kernel.remark(site.problem))
+                candidate = replace(candidate, remark=kernel.remark(placement.problem))
             candidates.append(candidate)
             if candidate.status == "chosen":
-                chosen = Plan(kernel, site, call.query.device)
+                chosen = Plan(kernel, placement, call.query.device)
                 if not whole:
                     return chosen, candidates
         if not offered:
-            its_own = ", ".join(kernel.name for kernel in site.kernels)
+            its_own = ", ".join(kernel.name for kernel in placement.kernels)
             reason = f"it has no kernel of that name; it has {its_own}"
             candidates.append(Candidate(name, str(insisted), "refused", (reason,)))
     return chosen, candidates

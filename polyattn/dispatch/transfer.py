@@ -29,22 +29,26 @@ class Placement(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why there is no site: the backend cannot be loaded here, or cannot take this call."""
+    """Why there is no placement: the backend cannot be loaded here, or cannot take this call."""
 
     status: str  # "unavailable" or "refused"
     reason: str
 
 
 class Plan(NamedTuple):
-    """A kernel on a site: all that is decided of a call."""
+    """A kernel on a placement: all that is decided of a call."""
 
     kernel: Kernel
-    site: Placement
+    placement: Placement
     home: str  # the device of the query
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel on the operands, and hand the result back where the query lives."""
-        backend, problem, moved = self.site.backend, self.site.problem, self.site.moved
+        backend, problem, moved = (
+            self.placement.backend,
+            self.placement.problem,
+            self.placement.moved,
+        )
         if backend is None:
             raise RuntimeError("a plan made from shapes alone cannot run")
         if not moved:
@@ -66,20 +70,20 @@ class Plan(NamedTuple):
                 f"the kernel {self.kernel.name} must return (output, logsumexp); it returned"
                 f" a {type(result).__name__}"
             )
-        if result[1] is None and "logsumexp" in self.site.problem.features:
+        if result[1] is None and "logsumexp" in self.placement.problem.features:
             raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
         return result
 
     def _bring(self, operands: Operands, backend: Backend) -> Operands:
-        device = self.site.problem.device
+        device = self.placement.problem.device
         convert_like: dict[str, Any] = {}
-        for name in self.site.moved:
+        for name in self.placement.moved:
             given = getattr(operands, name)
             if name == "seed":
                 convert_like[name] = int(given)  # all 64 bits of it, which not every library has
             elif not isinstance(given, Expression):
                 if name == "query_offset":
-                    given = _in_reach(given, self.site.problem)
+                    given = _in_reach(given, self.placement.problem)
                 convert_like[name] = mover(backend_of(given), backend, device)(given)
         for name in ("mask", "score_mod", "similarity"):
             given = getattr(operands, name)
@@ -91,11 +95,11 @@ class Plan(NamedTuple):
 
     def _bring_one(self, thing: Any, operands: Operands) -> Any:
         """Bring an array to the backend, or let a function be called from there."""
-        backend, problem = self.site.backend, self.site.problem
+        backend, problem = self.placement.backend, self.placement.problem
         assert backend is not None
         if is_array(thing):
             return mover(backend_of(thing), backend, problem.device)(thing)
-        if "query" not in self.site.moved:
+        if "query" not in self.placement.moved:
             return thing
         back = mover(backend, backend_of(operands.query), self.home)
         return _wrap_callback(thing, back, backend, problem.device, problem.transforms)

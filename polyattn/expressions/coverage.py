@@ -1,30 +1,27 @@
-"""What a mask is asked of a block of rows and keys, and what it answers, without looking at each.
+"""How much of a block of scores a mask shows, found without looking at each key.
 
-A block gives bounds, in Python's numbers or in arrays of them; an answer may only be vague, never
-wrong: "some" where none is seen costs time, "none" where one is seen costs the result.
+A block gives bounds, as Python numbers or as arrays of them. An answer is conservative: an empty
+block may be reported as non-empty, which costs time; the reverse would give a wrong result.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from polyattn.arrays import Array
+from polyattn.arrays import Array, constant_when_traced
 
-if TYPE_CHECKING:
-    from polyattn.expressions.masks import Compiled
-
-__all__ = ["UNKNOWN", "Block", "Coverage", "logical_not"]
+__all__ = ["UNKNOWN", "Block", "Coverage", "TileTable", "logical_not"]
 
 
 class Coverage(NamedTuple):
-    """What is known of a block: bools, or arrays of them with the axes (..., H, rows, keys).
+    """How much of a block is visible: bools, or arrays of them with the axes (..., H, rows, keys).
 
     Attributes
     ----------
     any_visible : bool or Array
-        Whether a key of it may be seen by a row of it. Where this is False, none is.
+        False where surely no row of the block sees a key of it.
     all_visible : bool or Array
-        Whether every row of it surely sees all its keys.
+        True where surely every row of the block sees all its keys.
     """
 
     any_visible: Any
@@ -32,6 +29,39 @@ class Coverage(NamedTuple):
 
 
 UNKNOWN = Coverage(True, False)
+
+
+class TileTable(NamedTuple):
+    """The coverage of each tile of a mask, as bytes of 0 and 1."""
+
+    size: int  # rows and keys of a tile
+    shape: tuple[int, int, int, int]  # batch items, heads (1 where all are alike), tiles each way
+    any_visible: bytes
+    all_visible: bytes
+
+    def of_block(self, rows: tuple[int, int], columns: tuple[int, int]) -> Coverage:
+        """Return the coverage of a block of any bounds, over all batch items and heads."""
+        # Each tile by its number: torch.compile makes constants of them where a length is a symbol.
+        down, across = (
+            tuple(range(first // self.size, -(-stop // self.size)))
+            for first, stop in (rows, columns)
+        )
+        return Coverage(*_of_tiles(self.any_visible, self.all_visible, self.shape, down, across))
+
+
+@constant_when_traced
+def _of_tiles(
+    any_visible: bytes,
+    all_visible: bytes,
+    shape: tuple[int, int, int, int],
+    down: tuple[int, ...],
+    across: tuple[int, ...],
+) -> tuple[bool, bool]:
+    items, heads, height, width = shape
+    left, right = across[0], across[-1] + 1
+    starts = [(table * height + row) * width for table in range(items * heads) for row in down]
+    lines = [slice(start + left, start + right) for start in starts]
+    return any(1 in any_visible[x] for x in lines), all(0 not in all_visible[x] for x in lines)
 
 
 class Block(Protocol):
@@ -42,7 +72,7 @@ class Block(Protocol):
     rows, columns : tuple
         The first, and the one after the last.
     reads : bool
-        Whether it may be asked what arrays hold.
+        Whether arrays may be read.
     """
 
     @property
@@ -53,72 +83,30 @@ class Block(Protocol):
     def reads(self) -> bool: ...
     @property
     def positioned(self) -> bool:
-        """Whether it is known where the rows stand among the keys."""
+        """Whether the positions of the rows among the keys are known."""
 
     def first(self, shift: int = 0) -> Any:
-        """Return the position of the first row.
-
-        Parameters
-        ----------
-        shift : int
-            What is added to it.
-        """
+        """Return the position of the first row, plus `shift`."""
 
     def last(self, shift: int = 0) -> Any:
-        """Return the position of the last row.
-
-        Parameters
-        ----------
-        shift : int
-            What is added to it.
-        """
+        """Return the position of the last row, plus `shift`."""
 
     def per_item(self, numbers: int | Array) -> Any:
-        """Return what is given for each batch item.
-
-        Parameters
-        ----------
-        numbers : int or Array
-            A number for all, or an array of the batch axes.
-        """
+        """Return the number of each batch item, from one for all or an array (...,)."""
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest of what is given for each query row.
-
-        Parameters
-        ----------
-        numbers : Array
-            Shape (..., L).
-        """
+        """Return the least and the greatest number of the rows, from an array (..., L)."""
 
     def per_key(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and the greatest of what is given for each key.
+        """Return the least and the greatest number of the keys, from an array (..., S)."""
 
-        Parameters
-        ----------
-        numbers : Array
-            Shape (..., S).
-        """
+    def any_and_all(self, visible: Array) -> tuple[Array, Array]:
+        """Return whether any and whether all of a mask array (..., H, L, S) holds."""
 
-    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
-        """Return whether any and whether all of a mask array holds.
-
-        Parameters
-        ----------
-        seen : Array of bool
-            It broadcasts to the scores, (..., H, L, S).
-        """
-
-    def table(self, compiled: Compiled) -> Coverage:
-        """Return what a table says.
-
-        Parameters
-        ----------
-        compiled : Compiled
-            The mask that has it.
-        """
+    def table(self, table: TileTable) -> Coverage:
+        """Return the coverage that a table of tiles gives."""
 
 
 def logical_not(flags: Any) -> Any:
-    """Return the opposite of a bool, or of an array of them."""
+    """Return the opposite of a bool, or of an array of bools."""
     return not flags if isinstance(flags, bool) else ~flags

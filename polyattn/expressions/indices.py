@@ -33,6 +33,10 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
     """
     if isinstance(offset, int):
         return max(-INDEX_LIMIT, min(offset + shift, INDEX_LIMIT))
+    if "uint" in str(offset.dtype) and xp.iinfo(dtype).bits == 64:
+        # torch computes little with unsigned integers.
+        signed = cast(xp, offset, dtype)
+        offset = xp.where(signed < 0, xp.full_like(signed, 2**63 - 1), signed)
     info = xp.iinfo(offset.dtype)
     low, high = -INDEX_LIMIT - shift, INDEX_LIMIT - shift
     if high <= info.min:

@@ -20,7 +20,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from polyattn.api.attention import attention, explain
+from polyattn.api.attention import attention
+from polyattn.api.explain import explain
 from polyattn.api.weights import attention_weights
 from polyattn.plugin import Kernel
 

@@ -37,7 +37,7 @@ def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
     if problem.requires_grad:
         # Where no key is seen the gradients are 0, not absent: a sum over nothing ties them in.
-        for array in (x.query, x.key, x.value):
+        for array in (x.query, x.key, x.key if x.value is None else x.value):
             zero = zero + xp.sum(cast(xp, array[..., :0, :], accumulator))
     if x.sinks is None:
         maximum, total = xp.full_like(zero, -math.inf), zero

@@ -17,7 +17,7 @@ from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, is_array, library_of
 from polyattn.dispatch.transfer import convert_like
 from polyattn.expressions.masks import Mask, as_mask
-from polyattn.plot.mask import draw_mask
+from polyattn.plot.mask_picture import draw_mask
 
 __all__ = ["attention_map", "entropy", "mask"]
 
@@ -179,7 +179,7 @@ def mask(
     axes : matplotlib.axes.Axes, optional
         Where to draw, by default in a new figure.
     **options : Any
-        As `polyattn.plot.mask.draw_mask` takes them: ``query_offset``, ``tile``, ``batch``,
+        As `polyattn.plot.mask_picture.draw_mask` takes them: ``query_offset``, ``tile``, ``batch``,
         ``item``, ``head``, ``like``.
 
     Returns

@@ -1,19 +1,16 @@
-"""Which keys a row may see by position, and what that makes of a tile.
+"""What causal and window leave of the rows and keys of a tile, in Python numbers.
 
-Everything here speaks of positions only: a kernel applies arrays and functions given as a mask
-itself. Ends are compared as Python numbers and clamped to where they can matter, so that no
-library's integers overflow, however far a window or an offset reaches.
+Masks given as arrays and functions are not looked at here. Ends are clamped to where they can
+matter, so that no library's integers overflow, however far a window or an offset reaches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from polyattn.arrays import Array
 from polyattn.call.problem import Problem
+from polyattn.expressions.patterns import Band
 from polyattn.span import Span
 
-__all__ = ["band", "column_span", "full_span", "in_band", "is_full"]
+__all__ = ["band", "column_span", "full_span", "is_full", "visible_band"]
 
 
 def band(problem: Problem) -> tuple[int | None, int | None]:
@@ -29,9 +26,10 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
     low, high : int or None
         None where an end hides nothing. Where an array gives the query offset, it is to be added.
     """
-    left, right = problem.window
-    right = 0 if problem.is_causal else right
-    offset = problem.query_offset
+    whole, offset = problem.band, problem.query_offset
+    if whole is None:
+        return None, None
+    left, right = whole.left, whole.right
     if offset is None:
         return None if left is None else -left, right
     low = None if left is None else min(offset - left, problem.key_length)
@@ -43,36 +41,19 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
     return low, high
 
 
-def in_band(
-    problem: Problem, position: Callable[[int], Array], rows: Array, columns: Array
-) -> Array | None:
-    """Return which keys are in the band, as a bool array, or None where all of them are.
+def visible_band(problem: Problem) -> Band | None:
+    """Return causal and window as a mask, without an end that hides nothing; None if neither does.
 
     Parameters
     ----------
     problem : Problem
         The facts of the call.
-    position : callable
-        Given a shift, where the rows stand among the keys, shifted; asked where an array gives the
-        query offset.
-    rows, columns : Array
-        Indices of query rows, shape (l, 1), and of keys, shape (1, s).
-
-    Returns
-    -------
-    Array or None
-        Broadcasts to (..., H, l, s).
     """
+    whole = problem.band
     low, high = band(problem)
-
-    def moved(shift: int) -> Array:
-        return position(shift) if problem.query_offset is None else rows + shift
-
-    after = None if high is None else columns <= moved(high)
-    before = None if low is None else columns >= moved(low)
-    if after is None or before is None:
-        return before if after is None else after
-    return after & before
+    if whole is None or (low is None and high is None):
+        return None
+    return Band(None if low is None else whole.left, None if high is None else whole.right)
 
 
 def column_span(problem: Problem, rows: Span) -> Span:
@@ -140,11 +121,5 @@ def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
     bool
         False also where an array gives the query offset, so that it cannot be known.
     """
-    low, high = band(problem)
-    if low is None and high is None:
-        return True
-    if problem.query_offset is None:
-        return False
-    return (high is None or columns.stop - 1 <= rows.start + high) and (
-        low is None or columns.start >= rows.stop - 1 + low
-    )
+    full = full_span(problem, rows)
+    return columns.length == 0 or (full.start <= columns.start and columns.stop <= full.stop)

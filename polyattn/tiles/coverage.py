@@ -12,9 +12,9 @@ from typing import Any
 from polyattn.arrays import Array, cast, index_range, is_array
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
-from polyattn.expressions.coverage import Coverage
+from polyattn.expressions.coverage import Coverage, TileTable
 from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
-from polyattn.expressions.masks import And, Causal, Compiled, Dense, Mask, Rule, Window
+from polyattn.expressions.masks import And, Dense, Mask, Rule
 from polyattn.span import Span
 
 __all__ = ["TileGrid", "TileQuery", "combined_mask"]
@@ -35,11 +35,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
     Mask or None
         Causal, window and ``mask=`` together; a bias may hide keys beside it.
     """
-    parts: list[Mask] = []
-    if problem.is_causal:
-        parts.append(Causal())
-    if problem.window != (None, None):
-        parts.append(Window(*problem.window))
+    parts: list[Mask] = [] if problem.band is None else [problem.band]
     if isinstance(x.mask, Mask):
         parts.append(x.mask)
     elif x.mask is not None:
@@ -138,9 +134,9 @@ class TileQuery:
             seen = seen[..., slice(*self.columns)]
         return self._xp.any(seen), self._xp.all(seen)
 
-    def table(self, compiled: Compiled) -> Coverage:
-        """Return what a table says."""
-        return compiled.tile(self.rows, self.columns)
+    def table(self, table: TileTable) -> Coverage:
+        """Return the coverage that a table of tiles gives."""
+        return table.of_block(self.rows, self.columns)
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
@@ -236,13 +232,13 @@ class TileGrid(TileQuery):
             found.append(joined if seen.shape[-1] == 1 else self._folded(joined, 1, reduce))
         return found[0], found[1]
 
-    def table(self, compiled: Compiled) -> Coverage:
-        """Return what a table says of blocks of these bounds."""
-        xp, size = self._xp, compiled.size
+    def table(self, table: TileTable) -> Coverage:
+        """Return the coverage that a table of tiles gives."""
+        xp, size = self._xp, table.size
 
-        def count(table: bytes) -> Array:
-            flags = xp.asarray(list(table), dtype=xp.int32)
-            return self._summed(xp.reshape(flags, compiled.shape), size)
+        def count(half: bytes) -> Array:
+            flags = xp.asarray(list(half), dtype=xp.int32)
+            return self._summed(xp.reshape(flags, table.shape), size)
 
         def area() -> Array:
             rows, columns = (
@@ -250,9 +246,9 @@ class TileGrid(TileQuery):
             )
             return rows * columns
 
-        some, every = count(compiled.any_visible) > 0, count(compiled.all_visible) == area()
+        some, every = count(table.any_visible) > 0, count(table.all_visible) == area()
         batch = self._shape[:-1]
-        if compiled.shape[0] == 1:
+        if table.shape[0] == 1:
             batch = (1,) * len(batch)
         shape = (*batch, *some.shape[1:])
         return Coverage(xp.reshape(some, shape), xp.reshape(every, shape))

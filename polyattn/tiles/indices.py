@@ -17,7 +17,7 @@ from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
-from polyattn.tiles.band import in_band
+from polyattn.tiles.band import visible_band
 from polyattn.tiles.dropout import WORDS, keep_mask, keep_mask_by_word
 
 __all__ = ["Indices"]
@@ -273,10 +273,9 @@ class Indices:
                 yield mask.seen(self)
             else:
                 yield self.by_rule(mask) if callable(mask) else self.of_scores(mask)
-        if banded and self._problem.masks_by_position:
-            seen = in_band(self._problem, self.position, self.row, self.column)
-            if seen is not None:
-                yield seen
+        shown = visible_band(self._problem) if banded else None
+        if shown is not None:
+            yield shown.seen(self)
 
     def modified(self, scores: Array) -> Array:
         """Let ``score_mod=`` have the scores.

@@ -280,7 +280,7 @@ def test_partial_and_merge_compile():
 @pytest.mark.slow
 def test_a_context_around_a_compiled_call_takes_effect():
     def which(q):
-        names = polyattn.dispatch.select.request(None).names
+        names = polyattn.dispatch.request.request(None).names
         return attention(q, q, q) + (1 if names == ("array-api",) else 0)
 
     function = compiled(which)

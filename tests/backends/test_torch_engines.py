@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import polyattn
 from polyattn import attention, attention_partial, explain
-from polyattn.dispatch import select as selection
+from polyattn.dispatch import plans
 from polyattn.plugin import Operands
 from polyattn_torch import device_info as facts_module
 from polyattn_torch import engine_report as remark
@@ -69,7 +69,7 @@ def on(monkeypatch):
 
     def forget():
         route._remembered.cache_clear()
-        selection._plans.clear()
+        plans._plans.clear()
 
     def pass_for(facts):
         forget()

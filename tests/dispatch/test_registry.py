@@ -15,8 +15,7 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores
-from polyattn.dispatch import registry
-from polyattn.dispatch import select as selection
+from polyattn.dispatch import plans, registry
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 RNG = np.random.default_rng(0)
@@ -85,7 +84,7 @@ def acme(monkeypatch):
     monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace(AcmeBackend=AcmeBackend))
     monkeypatch.setattr(registry, "entries", lambda: [_Entry("acme", SPEC), *genuine()])
     monkeypatch.setattr(registry, "_plugins", {})
-    monkeypatch.setattr(selection, "_plans", {})
+    monkeypatch.setattr(plans, "_plans", {})
     assert "acme" in registry.names()
     assert registry.load("acme") is None
     return registry.loaded("acme")
@@ -310,7 +309,7 @@ def install(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text(GOOD)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(registry, "_plugins", {})
-    monkeypatch.setattr(selection, "_plans", {})
+    monkeypatch.setattr(plans, "_plans", {})
     yield install
     sys.modules.pop("good", None)
 

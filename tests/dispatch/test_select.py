@@ -20,8 +20,9 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, kernels, masks, scores, use_backend
-from polyattn.dispatch import registry
-from polyattn.dispatch import select as selection
+from polyattn.api import attention as front_door
+from polyattn.dispatch import plans, registry, request
+from polyattn.recent import Recent
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
@@ -125,7 +126,7 @@ def test_contexts_of_tasks_may_overlap():
 
     asyncio.run(both())
     assert seen == [("torch", "torch"), ("array-api", "array-api")]
-    assert polyattn.dispatch.select._traced_context.names == ()
+    assert request._traced_context.names == ()
     assert chosen()[0] == "numpy"
 
 
@@ -139,7 +140,7 @@ def test_a_generator_may_end_in_another_context():
     assert context.run(next, suspended) == "torch"
     suspended.close()
     assert chosen()[0] == "numpy"
-    assert polyattn.dispatch.select._traced_context.names == ()
+    assert request._traced_context.names == ()
 
 
 def test_a_context_is_of_one_thread():
@@ -166,9 +167,7 @@ def test_names_may_have_spaces_around_them():
 
 
 def test_the_kernel_insisted_on_is_part_of_the_decision():
-    call = explain(X, X, X).call
-    kernels = [selection.plan(call, X, None, k).kernel.name for k in ("dense", "tiled", None)]
-    assert kernels == ["dense", "tiled", "dense"]
+    assert [chosen(kernel=k)[1] for k in ("dense", "tiled", None)] == ["dense", "tiled", "dense"]
     assert [c.status for c in explain(X, X, X, backend="numpy,torch").candidates][-1] == "next"
 
 
@@ -223,7 +222,7 @@ def plugins(monkeypatch):
         more = [_Entry(name, spec) for name, spec in specs.items()]
         monkeypatch.setattr(registry, "entries", lambda: [*more, *genuine()])
         monkeypatch.setattr(registry, "_plugins", {})
-        monkeypatch.setattr(selection, "_plans", {})
+        monkeypatch.setattr(plans, "_plans", {})
 
     return register
 
@@ -525,19 +524,19 @@ def test_an_explanation_prints_as_a_table():
 
 
 def test_a_plan_is_remembered_by_facts_not_by_values():
-    before = len(polyattn.dispatch.select._plans)
+    before = len(plans._plans)
     for seed in range(3):
         x = np.random.default_rng(seed).standard_normal((3, 11, 13))
         attention(x, x, x, softcap=1.5)
-    assert len(polyattn.dispatch.select._plans) == before + 1
+    assert len(plans._plans) == before + 1
 
 
 def test_plans_are_bounded_and_the_newest_and_those_in_use_are_kept(monkeypatch):
-    plans = selection.Recent(8)
-    monkeypatch.setattr(selection, "_plans", plans)
+    table = Recent(8)
+    monkeypatch.setattr(plans, "_plans", table)
     made = []
-    genuine = selection._plan
-    monkeypatch.setattr(selection, "_plan", lambda *given: made.append(0) or genuine(*given))
+    genuine = front_door.select
+    monkeypatch.setattr(front_door, "select", lambda *given: made.append(0) or genuine(*given))
 
     def call(length):
         x = np.ones((1, length, 4))
@@ -549,13 +548,13 @@ def test_plans_are_bounded_and_the_newest_and_those_in_use_are_kept(monkeypatch)
     for length in range(2, 30):
         assert call(length)
         assert not call(1)  # in use
-        assert len(plans) <= 8
+        assert len(table) <= 8
     assert not any(map(call, range(27, 30)))
     assert call(2)
 
 
 def test_a_table_of_what_is_recent_is_for_many_threads():
-    table = selection.Recent(16)
+    table = Recent(16)
 
     def work(start):
         for n in range(start, start + 3000):
@@ -609,7 +608,7 @@ def test_a_decision_keeps_nothing_of_the_callers_alive(make, options_of):
 def test_a_decision_of_a_given_kernel_is_remembered_while_it_lives(monkeypatch):
     kernel = Given()
     attention(X, X, X, kernel=kernel)
-    monkeypatch.setattr(selection, "_plan", lambda *_: 1 / 0)
+    monkeypatch.setattr(front_door, "select", lambda *_: 1 / 0)
     attention(X, X, X, kernel=kernel)
     with pytest.raises(ZeroDivisionError):
         attention(X, X, X, kernel=Given())
@@ -617,7 +616,7 @@ def test_a_decision_of_a_given_kernel_is_remembered_while_it_lives(monkeypatch):
 
 @pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
 def test_compiled_masks_of_other_tables_share_a_decision_and_nothing_else(to, monkeypatch):
-    monkeypatch.setattr(selection, "_plans", selection.Recent(64))
+    monkeypatch.setattr(plans, "_plans", Recent(64))
     q, k, v = (to(RNG.standard_normal((2, 64, 8), dtype=np.float32)) for _ in range(3))
     for keys in (17, 40):
         mask = masks.compile(masks.prefix(to(np.array(keys))), 64, tile=8)
@@ -626,7 +625,7 @@ def test_compiled_masks_of_other_tables_share_a_decision_and_nothing_else(to, mo
             *(np.asarray(x) for x in (q, k, v)), kernel="dense", backend="numpy",
             mask=lambda b, h, i, j, keys=keys: (j < keys) | (i == 0), window=(None, 16),
         )  # fmt: skip
-        assert len(selection._plans) == 2  # and that of what is expected
+        assert len(plans._plans) == 2  # and that of what is expected
         np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
 
 

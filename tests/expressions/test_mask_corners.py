@@ -13,7 +13,7 @@ from libraries import LIBRARIES, tiles_of
 from matplotlib.figure import Figure
 
 from polyattn import attention, masks, scores
-from polyattn.plot.mask import FULL, SEEN, draw_mask
+from polyattn.plot.mask_picture import FULL, SEEN, draw_mask
 
 B, H, L, S = 2, 4, 6, 6
 X = np.random.default_rng(0).normal(size=(B, H, L, 8))

@@ -14,7 +14,7 @@ import torch
 from matplotlib.figure import Figure
 
 from polyattn import attention_weights, masks, plot
-from polyattn.plot.mask import draw_mask
+from polyattn.plot.mask_picture import draw_mask
 
 matplotlib.use("Agg")
 WORDS = ["the", "cat", "drank", "the", "milk", "because", "it", "was", "so", "sweet"]

@@ -25,17 +25,9 @@ from polyattn.arrays import (
 from polyattn.call.describe import Operands, describe
 from polyattn.call.problem import Problem, examine
 from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import (
-    And,
-    Compiled,
-    Dense,
-    Mask,
-    Not,
-    Or,
-    Padding,
-    Prefix,
-    Segments,
-)
+from polyattn.expressions.masks import And, Dense, Mask, Not, Or
+from polyattn.expressions.patterns import Padding, Prefix, Segments
+from polyattn.tiles.compiled import Compiled
 from polyattn.tiles.coverage import TileGrid
 
 __all__ = ["draw_mask"]

@@ -12,8 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from polyattn import attention, masks
-from polyattn.expressions.masks import Causal
-from polyattn.plot.mask import COLOURS, EMPTY, FULL, HIDDEN, SEEN, draw_mask
+from polyattn.expressions.patterns import Band
+from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN, draw_mask
 
 matplotlib.use("Agg")
 IDS = np.repeat(np.arange(4), [5, 11, 1, 7])
@@ -157,7 +157,7 @@ def test_a_function_over_tensors_is_drawn_in_their_library(axes):
 
 
 def test_of_long_sequences_only_the_tiles_are_drawn(axes, monkeypatch):
-    monkeypatch.setattr(Causal, "seen", None)
+    monkeypatch.setattr(Band, "seen", None)
     draw_mask(masks.causal(), 4096, axes=axes)
     assert shown(axes).shape == (32, 32)
     np.testing.assert_array_equal(shown(axes), FULL * np.tri(32, k=-1) + SEEN * np.eye(32))

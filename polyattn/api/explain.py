@@ -1,0 +1,101 @@
+"""Explain a call: which kernel would run, and why no other."""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from polyattn.api.options import AttentionOptions, check_names
+from polyattn.arguments import check_shape
+from polyattn.arrays import Array, ArrayFacts, facts_of
+from polyattn.call.describe import describe
+from polyattn.call.problem import examine
+from polyattn.dispatch.explanation import Explanation
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import (
+    check_kernel,
+    check_possible,
+    default_device,
+    explain_selection,
+)
+
+__all__ = ["explain"]
+
+
+def explain(
+    query: Array | tuple[int, ...],
+    key: Array | tuple[int, ...],
+    value: Array | tuple[int, ...],
+    *,
+    logsumexp: bool = False,
+    library: str = "numpy",
+    device: str | None = None,
+    dtype: str = "float32",
+    **options: Unpack[AttentionOptions],
+) -> Explanation:
+    """Say what `attention` would do with a call: which kernel runs, and why no other.
+
+    Nothing is computed, converted or moved.
+
+    Parameters
+    ----------
+    query, key, value : Array or tuple of int
+        As for `attention`, or only their shapes.
+    logsumexp : bool
+        Whether to explain `attention_partial` instead.
+    library : str
+        Library assumed for arguments given as shapes.
+    device : str, optional
+        Device assumed for them; by default the library's default device.
+    dtype : str
+        Dtype assumed for them.
+    **options
+        As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
+        sinks, dropout, similarity, normalizer, layout, backend and kernel. A shape is enough for
+        mask, bias, query_offset and sinks.
+
+    Returns
+    -------
+    Explanation
+        The decision; it prints as a table.
+
+    Examples
+    --------
+    >>> import polyattn
+    >>> shape = (2, 8, 128, 64)
+    >>> print(polyattn.explain(shape, shape, shape, is_causal=True, backend="numpy"))
+    attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
+    needs:     causal
+    selected by backend='numpy'
+      numpy  tiled  CHOSEN
+      numpy  dense  next
+    """
+
+    check_names("explain", options)
+    given: dict[str, Any] = dict(options)
+    backend, kernel = given.pop("backend", None), given.pop("kernel", None)
+
+    def facts_of_shape(shape: Any, own: str) -> Any:
+        if not isinstance(shape, (tuple, list)):
+            return shape
+        where = default_device(library) if device is None else device
+        return ArrayFacts(library, own, where, check_shape(shape))
+
+    def facts(array: Any, name: str) -> ArrayFacts:
+        return array if isinstance(array, ArrayFacts) else facts_of(array, name)
+
+    for name, own in (
+        ("mask", "bool"),
+        ("bias", dtype),
+        ("sinks", dtype),
+        ("query_offset", "int64"),
+    ):
+        if name in given:
+            given[name] = facts_of_shape(given[name], own)
+    shapes = [facts_of_shape(array, dtype) for array in (query, key, value)]
+    call, _ = describe(*shapes, **given, logsumexp=logsumexp, facts=facts)
+    check_kernel(kernel)
+    asked = request(backend)
+    only_shapes = isinstance(query, (tuple, list))
+    if only_shapes:
+        check_possible(call.query.library, call.query.device)
+    return explain_selection(call, examine(call), None if only_shapes else query, asked, kernel)

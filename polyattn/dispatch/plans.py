@@ -1,0 +1,55 @@
+"""Remember plans, so that a call like an earlier one runs without being decided again.
+
+Keys and plans hold facts in place of arrays, functions and tables, so they keep nothing of the
+caller's alive. A kernel given by the caller is an object of the caller's: its placements are
+remembered for as long as it lives.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from polyattn.arrays import is_compiling
+from polyattn.call.describe import Call
+from polyattn.dispatch.request import Request
+from polyattn.dispatch.transfer import Placement, Plan
+from polyattn.plugin import Kernel
+from polyattn.recent import Recent
+
+__all__ = ["recall", "remember"]
+
+_plans: Recent[tuple[Call, Request, str | None], Plan] = Recent(4096)
+_placements: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Placement]] = (
+    WeakKeyDictionary()
+)
+_MOST_PLACEMENTS = 256
+
+
+def recall(call: Call, asked: Request, kernel: str | Kernel | None) -> Plan | None:
+    """Return the plan of an earlier call with the same facts, or None."""
+    if is_compiling():
+        return None
+    try:
+        if not isinstance(kernel, Kernel):
+            return _plans.get((call, asked, kernel))
+        placements = _placements.get(kernel)
+        placement = None if placements is None else placements.get((call, asked))
+    except TypeError:  # a length that is a symbol, or a kernel, without a hash
+        return None
+    return None if placement is None else Plan(kernel, placement, call.query.device)
+
+
+def remember(call: Call, asked: Request, kernel: str | Kernel | None, plan: Plan) -> None:
+    """Keep a plan for later calls with the same facts."""
+    if is_compiling():
+        return
+    try:
+        if isinstance(kernel, Kernel):
+            placements = _placements.get(kernel) or _placements.setdefault(
+                kernel, Recent(_MOST_PLACEMENTS)
+            )
+            placements[call, asked] = plan.placement
+        else:
+            _plans[call, asked, kernel] = plan
+    except TypeError:
+        pass

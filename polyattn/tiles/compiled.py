@@ -1,0 +1,159 @@
+"""Masks with a table of their tiles, for functions whose tiles cannot be known otherwise."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from polyattn.arguments import check_signature
+from polyattn.arrays import Array, broadcast_shapes, facts_of, index_range, is_array, library_of
+from polyattn.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
+from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
+from polyattn.expressions.masks import Mask
+from polyattn.span import Span
+
+__all__ = ["Compiled", "compile_mask"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Compiled(Mask):
+    """A mask with the table of its tiles.
+
+    Attributes
+    ----------
+    mask : Mask
+        The mask that was looked at.
+    query_length, key_length, query_offset : int
+        L, S and the position of the first row, which the table is for.
+    size, shape, any_visible, all_visible : int, tuple of int, bytes, bytes
+        The table, as `TileTable` has it.
+    """
+
+    name: ClassVar[str] = "compile"
+    mask: Mask
+    query_length: int
+    key_length: int
+    query_offset: int
+    size: int
+    shape: tuple[int, int, int, int]
+    any_visible: bytes
+    all_visible: bytes
+
+    def seen(self, at: ScoreIndices) -> Array:
+        return self.mask.seen(at)
+
+    def coverage(self, block: Block) -> Coverage:
+        if not self.any_visible:  # a spec has no table
+            return UNKNOWN
+        return block.table(TileTable(self.size, self.shape, self.any_visible, self.all_visible))
+
+    def check(self, dims: ScoreDims) -> None:
+        made = (self.query_length, self.key_length, self.query_offset)
+        given = (dims.query_length, dims.key_length, dims.query_offset)
+        if made != given:
+            raise ValueError(
+                f"this mask was compiled for L, S, query_offset = {made}, and the call has {given}:"
+                " compile it for those"
+            )
+        items, heads = self.shape[:2]
+        if items not in (1, dims.items) or heads not in (1, dims.heads):
+            raise ValueError(
+                f"this mask was compiled for {items} batch items and {heads} heads, and the call"
+                f" has {dims.items} and {dims.heads}"
+            )
+        self.mask.check(dims)
+
+    def __repr__(self) -> str:
+        given = f"{self.mask!r}, {self.query_length}, {self.key_length}"
+        if self.query_offset != self.key_length - self.query_length:
+            given += f", query_offset={self.query_offset}"
+        for name, number in zip(("batch", "heads"), self.shape, strict=False):
+            given += f", {name}={number}" if number != 1 else ""
+        given += f", tile={self.size}" if self.size != 128 else ""
+        return f"masks.compile({given})"
+
+
+def compile_mask(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> Compiled:
+    """Look at every key of a mask once, and return the mask with the table of its tiles.
+
+    Parameters
+    ----------
+    mask : Mask
+        The mask.
+    dims : ScoreDims
+        The lengths of the calls that it is for.
+    size : int
+        How many rows and keys a tile has.
+    like : Array or None
+        An array of the library and device on which to look; by default one that the mask carries,
+        or else a NumPy array.
+    """
+    if isinstance(mask, Compiled):
+        mask = mask.mask
+    _check_fits(mask, dims)
+    arrays = [like, *(thing for _, thing in mask.carried() if is_array(thing))]
+    example = next((array for array in arrays if array is not None), None)
+    xp: Any = importlib.import_module("array_api_compat.numpy")
+    if example is not None:
+        xp = library_of(example).xp
+    assert dims.query_offset is not None
+    size, shape, any_visible, all_visible = _table_of(mask, xp, example, dims, size)
+    lengths = dims.query_length, dims.key_length, dims.query_offset
+    return Compiled(mask, *lengths, size, shape, any_visible, all_visible)
+
+
+def _check_fits(mask: Mask, dims: ScoreDims) -> None:
+    """Raise if the mask does not fit such calls, so that its table would mean nothing."""
+    for _, thing in mask.carried():
+        if not is_array(thing):
+            check_signature("the mask function", thing, "b, h, i, j")
+    try:
+        mask.spec(facts_of).check(dims)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; masks.compile was asked for batch={dims.batch}, heads={dims.heads}"
+        ) from None
+
+
+def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: int) -> TileTable:
+    """Ask the mask about all keys, a block of rows at a time."""
+    heads, length, keys = dims.scores[-3:]
+
+    def indices(first: int, stop: int, *shape: int) -> Array:
+        return xp.reshape(index_range(xp, first, stop, like), shape)
+
+    b, h = indices(0, dims.items, -1, 1, 1, 1), indices(0, heads, -1, 1, 1)
+    found: list[list[Array]] = [[], []]
+    lead = (1, 1)
+    for block in Span(0, length).split(size):
+        rows = indices(*block, -1, 1)
+        at = PointIndices(
+            b, h, rows, indices(0, keys, 1, -1), offset=dims.query_offset or 0, batch=dims.batch
+        )
+        seen = mask.seen(at)
+        whole = (dims.items, heads, block.length, keys)
+        if len(seen.shape) > 4 or broadcast_shapes(tuple(seen.shape), whole) != whole:
+            raise ValueError(
+                f"what the mask function returns must broadcast to {whole}, the shape that its"
+                f" index arrays broadcast to; it returned {tuple(seen.shape)}"
+            )
+        seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))
+        lead = seen.shape[:2]
+        seen = xp.broadcast_to(seen, (*lead, seen.shape[2], keys))
+        for half, reduce in zip(found, (xp.any, xp.all), strict=True):
+            by_key = reduce(seen, axis=2)
+            tiles = [
+                reduce(by_key[..., slice(*span)], axis=-1) for span in Span(0, keys).split(size)
+            ]
+            half.append(xp.reshape(xp.stack(tiles, axis=-1), (-1, len(tiles))))
+    down, across = -(-length // size), -(-keys // size)
+    halves = [bytes(_as_list(xp.reshape(xp.stack(half, axis=1), (-1,)))) for half in found]
+    return TileTable(size, (lead[0], lead[1], down, across), halves[0], halves[1])
+
+
+def _as_list(flags: Array) -> list[bool]:
+    """Return an array of bools as a list, in one step where the library can."""
+    if hasattr(flags, "tolist"):
+        return list(flags.tolist())
+    return [bool(flags[n]) for n in range(flags.shape[0])]
