@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
-BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/kernels/grouped_heads.py"
-RUNNING, ABSENT = "polyattn/kernels/online_softmax.py", "polyattn/kernels/masked_sum.py"
+BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/tiles/grouped_heads.py"
+RUNNING, ABSENT = "polyattn/tiles/online_softmax.py", "polyattn/kernels/masked_sum.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/tiles/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
 PATTERNS, TILES = "polyattn/expressions/masks.py", "polyattn/tiles/coverage.py"

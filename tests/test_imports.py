@@ -1,6 +1,7 @@
-"""Importing costs little: no framework comes in that the caller has not brought."""
+"""What imports what: rooms import only the rooms below them, and no framework comes in unasked."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,40 +9,138 @@ import pytest
 import polyattn
 
 ROOT = Path(polyattn.__file__).resolve().parent
+BACKENDS = ROOT.parent / "backends"
+FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
-FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx"}
-LOADED = "import sys; print(*sorted(m for m in {names!r} if m in sys.modules))"
+
+GROUND = {"arguments", "arrays", "html_page", "pyplot", "recent", "span", "text_table", "threads"}
+#: Each room, and the rooms below it: all that it may import.
+ROOMS = {
+    **dict.fromkeys(GROUND, GROUND),
+    "expressions": GROUND,
+    "call": GROUND | {"expressions"},
+    "tiles": GROUND | {"expressions", "call"},
+    "masks": GROUND | {"expressions", "tiles"},
+    "scores": GROUND | {"expressions"},
+    "plugin": GROUND | {"expressions", "call", "tiles"},
+    "kernels": GROUND | {"expressions", "call", "tiles", "plugin"},
+    "dispatch": GROUND | {"expressions", "call", "plugin", "kernels"},
+    "api": GROUND | {"expressions", "call", "plugin", "kernels", "dispatch"},
+}
+ROOMS["plot"] = GROUND | {"expressions", "call", "tiles", "dispatch", "api"}
+ROOMS["dialects"] = GROUND | {"api"}
+ROOMS["nn"] = GROUND | {"expressions", "masks", "scores", "dispatch", "api"}
+ROOMS["integrations"] = GROUND | {"plugin", "api", "nn"}
+ROOMS["bench"] = GROUND | {"call", "plugin", "kernels", "dispatch", "api"}
+ROOMS["conformance"] = ROOMS["api"] | {"tiles", "masks", "scores", "api"}
+ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch"}
+#: Modules from elsewhere that a room may import beside the standard library.
+OUTSIDE = {
+    "arrays": {"array_api_compat"},
+    "bench": {"numpy", "threadpoolctl"},
+    "conformance": TESTING,
+    "integrations": {"jax", "torch", "transformers"},
+    "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
+}
+#: A method of a mask draws it: the one import that goes up, made when it is called.
+LAZY = {("expressions", "polyattn.plot.mask_picture")}
+
+
+def imports_of(file):
+    """Yield the module, and the name if there is one, of each import in a file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def room_of(module, name=""):
+    """Return the room of a module of the core: the part below ``polyattn``."""
+    return (*module.split("."), name)[1]
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda x: str(x.relative_to(ROOT)))
+def test_a_room_imports_the_rooms_below_it(file):
+    room = file.relative_to(ROOT).parts[0].removesuffix(".py")
+    if room in ("__init__", "__main__"):
+        return
+    below = ROOMS[room] | {room} if file.parent != ROOT else ROOMS[room]
+    for module, name in imports_of(file):
+        root = module.partition(".")[0]
+        if root != "polyattn":
+            assert root in sys.stdlib_module_names | OUTSIDE.get(room, set()), module
+        elif (room, module) not in LAZY:
+            imported = room_of(module, name)
+            public = module == "polyattn" and imported in polyattn.__all__
+            assert (public and "api" in below) or imported in below, f"{module} {name}"
+
+
+def test_no_room_is_above_a_room_that_imports_it():
+    order = list(ROOMS)
+    for room, below in ROOMS.items():
+        if room not in GROUND:
+            assert all(order.index(other) < order.index(room) for other in below), room
+
+
+def modules():
+    """Return the modules that each module of the core imports, lazy ones left out."""
+    names = {".".join(("polyattn", *f.relative_to(ROOT).with_suffix("").parts)) for f in files()}
+    graph = {}
+    for file in files():
+        module = ".".join(("polyattn", *file.relative_to(ROOT).with_suffix("").parts))
+        found = {full for m, n in imports_of(file) for full in (f"{m}.{n}", m) if full in names}
+        graph[module] = {x for x in found if (room_of(module), x) not in LAZY}
+    return graph
+
+
+def files():
+    return [file for file in ROOT.rglob("*.py") if file.name != "__init__.py"]
+
+
+def test_there_is_no_circle():
+    graph = modules()
+    while graph:
+        leaves = {module for module, below in graph.items() if not below & graph.keys()}
+        assert leaves, f"these import one another: {sorted(graph)}"
+        graph = {module: below for module, below in graph.items() if module not in leaves}
+
+
+@pytest.mark.parametrize("file", sorted(BACKENDS.rglob("*.py")), ids=lambda x: x.name)
+def test_a_plugin_imports_the_contract_only(file):
+    for module, name in imports_of(file):
+        if module.partition(".")[0] == "polyattn":
+            assert module == "polyattn.plugin", f"{module} {name}"
+
+
+@pytest.mark.parametrize("file", sorted(BACKENDS.rglob("*.py")), ids=lambda x: x.name)
+def test_a_plugin_reads_no_private_name_of_the_core(file):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    private = {name for name in own if name.startswith("_") and not name.startswith("__")}
+    core = "\n".join(x.read_text(encoding="utf-8") for x in (ROOT / "tiles").glob("*.py"))
+    read = {name for name in private if f"self.{name} =" in core}
+    assert not read, read
 
 
 def loaded_after(run_python, code, names):
-    return run_python(f"{code}\n{LOADED.format(names=sorted(names))}").split()
+    listing = f"import sys; print(*sorted(m for m in {sorted(names)!r} if m in sys.modules))"
+    return run_python(f"{code}\n{listing}").split()
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "import polyattn",
-        "import polyattn.cli",
-        "import polyattn.bench.run, polyattn.bench.page, polyattn.bench.compare",
-        "import polyattn.plugin, polyattn_numpy, polyattn_torch",
-        "import polyattn; polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))",
-        "import numpy as np, polyattn; x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)",
-        "import numpy as np, polyattn; x = np.ones((2, 3, 4))\n"
+        "import polyattn.cli, polyattn.bench.run, polyattn.plugin, polyattn_numpy, polyattn_torch\n"
+        "import polyattn.dispatch.registry as r; r.names()\n"
+        "polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))",
+        "import numpy as np, polyattn; x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)\n"
         "with polyattn.use_backend('numpy'): polyattn.attention(x, x, x)",
     ],
 )
 def test_no_framework_is_imported(run_python, code):
     assert loaded_after(run_python, code, FRAMEWORKS) == []
-
-
-def test_a_spec_imports_no_array_library(run_python):
-    code = "import polyattn_numpy, polyattn_torch, polyattn_numpy as n; n.SPEC"
-    assert loaded_after(run_python, code, FRAMEWORKS) == []
-    assert (
-        loaded_after(run_python, "import polyattn.dispatch.registry as r; r.names()", FRAMEWORKS)
-        == []
-    )
 
 
 def test_a_named_backend_brings_its_library(run_python):
@@ -53,50 +152,6 @@ polyattn.attention(x, x, x, backend="torch")
     assert loaded_after(run_python, code, FRAMEWORKS) == ["torch"]
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: file.name)
-def test_the_core_imports_the_standard_library_and_one_thing_more(file):
-    allowed_here = {"polyattn"} | ({"array_api_compat"} if file.name == "arrays.py" else set())
-    if file.parent.name == "conformance":
-        allowed_here |= TESTING
-    if file.parent.name == "bench":
-        allowed_here |= {"numpy", "threadpoolctl"}
-    if "nn" in file.parts:
-        allowed_here |= {"numpy"}  # whose bit generator draws a layer's first parameters
-    if file.parent.name == "integrations":
-        allowed_here |= {file.stem, "torch"}
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module]
-        for name in names:
-            root = name.partition(".")[0]
-            assert root in allowed_here or root in __import__("sys").stdlib_module_names, name
-
-
-def imported_from_the_core(folder):
-    """Return the top-level modules of the core that the files of a folder import."""
-    found = set()
-    for file in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "polyattn":
-                found.add(node.module.partition(".")[2].partition(".")[0])
-    return found
-
-
-def test_a_kernel_knows_no_registry_and_no_front_door():
-    known = imported_from_the_core(ROOT / "kernels")
-    allowed = {"arrays", "band", "indices", "kernels", "patterns", "plugin", "problem", "tiles"}
-    assert known <= allowed
-
-
-@pytest.mark.parametrize("name", ["polyattn_numpy", "polyattn_torch"])
-def test_a_plugin_imports_the_contract_alone(name):
-    assert imported_from_the_core(ROOT.parent / "backends" / name) == {"plugin"}
-
-
 def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
     names = [*(TESTING - {"numpy"}), "polyattn.conformance"]
     assert loaded_after(run_python, "import polyattn, polyattn.cli", names) == []
@@ -106,6 +161,14 @@ def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):
     run_python("import polyattn; polyattn.nn.Linear, polyattn.dialects, polyattn.plot.mask")
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         polyattn.layers  # noqa: B018
+
+
+def test_a_function_hides_no_module():
+    for package in [path.parent for path in ROOT.rglob("__init__.py")]:
+        module = sys.modules.get(".".join(("polyattn", *package.relative_to(ROOT).parts)))
+        for file in package.glob("*.py") if module else ():
+            public = getattr(module, file.stem, None)
+            assert not callable(public), f"{public} hides {file}"
 
 
 def test_public_names():

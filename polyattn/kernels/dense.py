@@ -13,12 +13,12 @@ from polyattn.arrays import Array, cast
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
-from polyattn.kernels.grouped_heads import fold, unfold
 from polyattn.kernels.masked_sum import hide, weighted_sum
-from polyattn.kernels.online_softmax import SoftmaxState, combine, normalize, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
+from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn.tiles.indices import Indices
+from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
 __all__ = ["Dense", "attend", "scaled", "scores"]
 
@@ -35,12 +35,12 @@ class Dense(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         x, rows, columns = operands, Span(0, problem.query_length), Span(0, problem.key_length)
         if 0 in problem.scores:
-            state = start(problem, x, backend.xp, rows)
+            state = initial_state(problem, x, backend.xp, rows)
         else:
             query = scaled(problem, x.query, backend.xp)
             state = attend(problem, x, backend, query, rows, columns)  # 1 to 5, 7, 9
             if x.sinks is not None:
-                state = combine(backend.xp, start(problem, x, backend.xp, rows), state)  # 6
+                state = combine(backend.xp, initial_state(problem, x, backend.xp, rows), state)  # 6
         return normalize(problem, state, x.query.dtype, backend.xp)  # 7, the division
 
 
@@ -48,7 +48,7 @@ def scaled(problem: Problem, query: Array, xp: Any) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
     query = cast(xp, query, getattr(xp, problem.accumulator))
     # Another similarity is scaled when it is known: it need not be linear in the query.
-    return fold(problem, query if problem.similarity_spec else query * problem.scale, xp)
+    return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, xp)
 
 
 def scores(
@@ -79,10 +79,12 @@ def scores(
     xp = backend.xp
     key = cast(xp, x.key[..., columns.start : columns.stop, :], query.dtype)
     if x.similarity is None:
-        s = unfold(problem, backend.matmul(query, xp.matrix_transpose(key)), xp)  # 1: scale · q·k
+        s = unfold_heads(
+            problem, backend.matmul(query, xp.matrix_transpose(key)), xp
+        )  # 1: scale · q·k
     else:
         s = x.similarity.between(query, key, backend.matmul, xp)
-        s = problem.scale * unfold(problem, s, xp)
+        s = problem.scale * unfold_heads(problem, s, xp)
     hidden = list(at.visible()) if masked else []
     if problem.score_norm is not None:
         s = problem.score_norm.apply(s, hidden, xp)

@@ -11,8 +11,8 @@ from typing import Any
 
 from polyattn.arrays import Array, cast
 from polyattn.call.problem import Problem
-from polyattn.kernels.grouped_heads import fold, unfold
 from polyattn.plugin import Backend
+from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 
 __all__ = ["hide", "weighted_sum"]
 
@@ -44,20 +44,20 @@ def weighted_sum(
         The sums, (..., H, l, E).
     """
     xp = backend.xp
-    weights = fold(problem, weights, xp)
+    weights = fold_heads(problem, weights, xp)
     if not problem.masks:
-        return unfold(problem, backend.matmul(weights, value), xp)
+        return unfold_heads(problem, backend.matmul(weights, value), xp)
     if not problem.transforms and backend.is_eager(value):
         # A value that is not finite spoils its column in every row, weight 0 or not.
         plain = backend.matmul(weights, value)
         if bool(xp.all(xp.isfinite(plain))):
-            return unfold(problem, plain, xp)
+            return unfold_heads(problem, plain, xp)
     nothing = xp.zeros_like(value)
     finite = backend.matmul(weights, xp.where(xp.isfinite(value), value, nothing))
-    seen = cast(xp, fold(problem, scores, xp) != -math.inf, value.dtype)
+    seen = cast(xp, fold_heads(problem, scores, xp) != -math.inf, value.dtype)
     # NaN counts as both infinities, whose sum it is.
     for infinity in (math.inf, -math.inf):
         spoils = cast(xp, (value == infinity) | xp.isnan(value), value.dtype)
         spoilt = backend.matmul(seen, spoils) > 0
         finite = finite + xp.where(spoilt, xp.full_like(finite, infinity), xp.zeros_like(finite))
-    return unfold(problem, finite, xp)
+    return unfold_heads(problem, finite, xp)

@@ -15,11 +15,11 @@ from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.dense import attend, scaled
-from polyattn.kernels.online_softmax import SoftmaxState, combine, normalize, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
 from polyattn.tiles.coverage import TileQuery, combined_mask
+from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
 __all__ = ["Tiled"]
 
@@ -49,7 +49,7 @@ class Tiled(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         xp = backend.xp
         if 0 in problem.scores:
-            empty = start(problem, operands, xp, Span(0, problem.query_length))
+            empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
         row_block, column_block = block_sizes(problem, self.tile)
         mask = combined_mask(problem, operands)
@@ -83,7 +83,7 @@ def _attend_rows(
 ) -> SoftmaxState:
     xp: Any = backend.xp
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
-    state = start(problem, x, xp, rows)
+    state = initial_state(problem, x, xp, rows)
     reads = not problem.transforms and not problem.traced and backend.is_eager(x.query)
     for columns in column_span(problem, rows).split(column_block):
         masked = mask is not None

@@ -14,10 +14,10 @@ from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.kernels.dense import scaled, scores
-from polyattn.kernels.online_softmax import or_zero, start
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.indices import Indices
+from polyattn.tiles.online_softmax import initial_state, or_zero
 
 __all__ = ["Weights"]
 
@@ -99,7 +99,7 @@ class Weights(Kernel):
 def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
     """Return the weights of a call without rows, keys, heads or items: an empty array."""
     problem = problem._replace(value_size=problem.key_length)
-    empty = start(problem, x._replace(sinks=None), xp, Span(0, rows)).output
+    empty = initial_state(problem, x._replace(sinks=None), xp, Span(0, rows)).output
     return empty + 0  # an array of the caller's own, where a broadcast view may be read-only
 
 

@@ -67,7 +67,6 @@ class TileQuery:
     ) -> None:
         self.rows, self.columns, self.reads = rows, columns, reads
         self._xp = xp
-        self._like_query = x.query
         self._offset: Any = problem.query_offset
         if self._offset is None and reads:
             self._offset = x.query_offset
@@ -99,22 +98,26 @@ class TileQuery:
 
     def first(self, shift: int = 0) -> Any:
         """Return the position of the first row, moved by `shift`."""
-        return self.rows[0] + saturating_sum(self._offset, shift, self._xp, self._dtype)
+        return self.rows[0] + self._moved(shift)
 
     def last(self, shift: int = 0) -> Any:
         """Return the position of the last row, moved by `shift`."""
-        return self.rows[1] - 1 + saturating_sum(self._offset, shift, self._xp, self._dtype)
+        return self.rows[1] - 1 + self._moved(shift)
 
-    @property
-    def _dtype(self) -> Any:
-        return index_range(self._xp, 0, 1, self._like_query).dtype
+    def _moved(self, shift: int) -> Any:
+        offset = self._offset
+        own = None if isinstance(offset, int) else self._index_dtype(offset)
+        return saturating_sum(offset, shift, self._xp, own)
+
+    def _index_dtype(self, like: Array) -> Any:
+        return index_range(self._xp, 0, 1, like).dtype
 
     def per_item(self, numbers: Any) -> Any:
         """Return what is given for each batch item."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
-        numbers = cast(self._xp, numbers, self._dtype)
+        numbers = cast(self._xp, numbers, self._index_dtype(numbers))
         return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:

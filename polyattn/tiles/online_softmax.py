@@ -1,8 +1,8 @@
-"""The running softmax: what some of the keys give each row, before the division.
+"""The online softmax: what some of the keys give each row, before the division.
 
-`join` is associative and commutative up to rounding, so keys may come in any split. The sum is kept
-undivided, beside its maximum, rather than as a logsumexp: at scores of 1e4 a float32 logsumexp has
-lost three digits of every weight.
+`combine` is associative and commutative up to rounding, so the keys may be split in any way. The sum
+is kept undivided, beside its maximum, and not as a logsumexp: at scores of 1e4 a float32 logsumexp
+has lost three digits of every weight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 
-__all__ = ["SoftmaxState", "combine", "normalize", "or_zero", "start"]
+__all__ = ["SoftmaxState", "combine", "initial_state", "normalize", "or_zero"]
 
 
 class SoftmaxState(NamedTuple):
@@ -31,7 +31,7 @@ def or_zero(xp: Any, maximum: Array) -> Array:
     return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
 
 
-def start(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
+def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
     """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
     accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)

@@ -1,149 +1,17 @@
-"""What a plugin implements. The only module that a plugin's author imports.
-
-A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``, by
-the name that the spec has. Its `implementation` is a `Backend`, loaded when first needed, that may
-bring `Kernel` objects, better primitives for the array-API kernels, and device placement::
-
-    # pyproject.toml
-    [project.entry-points."polyattn.backends"]
-    acme = "polyattn_acme:SPEC"
-
-    # polyattn_acme/__init__.py, which must not import acme
-    from polyattn.plugin import BackendSpec
-
-    SPEC = BackendSpec(
-        name="acme", namespaces=("acme",), implementation="polyattn_acme.backend:AcmeBackend",
-        requires=("acme",), install="pip install polyattn-acme", devices=("cpu", "npu"),
-    )
-
-    # polyattn_acme/backend.py
-    import acme
-    from polyattn.plugin import Backend, Kernel
-
-    class Fused(Kernel):
-        name = "fused"
-        features = frozenset({"causal", "scale"})  # of FEATURES: it is given nothing else
-
-        def __call__(self, problem, operands, backend):
-            query, key, value = operands[:3]  # (..., H, L, D), (..., G, S, D), (..., G, S, E)
-            causal = problem.is_causal
-            return acme.attention(query, key, value, causal=causal, scale=problem.scale), None
-
-    class AcmeBackend(Backend):
-        kernels = (Fused(),)
-
-        def __init__(self):
-            super().__init__(acme)
-"""
+"""A kernel computes attention; a backend is a library on its hardware, with its kernels."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import polyattn.arrays as arrays
+from polyattn import arrays
 from polyattn.arrays import Array
 from polyattn.call.describe import Operands
-from polyattn.call.features import DTYPES, FEATURES
 from polyattn.call.problem import Problem
-from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import Mask
-from polyattn.expressions.scores import Score
-from polyattn.span import Span
-from polyattn.threads import thread_count
-from polyattn.tiles.band import band, column_span, full_span, is_full
-from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
-from polyattn.tiles.indices import Indices
+from polyattn.plugin.tools import BackendTools
 
-__all__ = [
-    "API_VERSION",
-    "FEATURES",
-    "Array",
-    "Backend",
-    "BackendSpec",
-    "Indices",
-    "Kernel",
-    "Mask",
-    "Operands",
-    "PointIndices",
-    "Problem",
-    "Score",
-    "Span",
-    "TileGrid",
-    "TileQuery",
-    "band",
-    "column_span",
-    "combined_mask",
-    "full_span",
-    "is_full",
-    "thread_count",
-]
-
-API_VERSION = 1
-
-
-@dataclass(frozen=True)
-class BackendSpec:
-    """What is known of a backend before its array library is imported.
-
-    Parameters
-    ----------
-    name : str
-        What users call it.
-    namespaces : tuple of str
-        The array libraries whose arrays it takes as they are, by the root of their namespace.
-    implementation : str
-        Where its `Backend` subclass is, as ``"module:Class"``; it is called without arguments.
-    requires : tuple of str
-        Modules without which it cannot run.
-    install : str
-        The command that installs them.
-    devices : tuple of str
-        Kinds of device it can run on: what ``str(array.device)`` gives, up to a colon.
-    dtypes : tuple of str
-        The dtypes it takes, of float16, bfloat16, float32 and float64.
-    api_version : int
-        The version of this contract that it was written for.
-
-    Raises
-    ------
-    TypeError
-        If one of the tuples is no tuple of strings.
-    ValueError
-        If a dtype is none that attention takes.
-    """
-
-    name: str
-    namespaces: tuple[str, ...]
-    implementation: str
-    requires: tuple[str, ...]
-    install: str
-    devices: tuple[str, ...] = ("cpu",)
-    dtypes: tuple[str, ...] = DTYPES
-    api_version: int = API_VERSION
-
-    def __post_init__(self) -> None:
-        for name in ("namespaces", "requires", "devices", "dtypes"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-                raise TypeError(f"{name} must be a tuple of strings; got {value!r}")
-        for dtype in self.dtypes:
-            if dtype not in DTYPES:
-                raise ValueError(f"dtypes may hold {', '.join(DTYPES)}; got {dtype!r}")
-
-    def load(self) -> Backend:
-        """Import the implementation.
-
-        Returns
-        -------
-        Backend
-            A new instance of it.
-        """
-        module, _, name = self.implementation.partition(":")
-        backend: Backend = getattr(importlib.import_module(module), name)()
-        return backend
+__all__ = ["Backend", "Kernel"]
 
 
 class Kernel:
@@ -254,7 +122,7 @@ class Kernel:
         raise NotImplementedError
 
 
-class Backend:
+class Backend(BackendTools):
     """A library on its hardware: where arrays live, how primitives run, which kernels there are.
 
     The methods here serve any library of the standard as it is. A plugin overrides those that it
@@ -287,31 +155,6 @@ class Backend:
             Their names as the library's arrays give them, the default first.
         """
         return []
-
-    def hardware(self, device: str) -> dict[str, str | int]:
-        """Describe a device.
-
-        Parameters
-        ----------
-        device : str
-            One of `devices`.
-
-        Returns
-        -------
-        dict
-            What is known of it: ``name``; ``memory``, in bytes; ``compute_capability``.
-        """
-        return {}
-
-    def engines(self) -> dict[str, str]:
-        """List what the kernels call beside the library itself.
-
-        Returns
-        -------
-        dict of str to str
-            The versions of those that are here, such as cuDNN's, by name.
-        """
-        return {}
 
     def lacks(self, dtype: str) -> str | None:
         """Say why arrays of a dtype cannot be had at the moment, though the library has it.
@@ -361,67 +204,6 @@ class Backend:
             A NumPy array, or one that NumPy can import, without a copy where it can be.
         """
         return array
-
-    def synchronize(self, device: str | None = None) -> None:
-        """Wait until all work on a device is done.
-
-        Parameters
-        ----------
-        device : str or None
-            One of `devices`, or None for the default.
-        """
-
-    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Return a function in the form in which the library's users call it again and again.
-
-        `polyattn bench` times what this returns.
-
-        Parameters
-        ----------
-        function : callable
-            Takes arrays of this library and returns one.
-
-        Returns
-        -------
-        callable
-            The same function, or one that does the same once it is compiled.
-        """
-        return function
-
-    def peak_memory(
-        self, device: str | None, function: Callable[..., Array], *arrays: Array
-    ) -> int | None:
-        """Say how much memory of a device a call needs at its peak, beside arrays and result.
-
-        Parameters
-        ----------
-        device : str or None
-            One of `devices`, or None for the default.
-        function : callable
-            What `compile` returned; it has been called with these arrays before.
-        *arrays : Array
-            What it is to be called with.
-
-        Returns
-        -------
-        int or None
-            Bytes, or None if the library does not count them. Of the CPU the operating system is
-            asked then.
-        """
-        return None
-
-    def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Do some work on every item, in any order, on as many threads as are to be used.
-
-        Parameters
-        ----------
-        work : callable
-            What to do with an item.
-        items : sequence
-            The items.
-        """
-        for item in items:
-            work(item)
 
     # ---- primitives of the array-API kernels ----
 

@@ -11,10 +11,10 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.call.problem import Problem
 
-__all__ = ["fold", "unfold"]
+__all__ = ["fold_heads", "unfold_heads"]
 
 
-def fold(problem: Problem, array: Array, xp: Any) -> Array:
+def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
     """Turn (..., H, l, n) into (..., G, H/G · l, n)."""
     if problem.heads == problem.key_heads:
         return array
@@ -25,7 +25,7 @@ def fold(problem: Problem, array: Array, xp: Any) -> Array:
     return xp.reshape(array, (*batch, groups, members * rows, size))
 
 
-def unfold(problem: Problem, array: Array, xp: Any) -> Array:
+def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
     """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
     if problem.heads == problem.key_heads:
         return array

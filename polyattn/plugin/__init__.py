@@ -1,0 +1,88 @@
+"""The contract of a plugin, and all that a plugin imports from polyattn.
+
+A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``, by
+the name that the spec has. Its `implementation` is a `Backend`, loaded when first needed, that may
+bring `Kernel` objects, better primitives for the array-API kernels, and device placement::
+
+    # pyproject.toml
+    [project.entry-points."polyattn.backends"]
+    acme = "polyattn_acme:SPEC"
+
+    # polyattn_acme/__init__.py, which must not import acme
+    from polyattn.plugin import BackendSpec
+
+    SPEC = BackendSpec(
+        name="acme", namespaces=("acme",), implementation="polyattn_acme.backend:AcmeBackend",
+        requires=("acme",), install="pip install polyattn-acme", devices=("cpu", "npu"),
+    )
+
+    # polyattn_acme/backend.py
+    import acme
+    from polyattn.plugin import Backend, Kernel
+
+    class Fused(Kernel):
+        name = "fused"
+        features = frozenset({"causal", "scale"})  # of FEATURES: it is given nothing else
+
+        def __call__(self, problem, operands, backend):
+            query, key, value = operands[:3]  # (..., H, L, D), (..., G, S, D), (..., G, S, E)
+            causal = problem.is_causal
+            return acme.attention(query, key, value, causal=causal, scale=problem.scale), None
+
+    class AcmeBackend(Backend):
+        kernels = (Fused(),)
+
+        def __init__(self):
+            super().__init__(acme)
+"""
+
+from __future__ import annotations
+
+from polyattn.arrays import Array
+from polyattn.call.describe import Operands
+from polyattn.call.features import FEATURES
+from polyattn.call.problem import Problem
+from polyattn.expressions.indices import PointIndices
+from polyattn.expressions.masks import Mask
+from polyattn.expressions.scores import Score
+from polyattn.plugin.backend import Backend, Kernel
+from polyattn.plugin.spec import API_VERSION, BackendSpec
+from polyattn.plugin.tools import BackendTools
+from polyattn.span import Span
+from polyattn.threads import thread_count
+from polyattn.tiles.band import band, column_span, full_span, is_full
+from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
+from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
+from polyattn.tiles.indices import Indices
+from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
+
+__all__ = [
+    "API_VERSION",
+    "FEATURES",
+    "Array",
+    "Backend",
+    "BackendSpec",
+    "BackendTools",
+    "Indices",
+    "Kernel",
+    "Mask",
+    "Operands",
+    "PointIndices",
+    "Problem",
+    "Score",
+    "SoftmaxState",
+    "Span",
+    "TileGrid",
+    "TileQuery",
+    "band",
+    "column_span",
+    "combine",
+    "combined_mask",
+    "fold_heads",
+    "full_span",
+    "initial_state",
+    "is_full",
+    "normalize",
+    "thread_count",
+    "unfold_heads",
+]

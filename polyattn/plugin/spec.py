@@ -1,0 +1,75 @@
+"""A backend's spec: what is known before its array library is imported."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from polyattn.call.features import DTYPES
+from polyattn.plugin.backend import Backend
+
+__all__ = ["API_VERSION", "BackendSpec"]
+
+API_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """What is known of a backend before its array library is imported.
+
+    Parameters
+    ----------
+    name : str
+        What users call it.
+    namespaces : tuple of str
+        The array libraries whose arrays it takes as they are, by the root of their namespace.
+    implementation : str
+        Where its `Backend` subclass is, as ``"module:Class"``; it is called without arguments.
+    requires : tuple of str
+        Modules without which it cannot run.
+    install : str
+        The command that installs them.
+    devices : tuple of str
+        Kinds of device it can run on: what ``str(array.device)`` gives, up to a colon.
+    dtypes : tuple of str
+        The dtypes it takes, of float16, bfloat16, float32 and float64.
+    api_version : int
+        The version of this contract that it was written for.
+
+    Raises
+    ------
+    TypeError
+        If one of the tuples is no tuple of strings.
+    ValueError
+        If a dtype is none that attention takes.
+    """
+
+    name: str
+    namespaces: tuple[str, ...]
+    implementation: str
+    requires: tuple[str, ...]
+    install: str
+    devices: tuple[str, ...] = ("cpu",)
+    dtypes: tuple[str, ...] = DTYPES
+    api_version: int = API_VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("namespaces", "requires", "devices", "dtypes"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
+                raise TypeError(f"{name} must be a tuple of strings; got {value!r}")
+        for dtype in self.dtypes:
+            if dtype not in DTYPES:
+                raise ValueError(f"dtypes may hold {', '.join(DTYPES)}; got {dtype!r}")
+
+    def load(self) -> Backend:
+        """Import the implementation.
+
+        Returns
+        -------
+        Backend
+            A new instance of it.
+        """
+        module, _, name = self.implementation.partition(":")
+        backend: Backend = getattr(importlib.import_module(module), name)()
+        return backend

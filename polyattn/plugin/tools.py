@@ -1,0 +1,100 @@
+"""Methods of a backend that only the benchmark, the listing and the layers use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from polyattn.arrays import Array
+
+__all__ = ["BackendTools"]
+
+
+class BackendTools:
+    """The optional part of a backend: no call of attention needs it."""
+
+    def hardware(self, device: str) -> dict[str, str | int]:
+        """Describe a device.
+
+        Parameters
+        ----------
+        device : str
+            One of `devices`.
+
+        Returns
+        -------
+        dict
+            What is known of it: ``name``; ``memory``, in bytes; ``compute_capability``.
+        """
+        return {}
+
+    def engines(self) -> dict[str, str]:
+        """List what the kernels call beside the library itself.
+
+        Returns
+        -------
+        dict of str to str
+            The versions of those that are here, such as cuDNN's, by name.
+        """
+        return {}
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work on a device is done.
+
+        Parameters
+        ----------
+        device : str or None
+            One of `devices`, or None for the default.
+        """
+
+    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return a function in the form in which the library's users call it again and again.
+
+        `polyattn bench` times what this returns.
+
+        Parameters
+        ----------
+        function : callable
+            Takes arrays of this library and returns one.
+
+        Returns
+        -------
+        callable
+            The same function, or one that does the same once it is compiled.
+        """
+        return function
+
+    def peak_memory(
+        self, device: str | None, function: Callable[..., Array], *arrays: Array
+    ) -> int | None:
+        """Say how much memory of a device a call needs at its peak, beside arrays and result.
+
+        Parameters
+        ----------
+        device : str or None
+            One of `devices`, or None for the default.
+        function : callable
+            What `compile` returned; it has been called with these arrays before.
+        *arrays : Array
+            What it is to be called with.
+
+        Returns
+        -------
+        int or None
+            Bytes, or None if the library does not count them. Of the CPU the operating system is
+            asked then.
+        """
+        return None
+
+    def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Do some work on every item, in any order, on as many threads as are to be used.
+
+        Parameters
+        ----------
+        work : callable
+            What to do with an item.
+        items : sequence
+            The items.
+        """
+        for item in items:
+            work(item)
