@@ -20,9 +20,9 @@ PROMISES = {
 }
 INTRO = """# What each kernel computes
 
-Written by `python docs/capabilities.py` from what the kernels declare. A kernel is never given what
-it does not declare; `polyattn.explain` says what a call needs, and the reasons that depend on
-shapes and dtypes. That each declaration is true, `polyattn check` shows.
+`python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a call
+with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives the reasons
+that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
 """
 
 
