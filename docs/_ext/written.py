@@ -18,24 +18,6 @@ import polyattn
 from polyattn.dispatch import errors
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("added", "changed", "fixed", "removed")
-
-
-def changelog(root: Path = ROOT) -> str:
-    """The fragments as the next release, and the releases that were."""
-    introduction, heading, releases = (
-        (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")
-    )
-    parts = [introduction.partition("\n")[2].strip()]
-    fragments = {kind: sorted((root / "changelog.d").glob(f"*.{kind}.md")) for kind in KINDS}
-    if any(fragments.values()):
-        parts.append("## Next release")
-    for kind, files in fragments.items():
-        if files:
-            items = (file.read_text(encoding="utf-8").strip() for file in files)
-            parts.append(f"### {kind.capitalize()}")
-            parts.append("\n".join("- " + item.replace("\n", "\n  ") for item in items))
-    return "\n\n".join([*parts, (heading + releases).strip()])
 
 
 def said_by(*arguments: str) -> str:
@@ -81,7 +63,7 @@ def error_table() -> str:
     return "\n".join(lines)
 
 
-WRITERS = {"changelog": changelog, "commands": commands, "error-table": error_table}
+WRITERS = {"commands": commands, "error-table": error_table}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 
 
