@@ -1,4 +1,4 @@
-"""Where other attention functions depart from ours, and by how much: writes docs/peers.md."""
+"""Write docs/peers.md: where other attention functions differ from ours, and by how much."""
 
 import functools
 import math
@@ -519,15 +519,15 @@ INTRODUCTION = """\
 `python docs/peers.py` writes this page. It ran on a CPU with
 {versions}.
 
-Each function runs the cases of `polyattn.conformance`, one feature, dtype or corner at a time. The results
-are compared with [what attention means here](semantics.md). A difference is not always a bug: most are
-another meaning, and the cell names it. `polyattn.conformance.functions.check` does the same for any
-function.
+Each function runs the cases of `polyattn.conformance`, one feature, dtype or corner at a time. The
+results are compared with [what attention means here](semantics.md). A difference is not always a
+bug: most are another meaning, and the cell names it. `polyattn.conformance.functions.check` does
+the same for any function.
 
-A cell counts only the cases that the function has arguments for. *2/3* means two of three cases. The
-number in parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a weight; in
-float32, about 10⁷ units are as large as the values themselves. A result agrees if it is within the limit
-of its case, which is wide where scores are large.
+A cell counts only the cases that the function has arguments for. *2/3* means two of three cases.
+The number in parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a
+weight; in float32, about 10⁷ units are as large as the values themselves. A result agrees if it is
+within the limit of its case, which is wide where scores are large.
 
 - *∞*: not exact where it must be, such as at a 0, or NaN instead of a number.
 - *–*: the function has no argument for any of the cases.
