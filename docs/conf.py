@@ -18,7 +18,7 @@ extensions = [
     "numpydoc",
     "repository",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",  # for the role "autolink" alone
+    "sphinx.ext.autosummary",  # only for the role "autolink"
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "written",
