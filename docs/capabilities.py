@@ -1,4 +1,4 @@
-"""Writes capabilities.md: what each kernel declares, from the declarations themselves."""
+"""Write capabilities.md from what each kernel declares."""
 
 import importlib
 from pathlib import Path
@@ -20,34 +20,34 @@ PROMISES = {
 }
 INTRO = """# What each kernel computes
 
-Written by `python docs/capabilities.py` from what the kernels declare. A kernel is never given what
-it does not declare; `polyattn.explain` says what a call needs, and the reasons that depend on
-shapes and dtypes. That each declaration is true, `polyattn check` shows.
+`python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a
+call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
+the reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
 """
 
 
 def ours() -> dict[str, tuple[Kernel, ...]]:
-    """The kernels of each plugin of this package, and those that close every list."""
+    """Return the kernels of each first-party plugin, and those that end every list."""
     own = {spec.name: implementation(spec).kernels for spec in SPECS}
     return own | {"every library": registry.kernels_of(None)}
 
 
 def implementation(spec: BackendSpec) -> type[Backend]:
-    """The class of a backend, which need not run here."""
+    """Return the class of a backend, which may be unable to run here."""
     module, _, name = spec.implementation.partition(":")
     found: type[Backend] = getattr(importlib.import_module(module), name)
     return found
 
 
 def cell(kernel: Kernel, feature: str) -> str:
-    """Whether a kernel computes a feature, or on which devices alone."""
+    """Return a mark if a kernel computes a feature, or the devices where it does."""
     if feature not in kernel.features:
         return ""
     return ", ".join(sorted(kernel.only_on.get(feature, (YES,))))
 
 
 def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
-    """The table, a row a feature or promise and a column a kernel."""
+    """Return the table: a row for each feature or promise, a column for each kernel."""
     columns = [(name, kernel) for name, some in kernels.items() for kernel in some]
     lines = [
         "| | " + " | ".join(f"{name}<br>`{kernel.name}`" for name, kernel in columns) + " |",
@@ -63,7 +63,7 @@ def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
 
 
 def dtypes() -> list[str]:
-    """A sentence for each plugin on what it takes."""
+    """Return a sentence for each plugin: its dtypes and devices."""
     return [
         f"- **{spec.name}** takes {', '.join(spec.dtypes)} on {', '.join(spec.devices)}."
         for spec in SPECS
@@ -71,7 +71,7 @@ def dtypes() -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([INTRO, *table(ours()), "", *dtypes(), ""])
 
 

@@ -1,4 +1,4 @@
-"""The site: every page of docs/, and the reference from docstrings; built without a network."""
+"""Configure the site: every page of docs/, and the reference from docstrings; no network."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ extensions = [
     "numpydoc",
     "repository",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",  # for the role "autolink" alone
+    "sphinx.ext.autosummary",  # only for the role "autolink"
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "written",
@@ -28,7 +28,7 @@ root_doc = "index"
 suppress_warnings = ["toc.empty_glob"]  # docs/results has pages once `make gpu` has written one
 smartquotes = False
 nitpicky = True
-# Names in docstrings that no page of this site is about: other libraries', and single attributes.
+# Names in docstrings without a page on this site: those of other libraries, single attributes.
 nitpick_ignore = [
     ("py:obj", name)
     for name in (
@@ -56,7 +56,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 # ---- docstrings ----
 
 default_role = "autolink"
-# What a layer or a kernel does is its call.
+# The documentation of a layer or a kernel is that of its call.
 autodoc_default_options = {"special-members": "__call__"}
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
@@ -75,20 +75,20 @@ html_copy_source = False
 
 
 def alias_of_viewcode(app: Sphinx, module: str, name: str) -> str | None:
-    """Spare viewcode a link that it would get wrong: this module is documented by another name."""
+    """Keep viewcode from linking this module, which is documented under another name."""
     return module if name == "thread_count" else None
 
 
 def says_nothing(
     app: Sphinx, kind: str, name: str, value: object, skip: bool, options: object
 ) -> bool | None:
-    """Leave out calls without a docstring, and a named tuple's fields, which its own describes."""
+    """Leave out calls without a docstring, and fields that a named tuple's docstring describes."""
     if name == "__call__":
         return not value.__doc__ or None
     return True if str(value.__doc__).startswith("Alias for field number") else None
 
 
 def setup(app: Sphinx) -> None:
-    """Tell Sphinx."""
+    """Register with Sphinx."""
     app.connect("autodoc-skip-member", says_nothing)
     app.connect("viewcode-follow-imported", alias_of_viewcode)

@@ -1,4 +1,4 @@
-"""Checks a built site: links lead to what is there, and no page loads anything from afar."""
+"""Check a built site: every link has a target, and no page loads anything from another site."""
 
 import argparse
 import re
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-# What is loaded with a page, not followed from it.
+# Tags whose targets load with the page.
 LOADED = {("img", "src"), ("script", "src"), ("link", "href"), ("source", "src"), ("iframe", "src")}
 FROM_AFAR = re.compile(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)")
 
 
 class Link(NamedTuple):
-    """A link of a page, and whether what it leads to is loaded with the page."""
+    """A link of a page, and whether the page loads its target."""
 
     to: str
     loaded: bool
 
 
 class Page(HTMLParser):
-    """The anchors of a page and its links."""
+    """The anchors and links of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        """Keep what a tag says."""
+        """Record the anchors and links of a tag."""
         for name, value in attributes:
             if name == "id" and value:
                 self.anchors.add(value)
@@ -42,12 +42,12 @@ class Page(HTMLParser):
 
 @cache
 def page(file: Path) -> Page:
-    """A page, read once."""
+    """Return a page, read once."""
     return Page(file.read_text(encoding="utf-8"))
 
 
 def wrong(file: Path, link: Link) -> str | None:
-    """What is wrong with a link of a page, if anything is."""
+    """Return what is wrong with a link of a page, or None."""
     to = urlsplit(link.to)
     if to.scheme or to.netloc:
         if link.loaded and to.scheme != "data":
@@ -62,7 +62,7 @@ def wrong(file: Path, link: Link) -> str | None:
 
 
 def problems(folder: Path) -> Iterator[str]:
-    """Every link of a site that is wrong, with the page that it is on."""
+    """Yield every wrong link of a site, with its page."""
     for file in sorted(folder.rglob("*.html")):
         for link in dict.fromkeys(page(file).links):
             if reason := wrong(file, link):
@@ -73,7 +73,7 @@ def problems(folder: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is wrong, and return 1 if anything is."""
+    """Print the wrong links, and return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the folder of the built site")
     folder = parser.parse_args().folder

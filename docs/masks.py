@@ -1,4 +1,4 @@
-"""Draws the pictures of masks.md by running the code that stands beside each."""
+"""Draw the pictures of masks.md by running the code below each."""
 
 from io import BytesIO
 from pathlib import Path
@@ -14,7 +14,7 @@ DPI = 84
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, which is a fraction of the size."""
+    """Save a figure as a PNG of few colours, for a small file."""
     pixels = BytesIO()
     figure.savefig(pixels, format="png", dpi=DPI)
     picture = Image.open(pixels).convert("RGB").quantize(128, kmeans=1)

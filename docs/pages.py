@@ -1,6 +1,6 @@
-"""The code of a page, run as a reader would: in order, in one namespace, in an empty folder.
+"""Run the code of a page as a reader would: in order, in one namespace, in an empty folder.
 
-A page is run once in a process, however many ask what it prints, draws or computes.
+A page runs once in a process; later requests get the same result.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ class Block(NamedTuple):
     Attributes
     ----------
     code : str
-        What runs.
+        The code.
     shown : str or None
         The text block directly below it: what it prints.
     picture : str or None
         The picture directly above it: what it draws.
     line : int
-        How many lines of the page stand above the code.
+        Number of lines of the page above the code.
     """
 
     code: str
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A block that was run: what it printed, all names after it, and the figure that it left."""
+    """A block that was run, with its printed text, all names after it, and its figure."""
 
     block: Block
     printed: str
@@ -57,7 +57,7 @@ class Ran(NamedTuple):
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The blocks of a page, in order."""
+    """Yield the blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     for found in BLOCK.finditer(text):
         line = text.count("\n", 0, found.start("code"))
@@ -66,12 +66,12 @@ def blocks(page: Path) -> Iterator[Block]:
 
 @cache
 def run(page: Path) -> tuple[Ran, ...]:
-    """Run all blocks of a page."""
+    """Run all blocks of a page, once."""
     names: dict[str, Any] = {}
     done = []
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), np.printoptions():
         for block in blocks(page):
-            # So many empty lines that an error names the line of the page.
+            # Empty lines before the code make an error name the line of the page.
             code = compile("\n" * block.line + block.code, str(page), "exec")
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(code, names)
@@ -80,7 +80,7 @@ def run(page: Path) -> tuple[Ran, ...]:
 
 
 def figure() -> Any:
-    """The figure that pyplot holds, if there is one; it holds none afterwards."""
+    """Return the figure that pyplot holds, or None, and close it."""
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is None or not pyplot.get_fignums():
         return None
@@ -90,7 +90,7 @@ def figure() -> Any:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page that start polyattn, without their comments."""
+    """Return the lines of a page that start polyattn, without comments."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     consoles = "\n".join(CONSOLE.findall(text))
     found = re.findall(r"^\$ (polyattn\b.*?)(?: +#.*)?$", consoles, flags=re.MULTILINE)

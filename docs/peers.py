@@ -1,4 +1,4 @@
-"""Where other attention functions depart from ours, and by how much: writes docs/peers.md."""
+"""Write docs/peers.md: where other attention functions differ from ours, and by how much."""
 
 import functools
 import math
@@ -514,22 +514,27 @@ def section(peer: Peer, rows: dict[str, Row]) -> str:
 
 
 INTRODUCTION = """\
-# How other attention functions depart from ours
+# How other attention functions differ
 
-Written by `python docs/peers.py`, which ran on a CPU
+`python docs/peers.py` writes this page. It ran on a CPU with
 {versions}.
 
-Each function was given the cases of `polyattn.conformance`, one feature, dtype or corner at a time,
-and held to [what attention means here](semantics.md). A departure is not a fault: most are another
-meaning, and the cell says which. `polyattn.conformance.functions.check` does the same to any
-function.
+Each function runs the cases of `polyattn.conformance`, one feature, dtype or corner at a time. The
+results are compared with [what attention means here](semantics.md). A difference is not always a
+bug: most are another meaning, and the cell names it. `polyattn.conformance.functions.check` does
+the same for any function.
 
-A cell is about the cases that the function has arguments for. *2/3* is two of three of them, and in
-parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a weight: in float32
-some 10⁷ units are as large as the values themselves. What agrees is within the limit of its case,
-which is wide where scores are large. *∞*: not exact where it must be, such as a 0, or NaN where a
-number is due. *–*: no argument for any of them. *raises*: an error. *crashes*: the end of the
-process. The figures are those of one machine; that the words of torch and jax still hold is tested.
+A cell counts only the cases that the function has arguments for. *2/3* means two of three cases.
+The number in parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a
+weight; in float32, about 10⁷ units are as large as the values themselves. A result agrees if it is
+within the limit of its case, which is wide where scores are large.
+
+- *∞*: not exact where it must be, such as at a 0, or NaN instead of a number.
+- *–*: the function has no argument for any of the cases.
+- *raises*: an error.
+- *crashes*: the process ended.
+
+The figures come from one machine. A test checks that the words for torch and jax are still true.
 """
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of scores.md, from what the values themselves compute."""
+"""Draw the pictures of scores.md, from what the score expressions compute."""
 
 import math
 from io import BytesIO
@@ -23,12 +23,12 @@ BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#6b7280"
 
 
 def weights(query, key, **options):
-    """The weights of a call: its output, where the values are the rows of an identity."""
+    """Return the weights of a call: its output with an identity matrix for the values."""
     return attention(query, key, np.eye(key.shape[-2]), **options)
 
 
 def at_distance(value: scores.Score, head: int, away: np.ndarray, heads: int) -> np.ndarray:
-    """What a value adds to a score of 0, by how far after its row the key is."""
+    """Return what a score expression adds to a score of 0, by the distance from row to key."""
     far = abs(away).max()
     s = np.zeros((1, heads, 1, len(away)))
     b, h = np.zeros((1, 1, 1, 1), int), np.arange(heads).reshape(1, -1, 1, 1)
@@ -36,7 +36,7 @@ def at_distance(value: scores.Score, head: int, away: np.ndarray, heads: int) ->
 
 
 def modifications() -> Figure:
-    """A bound on scores, and what is added by distance."""
+    """Draw a bound on scores, and biases that depend on distance."""
     figure, (cap, slope, bucket) = pyplot.subplots(1, 3, figsize=(11, 3.5), layout="constrained")
     s = np.linspace(-90, 90, 181)
     zero = np.zeros_like(s, dtype=int)
@@ -65,7 +65,7 @@ def modifications() -> Figure:
 
 
 def similarities() -> Figure:
-    """How alike one query and the keys of a plane are."""
+    """Draw the similarity of one query and the keys of a plane."""
     figure, grid = pyplot.subplots(
         1, 5, figsize=(13, 3.5), layout="compressed", sharex=True, sharey=True
     )
@@ -91,18 +91,18 @@ def similarities() -> Figure:
 
 
 def alike(query: np.ndarray, keys: np.ndarray, kind: scores.Similarity | None) -> np.ndarray:
-    """The scores of one query: the logsumexp of each key by itself."""
+    """Return the scores of one query: the logsumexp of each single key."""
     query, keys = np.broadcast_to(query, keys.shape)[:, None], keys[:, None]
     return attention_partial(query, keys, keys, scale=1.0, similarity=kind).logsumexp
 
 
 def ends(plane: np.ndarray) -> list[float]:
-    """Two round numbers near the ends of what is drawn."""
+    """Return two round numbers near the ends of an axis."""
     return [math.ceil(plane.min()), math.floor(plane.max())]
 
 
 def normalizers() -> Figure:
-    """The weights of one query by each normalizer."""
+    """Draw the weights of one query by each normalizer."""
     figure, axes = pyplot.subplots(figsize=(8, 3.4), layout="constrained")
     s = np.array([1.2, 1.0, 0.8, 0.6, 0.4, 0.1, -0.1, -0.4, -0.7, -1.2])
     query, key = np.ones((1, 1)), s[:, None]
@@ -128,7 +128,7 @@ def normalizers() -> Figure:
 
 
 def bare(axes: Axes) -> None:
-    """Take away the frame's top and right."""
+    """Remove the frame's top and right."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -140,7 +140,7 @@ PICTURES = {
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, which is a fraction of the size."""
+    """Save a figure as a PNG of few colours, for a small file."""
     pixels = BytesIO()
     figure.savefig(pixels, format="png", dpi=DPI)
     picture = Image.open(pixels).convert("RGB").quantize(128, kmeans=1)

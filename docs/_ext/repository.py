@@ -1,7 +1,7 @@
-"""A link from a page to a file outside docs/ leads to a page that shows it.
+"""Make a page for each file outside docs/ that a page links to.
 
-The pages are plain Markdown, whose links are right on a forge. Here a Markdown file that one of
-them leads to becomes a page as it is, a folder its README, and any other file a page of its text.
+The pages are plain Markdown, whose links are correct on a forge. For the site, a linked Markdown
+file becomes a page as it is, a folder its README, and any other file a page of its text.
 """
 
 import os
@@ -17,20 +17,20 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 # Made by a build, and ignored by git.
 MADE = "_files"
-# What a page of docs/ shows already.
+# Files that a page of docs/ already shows.
 SHOWN = {"polyattn/kernels/dense.py": "reference/formula", "CHANGELOG.md": "changelog"}
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 PICTURES = {".png", ".svg"}
 
 
 def pages() -> list[Path]:
-    """The pages that are written by hand."""
+    """Return the pages that are written by hand."""
     found = sorted(DOCS.rglob("*.md"))
     return [p for p in found if not any(part[0] == "_" for part in p.relative_to(DOCS).parts)]
 
 
 def page_of(file: Path) -> str:
-    """The name of the page that shows a file."""
+    """Return the name of the page that shows a file."""
     path = file.relative_to(ROOT).as_posix()
     if path in SHOWN:
         return SHOWN[path]
@@ -40,13 +40,13 @@ def page_of(file: Path) -> str:
 
 
 def home(page: str) -> Path:
-    """The folder that the links of a page start from."""
+    """Return the folder to which the links of a page are relative."""
     folder = Path(page).parent
     return ROOT / folder.relative_to(MADE) if page.startswith(f"{MADE}/") else DOCS / folder
 
 
 def target(folder: Path, link: str) -> Path | None:
-    """The file of the repository that a link from a folder leads to, if it does."""
+    """Return the repository file that a link leads to, or None."""
     file = (folder / link).resolve()
     if not file.is_relative_to(ROOT) or file == ROOT:
         return None
@@ -56,13 +56,13 @@ def target(folder: Path, link: str) -> Path | None:
 
 
 def led_to(text: str, folder: Path) -> Iterator[Path]:
-    """The files that a text leads to, but for pictures."""
+    """Return the files that a text links to, without pictures."""
     found = (target(folder, link) for link, _ in LINK.findall(text))
     return (file for file in found if file and file.suffix not in PICTURES)
 
 
 def relinked(text: str, folder: Path) -> str:
-    """A text of a folder, with links that are right wherever it stands on the site."""
+    """Return a text with its links rewritten for the site."""
 
     def replaced(found: re.Match[str]) -> str:
         file = target(folder, found[1])
@@ -76,7 +76,7 @@ def relinked(text: str, folder: Path) -> str:
 
 
 def text_of(file: Path) -> str:
-    """The text of the page that shows a file."""
+    """Return the text of the page that shows a file."""
     if file.suffix == ".md":
         return f"---\norphan: true\n---\n\n{file.read_text(encoding='utf-8')}"
     try:
@@ -91,7 +91,7 @@ def text_of(file: Path) -> str:
 
 
 def make(app: Sphinx) -> None:
-    """Write the pages of all files that pages lead to, and leave none of an earlier build."""
+    """Write a page for each file that pages link to, and delete those of an earlier build."""
     texts = [(page.read_text(encoding="utf-8"), page.parent) for page in pages()]
     made: dict[Path, str] = {}
     while texts:
@@ -109,12 +109,12 @@ def make(app: Sphinx) -> None:
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Turn the links of a page to those of the site."""
+    """Rewrite the links of a page for the site."""
     source[0] = relinked(source[0], home(page))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Tell Sphinx."""
+    """Register with Sphinx."""
     app.connect("config-inited", lambda app, config: make(app))
     app.connect("source-read", read)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""What pages of the reference say, written from the code at each build."""
+"""Write parts of the reference from the code at each build."""
 
 import inspect
 import os
@@ -18,28 +18,10 @@ import polyattn
 from polyattn.dispatch import errors
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("added", "changed", "fixed", "removed")
-
-
-def changelog(root: Path = ROOT) -> str:
-    """The fragments as the next release, and the releases that were."""
-    introduction, heading, releases = (
-        (root / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n## ")
-    )
-    parts = [introduction.partition("\n")[2].strip()]
-    fragments = {kind: sorted((root / "changelog.d").glob(f"*.{kind}.md")) for kind in KINDS}
-    if any(fragments.values()):
-        parts.append("## Next release")
-    for kind, files in fragments.items():
-        if files:
-            items = (file.read_text(encoding="utf-8").strip() for file in files)
-            parts.append(f"### {kind.capitalize()}")
-            parts.append("\n".join("- " + item.replace("\n", "\n  ") for item in items))
-    return "\n\n".join([*parts, (heading + releases).strip()])
 
 
 def said_by(*arguments: str) -> str:
-    """What the command line prints, at the width of a page."""
+    """Return what the command line prints, at the width of a page."""
     return subprocess.run(
         [sys.executable, "-m", "polyattn", *arguments],
         env=os.environ | {"COLUMNS": "88", "NO_COLOR": "1"},
@@ -50,7 +32,7 @@ def said_by(*arguments: str) -> str:
 
 
 def commands() -> str:
-    """The help of the command line, and of each of its commands."""
+    """Return the help of the command line, and of each of its commands."""
     overall = said_by("--help")
     parts = [f"```text\n{overall}```"]
     for name in re.findall(r"^    (\w+) ", overall, flags=re.MULTILINE):
@@ -59,7 +41,7 @@ def commands() -> str:
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """Each exception that a docstring of a public function names, with the function."""
+    """Yield each exception that a public function's docstring names, with the function."""
     for name in polyattn.__all__:
         function: Any = getattr(polyattn, name)
         if inspect.isfunction(function):
@@ -67,7 +49,7 @@ def raised() -> Iterator[tuple[str, str]]:
 
 
 def error_table() -> str:
-    """The exceptions of polyattn: what each means, and what raises it."""
+    """Return the table of polyattn's exceptions: their meaning, and what raises them."""
     by = defaultdict(list)
     for kind, name in raised():
         by[kind].append(f"{{py:func}}`~polyattn.{name}`")
@@ -76,17 +58,17 @@ def error_table() -> str:
         kind = getattr(errors, name)
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
         meaning = inspect.getdoc(kind).partition("\n")[0]
-        raisers = ", ".join(by[name]) or "as one of those below"
+        raisers = ", ".join(by[name]) or "as one of the errors below"
         lines.append(f"| {{py:exc}}`~polyattn.{name}` | {bases} | {meaning} | {raisers} |")
     return "\n".join(lines)
 
 
-WRITERS = {"changelog": changelog, "commands": commands, "error-table": error_table}
+WRITERS = {"commands": commands, "error-table": error_table}
 PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 
 
 def write(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put what a writer returns in the place of its name."""
+    """Replace the name of each writer by what it returns."""
 
     def written(found: re.Match[str]) -> str:
         app.env.reread_always.add(page)  # for what it is written from is no file of this page
@@ -96,6 +78,6 @@ def write(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Tell Sphinx."""
+    """Register with Sphinx."""
     app.connect("source-read", write)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Draws the pictures of these pages, from what the code of the pages computes."""
+"""Draw the pictures of these pages, from what the code of the pages computes."""
 
 import argparse
 import io
@@ -32,7 +32,7 @@ Names = dict[str, Any]
 
 
 def names_of(page: str) -> Names:
-    """The names that a page leaves behind."""
+    """Return the names that the code of a page defines."""
     return run(FOLDER / page)[-1].names
 
 
@@ -51,7 +51,7 @@ def cells(axes: Axes, numbers: np.ndarray, digits: int, top: float | None = None
 
 
 def steps(names: Names) -> Figure:
-    """From the vectors of a sentence to its scores, weights and output."""
+    """Draw the steps from the vectors of a sentence to scores, weights and output."""
     x, said = names["sweet"], names["said_of_milk"]
     tokens, features = ["cat", "milk", "it", "sweet"], ["hungry", "sweet"]
     parts = [
@@ -73,7 +73,7 @@ def steps(names: Names) -> Figure:
 
 
 def turned(names: Names) -> Figure:
-    """Where "it" points before and after, in both sentences."""
+    """Draw where "it" points before and after, in both sentences."""
     figure, row = pyplot.subplots(1, 2, figsize=(9, 4.2), layout="constrained", sharey=True)
     sentences = [
         ("… because it was sweet", names["said_of_milk"], 0.05),
@@ -101,7 +101,7 @@ def turned(names: Names) -> Figure:
 
 
 def variance(names: Names) -> Figure:
-    """How far products of vectors spread."""
+    """Draw the spread of products of vectors."""
     figure, (spread, grown) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     sizes, products = names["sizes"], names["products"]
     bins = np.linspace(-30, 30, 121)
@@ -124,7 +124,7 @@ def variance(names: Names) -> Figure:
 
 
 def vanishing(names: Names) -> Figure:
-    """What becomes of softmax as its scores grow."""
+    """Draw softmax as its scores grow."""
     figure, row = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     styles = {"not divided": ("o-", RED), "divided by √d": ("s--", BLUE)}
     kinds = [("largest of 8 weights", names["sure"]), ("steepest slope", names["slope"])]
@@ -151,7 +151,7 @@ STYLES = {
 
 
 def rules(names: Names) -> Figure:
-    """What each rule makes of one row, of longer queries and of more keys."""
+    """Draw each rule for one row, for longer queries and for more keys."""
     figure, (one, grown, longer) = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     query, key = names["query"][:1], names["key"][:64]
     for name, rule in names["rules"](64).items():
@@ -174,7 +174,7 @@ def rules(names: Names) -> Figure:
 
 
 def cars(names: Names) -> Figure:
-    """The weights of three cars by temperature, and those that were printed."""
+    """Draw the weights of three cars by temperature, and the printed weights."""
     figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     temperatures = np.geomspace(20, 20_000, 100)
     options = {"similarity": names["scores"].distance()}
@@ -207,7 +207,7 @@ def cars(names: Names) -> Figure:
 
 
 def heads(names: Names) -> Figure:
-    """The weights of two heads beside those of one."""
+    """Draw the weights of two heads beside those of one."""
     figure, row = pyplot.subplots(1, 3, figsize=(9.5, 3.4), layout="constrained")
     whole = attention_weights(names["query"], names["key"])
     titles = ["first head: columns 0, 1", "second head: columns 2, 3", "one head: all columns"]
@@ -221,7 +221,7 @@ def heads(names: Names) -> Figure:
 
 
 def masked(names: Names) -> Figure:
-    """What masks leave of the weights of a few words."""
+    """Draw the weights of a few words under masks."""
     figure, row = pyplot.subplots(1, 4, figsize=(13, 3.8), layout="constrained", sharey=True)
     for axes, (title, weights) in zip(row, names["maps"].items(), strict=True):
         cells(axes, np.where(weights == 0, np.nan, weights), 2, top=1)
@@ -241,7 +241,7 @@ ROUNDS = 15
 
 
 def measure() -> None:
-    """Print the table of the page, as measured here by the functions of the page."""
+    """Measure the functions of the page, and print its table."""
     names = names_of(COST)
     with use_threads(1), threadpool_limits(1):
         for n, d in SIZES:
@@ -253,14 +253,14 @@ def measure() -> None:
 
 
 def measured() -> np.ndarray:
-    """The table of the page: n, d, milliseconds of three and mebibytes of three."""
+    """Return the table of the page: n, d, milliseconds of three and mebibytes of three."""
     text = (FOLDER / COST).read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d.*) \|$", text, flags=re.MULTILINE)
     return np.array([[float(number) for number in row.split(" | ")] for row in rows])
 
 
 def cost(_: Names) -> Figure:
-    """Time and memory against length, and time against size."""
+    """Draw time and memory against length, and time against size."""
     figure, (time, memory, size) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     table = measured()
     by_length, by_size = table[table[:, 1] == 64], table[table[:, 0] == 2048]
@@ -290,11 +290,11 @@ def cost(_: Names) -> Figure:
     return figure
 
 
-# ---- what all share ----------------------------------------------------------------------------
+# ---- shared parts ------------------------------------------------------------------------------
 
 
 def powers(axes: Axes, ticks: Any, base_y: int | None = None) -> None:
-    """Make the horizontal axis, or both, logarithmic with ticks that are written out."""
+    """Make the horizontal axis, or both, logarithmic with plain numbers as ticks."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     if base_y is not None:
@@ -303,7 +303,7 @@ def powers(axes: Axes, ticks: Any, base_y: int | None = None) -> None:
 
 
 def bare(axes: Axes) -> None:
-    """Take away the frame's top and right."""
+    """Remove the frame's top and right."""
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -321,7 +321,7 @@ PICTURES: dict[str, tuple[str, Callable[[Names], Figure]]] = {
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, which is a fraction of the size."""
+    """Save a figure as a PNG of few colours, for a small file."""
     pixels = io.BytesIO()
     figure.savefig(pixels, format="png", dpi=DPI)
     picture = Image.open(pixels).convert("RGB").quantize(128, kmeans=1)

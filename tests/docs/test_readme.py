@@ -32,7 +32,7 @@ def test_the_errors_shown_are_the_ones_raised():
 
 
 def test_every_file_it_points_to_is_there():
-    for target in re.findall(r"\]\(([^)]+)\)", TEXT):
+    for target in re.findall(r"\]\(([^)#]+)", TEXT):
         if not target.startswith("http"):
             assert (README.parent / target).exists(), target
 

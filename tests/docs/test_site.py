@@ -100,28 +100,6 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(repository, tmp_
     assert repository.pages() == [docs / "here.md", docs / "index.md"]
 
 
-def test_the_changelog_begins_with_the_next_release(written, tmp_path):
-    (tmp_path / "changelog.d").mkdir()
-    for name in ("masks.added", "scores.added", "torch.fixed"):
-        (tmp_path / "changelog.d" / f"{name}.md").write_text(f"{name},\nof two lines.\n")
-    (tmp_path / "CHANGELOG.md").write_text(
-        "# Changelog\n\nDates.\n\n## 0.2\n\n- b\n\n## 0.1\n\n- a\n"
-    )
-    lines = [line for line in written.changelog(tmp_path).splitlines() if line]
-    next_release = ["## Next release", "### Added", "- masks.added,", "  of two lines."]
-    assert lines[:5] == ["Dates.", *next_release]
-    assert lines[5:9] == ["- scores.added,", "  of two lines.", "### Fixed", "- torch.fixed,"]
-    assert lines[10:] == ["## 0.2", "- b", "## 0.1", "- a"]
-
-
-def test_every_fragment_is_of_a_kind_that_the_changelog_has(written):
-    for file in (ROOT / "changelog.d").glob("*.md"):
-        assert file.name == "README.md" or file.suffixes[-2].strip(".") in written.KINDS, file.name
-        assert (
-            file.name == "README.md" or file.read_text("utf-8").strip()[:40] in written.changelog()
-        )
-
-
 def test_the_page_of_commands_has_the_help_of_each(written):
     page = written.commands()
     named = re.findall(r"^## polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
