@@ -79,9 +79,8 @@ def scores(
     xp = backend.xp
     key = cast(xp, x.key[..., columns.start : columns.stop, :], query.dtype)
     if x.similarity is None:
-        s = unfold_heads(
-            problem, backend.matmul(query, xp.matrix_transpose(key)), xp
-        )  # 1: scale · q·k
+        s = backend.matmul(query, xp.matrix_transpose(key))  # 1: scale · q·k
+        s = unfold_heads(problem, s, xp)
     else:
         s = x.similarity.between(query, key, backend.matmul, xp)
         s = problem.scale * unfold_heads(problem, s, xp)

@@ -15,7 +15,22 @@ __all__ = ["fold_heads", "unfold_heads"]
 
 
 def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
-    """Turn (..., H, l, n) into (..., G, H/G · l, n)."""
+    """Turn (..., H, l, n) into (..., G, H/G · l, n).
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    array : Array
+        The array.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    Array
+        The same numbers.
+    """
     if problem.heads == problem.key_heads:
         return array
     *batch, heads, rows, size = array.shape
@@ -26,7 +41,22 @@ def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
 
 
 def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
-    """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
+    """Turn (..., G, H/G · l, n) into (..., H, l, n).
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    array : Array
+        The array.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    Array
+        The same numbers.
+    """
     if problem.heads == problem.key_heads:
         return array
     *batch, groups, folded, size = array.shape

@@ -1,8 +1,8 @@
 """The online softmax: what some of the keys give each row, before the division.
 
-`combine` is associative and commutative up to rounding, so the keys may be split in any way. The sum
-is kept undivided, beside its maximum, and not as a logsumexp: at scores of 1e4 a float32 logsumexp
-has lost three digits of every weight.
+`combine` is associative and commutative up to rounding, so the keys may be split in any way. The
+sum is kept undivided, beside its maximum, and not as a logsumexp: at scores of 1e4 a float32
+logsumexp has lost three digits of every weight.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ __all__ = ["SoftmaxState", "combine", "initial_state", "normalize", "or_zero"]
 
 
 class SoftmaxState(NamedTuple):
-    """Σ w·v, max s and Σ w of each row, where w = exp(s − max s)."""
+    """Σ w·v, max s and Σ w of each row, where w = exp(s − max s).
 
-    output: Array  # (..., H, l, E)
-    maximum: Array  # (..., H, l, 1)
-    total: Array  # (..., H, l, 1)
+    Attributes
+    ----------
+    output : Array
+        Σ w·v, shape (..., H, l, E).
+    maximum, total : Array
+        max s and Σ w, shape (..., H, l, 1).
+    """
+
+    output: Array
+    maximum: Array
+    total: Array
 
 
 def or_zero(xp: Any, maximum: Array) -> Array:
@@ -32,7 +40,22 @@ def or_zero(xp: Any, maximum: Array) -> Array:
 
 
 def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
-    """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
+    """Return the state before any key: empty, or the sink, a weight of 1 that has no value.
+
+    Parameters
+    ----------
+    problem, x : Problem, Operands
+        As a kernel is given them.
+    xp : module
+        The standard's namespace of the library.
+    rows : Span
+        The query rows.
+
+    Returns
+    -------
+    SoftmaxState
+        The state of these rows.
+    """
     accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
     if problem.requires_grad:
@@ -52,7 +75,20 @@ def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> Softmax
 
 
 def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
-    """Return the state of both sets of keys together."""
+    """Return the state of two sets of keys together.
+
+    Parameters
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    one, other : SoftmaxState
+        The states of the same rows, over separate keys.
+
+    Returns
+    -------
+    SoftmaxState
+        The state over all these keys.
+    """
     maximum = xp.maximum(one.maximum, other.maximum)
     shift = or_zero(xp, maximum)
     shrink_one, shrink_other = xp.exp(one.maximum - shift), xp.exp(other.maximum - shift)
@@ -66,7 +102,26 @@ def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
 def normalize(
     problem: Problem, state: SoftmaxState, dtype: Any, xp: Any
 ) -> tuple[Array, Array | None]:
-    """Divide, and return the output in `dtype` and the logsumexp if the problem asks for it."""
+    """Divide by the sum of the weights.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    state : SoftmaxState
+        The state of some rows over all keys.
+    dtype : dtype
+        The dtype of the output.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    output : Array
+        The output, shape (..., H, l, E).
+    logsumexp : Array or None
+        The logsumexp, shape (..., H, l), if the problem asks for it.
+    """
     empty = state.total == 0
     total = xp.where(empty, xp.ones_like(state.total), state.total)
     output = cast(xp, state.output / total, dtype)
