@@ -25,24 +25,7 @@ def hide(xp: Any, scores: Array, seen: Array) -> Array:
 def weighted_sum(
     problem: Problem, backend: Backend, weights: Array, scores: Array, value: Array
 ) -> Array:
-    """Return weights · value, in which an absent key's value takes no part.
-
-    Parameters
-    ----------
-    problem, backend
-        As a kernel is given them.
-    weights : Array
-        Weights (..., H, l, s), 0 where a key is absent.
-    scores : Array
-        The scores that they came from, −inf where a key is absent.
-    value : Array
-        Values (..., G, s, E).
-
-    Returns
-    -------
-    Array
-        The sums, (..., H, l, E).
-    """
+    """Return weights · value, in which an absent key's value takes no part."""
     xp = backend.xp
     weights = fold_heads(problem, weights, xp)
     if not problem.masks:

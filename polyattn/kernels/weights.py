@@ -113,17 +113,7 @@ def _joined(
 
 
 def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Span | None) -> Array:
-    """Return the weights of some rows, (..., H, l, S), 0 where a key is absent.
-
-    Parameters
-    ----------
-    problem, x, backend
-        As a kernel is given them.
-    rows : Span
-        Which rows.
-    heads : Span or None
-        Which query heads x.query holds, if not all.
-    """
+    """Return the weights of some rows, (..., H, l, S), 0 where a key is absent."""
     xp, columns = backend.xp, Span(0, problem.key_length)
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     at = Indices(problem, xp, x, rows, columns, heads=heads)
