@@ -25,15 +25,7 @@ SECONDS = 60.0
 
 
 def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | None, ...]]) -> None:
-    """Add the command's options.
-
-    Parameters
-    ----------
-    add : callable
-        The parser's ``add_argument``.
-    window : callable
-        Reads what ``--window`` is given.
-    """
+    """Add the command's options."""
     add("--backends", metavar="NAMES", help="such as numpy,torch:cuda,jax (default: all here)")
     add(
         "--lengths", type=_lengths, default=LENGTHS, metavar="LENGTHS",
@@ -94,20 +86,7 @@ def _seconds(text: str) -> float:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the command line says and return the exit code.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        What `add_options` describes.
-
-    Raises
-    ------
-    BackendError
-        If a backend is unknown, not here or cannot take the call.
-    ValueError
-        If options do not go together, a file cannot be written, or matplotlib is missing.
-    """
+    """Do what the command line says and return the exit code."""
     _check_files(options)
     if options.compare is not None:
         from polyattn.bench.compare import compare

@@ -19,20 +19,7 @@ Key = tuple[int, str]
 
 
 def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[str]:
-    """Return what differs, and the times of both with their ratios, as lines.
-
-    Parameters
-    ----------
-    first, second : Report
-        What was measured.
-    a, b : str
-        What they are called, such as their files.
-
-    Raises
-    ------
-    ValueError
-        If nothing of them can be compared; it says what differs.
-    """
+    """Return what differs, and the times of both with their ratios, as lines."""
     ours, theirs = _timed(first), _timed(second)
     if first.workload != second.workload:
         raise ValueError(

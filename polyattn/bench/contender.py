@@ -116,22 +116,7 @@ def everything_here() -> list[str]:
 
 
 def contenders(names: str | Iterable[str]) -> list[Contender]:
-    """Return the backends of these names, one without a device on each kind that it has.
-
-    Parameters
-    ----------
-    names : str or iterable of str
-        As ``name`` or ``name:device``; a string may hold several with commas.
-
-    Raises
-    ------
-    UnknownBackendError
-        If no plugin has a name.
-    BackendUnavailableError
-        If a backend cannot be loaded here, or has no such device; it says what would mend that.
-    ValueError
-        If a name is ``auto``, which is no backend.
-    """
+    """Return the backends of these names, one without a device on each kind that it has."""
     given = parse(names if isinstance(names, str) else list(names), "--backends ")
     found = {one.name: one for name in given for one in _named(name)}
     return list(found.values())

@@ -22,17 +22,7 @@ class Rows(NamedTuple):
 
 
 def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]:
-    """Return blocks of rows, spread over the whole length, of the first and the last head.
-
-    Parameters
-    ----------
-    workload : Workload
-        The call.
-    arrays : list of numpy.ndarray
-        Query, key and value, as every backend is given them.
-    length : int
-        Its length.
-    """
+    """Return blocks of rows, spread over the whole length, of the first and the last head."""
     query, key, value = arrays
     rows, times = query.shape[-2], workload.heads // workload.key_heads
     starts = sorted({int(start) for start in np.linspace(0, max(rows - ROWS, 0), BLOCKS)})

@@ -126,13 +126,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def look(contenders: Iterable[Contender]) -> Machine:
-    """Return what this machine is, once the backends are loaded.
-
-    Parameters
-    ----------
-    contenders : iterable of Contender
-        The backends that are measured on it.
-    """
+    """Return what this machine is, once the backends are loaded."""
     contenders = list(contenders)
     threads = {"polyattn": thread_count()}
     libraries: dict[str, str] = {}

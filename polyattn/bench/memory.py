@@ -22,15 +22,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory(running: Running, output: int) -> int | None:
-    """Return the bytes that a call needs at its peak beside inputs and output, or None if unknown.
-
-    Parameters
-    ----------
-    running : Running
-        The call; it has run before, so that nothing is compiled or loaded.
-    output : int
-        The bytes of its output.
-    """
+    """Return the peak bytes of a call, without inputs and output, or None if unknown."""
     contender = running.contender
     counted = contender.backend.peak_memory(contender.device, running.function, *running.arrays)
     if counted is not None or contender.hardware != "cpu":

@@ -36,18 +36,7 @@ dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere } code { font-
 
 
 def page(report: Report) -> str:
-    """Return a report as an HTML page.
-
-    Parameters
-    ----------
-    report : Report
-        What was measured.
-
-    Returns
-    -------
-    str
-        The page; its picture is in it.
-    """
+    """Return a report as an HTML page."""
     said = str(report.workload)
     stopped = (
         '<p class="bad">It was interrupted before its end.</p>\n' if report.interrupted else ""

@@ -26,18 +26,7 @@ ROOFS = ("--", ":", "-.", (0, (1, 3)))
 
 
 def draw(report: Report) -> Any:
-    """Return a figure of a report: a line for each backend, its band from quartile to quartile.
-
-    Parameters
-    ----------
-    report : Report
-        What was measured.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The figure.
-    """
+    """Return a figure of a report: a line for each backend, its band from quartile to quartile."""
     figures = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=(7.4, 5.6), layout="constrained")
     axes = figure.add_subplot()

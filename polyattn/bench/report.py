@@ -154,18 +154,7 @@ class Report:
 
 
 def read(file: Path) -> Report:
-    """Return the report of a file that ``polyattn bench --json`` wrote.
-
-    Parameters
-    ----------
-    file : pathlib.Path
-        The file.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is none of ours, or of a version that is not known here.
-    """
+    """Return the report of a file that ``polyattn bench --json`` wrote."""
     try:
         given = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
         form, version = given["format"], given["version"]

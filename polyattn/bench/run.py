@@ -62,21 +62,7 @@ def measure(
     deadline: float,
     say: Say,
 ) -> Iterator[list[Row]]:
-    """Measure every length, and yield its rows when they are in the report.
-
-    Parameters
-    ----------
-    report : Report
-        What the rows are added to.
-    contenders : sequence of Contender
-        The backends.
-    lengths : sequence of int
-        The lengths, in order.
-    deadline : float
-        When all of it should be done, as far as that can be foreseen, by `time.perf_counter`.
-    say : callable
-        Is told what is being done.
-    """
+    """Measure every length, and yield its rows when they are in the report."""
     roofs, before = report.roofs, 0
     bounds = {
         one.name: DOUBT * roofs[one.hardware].product for one in contenders if one.hardware in roofs

@@ -34,19 +34,7 @@ def alternate(
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[float]]:
-    """Return seconds a call, by round, of calls that take turns.
-
-    Parameters
-    ----------
-    calls : mapping of str to callable
-        What is timed; each has run before.
-    expected : mapping of str to float
-        About how many seconds each takes.
-    seconds : float
-        How long all of it may take; three rounds are made even so.
-    say : callable
-        Is told what is being done.
-    """
+    """Return seconds a call, by round, of calls that take turns."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     start = time.perf_counter()

@@ -152,7 +152,7 @@ def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     assert Page(page.read_text(encoding="utf-8")).outside == []
     assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
     rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
-    assert rows["scale"]["cases"]["scale"]["reading"] == "scale is ignored"
+    assert rows["scale"]["cases"]["scale"]["interpretation"] == "scale is ignored"
     (tmp_path / "mine.py").write_text(FUNCTIONS + BLANK, encoding="utf-8")
     monkeypatch.delitem(sys.modules, "mine")
     importlib.invalidate_caches()

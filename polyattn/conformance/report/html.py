@@ -62,18 +62,7 @@ the other meaning that the results agree with.</p>
 
 
 def page(report: Report) -> str:
-    """Return a report as an HTML page that needs nothing beside itself.
-
-    Parameters
-    ----------
-    report : Report
-        What was found.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Return a report as an HTML page that needs nothing beside itself."""
     failed = report.failed
     verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "Everything agrees"
     body = "\n".join(line for section in report.sections for line in _section(section))
@@ -81,23 +70,10 @@ def page(report: Report) -> str:
 
 
 def callable_page(name: str, rows: Iterable[Row]) -> str:
-    """Return what became of a function as an HTML page that needs nothing beside itself.
-
-    Parameters
-    ----------
-    name : str
-        The function.
-    rows : iterable of departures.Row
-        What `departures.summarise` found.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Return what became of a function as an HTML page that needs nothing beside itself."""
     rows = list(rows)
-    departs = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
-    verdict = f"{departs} cases depart" if departs else "Everything agrees"
+    differing = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
+    verdict = f"{differing} cases depart" if differing else "Everything agrees"
     cells = "\n".join(
         f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
         f'<td>{escape(units)}</td><td class="soft wide">{escape(remarks)}</td></tr>'
@@ -109,7 +85,7 @@ def callable_page(name: str, rows: Iterable[Row]) -> str:
         f'<h2>{escape(name)}</h2>{_OF_A_FUNCTION}<div class="scroll"><table>'
         f"<thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
     )
-    return _whole(verdict, bool(departs), body)
+    return _whole(verdict, bool(differing), body)
 
 
 def _verdict(row: Row) -> str:
