@@ -224,7 +224,7 @@ def _check(options: argparse.Namespace) -> int:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ValueError(f"--html needs a file in a folder that is there; got {options.html}")
+        raise ValueError(f"--html needs a file in an existing folder; got {options.html}")
     cases = ESSENTIAL if options.quick else CASES
     if options.callable is not None:
         return _check_callable(options, cases)

@@ -1,9 +1,9 @@
-"""Times that may be compared: those of calls that took turns.
+"""Time calls in turns, so that their times can be compared.
 
-A shared machine's milliseconds are worth little, and those of what ran side by side a great deal.
-So every call gets a window in turn, the order is reversed each round, and before each window there
-is a rest, in which threads that spin for more work give up: OpenBLAS's do so for a tenth of a
-second, and would slow whoever comes next.
+On a shared machine only times measured side by side are comparable. Every call runs in a window of
+each round, and the order is reversed from one round to the next. A rest before each window lets
+idle threads stop spinning: those of OpenBLAS spin for a tenth of a second and would slow down the
+next call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEWEST, MOST = 3, 7  # rounds
 
 
 class Spread(NamedTuple):
-    """The median of some times and their quartiles, in seconds a call."""
+    """The median and the quartiles of times, in seconds per call."""
 
     median: float
     low: float
@@ -34,7 +34,11 @@ def alternate(
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[float]]:
-    """Return seconds a call, by round, of calls that take turns."""
+    """Return seconds per call in each round, for calls that run in turns.
+
+    Each call has run before and is `expected` to take that many seconds. The rounds stop after
+    `seconds`, but there are at least three.
+    """
     found: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     start = time.perf_counter()
@@ -52,16 +56,16 @@ def alternate(
 
 
 def window(call: Callable[[], Any], seconds: float = WINDOW, expected: float = 0.0) -> float:
-    """Return seconds a call over a window of calls, after half a one to warm up.
+    """Return seconds per call over a window of calls, after half a window to warm up.
 
-    A call that is expected to fill the window gains nothing by warming up, and has none.
+    A call that is expected to fill the window is not warmed up.
     """
     if expected < seconds:
-        _seconds_a_call(call, seconds / 2)
-    return _seconds_a_call(call, seconds)
+        _seconds_per_call(call, seconds / 2)
+    return _seconds_per_call(call, seconds)
 
 
-def _seconds_a_call(call: Callable[[], Any], seconds: float) -> float:
+def _seconds_per_call(call: Callable[[], Any], seconds: float) -> float:
     calls, start = 0, time.perf_counter()
     while True:
         call()
@@ -72,7 +76,7 @@ def _seconds_a_call(call: Callable[[], Any], seconds: float) -> float:
 
 
 def spread_of(times: list[float]) -> Spread:
-    """Return the median and the quartiles of some times."""
+    """Return the median and the quartiles of the times."""
     if len(times) == 1:
         return Spread(times[0], times[0], times[0])
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")

@@ -18,8 +18,8 @@ from polyattn.conformance.functions.check import (
     Function,
     check_callable,
 )
-from polyattn.dispatch.explanation import table
 from polyattn.expressions.expression import Expression
+from polyattn.text_table import table
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 

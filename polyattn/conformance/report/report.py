@@ -20,7 +20,7 @@ from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
-from polyattn.dispatch.explanation import table
+from polyattn.text_table import table
 
 __all__ = [
     "PROMISES",
