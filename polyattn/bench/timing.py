@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["FEWEST", "REST", "Spread", "alternate", "spread_of", "window"]
+__all__ = ["FEWEST", "REST", "Spread", "alternate", "ratios", "rounds", "spread_of", "window"]
 
 REST = 0.1  # seconds
 WINDOW = 0.04  # seconds
@@ -39,38 +39,66 @@ def alternate(
     Each call has run before and is `expected` to take that many seconds. The rounds stop after
     `seconds`, but there are at least three.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    start = time.perf_counter()
-    for done in range(MOST):
-        began = time.perf_counter()
-        for name in order:
-            say(f"{name}, round {done + 1}")
-            time.sleep(REST)
-            found[name].append(window(calls[name], WINDOW, expected[name]))
-        order.reverse()
-        now = time.perf_counter()
-        if done + 1 >= FEWEST and now - start + (now - began) > seconds:
+
+    def measure(name: str) -> float:
+        say(name)
+        time.sleep(REST)
+        return window(calls[name], WINDOW, expected[name])
+
+    start = began = time.perf_counter()
+    turns = rounds(calls, measure, MOST)
+    for done in range(1, MOST + 1):
+        times, now = next(turns), time.perf_counter()
+        if done >= FEWEST and now - start + (now - began) > seconds:
             break
-    return found
+        began = now
+    return times
 
 
-def window(call: Callable[[], Any], seconds: float = WINDOW, expected: float = 0.0) -> float:
+def rounds(
+    names: Iterable[str], measure: Callable[[str], float], most: int
+) -> Iterator[dict[str, list[float]]]:
+    """Measure by turns, in reversed order every other round; yield all times after each round."""
+    order = list(names)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(most):
+        for name in order:
+            times[name].append(measure(name))
+        order.reverse()
+        yield times
+
+
+def ratios(times: Mapping[str, list[float]], reference: str) -> dict[str, Spread]:
+    """Return the times divided by those of a reference in the same rounds."""
+    return {
+        name: spread_of([a / b for a, b in zip(own, times[reference], strict=True)])
+        for name, own in times.items()
+    }
+
+
+def window(
+    call: Callable[[], Any],
+    seconds: float = WINDOW,
+    expected: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return seconds per call over a window of calls, after half a window to warm up.
 
     A call that is expected to fill the window is not warmed up.
     """
     if expected < seconds:
-        _seconds_per_call(call, seconds / 2)
-    return _seconds_per_call(call, seconds)
+        _seconds_per_call(call, seconds / 2, clock)
+    return _seconds_per_call(call, seconds, clock)
 
 
-def _seconds_per_call(call: Callable[[], Any], seconds: float) -> float:
-    calls, start = 0, time.perf_counter()
+def _seconds_per_call(
+    call: Callable[[], Any], seconds: float, clock: Callable[[], float]
+) -> float:
+    calls, start = 0, clock()
     while True:
         call()
         calls += 1
-        elapsed = time.perf_counter() - start
+        elapsed = clock() - start
         if elapsed >= seconds:
             return elapsed / calls
 
