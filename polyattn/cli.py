@@ -224,20 +224,20 @@ def _check(options: argparse.Namespace) -> int:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ValueError(f"--html needs a file in a folder that is there; got {options.html}")
+        raise ValueError(f"--html needs a file in an existing folder; got {options.html}")
     cases = ESSENTIAL if options.quick else CASES
     if options.callable is not None:
         return _check_callable(options, cases)
     try:
         if options.backends:
             names = [name for given in options.backends for name in given.split(",")]
-            subjects = [Target(name, options.library) for name in names]
+            targets = [Target(name, options.library) for name in names]
         else:
-            subjects = run.default_subjects(options.library)
+            targets = run.default_targets(options.library)
     except BackendError as error:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
-    found = run.run(run.steps(subjects, cases, options.kernel), run.progress)
+    found = run.run(run.steps(targets, cases, options.kernel), run.progress)
     print(_json(found.as_dict()) if options.json else found)
     if options.html is not None:
         options.html.write_text(page.page(found), encoding="utf-8")
@@ -262,7 +262,7 @@ def _json(found: Any) -> str:
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.functions import check as callables
-    from polyattn.conformance.functions import report as departures
+    from polyattn.conformance.functions import report as function_report
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
@@ -271,14 +271,14 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
             raise ValueError(f"--callable takes the place of {name}; got {' '.join(given)}")
     sys.path.insert(0, "")  # where python -m would find a module of the user's
     function = callables.load(options.callable)
-    target = callables.subject_of(options.callable, options.library)
+    target = callables.target_of(options.callable, options.library)
     bar = partial(run.bar, describe=lambda case: options.callable)
-    rows = departures.summarise(function, cases.values(), target.to, target.back, bar)
+    rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
     if options.json:
-        print(_json([departures.as_dict(row) for row in rows]))
+        print(_json([function_report.as_dict(row) for row in rows]))
     else:
         print(f"{options.callable} on arrays of {target.library}\n")
-        print(*departures.lines(rows), sep="\n")
+        print(*function_report.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
     departs = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)

@@ -36,6 +36,7 @@ from polyattn.expressions.masks import (
     Prefix,
     Segments,
 )
+from polyattn.extras import require_matplotlib
 from polyattn.tiles.coverage import TileGrid
 
 __all__ = ["draw_mask"]
@@ -107,7 +108,7 @@ def draw_mask(
     >>> axes.get_xlabel(), axes.get_ylabel()
     ('key j', 'query i')
     """
-    numpy, pyplot = importlib.import_module("numpy"), _pyplot()
+    numpy, pyplot = importlib.import_module("numpy"), require_matplotlib("pyplot")
     for name, number in (("L", query_length), ("S", key_length), ("tile", tile)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1; got {number!r}")
@@ -122,15 +123,6 @@ def draw_mask(
     _rule_off(axes, kinds.shape, size)
     _label(axes, mask, call, size, numpy.bincount(kinds.ravel(), minlength=4), whole)
     return axes
-
-
-def _pyplot() -> Any:
-    try:
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ImportError(
-            f'drawing a mask needs matplotlib: pip install "polyattn[plot]" ({error})'
-        ) from error
 
 
 # ---- which call to draw ------------------------------------------------------------------------
@@ -307,7 +299,7 @@ class _Drawn:
 
 
 def _paint(axes: Any, kinds: Any, size: int, lengths: tuple[int, int]) -> None:
-    colours = importlib.import_module("matplotlib.colors")
+    colours = require_matplotlib("colors")
     down, across = kinds.shape
     axes.imshow(
         kinds,
@@ -325,7 +317,7 @@ def _paint(axes: Any, kinds: Any, size: int, lengths: tuple[int, int]) -> None:
 
 def _rule_off(axes: Any, tiles: tuple[int, int], size: int) -> None:
     """Draw the edges of the tiles, if there are not too many."""
-    ticker = importlib.import_module("matplotlib.ticker")
+    ticker = require_matplotlib("ticker")
     for axis, number in ((axes.yaxis, tiles[0]), (axes.xaxis, tiles[1])):
         axis.set_major_locator(ticker.MaxNLocator(6, integer=True, steps=[1, 2, 4, 5, 8, 10]))
         if number <= MOST_LINES:
@@ -340,7 +332,7 @@ def _rule_off(axes: Any, tiles: tuple[int, int], size: int) -> None:
 def _label(
     axes: Any, mask: Mask, call: _Call, size: int, counts: tuple[int, ...], whole: bool
 ) -> None:
-    patches = importlib.import_module("matplotlib.patches")
+    patches = require_matplotlib("patches")
     axes.set(xlabel="key j", ylabel="query i")
     short = mask.map(lambda name, thing: facts_of(thing) if is_array(thing) else thing)
     lines = textwrap.wrap(repr(short), 46, max_lines=2, placeholder=" …", break_long_words=False)

@@ -17,6 +17,7 @@ from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, is_array, library_of
 from polyattn.dispatch.transfer import convert_like
 from polyattn.expressions.masks import Mask, as_mask
+from polyattn.extras import require_matplotlib
 from polyattn.plot.mask import draw_mask
 
 __all__ = ["attention_map", "entropy", "mask"]
@@ -85,7 +86,7 @@ def attention_map(
     >>> [axes.get_title() for axes in figure.axes[:4]]
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
-    figures = _matplotlib("figure")
+    figures = require_matplotlib("figure")
     titles, maps = _maps(weights, heads)
     rows, columns = maps.shape[1:]
     labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
@@ -94,7 +95,7 @@ def attention_map(
     elif not power > 0:
         raise ValueError(f"power must be above 0; got {power!r}")
     places = _given(axes, len(maps)) if axes is not None else _grid(figures, maps.shape, labels)
-    colours = _matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
+    colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
     aspect = "equal" if 1 / 3 <= rows / columns <= 3 else "auto"
     for place, title, one in zip(places, titles, maps, strict=True):
         image = place.axes.imshow(one, cmap=COLOURS, norm=colours, aspect=aspect)
@@ -143,15 +144,15 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     >>> figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()
     ('layer', 'head')
     """
-    numpy, figures = importlib.import_module("numpy"), _matplotlib("figure")
+    numpy, figures = importlib.import_module("numpy"), require_matplotlib("figure")
     layers = _layers(weights)
     table = numpy.stack([_mean_entropy(layer, numpy) for layer in layers])
     keys = max(layer.shape[-1] for layer in layers)
     if axes is None:
         size = [2 + 0.42 * min(number, 20) for number in table.shape]
         axes = figures.Figure(figsize=(size[1] + 0.6, size[0]), layout="compressed").add_subplot()
-    colours = _matplotlib("colors").Normalize(0, math.log2(keys) or 1)
-    shades = _matplotlib().colormaps[COLOURS].with_extremes(bad=NOTHING)
+    colours = require_matplotlib("colors").Normalize(0, math.log2(keys) or 1)
+    shades = require_matplotlib().colormaps[COLOURS].with_extremes(bad=NOTHING)
     image = axes.imshow(table, cmap=shades, norm=colours)
     _write(axes.yaxis, "layer", None, True)
     _write(axes.xaxis, "head", None, True)
@@ -203,18 +204,9 @@ def mask(
     """
     shown = as_mask(mask)
     if axes is None:
-        figure = _matplotlib("figure").Figure(figsize=(4.6, 5.5), layout="compressed")
+        figure = require_matplotlib("figure").Figure(figsize=(4.6, 5.5), layout="compressed")
         axes = figure.add_subplot()
     return draw_mask(shown, query_length, key_length, axes=axes, **options).figure
-
-
-def _matplotlib(module: str = "") -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{module}" if module else "matplotlib")
-    except ImportError as error:
-        raise ImportError(
-            f'drawing needs matplotlib: pip install "polyattn[plot]" ({error})'
-        ) from error
 
 
 # ---- what is drawn -----------------------------------------------------------------------------
@@ -361,7 +353,7 @@ def _label(token: str) -> str:
 
 def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool) -> None:
     """Name an axis and its ticks, where they are to be shown."""
-    ticker = _matplotlib("ticker")
+    ticker = require_matplotlib("ticker")
     is_x = axis.axis_name == "x"
     axis.set_tick_params(
         labelsize=FONT, length=2, **{"labelbottom" if is_x else "labelleft": shown}

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.expressions import masks as patterns
-from polyattn.expressions import scores as steps
+from polyattn.expressions import masks, scores
 
 __all__ = ["Rows", "plainly"]
 
@@ -66,18 +65,6 @@ class Rows(NamedTuple):
 def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     """Put an array in place of a mask value and a function in place of a score value.
 
-    Parameters
-    ----------
-    mask, score_mod : Any
-        As of `polyattn.attention`, with NumPy's arrays.
-    rows : Rows
-        Where the rows stand.
-
-    Returns
-    -------
-    mask, score_mod : Any
-        The same, a mask array of the sampled rows only; a function stays as it is.
-
     Examples
     --------
     >>> from polyattn import masks
@@ -86,7 +73,7 @@ def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     >>> seen.astype(int).tolist()
     [[[1, 1, 0], [1, 0, 1]]]
     """
-    if isinstance(mask, patterns.Mask):
+    if isinstance(mask, masks.Mask):
         H, L, S = rows.shape
         b, h, i, j = np.ogrid[: math.prod(rows.batch), :H, :L, :S]
         seen = _sees(mask, rows, b, h, rows.of(i), j)
@@ -95,52 +82,52 @@ def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
         mask = seen.reshape(*rows.batch, *whole)
     elif isinstance(mask, np.ndarray):
         mask = rows.of(mask)
-    if isinstance(score_mod, steps.Score):
+    if isinstance(score_mod, scores.Score):
         score_mod = _function(score_mod, rows)
     return mask, score_mod
 
 
-def _sees(mask: patterns.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
+def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
     _, L, S = rows.shape
     p = rows.positions(b, i)
     match mask:
-        case patterns.And(parts):
+        case masks.And(parts):
             return np.all(np.broadcast_arrays(*[_sees(m, rows, b, h, i, j) for m in parts]), axis=0)
-        case patterns.Or(parts):
+        case masks.Or(parts):
             return np.any(np.broadcast_arrays(*[_sees(m, rows, b, h, i, j) for m in parts]), axis=0)
-        case patterns.Not(part):
+        case masks.Not(part):
             return np.logical_not(_sees(part, rows, b, h, i, j))
-        case patterns.Causal():
+        case masks.Causal():
             return p - j >= 0
-        case patterns.Window(left, right):
+        case masks.Window(left, right):
             behind, ahead = np.maximum(p - j, 0), np.maximum(j - p, 0)
             return (left is None or behind <= left) & (right is None or ahead <= right)
-        case patterns.Dilated(step):
+        case masks.Dilated(step):
             return np.gcd(abs(p - j), step) == step
-        case patterns.GlobalTokens(positions):
+        case masks.GlobalTokens(positions):
             return np.isin(j, positions) | np.isin(p, positions)
-        case patterns.Prefix(lengths):
+        case masks.Prefix(lengths):
             return rows.each(lengths)[b] > j
-        case patterns.Padding(key_lengths, query_lengths):
+        case masks.Padding(key_lengths, query_lengths):
             keys = S if key_lengths is None else key_lengths
             queries = L if query_lengths is None else query_lengths
             return (rows.each(keys)[b] > j) & (rows.each(queries)[b] > i)
-        case patterns.Segments(query_ids, key_ids):
+        case masks.Segments(query_ids, key_ids):
             keys = query_ids if key_ids is None else key_ids
             return rows.each(query_ids, L)[b, i] == rows.each(keys, S)[b, j]
-        case patterns.Dense(array):
+        case masks.Dense(array):
             return rows.each(array, *rows.shape)[b, h, i, j]
-        case patterns.Rule(function):
+        case masks.Rule(function):
             return function(b, h, i, j)
-        case patterns.Compiled(within):
+        case masks.Compiled(within):
             return _sees(within, rows, b, h, i, j)
     raise TypeError(f"nothing says what {mask!r} means")
 
 
-def _function(score: steps.Score, rows: Rows) -> Callable[..., Any]:
+def _function(score: scores.Score, rows: Rows) -> Callable[..., Any]:
     """A score value as a function of (score, b, h, i, j)."""
     match score:
-        case steps.Chain(parts):
+        case scores.Chain(parts):
             functions = [_function(part, rows) for part in parts]
 
             def chain(s: Any, *at: Any) -> Any:
@@ -149,11 +136,11 @@ def _function(score: steps.Score, rows: Rows) -> Callable[..., Any]:
                 return s
 
             return chain
-        case steps.Softcap(cap):
+        case scores.Softcap(cap):
             return lambda s, *at: np.tanh(s / cap) * cap
-        case steps.Temperature(t):
+        case scores.Temperature(t):
             return lambda s, *at: s / t
-        case steps.Alibi(slopes):
+        case scores.Alibi(slopes):
             slopes = _published_slopes(slopes) if isinstance(slopes, int) else slopes
 
             def alibi(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -161,14 +148,14 @@ def _function(score: steps.Score, rows: Rows) -> Callable[..., Any]:
                 return s - slopes.astype(s.dtype)[h] * far.astype(s.dtype)
 
             return alibi
-        case steps.RelativeBias(table, both_ways, most):
+        case scores.RelativeBias(table, both_ways, most):
 
             def relative(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
                 bucket = _bucket(j - rows.positions(b, i), table.shape[0], both_ways, most)
                 return s + table.astype(s.dtype)[bucket, h]
 
             return relative
-        case steps.Function(rule):
+        case scores.Function(rule):
             return rule
     raise TypeError(f"nothing says what {score!r} means")
 
