@@ -482,7 +482,7 @@ def test_what_is_no_source_is_said(tmp_path, gpt2):
     with pytest.raises(FileNotFoundError, match=r"there is no .*config\.json: pass config="):
         nn.load.gpt2(tmp_path, like=FLOAT32)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"is no \.safetensors file"):
+    with pytest.raises(ValueError, match=r"is not a \.safetensors file"):
         nn.load.gpt2(tmp_path / "pytorch_model.bin", config, like=FLOAT32)
     with pytest.raises(TypeError, match="pass config="):
         nn.load.gpt2(gpt2.state_dict(), like=FLOAT32)
