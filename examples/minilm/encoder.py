@@ -32,19 +32,9 @@ class Encoder:
     backend: str | None = None
 
     def embed(self, ids: Any, keep: Any) -> Any:
-        """Return a vector for each sentence; the dot product of two is their cosine similarity.
+        """Return a vector of length 1 for each sentence, so that dot products are cosines.
 
-        Parameters
-        ----------
-        ids : array of int, shape (B, L)
-            Tokens, as rows of the vocabulary.
-        keep : array of bool, shape (B, L)
-            False where a token is padding.
-
-        Returns
-        -------
-        array, shape (B, W)
-            Vectors of length 1.
+        `ids` are tokens and `keep` is False where a token is padding, both of shape (B, L).
         """
         xp = array_namespace(ids)
         # Pack the tokens of all sentences into one sequence without padding; each token sees those
@@ -58,18 +48,7 @@ class Encoder:
         return total / xp.linalg.vector_norm(total, axis=-1, keepdims=True)
 
     def attention_weights(self, ids: Any, keep: Any) -> Any:
-        """Return the attention weights of every layer and head.
-
-        Parameters
-        ----------
-        ids, keep : array, shape (B, L)
-            As in `embed`.
-
-        Returns
-        -------
-        array, shape (B, layers, H, L, L)
-            A row per attending token; each row sums to 1.
-        """
+        """Return the attention weights, (B, layers, H, L, L); arguments as for `embed`."""
         options = {"mask": keep[:, None, None, :], "backend": self.backend}
         x, maps = self.model.embed(ids), []
         for block in self.model.stack.blocks:

@@ -71,7 +71,6 @@ class Torch:
         self._optimizer = torch.optim.AdamW(self._parameters, betas=BETAS, weight_decay=DECAY)
 
     def step(self, windows: Ids, rate: float) -> float:
-        """Learn, and return the loss before."""
         loss = self._loss(windows)
         self._optimizer.zero_grad()
         loss.backward()
@@ -81,7 +80,6 @@ class Torch:
         return float(loss.detach())
 
     def loss(self, windows: Ids) -> float:
-        """Return the loss."""
         with self._torch.no_grad():
             return float(self._loss(windows))
 
@@ -92,12 +90,10 @@ class Torch:
         return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Return the logits after each letter."""
         with self._torch.no_grad():
             return self._model(self._torch.from_numpy(ids), window=WINDOW).numpy()
 
     def decoder(self, capacity: int) -> Decoder:
-        """Return what continues a text."""
         caches = self._model.caches(capacity)
 
         def decode(ids: Ids) -> NDArray[np.float32]:
@@ -150,25 +146,21 @@ class Jax:
         self._decode = jax.jit(decode)
 
     def step(self, windows: Ids, rate: float) -> float:
-        """Learn, and return the loss before."""
         self._parameters, self._state, before = self._step(
             self._parameters, self._state, windows.astype(np.int32), rate
         )
         return float(before)
 
     def loss(self, windows: Ids) -> float:
-        """Return the loss."""
         return float(self._loss(self._parameters, windows.astype(np.int32)))
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Return the logits after each letter."""
         import jax.numpy as jnp
 
         model = self._model.with_parameters(self._parameters)
         return np.asarray(model(jnp.asarray(ids, jnp.int32), window=WINDOW))
 
     def decoder(self, capacity: int) -> Decoder:
-        """Return what continues a text."""
         caches = self._model.caches(capacity)
 
         def decode(ids: Ids) -> NDArray[np.float32]:
