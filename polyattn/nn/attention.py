@@ -207,7 +207,7 @@ class MultiHeadAttention(Module):
 
         Parameters
         ----------
-        x, context, positions
+        x, context, positions : Array
             As in a call of the layer.
         **options : Any
             Options of `polyattn.attention_weights`.

@@ -175,7 +175,7 @@ class Transformer(Module):
 
         Parameters
         ----------
-        ids, caches, segments, positions
+        ids, caches, segments, positions : Array, tuple of KVCache, Array, Array
             As in a call of the model.
 
         Returns
@@ -221,7 +221,7 @@ class Transformer(Module):
 
         Parameters
         ----------
-        capacity, batch
+        capacity, batch : int, tuple of int
             As for `KVCache.init`.
 
         Returns

@@ -307,7 +307,7 @@ def ntk_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[flo
 
     Parameters
     ----------
-    size, factor, base
+    size, factor, base : int, float, float
         As for `linear_scaling`.
 
     Returns
@@ -333,7 +333,7 @@ def yarn_scaling(
 
     Parameters
     ----------
-    size, factor, base
+    size, factor, base : int, float, float
         As for `linear_scaling`.
     trained : int
         The length that the model was trained on.

@@ -87,15 +87,16 @@ def torch_encoder_layer(
 
     Parameters
     ----------
-    weights, heads, like, prefix
-        As for `torch_attention`; a prefix is such as ``"layers.0."`` in a
-        torch.nn.TransformerEncoder.
+    weights, heads, like : mapping, int, Array
+        As for `torch_attention`.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}
         The layer's activation.
     norm_first : bool
         The layer's ``norm_first``.
     epsilon : float
         The layer's ``layer_norm_eps``.
+    prefix : str
+        As for `torch_attention`, such as ``"layers.0."`` in a torch.nn.TransformerEncoder.
 
     Returns
     -------
@@ -218,7 +219,7 @@ def keras_attention(
         The result of ``get_weights()``, or arrays by the paths of its variables:
         ``query/kernel``, ``query/bias``, and so on for ``key``, ``value`` and
         ``attention_output``.
-    like, prefix
+    like, prefix : Array, str
         As for `torch_attention`; a prefix is such as ``"multi_head_attention/"``.
 
     Returns

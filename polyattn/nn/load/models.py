@@ -122,7 +122,7 @@ def gpt2(
 
     Parameters
     ----------
-    weights, config, like
+    weights, config, like : mapping or path, mapping, Array
         As for `bert`; a state dict is one of ``GPT2Model`` or ``GPT2LMHeadModel``.
     logits : bool
         Whether the model returns logits, rather than the last hidden states.
@@ -197,7 +197,7 @@ def llama(
 
     Parameters
     ----------
-    weights, config, like
+    weights, config, like : mapping or path, mapping, Array
         As for `bert`; a state dict is one of ``LlamaModel`` or ``LlamaForCausalLM``.
     logits : bool
         Whether the model returns logits, rather than the last hidden states.

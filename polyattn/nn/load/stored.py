@@ -44,7 +44,7 @@ class Stored:
     shape: Shape
     sources: Mapping[str, Shape]  # names and shapes of the stored arrays
     make: Callable[..., Array] = field(default=lambda xp, array: array)
-    dtype: Any = None  # is_array looks for one
+    dtype: Any = None  # is_array looks for a dtype
 
 
 def fill(module: M, weights: Mapping[str, Array], *, like: Array, origin: str) -> M:
