@@ -42,16 +42,7 @@ class Benchmark(NamedTuple):
 
 
 def read(file: Path, patterns: Sequence[str] = ()) -> list[Benchmark]:
-    """Return what a file of asv's results holds; `started` is in seconds since the epoch.
-
-    Parameters
-    ----------
-    file : Path
-        ``RESULTS/MACHINE/COMMIT-ENVIRONMENT.json``.
-    patterns : sequence of str
-        Regular expressions that asv was given with ``--bench``. A case that none of them finds is
-        left out, since asv writes the same for it as for one that was skipped.
-    """
+    """Return what a file of asv's results holds; `started` is in seconds since the epoch."""
     results = json.loads(file.read_text(encoding="utf-8"))
     known = json.loads((file.parents[1] / "benchmarks.json").read_text(encoding="utf-8"))
     found = []
@@ -84,13 +75,7 @@ def _is_asked(case: str, patterns: Sequence[str]) -> bool:
 
 
 def lines(benchmark: Benchmark) -> Iterator[str]:
-    """Yield the lines of a table: a row for each case, with ratios to `REFERENCE` if it ran.
-
-    Parameters
-    ----------
-    benchmark : Benchmark
-        What one benchmark gave.
-    """
+    """Yield the lines of a table: a row for each case, with ratios to `REFERENCE` if it ran."""
     unit, scale = _unit(benchmark)
     if "backend" not in benchmark.axes:
         for case, value in benchmark.values.items():
@@ -136,13 +121,7 @@ def _number(value: float) -> str:
 
 
 def newest(folder: Path = RESULTS) -> Path:
-    """Return the file of the results that were written last.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there are none.
-    """
+    """Return the file of the results that were written last."""
     files = list(folder.glob("*/*-*.json"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no results of a commit: run `make bench` first")
@@ -150,17 +129,7 @@ def newest(folder: Path = RESULTS) -> Path:
 
 
 def show(file: Path, since: float = 0.0, patterns: Sequence[str] = ()) -> list[Benchmark]:
-    """Print what was measured from a time on, and on what; return it.
-
-    Parameters
-    ----------
-    file : Path
-        A file of asv's results.
-    since : float
-        Seconds since the epoch.
-    patterns : sequence of str
-        As `read` takes them.
-    """
+    """Print what was measured from a time on, and on what; return it."""
     beside = environment_file(file)
     if beside.exists():
         print(f"\n{beside.read_text(encoding='utf-8').rstrip()}")

@@ -140,13 +140,7 @@ def environment() -> str:
 
 
 def expected(table: Iterable[BackendInfo]) -> list[str]:
-    """Return which of the benchmarks' backends are here.
-
-    Parameters
-    ----------
-    table : iterable of BackendInfo
-        What `polyattn.list_backends` gives.
-    """
+    """Return which of the benchmarks' backends are here."""
     here: set[str] = set()
     for info in table:
         if info.available:
@@ -156,15 +150,7 @@ def expected(table: Iterable[BackendInfo]) -> list[str]:
 
 
 def missing(found: Iterable[report.Benchmark], backends: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each benchmark that lacks a number.
-
-    Parameters
-    ----------
-    found : iterable of Benchmark
-        What a run gave.
-    backends : iterable of str
-        Those that must have given a number in every case that there is for them.
-    """
+    """Yield a line for each benchmark that lacks a number."""
     found, backends = list(found), set(backends)
     if not found:
         yield "no benchmark ran"

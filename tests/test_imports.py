@@ -14,7 +14,7 @@ FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
 
-GROUND = {"arguments", "arrays", "html_page", "pyplot", "recent", "span", "text_table", "threads"}
+GROUND = {"arguments", "arrays", "extras", "html_page", "recent", "span", "text_table", "threads"}
 #: Each room, and the rooms below it: all that it may import.
 ROOMS = {
     **dict.fromkeys(GROUND, GROUND),

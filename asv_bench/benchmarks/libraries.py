@@ -34,18 +34,7 @@ def has_driver() -> bool:
 
 
 def open_library(backend: str) -> Library:
-    """Return the library of a backend, on its device.
-
-    Parameters
-    ----------
-    backend : str
-        One of `common.BACKENDS`.
-
-    Raises
-    ------
-    SkipNotImplemented
-        If it is not installed, or finds no such device.
-    """
+    """Return the library of a backend, on its device."""
     name, _, device = backend.partition(":")
     kind = LIBRARIES[name]
     if importlib.util.find_spec(kind.module) is None:

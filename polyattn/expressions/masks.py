@@ -94,7 +94,7 @@ class Mask(Expression):
         query_length, key_length : int, optional
             L and S; by default those of the mask's arrays, or 64.
         **options : Any
-            As `polyattn.plot.mask` takes them: ``query_offset``, ``tile``, ``batch``,
+            As for `polyattn.plot.mask`: ``query_offset``, ``tile``, ``batch``,
             ``item``, ``head``, ``like``, ``axes``.
 
         Returns

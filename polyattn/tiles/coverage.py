@@ -190,6 +190,8 @@ class TileGrid(TileQuery):
             columns,  # type: ignore[arg-type]
             reads=reads,
         )
+        # A picture has no query, only the facts of one.
+        self._like_query = like
 
     def _edges(self, xp: Any, axis: int) -> tuple[Array, Array]:
         size, length = self._size[axis], self._lengths[axis]

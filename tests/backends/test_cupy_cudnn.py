@@ -18,7 +18,8 @@ from test_cupy_host import Device, cases, register, stand_in
 
 from polyattn import attention, attention_partial, explain
 from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks import cases as checks
+from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
 from polyattn_cupy import cudnn, graphs, loading, plans, shapes
@@ -203,7 +204,7 @@ def forget():
 
 @pytest.mark.usefixtures("library")
 def test_what_it_declares_is_needed_by_some_case():
-    checks.check_declarations(
+    promises.check_declarations(
         Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0]), CASES
     )
 
@@ -245,8 +246,8 @@ def eights(size):
 def test_it_keeps_to_the_conformance_cases(name, dtype):
     case = CASES[name]
     case = replace(case, dtype=dtype, D=eights(case.D), E=eights(case.E))
-    target, checked = Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0])
-    outcome = checks.check_case(target, checked, case)
+    target, variant = Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0])
+    outcome = checks.check_case(target, variant, case)
     ran = any(handle.log for handle in HANDLES)
     assert ran == (outcome.output is not None)
     refused = 0 in (*case.score_shape, case.D, case.value_size) or case.features >= {"softcap"}

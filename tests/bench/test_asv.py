@@ -314,6 +314,12 @@ def test_a_comparison_with_peers_says_how_it_is_used(name):
     assert "--rounds" in told
 
 
+def test_the_comparison_of_masks_runs():
+    command = [sys.executable, str(BENCH / "peers" / "masks.py"), "--quick"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
+
+
 def test_the_example_of_a_new_benchmark_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (BENCH / "README.md").read_text(), re.DOTALL)
     names = {"__name__": "benchmarks.cross", "__package__": "benchmarks"}

@@ -51,12 +51,12 @@ class TestJax(BackendSuite):
             super().pytest_generate_tests(metafunc)
 
     @pytest.mark.slow
-    def test_lazy(self, lazy_target, checked, case):
-        super().test_lazy(lazy_target, checked, case)
+    def test_lazy(self, lazy_target, variant, case):
+        super().test_lazy(lazy_target, variant, case)
 
     @pytest.mark.slow
-    def test_gradients(self, lazy_target, checked, case):
-        super().test_gradients(lazy_target, checked, case)
+    def test_gradients(self, lazy_target, variant, case):
+        super().test_gradients(lazy_target, variant, case)
 
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):
@@ -71,8 +71,8 @@ class TestDask(BackendSuite):
     thorough = False
 
     @pytest.mark.slow
-    def test_lazy(self, lazy_target, checked, case):
-        super().test_lazy(lazy_target, checked, case)
+    def test_lazy(self, lazy_target, variant, case):
+        super().test_lazy(lazy_target, variant, case)
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():

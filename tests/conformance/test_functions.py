@@ -113,7 +113,7 @@ def test_what_is_right_agrees():
         wrong = {n for n, f in row.findings.items() if f.status == RAISES}
         # NumPy broadcasts neither of these as the semantics do.
         assert wrong <= {"broadcast batch", "S = 0, rank 2", "no head"}
-        assert row.readings == {}
+        assert row.interpretations == {}
 
 
 TOP_LEFT = "rows count from the first key (query_offset=0)"
@@ -163,17 +163,17 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_departure_is_read(name):
-    faults, case, reading = FAULTS[name]
+    faults, case, interpretation = FAULTS[name]
     case = CASES[case] if isinstance(case, str) else make_case(name, **case)
     assert check(attention_with("leak"), case).status == AGREES or case.poison is not None
     finding = check(attention_with(*faults), case)
-    assert (finding.status, finding.reading) == (DIFFERS, reading)
+    assert (finding.status, finding.interpretation) == (DIFFERS, interpretation)
     assert finding.deviation.units > 10
 
 
 def test_what_nothing_explains_has_no_reading():
     finding = check(lambda q, k, v: attention_with()(q, k, v) + q, CASES["plain"])
-    assert (finding.status, finding.reading) == (DIFFERS, "")
+    assert (finding.status, finding.interpretation) == (DIFFERS, "")
     assert "limit" in finding.deviation.fault
 
 
@@ -184,16 +184,16 @@ def writes(query, key, value):
 
 
 @pytest.mark.parametrize(
-    ("function", "reading"),
+    ("function", "interpretation"),
     [
         (writes, "an input is written to"),
         (lambda *x: attention_with()(*x).astype("float64"), "the output is float64"),
         (lambda *x: attention_with()(*x)[..., :1], "the output has another shape"),
     ],
 )
-def test_beyond_the_numbers(function, reading):
+def test_beyond_the_numbers(function, interpretation):
     finding = check(function, CASES["plain"])
-    assert (finding.status, finding.reading) == (DIFFERS, reading)
+    assert (finding.status, finding.interpretation) == (DIFFERS, interpretation)
 
 
 def test_a_function_that_raises():
@@ -217,7 +217,7 @@ def test_our_own_dialect_of_torch():
         elif finding.status == DIFFERS:
             assert "causal" in case.features
             assert case.L != case.S
-            assert finding.reading == TOP_LEFT
+            assert finding.interpretation == TOP_LEFT
         elif finding.status == NO_ARGUMENT:
             assert finding.missing
         elif case.features == {"causal"} and case.L and case.S:

@@ -10,7 +10,7 @@ import torch
 
 from polyattn import masks, scores
 from polyattn.conformance import CASES, assert_accurate, oracle
-from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
+from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import FLOAT, sparsemax
 from polyattn.conformance.reference.philox import keep_mask, philox
@@ -66,7 +66,7 @@ def test_sparsemax_leaves_out_what_the_first_threshold_would_keep():
     assert found == pytest.approx([0.55, 0.45, 0, 0])
 
 
-@pytest.mark.parametrize("case", [*map(CASES.get, STEPS), *make_value_cases()], ids=str)
+@pytest.mark.parametrize("case", [*map(CASES.get, STEPS), *make_expression_cases()], ids=str)
 def test_the_textbook_means_what_the_oracle_means(case):
     """With more digits than the case has: an error between the two would excuse any kernel."""
     arrays, options = case.arguments(poisoned=False)

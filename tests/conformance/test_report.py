@@ -91,7 +91,7 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         (["nunpy"], 2, "no plugin provides the backend 'nunpy'; did you mean 'numpy'"),
         (["torch:cuda:9"], 2, "the backend 'torch' has no device 'cuda:9' here; it has cpu"),
         (["numpy", "--kernel", "desne"], 2, "numpy has no kernel 'desne'; it has tiled, dense"),
-        (["numpy", "--html", "/no/such/folder/x.html"], 2, "in a folder that is there; got /no"),
+        (["numpy", "--html", "/no/such/folder/x.html"], 2, "in an existing folder; got /no"),
         (["numpy", "--html", "/tmp"], 2, "--html needs a file"),
         (["auto"], 2, "one backend is checked at a time"),
         (["array-api", "--library", "nothing"], 2, "there is no module 'nothing'"),
@@ -152,7 +152,7 @@ def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     assert Page(page.read_text(encoding="utf-8")).outside == []
     assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
     rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
-    assert rows["scale"]["cases"]["scale"]["reading"] == "scale is ignored"
+    assert rows["scale"]["cases"]["scale"]["interpretation"] == "scale is ignored"
     (tmp_path / "mine.py").write_text(FUNCTIONS + BLANK, encoding="utf-8")
     monkeypatch.delitem(sys.modules, "mine")
     importlib.invalidate_caches()

@@ -15,7 +15,7 @@ from polyattn.call.features import DTYPES
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.case import arrays_in
 from polyattn.conformance.cases.catalogue import TOPICS
-from polyattn.conformance.checks.kernel import cases_for, check_case, covering, takes
+from polyattn.conformance.checks.cases import cases_for, check_case, covering, takes
 from polyattn.kernels import Dense
 from polyattn.plugin import FEATURES
 

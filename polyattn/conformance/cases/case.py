@@ -39,16 +39,7 @@ class Generated:
 
 
 def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an option of a call with each array that is in it replaced.
-
-    Parameters
-    ----------
-    option : Any
-        An array, a value that carries some, a pair of a rate and a seed; or anything else, which
-        stays as it is.
-    change : callable
-        Given an array, what is to stand in its place.
-    """
+    """Return an option of a call with each array that is in it replaced."""
     if isinstance(option, Expression):
         return option.map(lambda _, x: change(x) if is_array(x) else x)
     if isinstance(option, tuple):

@@ -15,7 +15,7 @@ import numpy as np
 
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case
-from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
+from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.cases.generators import (
     alibi,
     bent,
@@ -368,7 +368,7 @@ def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 #: All cases by their names.
-CASES = {case.name: case for case in (*in_every_dtype(make_cases()), *make_value_cases())}
+CASES = {case.name: case for case in (*in_every_dtype(make_cases()), *make_expression_cases())}
 
 #: One feature or corner at a time: for libraries where every call is dear.
 ESSENTIAL = {

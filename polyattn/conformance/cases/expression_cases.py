@@ -12,7 +12,7 @@ from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
 from polyattn.conformance.cases.generators import bent, offsets, random_mask, two_in_three
 
-__all__ = ["STEPS", "make_value_cases"]
+__all__ = ["STEPS", "make_expression_cases"]
 
 Fields = dict[str, Any]
 Group = dict[str, Fields]
@@ -313,7 +313,7 @@ VERY_LONG: Group = {
 }
 
 
-def make_value_cases() -> Iterator[Case]:
+def make_expression_cases() -> Iterator[Case]:
     """Make what there is beside one case for each feature, in float32."""
     for name, fields in VERY_LONG.items():
         yield make_case(name, topic="lengths", **LONG | {"H": 1} | fields)

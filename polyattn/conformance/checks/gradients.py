@@ -21,41 +21,14 @@ __all__ = ["GRADIENT_CASES", "POISONED_GRADIENT_CASES", "check_gradients", "has_
 
 
 def has_gradients(target: Target) -> bool:
-    """Say whether the subject's library differentiates, as far as this module knows.
-
-    Parameters
-    ----------
-    target : Target
-        The backend.
-    """
+    """Say whether the subject's library differentiates, as far as this module knows."""
     return target.library.partition(".")[0] in BY
 
 
 def check_gradients(
     target: Target, variant: KernelVariant, case: Case
 ) -> dict[str, Deviation] | None:
-    """Hold a kernel to gradients as accurate as the textbook's.
-
-    Parameters
-    ----------
-    target : Target
-        The backend.
-    variant : KernelVariant
-        Its kernel.
-    case : Case
-        The call; one of `GRADIENT_CASES`.
-
-    Returns
-    -------
-    dict of str to Deviation, or None
-        How far each gradient is off; None if the library has no gradients, or the kernel refuses
-        the call or the gradients of it.
-
-    Raises
-    ------
-    AssertionError
-        If an element is off by more than its limit.
-    """
+    """Hold a kernel to gradients as accurate as the textbook's."""
     given = target.arguments(case)
     by = BY.get(facts_of(given[0][0]).library)
     found = None if by is None else by(target, case, variant.for_case(case), given)

@@ -1,6 +1,6 @@
 """Any function of the shape of torch's SDPA, held to the cases: where it departs, and how far.
 
-A departure is read: `readings` has the other meanings that are tried.
+A departure is read: `interpretations` has the other meanings that are tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
 from polyattn.conformance.checks.target import Target
-from polyattn.conformance.functions.interpretations import Options, read
+from polyattn.conformance.functions.interpretations import Options, interpret
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
 
@@ -31,7 +31,7 @@ __all__ = [
     "arguments_for",
     "check_callable",
     "load",
-    "subject_of",
+    "target_of",
 ]
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
         The type and the first line of what was raised.
     missing : str
         What there is no argument for.
-    reading : str
+    interpretation : str
         The other meaning that a result which differs agrees with; empty if none was found.
     """
 
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
     deviation: Deviation | None = None
     error: str = ""
     missing: str = ""
-    reading: str = ""
+    interpretation: str = ""
 
 
 def load(spec: str) -> Function:
@@ -112,8 +112,8 @@ def load(spec: str) -> Function:
     return found  # type: ignore[no-any-return]
 
 
-def subject_of(spec: str, library: str | None) -> Target:
-    """Return the subject whose arrays a function is given.
+def target_of(spec: str, library: str | None) -> Target:
+    """Return the target whose arrays a function is given.
 
     Parameters
     ----------
@@ -247,7 +247,7 @@ def check_callable(
     >>> from polyattn.conformance.functions.check import check_callable
     >>> from polyattn.dialects import scaled_dot_product_attention as sdpa
     >>> found = check_callable(sdpa, CASES["causal x L < S"], np.asarray, np.asarray)
-    >>> found.status, found.reading
+    >>> found.status, found.interpretation
     ('differs', 'rows count from the first key (query_offset=0)')
     """
     if "dropout" in case.features:
@@ -285,7 +285,7 @@ def _judge(case: Case, output: Array, written: bool) -> Finding:
     if output.shape != yard.exact.shape:
         wrong.append("the output has another shape")
     elif off.fault is not None:
-        wrong.append(read(case, output))
+        wrong.append(interpret(case, output))
     if not wrong:
         return Finding(AGREES, off)
-    return Finding(DIFFERS, off, reading="; ".join(filter(None, wrong)))
+    return Finding(DIFFERS, off, interpretation="; ".join(filter(None, wrong)))

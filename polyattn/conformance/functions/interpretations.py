@@ -1,6 +1,6 @@
 """Other meanings of a call, which a result that departs from ours may agree with.
 
-A reading is a call that, by ours, gives what the function gives. The oracle and the textbook
+A interpretation is a call that, by ours, gives what the function gives. The oracle and the textbook
 formula evaluate that call, so that every meaning is held to a yardstick of its own.
 """
 
@@ -22,7 +22,7 @@ from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
-__all__ = ["INTERPRETATIONS", "Interpretation", "read"]
+__all__ = ["INTERPRETATIONS", "Interpretation", "interpret"]
 
 Options = dict[str, Any]
 Arguments = tuple[tuple[Array, Array, Array], Options]
@@ -50,39 +50,29 @@ class Interpretation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Reread(Case):
+class _Interpreted(Case):
     """A case whose call is that of other meanings of it."""
 
-    readings: tuple[Interpretation, ...] = ()
+    interpretations: tuple[Interpretation, ...] = ()
 
     def arguments(self, poisoned: bool = True) -> Arguments:
         arguments = _in_plain_terms(super().arguments(poisoned))
-        for reading in self.readings:
-            arguments = reading.call(arguments)
+        for interpretation in self.interpretations:
+            arguments = interpretation.call(arguments)
         return arguments
 
 
 @np.errstate(all="ignore")
-def read(case: Case, output: Array, most: int = 2) -> str:
-    """Return the meanings that a result agrees with, together; empty if none do.
-
-    Parameters
-    ----------
-    case : Case
-        The call.
-    output : numpy.ndarray
-        What a function gave for it.
-    most : int
-        How many of them to try together.
-    """
-    those = [reading for reading in INTERPRETATIONS if reading.applies(case)]
+def interpret(case: Case, output: Array, most: int = 2) -> str:
+    """Return the meanings that a result agrees with, together; empty if none do."""
+    those = [interpretation for interpretation in INTERPRETATIONS if interpretation.applies(case)]
     own = {field.name: getattr(case, field.name) for field in fields(case)}
     together = (combinations(those, n) for n in range(1, most + 1))
-    for readings in chain.from_iterable(together):
-        dtype = next((r.dtype for r in readings if r.dtype), None)
-        yard = output_yardstick(_Reread(**own, readings=readings), dtype)
+    for interpretations in chain.from_iterable(together):
+        dtype = next((r.dtype for r in interpretations if r.dtype), None)
+        yard = output_yardstick(_Interpreted(**own, interpretations=interpretations), dtype)
         if deviation(output, yard, "").fault is None:
-            return " and ".join(reading.name for reading in readings)
+            return " and ".join(interpretation.name for interpretation in interpretations)
     return ""
 
 

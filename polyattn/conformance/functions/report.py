@@ -18,8 +18,8 @@ from polyattn.conformance.functions.check import (
     Function,
     check_callable,
 )
-from polyattn.dispatch.explanation import table
 from polyattn.expressions.expression import Expression
+from polyattn.text_table import table
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 
@@ -63,9 +63,11 @@ class Row(NamedTuple):
         return max(units, default=None)
 
     @property
-    def readings(self) -> dict[str, int]:
-        """How many of the cases that differ each reading explains, the empty one none of them."""
-        return dict(Counter(f.reading for f in self.findings.values() if f.status == DIFFERS))
+    def interpretations(self) -> dict[str, int]:
+        """The number of differing cases by the interpretation that explains them ("" if none)."""
+        return dict(
+            Counter(f.interpretation for f in self.findings.values() if f.status == DIFFERS)
+        )
 
 
 #: What a row can be about.
@@ -196,8 +198,8 @@ def as_dict(row: Row) -> dict[str, object]:
 
 
 def _remarks(row: Row) -> Iterator[str]:
-    for reading, count in row.readings.items():
-        yield f"{reading or 'no reading explains it'} ({count})"
+    for interpretation, count in row.interpretations.items():
+        yield f"{interpretation or 'no other meaning explains it'} ({count})"
     errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
     yield from (f"{error} ({count})" for error, count in errors.most_common(2))
     missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}

@@ -66,18 +66,6 @@ class Rows(NamedTuple):
 def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
     """Put an array in place of a mask value and a function in place of a score value.
 
-    Parameters
-    ----------
-    mask, score_mod : Any
-        As of `polyattn.attention`, with NumPy's arrays.
-    rows : Rows
-        Where the rows stand.
-
-    Returns
-    -------
-    mask, score_mod : Any
-        The same, a mask array of the sampled rows only; a function stays as it is.
-
     Examples
     --------
     >>> from polyattn import masks

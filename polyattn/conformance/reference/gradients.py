@@ -90,23 +90,7 @@ def cotangent(case: Case) -> Array:
 
 @np.errstate(all="ignore")
 def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
-    """Differentiate sum(output · cotangent) by the formula.
-
-    Parameters
-    ----------
-    case : Case
-        The call; without dropout, similarity, norm and normalizer, and its poison is left out.
-    dtype : dtype_like
-        The dtype of every intermediate.
-    **order : bool
-        Of `ORDERS`.
-
-    Returns
-    -------
-    dict of str to numpy.ndarray
-        The gradients by query, key and value, and by bias and sinks where there are any, each of
-        its argument's shape.
-    """
+    """Differentiate sum(output · cotangent) by the formula."""
     how = Order(**order)
     x = steps(case, np.dtype(dtype), how)
     products = how.product(x.cotangent, x.value.mT)
@@ -308,11 +292,6 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
 
     Where `numpy.longdouble` is no wider than the case's dtype, the textbook is without error by its
     own account and the other orders of evaluation alone tell how far off it may be.
-
-    Parameters
-    ----------
-    case : Case
-        The call.
     """
     exact, condition = gradients(case, np.longdouble), conditions(case)
     orders = [{}, *({order: True} for order in ORDERS)]

@@ -21,7 +21,18 @@ import numpy as np
 
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.philox import keep_mask
-from polyattn.expressions import replacements
+from polyattn.expressions.replacements import (
+    Additive,
+    ByNorm,
+    Cosine,
+    Distance,
+    LongSequence,
+    Normalizer,
+    ScaleRule,
+    Sigmoid,
+    Similarity,
+    Sparsemax,
+)
 
 __all__ = ["Oracle", "oracle"]
 
@@ -88,13 +99,13 @@ def oracle(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
-    scale: float | replacements.ScaleRule | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[float, Any] | None = None,
-    similarity: replacements.Similarity | None = None,
-    normalizer: replacements.Normalizer | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     extended: bool = False,
@@ -174,7 +185,7 @@ def oracle(
         biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
         shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
         products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
-        if isinstance(scale, replacements.ByNorm):
+        if isinstance(scale, ByNorm):
             products = over_their_norm(a, products, scale.factor)
         scored = [
             (j, score(s, c, b, h, i, j, biases[j]))
@@ -205,9 +216,9 @@ def oracle(
 def scale_of(a: Arithmetic, scale: Any, similarity: Any, size: int, keys: int) -> Any:
     """What multiplies the products, before a norm may divide them."""
     usual = 1 / a.sqrt(max(size, 1)) if similarity is None else a.number(1)
-    if isinstance(scale, replacements.LongSequence):
+    if isinstance(scale, LongSequence):
         return usual / a.sqrt(max(keys, 1))
-    return usual if scale is None or isinstance(scale, replacements.ByNorm) else a.number(scale)
+    return usual if scale is None or isinstance(scale, ByNorm) else a.number(scale)
 
 
 def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
@@ -222,18 +233,18 @@ def alike(a: Arithmetic, similarity: Any, x: Any, y: Any) -> tuple[Any, Any]:
         terms = [m * n for m, n in pairs]
         return a.total(terms), a.total(map(abs, terms))
     match similarity:
-        case replacements.Cosine():
+        case Cosine():
             s, c = alike(a, None, x, y)
             lengths = a.sqrt(a.total(m * m for m in x)) * a.sqrt(a.total(n * n for n in y))
             # Of a vector of 0 the product is 0 as well.
             return scaled((s, c + 2 * abs(s)), 1 / (lengths or 1))
-        case replacements.Distance(1):
+        case Distance(1):
             far = a.total(abs(m - n) for m, n in pairs)
             return -far, 2 * far
-        case replacements.Distance(2):
+        case Distance(2):
             far = a.sqrt(a.total((m - n) * (m - n) for m, n in pairs))
             return -far, 2 * far
-        case replacements.Additive(weight):
+        case Additive(weight):
             bent = [(w, m + n, a.tanh(m + n)) for w, (m, n) in zip(weight, pairs, strict=True)]
             s = a.total(a.number(float(w)) * t for w, _, t in bent)
             # An error of the sum shrinks by the slope of tanh there.
@@ -282,11 +293,11 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
             weights, lse = softmax(a, plain, sink)
             moved = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, moved, weights, lse)
-        case replacements.Sigmoid():
+        case Sigmoid():
             weights = [sigmoid(a, s) for s in plain]
             moved = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, moved, none, nan)
-        case replacements.Sparsemax():
+        case Sparsemax():
             weights = sparsemax(a, plain)
             # A difference: errors of the scores, and of the threshold, reach it as they are.
             moved = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]

@@ -21,13 +21,6 @@ Words = tuple[int, int, int, int]
 def philox(counter: Words, key: tuple[int, int]) -> Words:
     """Return the four words of a counter.
 
-    Parameters
-    ----------
-    counter : tuple of int
-        Four words of 32 bits.
-    key : tuple of int
-        Two.
-
     Examples
     --------
     >>> from polyattn.conformance.reference.philox import philox
@@ -55,24 +48,7 @@ def keep_mask(
     shape: tuple[int, int, int],
     rows: tuple[int, ...] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Return which weights of a call are kept.
-
-    Parameters
-    ----------
-    rate, seed : float, int
-        As of ``dropout=``.
-    batch : tuple of int
-        The batch axes.
-    shape : tuple of int
-        H, L and S.
-    rows : tuple of int, optional
-        The query rows to compute; all L by default.
-
-    Returns
-    -------
-    numpy.ndarray of bool
-        Shape (..., H, L, S), or of these rows only.
-    """
+    """Return which weights of a call are kept."""
     heads, length, keys = shape
     rows = tuple(range(length)) if rows is None else rows
     key, least = (seed % 2**32, seed // 2**32), round(rate * 2**32)

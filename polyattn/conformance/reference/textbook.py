@@ -17,7 +17,18 @@ import numpy as np
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import as_called, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
-from polyattn.expressions import replacements
+from polyattn.expressions.replacements import (
+    Additive,
+    ByNorm,
+    Cosine,
+    Distance,
+    LongSequence,
+    Normalizer,
+    ScaleRule,
+    Sigmoid,
+    Similarity,
+    Sparsemax,
+)
 
 __all__ = ["ORDERS", "textbook"]
 
@@ -49,13 +60,13 @@ def textbook(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
-    scale: float | replacements.ScaleRule | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[float, Any] | None = None,
-    similarity: replacements.Similarity | None = None,
-    normalizer: replacements.Normalizer | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     coordinates_in_turn: bool = False,
@@ -105,7 +116,7 @@ def textbook(
         s = product_of(q * before, k.mT, coordinates_in_turn) * after
     else:
         s = likeness(similarity, q, k, coordinates_in_turn) * times
-    if isinstance(scale, replacements.ByNorm):
+    if isinstance(scale, ByNorm):
         counted = np.where(hidden, rounded(0), s)
         norm = rounded(np.sqrt(row_sums(counted * counted, keys_in_turn)))
         s = rounded(scale.factor) * s / np.where(norm == 0, rounded(1), norm)
@@ -152,23 +163,23 @@ def textbook(
 def factor_of(scale: Any, similarity: Any, size: int, keys: int) -> float:
     """What multiplies the products, before a norm may divide them."""
     usual = 1 / math.sqrt(max(size, 1)) if similarity is None else 1.0
-    if isinstance(scale, replacements.LongSequence):
+    if isinstance(scale, LongSequence):
         return usual / math.sqrt(max(keys, 1))
-    return usual if scale is None or isinstance(scale, replacements.ByNorm) else float(scale)
+    return usual if scale is None or isinstance(scale, ByNorm) else float(scale)
 
 
 def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
     """What stands in place of the product of queries and keys, (..., L, S)."""
-    if isinstance(similarity, replacements.Cosine):
+    if isinstance(similarity, Cosine):
         q, k = (x / np.where((n := norm(x, in_turn)) == 0, n + 1, n) for x in (q, k))
         return product_of(q, k.mT, in_turn)
     q, k = q[..., :, None, :], k[..., None, :, :]
     match similarity:
-        case replacements.Distance(1):
+        case Distance(1):
             return -row_sums(abs(q - k), in_turn)[..., 0]
-        case replacements.Distance(2):
+        case Distance(2):
             return -norm(q - k, in_turn)[..., 0]
-        case replacements.Additive(weight):
+        case Additive(weight):
             return row_sums(np.tanh(q + k) * weight.astype(q.dtype), in_turn)[..., 0]
     raise TypeError(f"nothing says what {similarity!r} means")
 
@@ -176,9 +187,9 @@ def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
 def normalized(normalizer: Any, s: Any, in_turn: bool) -> Any:
     """The weights that stand in place of softmax's, 0 where a score is -inf."""
     one = s.dtype.type(1)
-    if isinstance(normalizer, replacements.Sigmoid):
+    if isinstance(normalizer, Sigmoid):
         return one / (one + np.exp(-s))
-    if not isinstance(normalizer, replacements.Sparsemax):
+    if not isinstance(normalizer, Sparsemax):
         raise TypeError(f"nothing says what {normalizer!r} means")
     highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
     s = s - np.where(np.isneginf(highest), s.dtype.type(0), highest)

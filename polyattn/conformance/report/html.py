@@ -12,34 +12,9 @@ from polyattn.conformance.checks.target import KernelVariant
 from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
 from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import PROMISES, ROWS, Cell, Report, Section, cell_text
+from polyattn.html_page import html_page
 
 __all__ = ["callable_page", "page"]
-
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
-  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #333b49;
-  --paper: #14181f; --good: 152 45% 45%; --bad: #ff8a80; --bad-paper: #4a1f1b; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
-p, li { max-width: 46rem } .soft { color: var(--soft) }
-.verdict { font-weight: 600 } .verdict.bad { color: var(--bad) }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .88rem }
-th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left;
-  white-space: nowrap } th { font-weight: 600 } tbody th { font-weight: 400 }
-thead th { position: sticky; top: 0; background: var(--paper) }
-tr.group th { padding-top: 1rem; color: var(--soft); font-size: .78rem; letter-spacing: .06em;
-  text-transform: uppercase; border-bottom-color: var(--ink) }
-tbody th small { display: block; color: var(--soft); white-space: normal; max-width: 20rem }
-td.agrees { background: hsl(var(--good) / var(--share)); font-variant-numeric: tabular-nums }
-td.wide { white-space: normal; min-width: 22rem } td { --share: .4 }
-td.refused, td.note { color: var(--soft) }
-td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
-.legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
-summary { color: var(--bad); margin-top: 1rem } code { font-size: .82rem; overflow-wrap: anywhere }
-ol { font-size: .88rem }
-"""
 
 _INTRO = """
 <p>Each row is a feature, a dtype or a corner of what attention means; each column a kernel. A
@@ -62,18 +37,7 @@ the other meaning that the results agree with.</p>
 
 
 def page(report: Report) -> str:
-    """Return a report as an HTML page that needs nothing beside itself.
-
-    Parameters
-    ----------
-    report : Report
-        What was found.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Return a report as an HTML page that needs nothing beside itself."""
     failed = report.failed
     verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "Everything agrees"
     body = "\n".join(line for section in report.sections for line in _section(section))
@@ -81,23 +45,10 @@ def page(report: Report) -> str:
 
 
 def callable_page(name: str, rows: Iterable[Row]) -> str:
-    """Return what became of a function as an HTML page that needs nothing beside itself.
-
-    Parameters
-    ----------
-    name : str
-        The function.
-    rows : iterable of departures.Row
-        What `departures.summarise` found.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Return what became of a function as an HTML page that needs nothing beside itself."""
     rows = list(rows)
-    departs = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
-    verdict = f"{departs} cases depart" if departs else "Everything agrees"
+    differing = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
+    verdict = f"{differing} cases depart" if differing else "Everything agrees"
     cells = "\n".join(
         f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
         f'<td>{escape(units)}</td><td class="soft wide">{escape(remarks)}</td></tr>'
@@ -109,7 +60,7 @@ def callable_page(name: str, rows: Iterable[Row]) -> str:
         f'<h2>{escape(name)}</h2>{_OF_A_FUNCTION}<div class="scroll"><table>'
         f"<thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
     )
-    return _whole(verdict, bool(departs), body)
+    return _whole(verdict, bool(differing), body)
 
 
 def _verdict(row: Row) -> str:
@@ -121,14 +72,11 @@ def _verdict(row: Row) -> str:
 def _whole(verdict: str, bad: bool, body: str) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>polyattn check: {verdict}</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>polyattn check</h1>\n"
+    head = (
         f'<p class="soft">polyattn {polyattn.__version__}, {escape(where)}, {when}</p>\n'
-        f'<p class="verdict{" bad" if bad else ""}">{verdict}.</p>\n{body}\n</html>\n'
+        f'<p class="verdict{" bad" if bad else ""}">{verdict}.</p>\n'
     )
+    return html_page("polyattn check", verdict, head + body)
 
 
 def _section(section: Section) -> Iterator[str]:

@@ -20,7 +20,7 @@ from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
-from polyattn.dispatch.explanation import table
+from polyattn.text_table import table
 
 __all__ = [
     "PROMISES",
@@ -155,7 +155,7 @@ class Section:
     ----------
     target : Target
         The backend.
-    kernels : tuple of Checked
+    kernels : tuple of KernelVariant
         The columns.
     cells : dict
         By row and kernel; see `cell`.
@@ -289,15 +289,7 @@ def _failure_lines(failures: list[Failure]) -> Iterator[str]:
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
-    """Return a cell in a few characters; reasons go to the footnotes, by number.
-
-    Parameters
-    ----------
-    cell : Cell
-        The cell.
-    footnotes : dict of str to int
-        The reasons that have a number, to which new ones are added.
-    """
+    """Return a cell in a few characters; reasons go to the footnotes, by number."""
     if cell.failures:
         return f"FAIL ({len(cell.failures)} of {len(cell.failures) + cell.agreed})"
     if cell.note is not None:

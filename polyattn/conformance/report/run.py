@@ -10,10 +10,11 @@ from typing import NamedTuple, TypeVar
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks import cases as checks
+from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.conformance.functions.interpretations import read
+from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.conformance.report.report import (
     EXTREME,
@@ -28,7 +29,7 @@ from polyattn.conformance.report.report import (
 from polyattn.dispatch import registry
 from polyattn.dispatch.registry import ARRAY_API
 
-__all__ = ["bar", "default_subjects", "progress", "run", "steps"]
+__all__ = ["bar", "default_targets", "progress", "run", "steps"]
 
 #: What is asked of a plugin as a whole.
 IMPORTS = "finding the plugin imports no array library"
@@ -44,15 +45,15 @@ class Promise(NamedTuple):
 
 CHECKED = {
     "deterministic": Promise(
-        lambda variant: variant.kernel.deterministic, checks.check_determinism, "not declared"
+        lambda variant: variant.kernel.deterministic, promises.check_determinism, "not declared"
     ),
     "batch invariant": Promise(
         lambda variant: variant.kernel.batch_invariant,
-        checks.check_batch_invariance,
+        promises.check_batch_invariance,
         "not declared",
     ),
     "eight threads at once": Promise(
-        checks.is_worth_threads, checks.check_first_call_from_threads, "not checked"
+        promises.is_worth_threads, promises.check_first_call_from_threads, "not checked"
     ),
 }
 
@@ -66,28 +67,13 @@ class Step(NamedTuple):
 
 
 def steps(
-    subjects: Iterable[Target],
+    targets: Iterable[Target],
     cases: Mapping[str, Case] = CASES,
     kernels: Sequence[str] = (),
 ) -> list[Step]:
-    """Return all that a report has to do.
-
-    Parameters
-    ----------
-    subjects : iterable of Subject
-        The backends.
-    cases : mapping of str to Case
-        The calls.
-    kernels : sequence of str
-        The kernels to check; none for all.
-
-    Raises
-    ------
-    ValueError
-        If a backend has no kernel of a name.
-    """
+    """Return all that a report has to do."""
     found = []
-    for target in subjects:
+    for target in targets:
         names = list(dict.fromkeys(variant.kernel.name for variant in target.kernels))
         for name in kernels:
             if name not in names:
@@ -113,20 +99,7 @@ def _work(
 
 
 def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = iter) -> Report:
-    """Do it.
-
-    Parameters
-    ----------
-    work : sequence of Step
-        What `steps` returned.
-    bar : callable
-        What to go through it with, such as `progress`.
-
-    Returns
-    -------
-    Report
-        What became of it; it prints as tables. If it was interrupted, what there was by then.
-    """
+    """Do it."""
     report = Report(total=len(work))
     failed: list[_Failed] = []
     with suppress(KeyboardInterrupt):
@@ -175,7 +148,7 @@ def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Fail
 
 def _do_plugin(section: Section, what: str) -> None:
     try:
-        checks.check_import_hygiene(section.target.backend.partition(":")[0])
+        promises.check_import_hygiene(section.target.backend.partition(":")[0])
         section.plugin[what] = "yes"
     except Exception as error:
         section.plugin[what] = "no"
@@ -202,7 +175,7 @@ def _do_gradients(target: Target, variant: KernelVariant, cell: Cell) -> None:
         cell.note = "library has none"
         return
     for case in () if variant.kernel.compiles else GRADIENT_CASES.values():
-        if checks.is_promised(target, variant, case) and checks.takes(target, variant, case):
+        if checks.is_applicable(target, variant, case) and checks.takes(target, variant, case):
             found = check_gradients(target, variant, case)
             for off in (found or {}).values():
                 cell.add(case.name, off, None)
@@ -251,7 +224,7 @@ def _as_if(target: Target, variant: KernelVariant, case: Case) -> str | None:
         output = target.back(target.call(case, variant.for_case(case)))
         if output.shape != exact(case).output.shape:
             return None
-        meaning = read(case, output, most=1)
+        meaning = interpret(case, output, most=1)
     except Exception:
         return None
     return f"; as if {meaning}" if meaning else ""
@@ -291,7 +264,7 @@ def _note_what_does_not_apply(section: Section) -> None:
             section.cell("logsumexp", variant).refused = 1
 
 
-def default_subjects(library: str | None) -> list[Target]:
+def default_targets(library: str | None) -> list[Target]:
     """Return every backend that can be used here, or ``array-api`` if a library is named."""
     if library is not None:
         return [Target(registry.ARRAY_API, library)]
@@ -307,20 +280,7 @@ T = TypeVar("T")
 
 
 def bar(work: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
-    """Go through some work with a progress bar on standard error, if that is a terminal.
-
-    Parameters
-    ----------
-    work : iterable
-        The steps.
-    describe : callable
-        What the bar says beside a step.
-
-    Yields
-    ------
-    object
-        Each step.
-    """
+    """Go through some work with a progress bar on standard error, if that is a terminal."""
     from tqdm import tqdm
 
     shown = tqdm(list(work), unit="case", disable=None, leave=False, dynamic_ncols=True)
