@@ -91,9 +91,7 @@ def window(
     return _seconds_per_call(call, seconds, clock)
 
 
-def _seconds_per_call(
-    call: Callable[[], Any], seconds: float, clock: Callable[[], float]
-) -> float:
+def _seconds_per_call(call: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
     calls, start = 0, clock()
     while True:
         call()
