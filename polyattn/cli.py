@@ -126,36 +126,47 @@ def _add_explain(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
-        help="whether the kernels of a backend agree with what attention means, and how closely",
-        description="Hold every kernel of the backends to the written meaning of attention, case by"
-        " case, and print a table: a row for each feature, dtype and corner, a column for each"
-        " kernel, the largest error in units of eps times the condition, or why it is refused."
-        ' Needs pip install "polyattn[testing]".',
+        help="whether the kernels of a backend compute attention correctly, and how accurately",
+        description="Check every kernel of the backends against the written meaning of attention,"
+        " and print a table: a row for each feature, dtype and corner case, a column for each"
+        " kernel. A cell is the largest error, in units of eps times the condition, or why the"
+        ' kernel refuses. Needs pip install "polyattn[testing]".',
         epilog="example: polyattn check torch --kernel sdpa --html report.html",
     )
     add = check.add_argument
-    add("backends", nargs="*", metavar="BACKEND", help="which (default: all that are here)")
-    add("--library", metavar="MODULE", help="whose arrays, such as jax.numpy")
+    add(
+        "backends",
+        nargs="*",
+        metavar="BACKEND",
+        help="the backends to check (default: all installed)",
+    )
+    add("--library", metavar="MODULE", help="library that makes the arrays, such as jax.numpy")
     add(
         "--callable",
         metavar="MODULE:FUNCTION",
-        help="in place of a backend, any function with the signature of torch's"
-        " scaled_dot_product_attention, or with arguments of our names",
+        help="check this function instead of a backend; its arguments are named as in torch's"
+        " scaled_dot_product_attention or in polyattn.attention",
     )
-    add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
-    add("--quick", action="store_true", help="one case of each feature and corner")
+    add(
+        "--kernel",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="check only this kernel; may be repeated",
+    )
+    add("--quick", action="store_true", help="check one case of each feature and corner case")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--html", type=Path, metavar="FILE", help="write a page as well")
+    add("--html", type=Path, metavar="FILE", help="also write an HTML page")
     check.set_defaults(run=_check, parser=check)
 
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="how fast the backends are here, side by side, beside what the hardware can do",
+        help="how fast the backends are on this machine, side by side",
         description="Time the same call on several backends, in turns, at growing lengths, and"
-        " print a table: the median of a call with its quartiles, its rate and what share that is"
-        " of what the hardware reaches, the error against float64, and the memory that it needs.",
+        " print a table: the median time with its quartiles, the rate and its share of what the"
+        " hardware reaches, the error against float64, and the memory.",
         epilog="example: polyattn bench --backends numpy,torch,jax --lengths 256:8192 --causal",
     )
     command.add_options(bench.add_argument, _window)
@@ -215,7 +226,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """0 if everything agrees, 1 if something does not, 2 if it cannot be asked so."""
+    """Return 0 if all cases agree, 1 if one does not, 2 if they cannot be checked."""
     try:
         from polyattn.conformance import CASES, ESSENTIAL, Target
         from polyattn.conformance.report import html as page
@@ -237,18 +248,18 @@ def _check(options: argparse.Namespace) -> int:
     except BackendError as error:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
-    found = run.run(run.steps(targets, cases, options.kernel), run.progress)
-    print(_json(found.as_dict()) if options.json else found)
+    report = run.run(run.steps(targets, cases, options.kernel), run.progress)
+    print(_json(report.as_dict()) if options.json else report)
     if options.html is not None:
-        options.html.write_text(page.page(found), encoding="utf-8")
-    if found.done < found.total:
-        print(f"polyattn check: interrupted after {found.done} of {found.total}", file=sys.stderr)
+        options.html.write_text(page.page(report), encoding="utf-8")
+    if report.done < report.total:
+        print(f"polyattn check: interrupted after {report.done} of {report.total}", file=sys.stderr)
         return 130
-    return 1 if found.failed else 0
+    return 1 if report.failed else 0
 
 
-def _json(found: Any) -> str:
-    """JSON has no infinity: an error that is infinite is null."""
+def _json(results: Any) -> str:
+    """Return JSON, which has no infinity: an infinite error becomes null."""
 
     def finite(x: Any) -> Any:
         if isinstance(x, dict):
@@ -257,7 +268,7 @@ def _json(found: Any) -> str:
             return [finite(y) for y in x]
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
-    return json.dumps(finite(found), indent=2, allow_nan=False)
+    return json.dumps(finite(results), indent=2, allow_nan=False)
 
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
@@ -266,9 +277,9 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
-    for name, given in (("a backend", options.backends), ("--kernel", options.kernel)):
-        if given:
-            raise ValueError(f"--callable takes the place of {name}; got {' '.join(given)}")
+    for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
+        if values:
+            raise ValueError(f"--callable takes the place of {name}; got {' '.join(values)}")
     sys.path.insert(0, "")  # where python -m would find a module of the user's
     function = callables.load(options.callable)
     target = callables.target_of(options.callable, options.library)
@@ -281,10 +292,10 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
         print(*function_report.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
-    departs = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
+    differing = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
     if not options.json:
-        print(f"  {departs or 'no'} case{'s' * (departs != 1)} depart{'s' * (departs == 1)}")
-    return 1 if departs else 0
+        print(f"  {differing or 'no'} case{'s' * (differing != 1)} differ{'s' * (differing == 1)}")
+    return 1 if differing else 0
 
 
 def _demo(arguments: list[str]) -> int:

@@ -290,7 +290,7 @@ def test_load():
         ("no_such_module.py:norm", "leave out the .py"),
         ("numpy:no_such.norm", "'numpy' has no 'no_such.norm'"),
         ("numpy:matmull", "did you mean 'matmul'"),
-        ("numpy:pi", "'numpy:pi' is no function; it is 3.14"),
+        ("numpy:pi", "'numpy:pi' is not a function; it is 3.14"),
     ],
 )
 def test_load_says_what_is_wrong(spec, reason):

@@ -231,7 +231,9 @@ def test_the_report_finds_the_same(python):
     assert {failure["charged"] for failure in failures} == {"bias"}
     assert "as if bias is ignored" in failures[0]["text"]
     assert found["failed"] == len(failures) + 1  # and its spec imports NumPy
-    assert found["backends"][0]["plugin"]["finding the plugin imports no array library"] == "no"
+    assert (
+        found["backends"][0]["plugin"]["loading the plugin's spec imports no array library"] == "no"
+    )
     assert len(ESSENTIAL) >= kernel["rows"]["float32"]["agreed"] > 50
 
 
