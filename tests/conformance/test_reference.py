@@ -169,9 +169,9 @@ def test_a_value_of_an_unknown_kind_is_refused():
         name = "odd"
 
     rows = Rows((), (1, 3, 3))
-    with pytest.raises(TypeError, match=r"nothing says what masks.unknown\(\) means"):
+    with pytest.raises(TypeError, match=r"masks.unknown\(\) is not a known mask"):
         plainly(masks.causal() | Unknown(), None, rows)
-    with pytest.raises(TypeError, match=r"nothing says what scores.odd\(\) means"):
+    with pytest.raises(TypeError, match=r"scores.odd\(\) is not a known score"):
         plainly(None, scores.softcap(1.0) >> Odd(), rows)
 
 
