@@ -86,17 +86,19 @@ def lines(benchmark: Benchmark) -> Iterator[str]:
             text = "-" if value is None else _number(value / scale)
             yield f"{' '.join((benchmark.name, *case))}: {text} {unit}"
         return
-    here = benchmark.backends
-    if not here:
+    names = benchmark.backends
+    if not names:
         yield f"{benchmark.name}: no backend for it is installed"
         return
-    reference = REFERENCE if REFERENCE in here else here[0]
+    reference = REFERENCE if REFERENCE in names else names[0]
     yield f"{benchmark.name}, {unit} (ratio to {reference})"
     rows = list(dict.fromkeys(case[1:] for case in benchmark.values))
     axes = benchmark.axes[1:]
     widths = [max(map(len, texts)) for texts in zip(axes, *rows, strict=True)]
     for head, row in ((axes, None), *((row, row) for row in rows)):
-        cells = here if row is None else [_cell(benchmark, b, row, reference, scale) for b in here]
+        cells = (
+            names if row is None else [_cell(benchmark, b, row, reference, scale) for b in names]
+        )
         left = [text.rjust(width) for text, width in zip(head, widths, strict=True)]
         yield " ".join(["  ", *left, *(cell.rjust(17) for cell in cells)])
 
@@ -134,9 +136,9 @@ def newest(folder: Path = RESULTS) -> Path:
 
 def show(file: Path, since: float = 0.0, patterns: Sequence[str] = ()) -> list[Benchmark]:
     """Print the machine and the benchmarks that started after a time; return the benchmarks."""
-    beside = environment_file(file)
-    if beside.exists():
-        print(f"\n{beside.read_text(encoding='utf-8').rstrip()}")
+    environment = environment_file(file)
+    if environment.exists():
+        print(f"\n{environment.read_text(encoding='utf-8').rstrip()}")
     benchmarks = [benchmark for benchmark in read(file, patterns) if benchmark.started >= since]
     for benchmark in benchmarks:
         if "backend" in benchmark.axes or benchmark is benchmarks[0]:

@@ -61,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     with configuration(options.quick) as (conf, results):
         asv = [sys.executable, "-m", "asv", "--config", str(conf)]
         introduce(asv, options.machine)
-        code, found = run(asv, results, options, others)
-    gaps = list(missing(found, expected(polyattn.list_backends())))
+        code, benchmarks = run(asv, results, options, others)
+    gaps = list(missing(benchmarks, expected(polyattn.list_backends())))
     if gaps:
         print("\n" + "\n".join(gaps), file=sys.stderr)
     if code:
@@ -90,10 +90,10 @@ def run(
     if file.stat().st_mtime < start:
         return code or 1, []
     report.environment_file(file).write_text(environment(), encoding="utf-8")
-    found = report.show(file, start, options.bench)
+    benchmarks = report.show(file, start, options.bench)
     if options.quick:
         print("\n--quick: each case once, with one BLAS thread: a check, no measurement")
-    return code, found
+    return code, benchmarks
 
 
 def why_not_labelled() -> str | None:
@@ -146,20 +146,20 @@ def environment() -> str:
 
 def expected(table: Iterable[BackendInfo]) -> list[str]:
     """Return the backends of the benchmarks that are installed."""
-    here: set[str] = set()
+    available: set[str] = set()
     for info in table:
         if info.available:
             kinds = {device.partition(":")[0] for device in info.devices}
-            here |= {info.name, *(f"{info.name}:{kind}" for kind in kinds)}
-    return [backend for backend in BACKENDS if backend in here]
+            available |= {info.name, *(f"{info.name}:{kind}" for kind in kinds)}
+    return [backend for backend in BACKENDS if backend in available]
 
 
-def missing(found: Iterable[report.Benchmark], backends: Iterable[str]) -> Iterator[str]:
+def missing(benchmarks: Iterable[report.Benchmark], backends: Iterable[str]) -> Iterator[str]:
     """Yield a line for each benchmark that lacks a number for one of the backends."""
-    found, backends = list(found), set(backends)
-    if not found:
+    benchmarks, backends = list(benchmarks), set(backends)
+    if not benchmarks:
         yield "no benchmark ran"
-    for benchmark in found:
+    for benchmark in benchmarks:
         without = [
             " ".join(case) or "its only case"
             for case, value in benchmark.values.items()

@@ -1,4 +1,4 @@
-"""Hold a kernel to a case: which cases apply to it, and whether its results are right.
+"""Check a kernel with a case: which cases apply to it, and whether its results are right.
 
 A check returns if the kernel is right and raises AssertionError, with what is wrong, if not.
 """

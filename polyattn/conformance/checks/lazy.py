@@ -29,13 +29,13 @@ def is_lazy(target: Target) -> bool:
 
 def lazily(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays that fails if it computes anything; a transform for `Target`."""
-    here: Any = sys.modules[__name__]
-    request: Any = SimpleNamespace(module=here)
+    module: Any = sys.modules[__name__]
+    request: Any = SimpleNamespace(module=module)
 
     def run(arrays: list[Any], options: dict[str, Any]) -> Any:
         xp = importlib.import_module(library_of(arrays[0]).xp.__name__)
         with patch_lazy_xp_functions(request, xp=xp):
-            return here.call(function, arrays, options)
+            return module.call(function, arrays, options)
 
     return run
 

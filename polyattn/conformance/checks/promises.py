@@ -1,4 +1,4 @@
-"""Hold a kernel and its plugin to what they declare, beside results.
+"""Check what a kernel and its plugin declare, other than results.
 
 These are the features, determinism, batch invariance, threads and imports. A check returns if the
 promise holds and raises AssertionError, with what is wrong, if not.

@@ -111,9 +111,9 @@ class Target:
             self._plugin, default = registry.loaded(stem), registry.spec_of(stem).namespaces[0]
             self.device = registry.device_of(stem, device) if device else None
             if device and self.device is None:
-                here = ", ".join(registry.devices_of(stem)) or "no device with a name"
+                names = ", ".join(registry.devices_of(stem)) or "no device with a name"
                 raise BackendUnavailableError(
-                    f"the backend {stem!r} has no device {device!r} here; it has {here}"
+                    f"the backend {stem!r} has no device {device!r} here; it has {names}"
                 )
         self.library = library or default
         self._known: dict[str, bool] = {}

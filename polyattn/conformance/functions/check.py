@@ -174,20 +174,20 @@ def arguments_for(function: Function, options: Options, *, grouped: bool = False
     """
     names, others = _parameters(function)
     left = dict(options)
-    given = {name: left.pop(name) for name in options if name in names}
+    keywords = {name: left.pop(name) for name in options if name in names}
     if "attn_mask" in names:
         mask = None if callable(left.get("mask")) else left.pop("mask", None)
         bias = left.pop("bias", None)
         if mask is not None and bias is not None:
-            given["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
+            keywords["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
         elif mask is not None or bias is not None:
-            given["attn_mask"] = bias if mask is None else mask
+            keywords["attn_mask"] = bias if mask is None else mask
     if left and not others:
         function_of = {"mask": "mask as a function"} if callable(left.get("mask")) else {}
         raise NoArgumentError(", ".join(function_of.get(name, name) for name in left))
     if grouped and "enable_gqa" in names:
-        given["enable_gqa"] = True
-    return given | left
+        keywords["enable_gqa"] = True
+    return keywords | left
 
 
 #: The features that an option can require, where their names differ.

@@ -264,23 +264,23 @@ def summed(case: Case, x: Steps, parts: Parts, how: Order) -> dict[str, Array]:
     before, after = (x.scale, 1) if how.scale_first else (1, x.scale)
     scores = parts.scores * before
     S = case.S
-    found = {
+    gradients = {
         "query": how.product(scores, x.key) * after,
         "key": (how.product(scores.mT, x.query) * after)[..., :S, :],
         "value": how.product(parts.weights.mT, x.cotangent)[..., :S, :],
     }
-    for (name, gradient), given in zip(found.items(), arrays, strict=True):
-        like = heads_first(given, case.layout)
+    for (name, gradient), array in zip(gradients.items(), arrays, strict=True):
+        like = heads_first(array, case.layout)
         *batch, heads, rows, size = gradient.shape
         G = like.shape[-3]
         groups = gradient.reshape(*batch, G, heads // G, rows, size)
         whole = sum_to(like.shape, groups.sum(axis=-3))
-        found[name] = as_called(whole, given.ndim, case.layout)
+        gradients[name] = as_called(whole, array.ndim, case.layout)
     if "bias" in options:
-        found["bias"] = sum_to(options["bias"].shape, parts.logits[..., :S])
+        gradients["bias"] = sum_to(options["bias"].shape, parts.logits[..., :S])
     if "sinks" in options:
-        found["sinks"] = sum_to(options["sinks"].shape, parts.logits[..., S].sum(axis=-1))
-    return found
+        gradients["sinks"] = sum_to(options["sinks"].shape, parts.logits[..., S].sum(axis=-1))
+    return gradients
 
 
 def sum_to(shape: Sequence[int], x: Array) -> Array:

@@ -69,7 +69,7 @@ def _is_about(topic: str, case: Case) -> bool:
 
 ROWS = tuple(_rows())
 EXTREME = "extreme values"
-#: Rows that have a check of their own instead of cases.
+#: Rows with their own check instead of cases.
 PROMISES = {
     "gradients": "by the library's own differentiation",
     "deterministic": "the same call twice gives the same bits",
@@ -220,8 +220,8 @@ def _lines(section: Section) -> Iterator[str]:
     yield "  errors and count only in their own row.  -  refused: the kernel does not declare it."
     for reason, number in footnotes.items():
         yield f"  [{number}] refused: {reason}"
-    for promise, found in section.plugin.items():
-        yield f"  {promise}: {found}"
+    for promise, result in section.plugin.items():
+        yield f"  {promise}: {result}"
     yield f"  {len(section.failures) or 'no'} failure{'s' * (len(section.failures) != 1)}"
     yield from _failure_lines(section.failures)
     yield ""

@@ -36,7 +36,7 @@ IMPORTS = "loading the plugin's spec imports no array library"
 
 
 class Promise(NamedTuple):
-    """A promise of a kernel beside its results."""
+    """A promise of a kernel other than its results."""
 
     applies: Callable[[KernelVariant], bool]
     check: Callable[[Target, KernelVariant], None]
