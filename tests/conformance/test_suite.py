@@ -250,7 +250,7 @@ def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
 @pytest.mark.parametrize(
     "name", ["mask value", "score value", "additive", "dropout, seed of an array"]
 )
-def test_the_arrays_in_a_value_are_of_the_library_that_is_checked(name):
+def test_the_arrays_in_an_expression_are_of_the_checked_library(name):
     case = CASES[name]
     for library in ("numpy", "torch"):
         _, options = Target("array-api", library).arguments(case)
