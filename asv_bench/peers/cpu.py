@@ -252,19 +252,19 @@ def rates(window: float) -> dict[str, float]:
     def fastest(work: Callable[[], object]) -> float:
         return min(threads.blas.held(lambda: one_window(work, window)) for _ in range(3))
 
-    found = {
+    limits = {
         "query·key GFLOP/s": gflop / fastest(lambda: np.matmul(query, key.T, weights)),
         "weights·value GFLOP/s": gflop / fastest(lambda: np.matmul(scores, key, product)),
     }
     scores /= 8
-    found[f"{exp.__name__} ns"] = fastest(lambda: exp(scores, weights)) / scores.size * 1e9
+    limits[f"{exp.__name__} ns"] = fastest(lambda: exp(scores, weights)) / scores.size * 1e9
     try:
         import torch
     except ImportError:
-        return found
+        return limits
     torch.set_num_threads(1)
     q, k, s, w, p = map(torch.from_numpy, (query, key, scores, weights, product))
-    return found | {
+    return limits | {
         "torch's query·key": gflop / fastest(lambda: torch.mm(q, k.T, out=w)),
         "torch's weights·value": gflop / fastest(lambda: torch.mm(s, k, out=p)),
     }

@@ -221,11 +221,11 @@ def host_times(contenders: list[Contender], rounds: int, calls: int = 50) -> dic
 def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     """Yield the lines of the tables, in Markdown, as they are measured."""
     cases, tiny = (ON_CPU, ON_CPU[0]) if device == "cpu" else (CASES, TINY)
-    here = list(libraries(device))
+    available = list(libraries(device))
     yield "| (B, H, L, S, D) | library | engine, TFLOP/s | polyattn, TFLOP/s | of the engine |"
     yield "|---|---|---|---|---|"
     for case in cases:
-        for library in here:
+        for library in available:
             times = measure(list(CONTENDERS[library](case, device)), rounds, window)
             rates = [case.operations / times[name][0] / 1e12 for name in (ENGINE, OURS)]
             share = f"{100 * times[OURS][1]:.1f} %"
@@ -233,11 +233,11 @@ def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     yield ""
     yield "| host time of a call, µs | engine | polyattn | added |"
     yield "|---|---|---|---|"
-    for library in here:
+    for library in available:
         host = host_times(list(CONTENDERS[library](tiny, device)), rounds)
         engine, ours = (host[name] * 1e6 for name in (ENGINE, OURS))
         yield f"| {library}, {tiny.text} | {engine:.1f} | {ours:.1f} | {ours - engine:.1f} |"
-    if "cupy" in here:
+    if "cupy" in available:
         yield ""
         yield "| CuPy, " + HALF.text + " | TFLOP/s | times the textbook's rate |"
         yield "|---|---|---|"

@@ -137,12 +137,12 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"--plot writes .png, .svg or .pdf; got {file}")
         if list(written.values()).count(file) > 1:
             raise ValueError(f"{file} is given twice: name a different file for each option")
-        was_there = file.exists()
+        existed = file.exists()
         try:
             file.open("ab").close()
         except OSError as error:
             raise ValueError(f"{option} cannot write {file}: {error.strerror}") from None
-        if not was_there:  # it is created again when there are results
+        if not existed:  # it is created again when there are results
             file.unlink()
 
 

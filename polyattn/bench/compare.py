@@ -35,8 +35,8 @@ def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[s
         )
     lines = [f"polyattn bench: {first.workload}", *fact("A", a), *fact("B", b)]
     lines += ["", *_differences(first, second), "", *_table(both, ours, theirs)]
-    for name, here, there in (("A", ours, theirs), ("B", theirs, ours)):
-        alone = {key: here[key] for key in here if key not in there}
+    for name, rows, others in (("A", ours, theirs), ("B", theirs, ours)):
+        alone = {key: rows[key] for key in rows if key not in others}
         lines += fact(f"only {name}", _named(alone)) if alone else []
     lines += ["", "  B/A: the ratio of the medians, and its widest range by the quartiles;"]
     return [*lines, "  ~ the range contains 1, so the two may be equally fast."]

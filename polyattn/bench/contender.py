@@ -84,7 +84,7 @@ class Running:
 
 
 def everything_here() -> list[str]:
-    """Return the names of all backends that can be loaded here."""
+    """Return the names of all backends that can be loaded."""
     return [name for name in registry.names() if registry.load(name) is None]
 
 
@@ -121,9 +121,9 @@ def _named(name: str) -> Iterator[Contender]:
     if wanted:
         device = registry.device_of(stem, wanted)
         if device is None:
-            here = ", ".join(devices) or "no device with a name"
+            names = ", ".join(devices) or "no device with a name"
             raise BackendUnavailableError(
-                f"the backend {stem!r} has no device {wanted!r} here; it has {here}"
+                f"the backend {stem!r} has no device {wanted!r} here; it has {names}"
             )
         chosen = [device]
     for device in chosen:

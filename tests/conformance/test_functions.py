@@ -1,4 +1,4 @@
-"""Functions of others under our cases: what departs is found and read, and the page says so."""
+"""Check functions of others with our cases: differences are found and explained, as docs say."""
 
 import importlib.util
 import re
@@ -162,7 +162,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_departure_is_read(name):
+def test_a_difference_is_interpreted(name):
     faults, case, interpretation = FAULTS[name]
     case = CASES[case] if isinstance(case, str) else make_case(name, **case)
     assert check(attention_with("leak"), case).status == AGREES or case.poison is not None
@@ -171,7 +171,7 @@ def test_a_departure_is_read(name):
     assert finding.deviation.units > 10
 
 
-def test_what_nothing_explains_has_no_reading():
+def test_an_unexplained_difference_has_no_interpretation():
     finding = check(lambda q, k, v: attention_with()(q, k, v) + q, CASES["plain"])
     assert (finding.status, finding.interpretation) == (DIFFERS, "")
     assert "limit" in finding.deviation.fault
@@ -290,7 +290,7 @@ def test_load():
         ("no_such_module.py:norm", "leave out the .py"),
         ("numpy:no_such.norm", "'numpy' has no 'no_such.norm'"),
         ("numpy:matmull", "did you mean 'matmul'"),
-        ("numpy:pi", "'numpy:pi' is no function; it is 3.14"),
+        ("numpy:pi", "'numpy:pi' is not a function; it is 3.14"),
     ],
 )
 def test_load_says_what_is_wrong(spec, reason):

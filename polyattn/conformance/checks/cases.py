@@ -1,4 +1,4 @@
-"""Hold a kernel to a case: which cases apply to it, and whether its results are right.
+"""Check a kernel with a case: which cases apply to it, and whether its results are right.
 
 A check returns if the kernel is right and raises AssertionError, with what is wrong, if not.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Outcome(NamedTuple):
-    """What became of a case on a kernel.
+    """The result of a case on a kernel.
 
     Attributes
     ----------
@@ -61,20 +61,21 @@ class Outcome(NamedTuple):
 
 
 def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> list[Case]:
-    """Return the cases that can be asked of a kernel.
+    """Return the cases that apply to a kernel.
 
-    Those of float32 are asked in another dtype where the backend or the kernel refuses that one.
+    Cases in float32 are given in another dtype if the backend or the kernel refuses float32.
     """
     plain = CASES["plain"]
-    able = [
+    supported = [
         dtype
         for dtype in ("float32", "float64", "float16", "bfloat16")
         if dtype in target.dtypes and takes(target, variant, replace(plain, dtype=dtype))
     ]
     asked = dict(cases)
-    if able and able[0] != "float32":
+    if supported and supported[0] != "float32":
+        dtype = supported[0]
         retyped = {
-            f"{name}, {able[0]}": replace(case, name=f"{name}, {able[0]}", dtype=able[0])
+            f"{name}, {dtype}": replace(case, name=f"{name}, {dtype}", dtype=dtype)
             for name, case in cases.items()
             if case.dtype == "float32"
         }
@@ -83,7 +84,7 @@ def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case])
 
 
 def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
-    """Whether a case can be asked of a kernel: its library has the dtypes, and it bears poison."""
+    """Return whether the library has the dtypes of a case, and the kernel allows its poison."""
     dtypes = {
         case.dtype,
         *(x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype),
@@ -93,12 +94,12 @@ def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
 
 
 def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
-    """Whether a kernel can take a case's call."""
+    """Return whether a kernel supports the call of a case."""
     return target.explain(case, variant.for_case(case)).chosen is not None
 
 
 def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
-    """Hold a kernel to a case: it agrees with the oracle, or refuses when it is insisted on."""
+    """Check that a kernel agrees with the oracle, or raises if it does not support the case."""
     kernel = variant.for_case(case)
     explanation = target.explain(case, kernel)
     if explanation.chosen is None:
@@ -107,72 +108,72 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
             target.call(case, kernel)
         except BackendError:
             return Outcome(None, None, reasons or "it gives no reason")
-        raise AssertionError(f"{case}: refused ({reasons}), and yet it ran")
-    given = target.arguments(case)
-    before = _bits(target, given)
+        raise AssertionError(f"{case}: refused ({reasons}), but it ran")
+    arguments = target.arguments(case)
+    before = _bits(target, arguments)
     what = f"{case}: output"
-    with _telling(what, kernel):
-        output = target.call(case, kernel, given=given)
-    _check_like_query(what, output, given[0][0], case.dtype)
-    _check_own(target, what, output, given)
+    with _name_case(what, kernel):
+        output = target.call(case, kernel, arguments=arguments)
+    _check_like_query(what, output, arguments[0][0], case.dtype)
+    _check_own(target, what, output, arguments)
     off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     logsumexp = None
     if has_logsumexp(target, kernel, case):
-        logsumexp = _check_partial(target, kernel, case, given)
-    after = _bits(target, given)
+        logsumexp = _check_partial(target, kernel, case, arguments)
+    after = _bits(target, arguments)
     written = [name for name, bits in before.items() if after[name] != bits]
     assert not written, f"{case}: {', '.join(written)} was written to"
     return Outcome(off, logsumexp)
 
 
 def has_logsumexp(target: Target, kernel: Kernel, case: Case) -> bool:
-    """Whether a call can be asked for its logsumexp, and the kernel computes it."""
-    if "normalizer" in case.features:  # it is of softmax alone
+    """Return whether the kernel computes the logsumexp of a case."""
+    if "normalizer" in case.features:  # only softmax has one
         return False
     return target.explain(case, kernel, logsumexp=True).chosen is not None
 
 
-def _check_partial(target: Target, kernel: Kernel, case: Case, given: Any) -> Deviation:
-    with _telling(f"{case}: logsumexp", kernel):
-        output, logsumexp = target.call(case, kernel, attention_partial, given)
+def _check_partial(target: Target, kernel: Kernel, case: Case, arguments: Any) -> Deviation:
+    with _name_case(f"{case}: logsumexp", kernel):
+        output, logsumexp = target.call(case, kernel, attention_partial, arguments)
     what = f"{case}: output of the partial"
-    _check_like_query(what, output, given[0][0], case.dtype)
-    _check_own(target, what, output, given)
+    _check_like_query(what, output, arguments[0][0], case.dtype)
+    _check_own(target, what, output, arguments)
     off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     what = f"{case}: logsumexp"
-    _check_like_query(what, logsumexp, given[0][0], accumulation_dtype(case.dtype))
-    _check_own(target, what, logsumexp, given)
+    _check_like_query(what, logsumexp, arguments[0][0], accumulation_dtype(case.dtype))
+    _check_own(target, what, logsumexp, arguments)
     off = deviation(target.back(logsumexp), logsumexp_yardstick(case), what)
     assert off.fault is None, off.fault
     return off
 
 
 def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
-    got, given = facts_of(result), facts_of(query)
-    assert got.library == given.library, f"{what} is of {got.library}, the query of {given.library}"
-    assert got.device == given.device, f"{what} is on {got.device}, the query on {given.device}"
-    assert got.dtype == dtype, f"{what} is {got.dtype}, must be {dtype}"
+    got, wanted = facts_of(result), facts_of(query)
+    assert got.library == wanted.library, f"{what} is of {got.library}, not {wanted.library}"
+    assert got.device == wanted.device, f"{what} is on {got.device}, not {wanted.device}"
+    assert got.dtype == dtype, f"{what} has dtype {got.dtype}, not {dtype}"
 
 
-def _check_own(target: Target, what: str, result: Any, given: Any) -> None:
-    """A result is the caller's to write to, where arrays can be written to at all."""
+def _check_own(target: Target, what: str, result: Any, arguments: Any) -> None:
+    """Check that a result is writable and shares no memory with an argument."""
     if is_lazy(target):
         return
-    here = target.back(result)
+    on_host = target.back(result)
     if isinstance(result, np.ndarray):
-        assert here.flags.writeable, f"{what} is read-only"
-    arrays, options = given
+        assert on_host.flags.writeable, f"{what} is read-only"
+    arrays, options = arguments
     for option in (*arrays, *options.values()):
         for x in arrays_in(option):
-            shared = np.may_share_memory(here, target.back(x))
+            shared = np.may_share_memory(on_host, target.back(x))
             assert not shared, f"{what} shares its memory with an argument"
 
 
 @contextmanager
-def _telling(what: str, kernel: Kernel) -> Iterator[None]:
-    """Say of an error which result of which case it came from, and from where in the kernel."""
+def _name_case(what: str, kernel: Kernel) -> Iterator[None]:
+    """Add the case, the result and the line of the kernel to an error."""
     try:
         yield
     except Exception as error:
@@ -183,8 +184,8 @@ def _telling(what: str, kernel: Kernel) -> Iterator[None]:
         raise AssertionError(f"{what}: raised {error!r} at {where}") from error
 
 
-def _bits(target: Target, given: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
-    arrays, options = given
+def _bits(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
+    arrays, options = arguments
     everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
     return {
         name: b"".join(np.ascontiguousarray(target.back(x)).tobytes() for x in arrays_in(option))
@@ -193,19 +194,19 @@ def _bits(target: Target, given: tuple[list[Any], Mapping[str, Any]]) -> dict[st
 
 
 def covering(target: Target, variant: KernelVariant, cases: Iterable[Case]) -> list[Case]:
-    """Choose few of the cases that a kernel takes so that each feature and topic is in one.
+    """Choose a few supported cases that cover every feature, dtype and topic.
 
-    For kernels that take seconds to compile for each.
+    For kernels that compile for seconds in each case.
     """
-    able = {
+    covers = {
         case: (case.features or {"plain"}) | {case.dtype, case.topic}
         for case in cases
         if takes(target, variant, case)
     }
-    wanted = set().union(*able.values()) if able else set()
+    wanted = set().union(*covers.values()) if covers else set()
     chosen = []
     while wanted:
-        best = max(able, key=lambda case: len(able[case] & wanted))
+        best = max(covers, key=lambda case: len(covers[case] & wanted))
         chosen.append(best)
-        wanted -= able[best]
+        wanted -= covers[best]
     return chosen

@@ -1,4 +1,4 @@
-"""Hold a kernel and its plugin to what they declare, beside results.
+"""Check what a kernel and its plugin declare, other than results.
 
 These are the features, determinism, batch invariance, threads and imports. A check returns if the
 promise holds and raises AssertionError, with what is wrong, if not.
@@ -30,14 +30,14 @@ __all__ = [
 
 
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
-    """A kernel takes some of the cases, and of each feature that it declares one that needs it."""
+    """Check that a kernel supports some case, and one for each feature that it declares."""
     taken = [c for c in cases_for(target, variant, cases) if takes(target, variant, c)]
-    assert taken, f"no case is taken by {variant}"
+    assert taken, f"{variant} supports no case"
     idle = set(target.declared(variant.kernel)).difference(*(case.features for case in taken))
     kernels = {case: variant.for_case(case) for case in taken}
     if any(has_logsumexp(target, kernel, case) for case, kernel in kernels.items()):
         idle -= {"logsumexp"}
-    assert not idle, f"no case that {variant} takes needs {', '.join(sorted(idle))}"
+    assert not idle, f"no case that {variant} supports needs {', '.join(sorted(idle))}"
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------
@@ -54,8 +54,8 @@ _ITEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def items(dtypes: Iterable[str]) -> list[Case]:
-    """Return cases whose batch can be taken apart."""
+def _batch_cases(dtypes: Iterable[str]) -> list[Case]:
+    """Return cases with a batch whose items can also be computed one at a time."""
     return [
         make_case(f"batch of {BATCH}, {name}, {dtype}", batch=(BATCH,), dtype=dtype, **fields)
         for name, fields in _ITEMS.items()
@@ -65,30 +65,30 @@ def items(dtypes: Iterable[str]) -> list[Case]:
 
 
 def check_determinism(target: Target, variant: KernelVariant, *, thorough: bool = True) -> None:
-    """The same call twice gives the same bits."""
-    for case, kernel in _taken(target, variant, "deterministic")[: None if thorough else 1]:
+    """Check that the same call twice gives the same bits."""
+    for case, kernel in _supported(target, variant, "deterministic")[: None if thorough else 1]:
         once, twice = (np.array(target.back(target.call(case, kernel))) for _ in range(2))
-        assert _equal(once, twice), f"{case}: the same call twice gives other bits"
+        assert _equal(once, twice), f"{case}: the same call twice gives different bits"
 
 
 def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
-    """One batch item alone, or among others, has the same bits."""
-    for case, kernel in _taken(target, variant, "batch_invariant"):
+    """Check that a batch item has the same bits with and without the others."""
+    for case, kernel in _supported(target, variant, "batch_invariant"):
         together = target.back(target.call(case, kernel))
         arrays, options = case.arguments()
         for n in range(BATCH):
             alone = [target.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
-            output = target.back(target.call(case, kernel, given=(alone, options)))
-            assert _equal(output[0], together[n]), f"{case}: item {n} alone has other bits"
+            output = target.back(target.call(case, kernel, arguments=(alone, options)))
+            assert _equal(output[0], together[n]), f"{case}: item {n} alone has different bits"
 
 
-def _taken(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
-    cases = items(target.dtypes)
+def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
+    cases = _batch_cases(target.dtypes)
     if variant.kernel.compiles:
         cases = cases[:1]
     runs = [(case, variant.for_case(case)) for case in cases]
     runs = [run for run in runs if target.explain(*run).chosen is not None]
-    assert runs, f"it declares {declared}, and takes no call that would show it"
+    assert runs, f"it declares {declared}, but supports no call to check it with"
     return runs
 
 
@@ -138,12 +138,12 @@ if {deterministic!r}:
         x = array(n)
         alone = attention(x, x, x, **{options!r})
         same = np.array_equal(np.asarray(result), np.asarray(alone))
-        assert same, "eight threads at once have other results than one"
+        assert same, "eight threads at once have different results from one"
 """
 
 
 def check_import_hygiene(name: str) -> None:
-    """Finding a plugin imports no array library: its spec is data."""
+    """Check that loading the spec of a plugin imports no array library."""
     loaded = _in_a_new_interpreter(_HYGIENE.format(name=name)).split()
     assert not loaded, f"loading the spec of {name!r} imports {', '.join(loaded)}"
 
@@ -154,7 +154,7 @@ def is_worth_threads(variant: KernelVariant) -> bool:
 
 
 def check_first_call_from_threads(target: Target, variant: KernelVariant) -> None:
-    """Eight threads may make the first calls of a process at once, each with arrays of its own."""
+    """Check that eight threads can make the first calls of a process at once."""
     library = target.library if target.backend == registry.ARRAY_API else "numpy"
     native = [dtype for dtype in ("float32", "float64", "float16") if dtype in target.dtypes]
     for dtype, is_causal in product(native, (True, False)):

@@ -1,4 +1,4 @@
-"""The report as one self-contained page."""
+"""Write the report as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from polyattn.html_page import html_page
 __all__ = ["callable_page", "page"]
 
 _INTRO = """
-<p>Each row is a feature, a dtype or a corner of what attention means; each column a kernel. A
-figure is the largest error of any element in any case of the row, in units of
-<b>eps · Σ w|v|</b>: what one rounding of every weight could do. The deeper the green, the larger
-the share of its limit that some element used; the limit is twice the error of the textbook formula
-in the same dtypes, and a floor that is measured too; it is wide for extreme values, which have a
-row of their own and count in no other. Point at a cell for its cases.</p>
-<p class="legend"><span class="soft">–</span> refused: the kernel does not declare it, and raises
-when it is insisted on.
-<span class="soft">[1]</span> refused in some cases, for the reason of that number.</p>
+<p>Each row is a feature, a dtype or a corner case of attention; each column is a kernel. A number
+is the largest error of an element in the cases of the row, in units of <b>eps · Σ w|v|</b>: what
+one rounding of every weight can cause. A deeper green means that an element used a larger share of
+its limit. The limit is twice the error of the textbook formula in the same dtypes, plus a measured
+floor. It is wide for extreme values, which have their own row and count in no other. Point at a
+cell to see its cases.</p>
+<p class="legend"><span class="soft">–</span> refused: the kernel does not declare the feature, and
+raises if it is required.
+<span class="soft">[1]</span> refused in some cases, for the reason with that number.</p>
 """
 
 _OF_A_FUNCTION = """
-<p>Each row is a feature, a dtype or a corner of what attention means; <i>agree</i> is how many of
-the cases that the function has arguments for, and the figure the largest error of any element, in
-units of <b>eps · Σ w|v|</b>; <i>inf</i> is where a result must be exact and is not. Beside it is
+<p>Each row is a feature, a dtype or a corner case of attention. <i>agree</i> counts the cases that
+the function has arguments for. The error is the largest of an element, in units of
+<b>eps · Σ w|v|</b>; <i>inf</i> means that a result must be exact and is not. The last column names
 the other meaning that the results agree with.</p>
 """
 
 
 def page(report: Report) -> str:
-    """Return a report as an HTML page that needs nothing beside itself."""
+    """Return a report as an HTML page."""
     failed = report.failed
-    verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "Everything agrees"
+    verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "All cases agree"
     body = "\n".join(line for section in report.sections for line in _section(section))
     return _whole(verdict, bool(failed), _INTRO + body)
 
 
 def callable_page(name: str, rows: Iterable[Row]) -> str:
-    """Return what became of a function as an HTML page that needs nothing beside itself."""
+    """Return the report of a function as an HTML page."""
     rows = list(rows)
     differing = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
-    verdict = f"{differing} cases depart" if differing else "Everything agrees"
+    verdict = f"{differing} cases differ" if differing else "All cases agree"
     cells = "\n".join(
         f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
         f'<td>{escape(units)}</td><td class="soft wide">{escape(remarks)}</td></tr>'
@@ -105,8 +105,8 @@ def _section(section: Section) -> Iterator[str]:
         yield from (f"<li><code>{escape(str(f))}</code></li>" for f in section.failures)
         yield "</ul></details>"
     yield "<ul>"
-    for promise, found in section.plugin.items():
-        yield f"<li>{escape(promise[0].upper() + promise[1:])}: {found}.</li>"
+    for promise, result in section.plugin.items():
+        yield f"<li>{escape(promise[0].upper() + promise[1:])}: {result}.</li>"
     yield "</ul>"
 
 
@@ -130,7 +130,7 @@ def _title(cell: Cell) -> str:
     parts = []
     if cell.agreed:
         parts.append(
-            f"{cell.agreed} agree, the worst, {cell.worst}, at {cell.share:.0%} of its limit"
+            f"{cell.agreed} agree; the worst, {cell.worst}, uses {cell.share:.0%} of its limit"
         )
     if cell.refused:
         parts.append(f"{cell.refused} refused: {'; '.join(cell.reasons)}")
