@@ -246,8 +246,7 @@ MUTATIONS = (
              "np.copyto(total, 1, where=total == 0)", "pass"),
     mutation("rows kept that are not reliable", NUMPY_TILED, "partial(np.where, reliable)",
              "partial(np.where, True)"),
-    mutation("parts of keys forgotten", NUMPY_TILED,
-             "reduce(combine, (state for _, state in in_order))", "in_order[0][1]"),
+    mutation("parts of keys forgotten", NUMPY_TILED, "reduce(combine, states)", "states[0]"),
 )  # fmt: skip
 
 SUITE = (

@@ -143,7 +143,7 @@ def _band(problem: Problem) -> Band | None:
 
 @lru_cache(maxsize=256)
 def _needs_bias(problem: Problem) -> bool:
-    """Whether anything is added to scores or hides them that cuDNN's options cannot express."""
+    """Return whether a bias, mask or band is asked for that cuDNN's options cannot express."""
     if not problem.features.isdisjoint(("bias", "mask", "mask_mod")):
         return True
     return band(problem) != (None, None) and _band(problem) is None
@@ -217,7 +217,7 @@ def _ready(problem: Problem, array: Array) -> Array:
 
 @lru_cache(maxsize=1024)
 def _is_readable(shape: tuple[int, ...], strides: _Strides) -> bool:
-    """Whether cuDNN reads an array of 16-bit numbers with these strides in bytes."""
+    """Return whether cuDNN reads an array of 16-bit numbers with these strides in bytes."""
     *outer, last = strides
     return last == 2 and all(
         length == 1 or (stride > 0 and stride % ALIGNMENT == 0)

@@ -133,10 +133,10 @@ def even_count(number: int, most: int) -> int:
 
 
 def uses_table(problem: Problem, tile: int) -> bool:
-    """Whether to make a mask table: the scores of an item are several tiles, and a mask is given.
+    """Return whether a mask table can save more than it costs.
 
-    Without a table it is known what causal and window leave at a known offset, and a table learns
-    nothing from a bare mask function.
+    No table is needed for causal and window at a known offset, and none can be made from a bare
+    mask function.
     """
     banded_by_item = problem.query_offset is None and problem.masks_by_position
     masked = problem.mask is not None or problem.mask_spec is not None or banded_by_item

@@ -70,7 +70,7 @@ def ones(length: int, dtype: Any) -> Array:
 
 @lru_cache(maxsize=2)
 def has_small_products(dtype: Any) -> bool:
-    """Whether BLAS reads the factors of small products in place, instead of copying them first.
+    """Return whether BLAS multiplies small matrices without copying them first.
 
     OpenBLAS has such kernels only for AVX-512, for up to a million multiply-adds.
     """
@@ -81,7 +81,7 @@ def has_small_products(dtype: Any) -> bool:
 
 @lru_cache(maxsize=2)
 def fast_exp2(dtype: Any) -> bool:
-    """Whether exp2 has vector instructions here, and so takes half the time of exp.
+    """Return whether exp2 has vector instructions here, and so takes half the time of exp.
 
     Only AVX-512 has them; elsewhere exp is the faster one.
     """

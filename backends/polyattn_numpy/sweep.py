@@ -100,7 +100,7 @@ class Sweep:
         return reliable if not reliable.all() else True
 
     def inputs_are_finite(self) -> bool:
-        """Whether nothing that may be hidden is NaN or infinite, as far as sums can tell."""
+        """Return whether nothing that may be hidden is NaN or infinite, as far as sums can tell."""
         x = self.call.x
         if x.bias is not None or x.score_mod is not None:
             return False

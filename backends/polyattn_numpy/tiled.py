@@ -144,10 +144,9 @@ class Result:
 
     def write_parts(self) -> None:
         """Combine the parts of the same rows, in the order of their keys, and write them."""
-        rows: dict[Piece, list[tuple[int, SoftmaxState]]] = {}
-        for piece, state in self.parts.items():
+        rows: dict[Piece, list[SoftmaxState]] = {}
+        for piece in sorted(self.parts, key=lambda piece: piece.part):
             whole = piece._replace(columns=piece.rows, part=0, parts=1)
-            rows.setdefault(whole, []).append((piece.part, state))
-        for whole, parts in rows.items():
-            in_order = sorted(parts, key=lambda part: part[0])
-            self.write(whole, reduce(combine, (state for _, state in in_order)))
+            rows.setdefault(whole, []).append(self.parts[piece])
+        for whole, states in rows.items():
+            self.write(whole, reduce(combine, states))
