@@ -139,10 +139,10 @@ class Sweep:
         """Add the weights and weighted values of a tile to the sums of its rows."""
         heads, (first, last) = self.piece.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
-        state = SoftmaxState(*(array[where] for array in state))
+        query, output, total = self.query[where], state.output[where], state.total[where]
         keys, values = self.key[:, heads], self.value[:, heads]
-        product = self.scratch("product", state.output.shape, self.dtype)
-        sums = self.scratch("sums", state.total.shape, self.dtype)
+        product = self.scratch("product", output.shape, self.dtype)
+        sums = self.scratch("sums", total.shape, self.dtype)
         direct = self.direct and not tile.crosses_band
         for columns in tile.columns.split(tile.width):
             self.call.check()
@@ -152,26 +152,27 @@ class Sweep:
             masks = [] if direct else self.visibility.masks(part)
             if masks is None:
                 continue
-            s = self._scores(self.query[where], self._block("keys", keys[:, :, span]))
+            s = self._scores(query, self._block("keys", keys[:, :, span]))
             seen = None
             if direct:
                 self.exp(s, s)
             elif self.fast:
                 self._weigh(s, part, masks)
             else:
-                seen = self._weigh_seen(s, part, masks, state)
+                tile_state = SoftmaxState(output, state.reference[where], total)
+                seen = self._weigh_seen(s, part, masks, tile_state)
             value = self._block("values", values[:, :, span])
-            np.matmul(s, ones(columns.length, self.dtype), sums if adds else state.total)
+            np.matmul(s, ones(columns.length, self.dtype), sums if adds else total)
             if self.problem.dropout:
                 weights = self._by_head(s)
                 weights *= self.call.by_row(self._indices(part).keep_mask())
             if seen is not None and not np.isfinite(value).all():
                 product[...] = product_of_seen(s, seen, value)
             else:
-                weighted_sum(s, value, product if adds else state.output)
+                weighted_sum(s, value, product if adds else output)
             if adds:
-                np.add(state.total, sums, state.total)
-                np.add(state.output, product, state.output)
+                np.add(total, sums, total)
+                np.add(output, product, output)
 
     # ---- scores and weights of a tile ----
 
