@@ -1,8 +1,8 @@
 """cuDNN's fused attention, for the calls that it computes as docs/semantics.md defines.
 
 cuDNN applies the bands that its options can express. Everything else that hides keys becomes one
-bias, made for the call. Such keys keep a tiny weight, so a row that sees no key comes out as an
-average of values, and is corrected afterwards.
+bias, made for the call. This bias is finite, so a row that sees no key comes out as an average of
+all values, and is corrected afterwards.
 """
 
 from __future__ import annotations
