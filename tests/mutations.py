@@ -24,9 +24,11 @@ BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sw
 PATTERNS, TILES = "polyattn/expressions/masks.py", "polyattn/tiles/coverage.py"
 PLACES = "polyattn/expressions/indices.py"
 STEPS, DROPOUT = "polyattn/expressions/scores.py", "polyattn/tiles/dropout.py"
-PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/online_softmax.py"
-SIGHT, CALL = "backends/polyattn_numpy/visibility.py", "backends/polyattn_numpy/prepared.py"
-TABLE = "backends/polyattn_numpy/mask_table.py"
+NUMPY_TILED = "backends/polyattn_numpy/tiled.py"
+NUMPY_SOFTMAX = "backends/polyattn_numpy/online_softmax.py"
+VISIBILITY = "backends/polyattn_numpy/visibility.py"
+PREPARED = "backends/polyattn_numpy/prepared.py"
+MASK_TABLE = "backends/polyattn_numpy/mask_table.py"
 
 
 class Mutation(NamedTuple):
@@ -213,36 +215,38 @@ MUTATIONS = (
              "total.min() >= LEAST:", "enough & (total < math.inf) &", "enough &"),
     mutation("an output of a running maximum not shrunk", SWEEP, "output *= shrink", "pass"),
     mutation("a total of a running maximum not shrunk", SWEEP, "total *= shrink", "pass"),
-    mutation("a part of nothing counts", SUMS, "np.where(x.total == 0, -math.inf, x.reference)",
-             "x.reference"),
-    mutation("hidden values spoil", SWEEP, "present is not None and not", "False and not"),
-    mutation("corners left on", SIGHT, "found += self._corners(tile)", "pass"),
-    mutation("a mask left out of a plain pass", SWEEP, "by_head[where] *= seen", "pass"),
-    mutation("patches of rows from the first on", SIGHT, "slice(rows.start - first, rows.stop",
+    mutation("a part of nothing counts", NUMPY_SOFTMAX,
+             "np.where(x.total == 0, -math.inf, x.reference)", "x.reference"),
+    mutation("hidden values spoil", SWEEP, "seen is not None and not", "False and not"),
+    mutation("band edges left on", VISIBILITY, "masks += self._of_band(tile)", "pass"),
+    mutation("a mask left out of a fast pass", SWEEP, "by_head[where] *= seen", "pass"),
+    mutation("regions of rows from the first on", VISIBILITY, "slice(rows.start - first, rows.stop",
              "slice(0, rows.stop - rows.start) if first else slice(rows.start - first, rows.stop"),
-    mutation("what is hidden of heads that differ, kept", SIGHT,
-             "key if self.call.table.alike else None", "key"),
-    mutation("dropout in the denominator", SWEEP, "heads_first *= np.broadcast_to(kept",
-             "heads_first *= 0.5 * np.broadcast_to(kept"),
-    mutation("heads looked at one by one taken for alike", TABLE,
+    mutation("masks of heads that differ, kept", VISIBILITY,
+             "key if self.call.table.same_for_all_heads else None", "key"),
+    mutation("dropout in the denominator", SWEEP, "weights *= self.call.by_row(",
+             "weights *= 0.5 * self.call.by_row("),
+    mutation("heads looked at one by one taken for alike", MASK_TABLE,
              "problem.heads == 1 or", "True or"),
-    mutation("heads of a function from its group", CALL,
-             "Span(heads.start * members, heads.stop * members)", "heads"),
-    mutation("a block of rows that sees no key not thought of", TABLE, "if not len(flags):",
+    mutation("heads of a function from its group", PREPARED,
+             "Span(heads.start * group_size, heads.stop * group_size)", "heads"),
+    mutation("a block of rows that sees no key not thought of", MASK_TABLE, "if not len(flags):",
              "if False:"),
-    mutation("mixed cells taken for empty", TABLE, "seen = kinds != EMPTY", "seen = kinds == 2"),
-    mutation("mixed cells taken for full", TABLE, "own == MIXED", "own > 2"),
-    mutation("cells of the first row of them", TABLE, "kinds[number : number + 1], first",
+    mutation("mixed cells taken for empty", MASK_TABLE, "seen = kinds != EMPTY",
+             "seen = kinds == 2"),
+    mutation("mixed cells taken for full", MASK_TABLE, "block_kinds == MIXED",
+             "block_kinds > 2"),
+    mutation("cells of the first row of them", MASK_TABLE, "kinds[number : number + 1], first",
              "kinds[:1], first"),
-    mutation("a table of the first item", TABLE, "kinds = self.kinds[piece.within(",
-             "kinds = self.kinds[:1][piece.within("),
+    mutation("a table of the first item", MASK_TABLE, "piece.view(self.kinds,",
+             "piece.view(self.kinds[:1],"),
     mutation("softcap not divided by, in tiles", SWEEP, "factor = problem.scale / problem.softcap",
              "factor = problem.scale"),
-    mutation("rows of nothing divided", PIECES, "np.copyto(total, 1, where=total == 0)", "pass"),
-    mutation("rows kept that were not proven", PIECES, "np.where(proven, *both)",
-             "np.where(True, *both)"),
-    mutation("parts of keys forgotten", PIECES,
-             "reduce(join, (running for _, running in in_order))", "in_order[0][1]"),
+    mutation("rows of nothing divided", NUMPY_TILED,
+             "np.copyto(total, 1, where=total == 0)", "pass"),
+    mutation("rows kept that are not reliable", NUMPY_TILED, "partial(np.where, reliable)",
+             "partial(np.where, True)"),
+    mutation("parts of keys forgotten", NUMPY_TILED, "reduce(combine, states)", "states[0]"),
 )  # fmt: skip
 
 SUITE = (

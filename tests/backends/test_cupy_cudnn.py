@@ -527,15 +527,15 @@ def test_what_cudnn_would_misread_is_copied(view, monkeypatch):
 # ---- what it refuses ---------------------------------------------------------------------------
 
 REFUSED = {
-    "it takes float16 and bfloat16 alone": {"dtype": "float32"},
-    "multiple of 8": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
-    "a multiple of 8": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
+    "it supports float16 and bfloat16 only": {"dtype": "float32"},
+    "must be a multiple of 8; here are (12, 12)": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
+    "must be a multiple of 8; here are (16, 12)": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
     "empty": {"shapes": ((1, 4, 16), (1, 0, 16), (1, 0, 16))},
-    "a scale above 0": {"scale": -1.0},
-    "scale above 0": {"scale": 0.0},
+    "a scale above 0; here is -1.0": {"scale": -1.0},
+    "a scale above 0; here is 0.0": {"scale": 0.0},
     "it caps scores only": {"softcap": 2.0, "is_causal": True},
     "caps scores only": {"softcap": 2.0, "mask": (100, 300)},
-    "a bias made for it, here of 67,174,400 numbers": {
+    "a bias of 67,174,400 elements, above 67,108,864": {
         "shapes": ((8192, 16), (8200, 16), (8200, 16)),
         "is_causal": True,
         "query_offset": 3,

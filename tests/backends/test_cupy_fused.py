@@ -313,8 +313,8 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
     problem = explain(*shapes, library="numpy", device="cpu", **options).problem
     seen = np.zeros((6, 13 * members), int)
     for block in fused.blocks(problem, tile):
-        seen[slice(*block.units), slice(*block.rows)] += 1
-        assert block.units.length * block.rows.length * block.columns.length <= max(
+        seen[slice(*block.pairs), slice(*block.rows)] += 1
+        assert block.pairs.length * block.rows.length * block.columns.length <= max(
             tile, block.columns.length
         )
         heads = {row // 13 for row in range(*block.rows)}
