@@ -101,7 +101,7 @@ def _grouped(blocks: list[Span], work: list[int]) -> list[list[int]]:
 
 
 def _possibly_visible(problem: Problem, size: tuple[int, int]) -> Array:
-    """Return which tiles static facts do not prove empty, shape (down, across)."""
+    """Return which tiles may hold a visible key by static facts, shape (down, across)."""
     specs = Operands(*[None] * 8)._replace(mask=problem.mask_spec)
     mask = combined_mask(problem, specs)
     assert mask is not None

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Array, Problem
+from jax import lax
 
-__all__ = ["SoftmaxState", "fold_heads", "normalize", "or_zero", "unfold_heads"]
+from polyattn.plugin import Array, Operands, Problem, Span
+
+__all__ = ["SoftmaxState", "fold_heads", "initial_state", "normalize", "or_zero", "unfold_heads"]
 
 
 class SoftmaxState(NamedTuple):
@@ -41,6 +43,20 @@ def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
     members = problem.heads // groups
     array = xp.reshape(array, (*batch, groups, members, folded // members, size))
     return xp.reshape(array, (*batch, problem.heads, folded // members, size))
+
+
+def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
+    """Return the state before any key: empty, or the sink, a weight without a value."""
+    dtype = problem.accumulator
+    shape = (*problem.batch, problem.heads, rows.length)
+    maximum = xp.full((*shape, 1), -math.inf, dtype)
+    total = xp.zeros((*shape, 1), dtype)
+    if x.sinks is not None:
+        sinks = x.sinks.astype(dtype)[:, None, None]
+        highest = lax.stop_gradient(sinks)
+        maximum = xp.broadcast_to(highest, maximum.shape)
+        total = xp.broadcast_to(xp.exp(sinks - or_zero(xp, highest)), total.shape)
+    return SoftmaxState(xp.zeros((*shape, problem.value_size), dtype), maximum, total)
 
 
 def normalize(

@@ -16,7 +16,7 @@ from jax import lax
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span
 from polyattn_jax.shared import SoftmaxState, fold_heads, or_zero, unfold_heads
 
-__all__ = ["TileIndices", "add_tile", "initial_state", "scaled_query"]
+__all__ = ["TileIndices", "add_tile", "scaled_query"]
 
 # Except on a CPU, XLA would otherwise compute float32 products at the precision of TF32.
 HIGHEST = lax.Precision.HIGHEST
@@ -86,20 +86,6 @@ def scaled_query(problem: Problem, query: Array) -> Array:
     query = query.astype(problem.accumulator)
     # Another similarity is scaled afterwards: it need not be linear in the query.
     return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, jnp)
-
-
-def initial_state(problem: Problem, x: Operands, rows: int) -> SoftmaxState:
-    """Return the state before any key: empty, or the sink, a weight without a value."""
-    dtype = problem.accumulator
-    shape = (*problem.batch, problem.heads, rows)
-    maximum = jnp.full((*shape, 1), -math.inf, dtype)
-    total = jnp.zeros((*shape, 1), dtype)
-    if x.sinks is not None:
-        sinks = x.sinks.astype(dtype)[:, None, None]
-        highest = lax.stop_gradient(sinks)
-        maximum = jnp.broadcast_to(highest, maximum.shape)
-        total = jnp.broadcast_to(jnp.exp(sinks - or_zero(jnp, highest)), total.shape)
-    return SoftmaxState(jnp.zeros((*shape, problem.value_size), dtype), maximum, total)
 
 
 def add_tile(

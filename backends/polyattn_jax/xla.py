@@ -19,8 +19,8 @@ from jax import lax
 
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, Span
 from polyattn_jax.layout import Loop, block_sizes, loops, tiles_to_compute, visible_tiles
-from polyattn_jax.shared import SoftmaxState, normalize
-from polyattn_jax.tile import TileIndices, add_tile, initial_state, scaled_query
+from polyattn_jax.shared import SoftmaxState, initial_state, normalize
+from polyattn_jax.tile import TileIndices, add_tile, scaled_query
 
 __all__ = ["Xla"]
 
@@ -112,7 +112,7 @@ def expressions(problem: Problem) -> list[str]:
 def attend(problem: Problem, tile: int, x: Operands) -> tuple[Array, Array | None]:
     """Compute attention in tiles of about `tile` scores at most."""
     if 0 in problem.scores:
-        state = initial_state(problem, x, problem.query_length)
+        state = initial_state(problem, x, jnp, Span(0, problem.query_length))
         return normalize(problem, state, x.query.dtype, jnp)
     visible = visible_tiles(problem, x, block_sizes(problem, tile))
     outputs, logsumexps = zip(
@@ -144,7 +144,7 @@ def attend_blocks(
         first_row, *tiles = block
         query = lax.dynamic_slice_in_dim(queries, first_row - rows.start, loop.rows, axis=-2)
         step = functools.partial(visit, problem, x, loop, first_row, scaled_query(problem, query))
-        state = initial_state(problem, x, loop.rows)
+        state = initial_state(problem, x, jnp, Span(0, loop.rows))
         if loop.steps == 1:
             state, _ = step(state, jax.tree.map(lambda array: array[0], tuple(tiles)))
         elif loop.steps > 1:

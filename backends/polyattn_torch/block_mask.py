@@ -30,12 +30,13 @@ def block_mask(problem: Problem, x: Operands, mask: Mask, xp: Any) -> Any:
         return mask.seen(indices(b, h, i, j))
 
     if mask.has_rule:
-        some, every = _evaluated(problem, x, mask)
+        any_visible, all_visible = _evaluated(problem, x, mask)
     else:
         coverage = TileGrid(problem, x, xp, (TILE, TILE), x.query).of(mask)
-        some, every = (_one_batch_axis(problem, table) for table in coverage)
+        any_visible, all_visible = (_one_batch_axis(problem, table) for table in coverage)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every), *_listed(some & every), BLOCK_SIZE=TILE, mask_mod=mask_mod,
+        *_listed(any_visible & ~all_visible), *_listed(any_visible & all_visible),
+        BLOCK_SIZE=TILE, mask_mod=mask_mod,
         seq_lengths=(problem.query_length, problem.key_length),
         compute_q_blocks=problem.requires_grad,
     )  # fmt: skip

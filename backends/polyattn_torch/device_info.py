@@ -1,4 +1,4 @@
-"""Versions and hardware of a device: the facts that torch's kernels are chosen by, never a tensor.
+"""Versions and hardware of a device: what torch's engines are chosen by.
 
 A device that is absent is described too; what only the device could tell is None.
 """
