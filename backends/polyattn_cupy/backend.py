@@ -7,7 +7,7 @@ through NumPy. Only `fetch`, `synchronize` and `peak_memory` wait for a device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.cupy as xp
@@ -101,11 +101,9 @@ class CupyBackend(Backend):
         cupy.exp(weights, out=weights)
         return weights, maximum, weights.sum(axis=-1, keepdims=True)
 
-    def stack_rows(
-        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
-    ) -> tuple[Array, Array | None]:
-        """Write each block of rows to its place, so that no block is held twice."""
-        return self.write_rows(*empty_result(problem, like.dtype), blocks)
+    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
+        """Allocate the result of a call."""
+        return empty_result(problem, like.dtype)
 
     def is_eager(self, array: Array) -> bool:
         """Return False, since reading a value would wait for the device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -53,8 +53,6 @@ class NumpyBackend(Backend):
         np.exp(weights, out=weights)
         return weights, maximum, weights.sum(axis=-1, keepdims=True)
 
-    def stack_rows(
-        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
-    ) -> tuple[Array, Array | None]:
-        """Write each block of rows to its place, so that no block is held twice."""
-        return self.write_rows(*empty_result(problem, like.dtype), blocks)
+    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
+        """Allocate the result of a call."""
+        return empty_result(problem, like.dtype)

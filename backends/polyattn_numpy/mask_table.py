@@ -131,7 +131,7 @@ class CellGrid(TileGrid):
         """Return whether any and whether all of each block of a mask array holds."""
         if seen.ndim < 2 or seen.shape[-2] == 1:
             return super().any_and_all(seen)
-        size, length = self._size[0], self._lengths[0]
+        size, length = self.tile_size[0], self.lengths[0]
         blocks = [seen[..., slice(*rows), :] for rows in Span(0, length).split(size)]
         flags = zip(*map(self._of_rows, blocks), strict=True)
         some, every = (np.concatenate(parts, axis=-2) for parts in flags)
@@ -148,7 +148,7 @@ class CellGrid(TileGrid):
         some, every = seen.any(axis=-2, keepdims=True), seen.all(axis=-2, keepdims=True)
         if seen.shape[-1] == 1:
             return some, every
-        return self._folded(some, 1, np.any), self._folded(every, 1, np.all)
+        return self.fold_blocks(some, 1, np.any), self.fold_blocks(every, 1, np.all)
 
 
 def _runs(flags: Array) -> Iterator[tuple[int, int]]:

@@ -268,38 +268,14 @@ class Backend(BackendTools):
         logsumexp : Array or None
             The whole logsumexp, (..., H, L).
         """
-        outputs, logsumexps = zip(*blocks, strict=True)
-        if len(outputs) == 1:
-            return outputs[0], logsumexps[0]
-        logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
-        return self.xp.concat(outputs, axis=-2), logsumexp
-
-    def write_rows(
-        self,
-        output: Array,
-        logsumexp: Array | None,
-        blocks: Iterable[tuple[Array, Array | None]],
-    ) -> tuple[Array, Array | None]:
-        """Write blocks of rows where they belong, so that none is held twice.
-
-        For `stack_rows` of a library whose arrays can be written to.
-
-        Parameters
-        ----------
-        output : Array
-            Empty, of the shape and dtype of the output.
-        logsumexp : Array or None
-            Empty, of the shape and dtype of the logsumexp, if the problem asks for it.
-        blocks : iterable of (Array, Array or None)
-            As `stack_rows` is given them.
-
-        Returns
-        -------
-        output : Array
-            The same, filled.
-        logsumexp : Array or None
-            The same, filled.
-        """
+        empty = self.empty_result(problem, like)
+        if empty is None:
+            outputs, logsumexps = zip(*blocks, strict=True)
+            if len(outputs) == 1:
+                return outputs[0], logsumexps[0]
+            logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
+            return self.xp.concat(outputs, axis=-2), logsumexp
+        output, logsumexp = empty
         first = 0
         for part, part_logsumexp in blocks:
             stop = first + part.shape[-2]
@@ -308,6 +284,23 @@ class Backend(BackendTools):
                 logsumexp[..., first:stop] = part_logsumexp
             first = stop
         return output, logsumexp
+
+    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
+        """Allocate the result of a call, so that blocks of rows are written in place.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+        like : Array
+            An array of the output's library, dtype and device.
+
+        Returns
+        -------
+        tuple of (Array, Array or None), or None
+            Output and logsumexp, without values; None if arrays cannot be written to here.
+        """
+        return None
 
     def is_eager(self, array: Array) -> bool:
         """Say whether a value of an array can be read without waiting for a device.

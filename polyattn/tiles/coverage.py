@@ -177,9 +177,9 @@ class TileGrid(TileQuery):
         *,
         reads: bool = True,
     ) -> None:
-        self._lengths, self._size = (problem.query_length, problem.key_length), size
+        self.lengths, self.tile_size = (problem.query_length, problem.key_length), size
         self._like, self._shape = like, (*problem.batch, problem.heads)
-        blocks = tuple(-(-length // n) for length, n in zip(self._lengths, size, strict=True))
+        blocks = tuple(-(-length // n) for length, n in zip(self.lengths, size, strict=True))
         self._blocks = blocks
         rows, columns = (self._edges(xp, axis) for axis in range(2))
         super().__init__(
@@ -194,7 +194,7 @@ class TileGrid(TileQuery):
         self._like_query = like
 
     def _edges(self, xp: Any, axis: int) -> tuple[Array, Array]:
-        size, length = self._size[axis], self._lengths[axis]
+        size, length = self.tile_size[axis], self.lengths[axis]
         first = index_range(xp, 0, self._blocks[axis], self._like) * size
         stop = first + size
         return first, xp.where(stop > length, xp.full_like(stop, length), stop)
@@ -231,10 +231,10 @@ class TileGrid(TileQuery):
             if seen.shape[-2] != 1:
                 rows = [
                     reduce(seen[..., slice(*span), :], axis=-2, keepdims=True)
-                    for span in Span(0, self._lengths[0]).split(self._size[0])
+                    for span in Span(0, self.lengths[0]).split(self.tile_size[0])
                 ]
             joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
-            found.append(joined if seen.shape[-1] == 1 else self._folded(joined, 1, reduce))
+            found.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
         return found[0], found[1]
 
     def table(self, table: TileTable) -> Coverage:
@@ -270,13 +270,28 @@ class TileGrid(TileQuery):
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
         xp = self._xp
-        low, high = (self._folded(numbers, axis, reduce) for reduce in (xp.min, xp.max))
+        low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
         return low[..., None, None, :], high[..., None, None, :]
 
-    def _folded(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
-        """Reduce each block of the last axis, which is that of rows or keys."""
-        xp, size = self._xp, self._size[axis]
-        missing = -self._lengths[axis] % size
+    def fold_blocks(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
+        """Reduce each block of the last axis of an array.
+
+        Parameters
+        ----------
+        array : Array
+            Its last axis is that of rows or keys.
+        axis : int
+            0 for rows, 1 for keys.
+        reduce : callable
+            A reduction of the library, such as ``xp.any``.
+
+        Returns
+        -------
+        Array
+            The same array with one entry for each block.
+        """
+        xp, size = self._xp, self.tile_size[axis]
+        missing = -self.lengths[axis] % size
         if missing:  # the last once more changes no least, greatest, any or all
             last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
             array = xp.concat((array, last), axis=-1)
