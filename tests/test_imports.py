@@ -61,7 +61,7 @@ def test_the_core_imports_the_standard_library_and_one_thing_more(file):
     if file.parent.name == "bench":
         allowed_here |= {"numpy", "threadpoolctl"}
     if "nn" in file.parts:
-        allowed_here |= {"numpy"}  # whose bit generator draws a layer's first parameters
+        allowed_here |= {"numpy"}  # its bit generator initialises the parameters
     if file.parent.name == "integrations":
         allowed_here |= {file.stem, "torch"}
     tree = ast.parse(file.read_text(encoding="utf-8"))
