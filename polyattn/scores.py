@@ -102,12 +102,6 @@ def temperature(t: float) -> Score:
     -------
     Score
         The modification.
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.temperature(2.0) >> scores.softcap(30.0)
-    scores.temperature(2.0) >> scores.softcap(30.0)
     """
     return Temperature(_above_zero("scores.temperature: t", t))
 
@@ -316,12 +310,6 @@ def long_sequence() -> ScaleRule:
     -------
     ScaleRule
         For ``scale=``.
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.long_sequence()
-    scores.long_sequence()
     """
     return LongSequence()
 

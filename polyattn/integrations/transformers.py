@@ -64,6 +64,10 @@ def register(
     UnknownBackendError
         If no plugin provides a backend.
 
+    See Also
+    --------
+    polyattn.attention : The function that the models call.
+
     Examples
     --------
     >>> import torch
