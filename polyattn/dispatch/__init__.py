@@ -1,1 +1,1 @@
-"""Which kernel of which backend runs, where, and how arrays get there."""
+"""Select the kernel and backend that run a call, and move arrays to them."""

@@ -1,7 +1,7 @@
-"""Reads the entry points of plugins, each distribution by itself.
+"""Read the entry points of plugins, one distribution at a time.
 
-`importlib.metadata.entry_points` raises if it cannot parse one line of one distribution, of
-whatever group.
+`importlib.metadata.entry_points` raises if it cannot parse one line of one distribution, in any
+group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINE = re.compile(r"(?P<name>[^=]*[^=\s])\s*=\s*(?P<value>[\w.]+\s*:\s*[\w.]+\s
 
 
 class Entry(NamedTuple):
-    """An entry point of our group, or a line there that is not one: then `flaw` says why."""
+    """An entry point of our group, or a malformed line there, whose fault `flaw` describes."""
 
     name: str
     value: str
@@ -40,41 +40,41 @@ class Entry(NamedTuple):
 
 def entries() -> list[Entry]:
     """Return the entry points of our group in all distributions on the path."""
-    found: dict[str, list[Entry]] = {}
-    for one in distributions():
-        text = _text_of(one)
+    by_distribution: dict[str, list[Entry]] = {}
+    for installed in distributions():
+        text = _text_of(installed)
         if GROUP in text:
-            name = _name_of(one)
-            if name not in found and not _is_hidden(name, text):
-                found[name] = list(_parsed(text, name))
-    return [entry for listed in found.values() for entry in listed]
+            name = _name_of(installed)
+            if name not in by_distribution and not _is_hidden(name, text):
+                by_distribution[name] = list(_parsed(text, name))
+    return [entry for listed in by_distribution.values() for entry in listed]
 
 
-def _text_of(one: Distribution) -> str:
+def _text_of(installed: Distribution) -> str:
     try:
-        return one.read_text(_FILE) or ""
+        return installed.read_text(_FILE) or ""
     except UnicodeDecodeError as error:
-        # The fault may be in a group that is not ours. In ours, the line is then malformed.
+        # The bad byte may be in another group. In ours, it makes the line malformed.
         return bytes(error.object).decode(errors="replace")
-    except Exception:  # such as an archive that is gone: there is nothing to be known of it
+    except Exception:  # for example an archive that was deleted
         return ""
 
 
-def _name_of(one: Distribution) -> str:
+def _name_of(installed: Distribution) -> str:
     try:
-        name = one.metadata["Name"]
+        name = installed.metadata["Name"]
     except Exception:
-        name = None  # there is no METADATA, or it cannot be read
-    return name or f"an unnamed distribution in {one.locate_file('')}"
+        name = None  # METADATA is missing or unreadable
+    return name or f"an unnamed distribution in {installed.locate_file('')}"
 
 
 def _is_hidden(name: str, text: str) -> bool:
-    """Whether a distribution of this name comes earlier on the path, which is then imported."""
+    """Return whether a distribution of this name earlier on the path hides this one."""
     try:
         first = distribution(name)
     except PackageNotFoundError:
         return False
-    # It is looked up by its folder, which a broken one may have named otherwise.
+    # The lookup goes by the folder's name, which may differ from the name in broken metadata.
     return _text_of(first) != text and _name_of(first) == name
 
 

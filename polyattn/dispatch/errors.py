@@ -1,7 +1,6 @@
-"""The exceptions that choosing a backend can raise.
+"""The exceptions raised if no requested backend or kernel can run a valid call.
 
-Wrong arguments raise plain `TypeError` and `ValueError`. These three say that the call is right
-but that what was asked for by name is not to be had, and carry the whole decision.
+Wrong arguments raise plain `TypeError` and `ValueError`.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ __all__ = ["BackendError", "BackendUnavailableError", "UnknownBackendError", "Un
 
 
 class BackendError(Exception):
-    """Base of the three: no backend or kernel that was asked for can take the call.
+    """Base class: no requested backend or kernel can run the call.
 
     Attributes
     ----------
     explanation : Explanation or None
-        Every candidate with its reasons, where it came to weighing them.
+        Every candidate with the reasons against it; None if no candidate was examined.
     """
 
     explanation: Explanation | None = None
 
 
 class UnknownBackendError(BackendError, ValueError):
-    """A name that no installed plugin has."""
+    """No installed plugin has a backend of this name."""
 
 
 class BackendUnavailableError(BackendError, ImportError):
-    """Every backend asked for is known, and none can be loaded here."""
+    """Every requested backend is known, but none can be loaded on this machine."""
 
 
 class UnsupportedError(BackendError, NotImplementedError):
-    """Backends asked for are here, and none can do what the call needs."""
+    """Requested backends are available, but none supports the call."""

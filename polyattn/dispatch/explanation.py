@@ -1,7 +1,4 @@
-"""The decision as a value: what would run, why, and why each other candidate would not.
-
-It prints as a table that a person can read and a bug report can hold.
-"""
+"""The decision about a call: which kernel would run, and the reasons against the others."""
 
 from __future__ import annotations
 
@@ -16,45 +13,33 @@ __all__ = ["Candidate", "Explanation"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel of a backend, or a backend as a whole, and what was decided of it.
+    """A kernel of a backend, or a backend refused as a whole, and its status."""
 
-    Attributes
-    ----------
-    backend : str
-        The backend, with its device if that was asked for.
-    kernel : str or None
-        The kernel; None if the backend was refused before its kernels were looked at.
-    status : str
-        ``"chosen"``; ``"next"`` for one that could run and stands behind; ``"on request"`` for one
-        that runs only if ``kernel=`` names it; ``"refused"``; or ``"unavailable"`` for a backend
-        that cannot be loaded here.
-    reasons : tuple of str
-        Why it was refused, or waits.
-    remark : str or None
-        What the kernel says of how it would run.
-    """
-
-    backend: str
-    kernel: str | None
+    backend: str  # with its device if one was requested
+    kernel: str | None  # None if the backend was refused before its kernels were examined
+    # "chosen"; "next" if it could run but another comes first; "on request" if it runs only when
+    # kernel= names it; "refused"; or "unavailable" if the backend cannot be loaded here.
     status: str
-    reasons: tuple[str, ...] = ()
-    remark: str | None = None
+    reasons: tuple[str, ...] = ()  # why it was refused, or runs only on request
+    remark: str | None = None  # the kernel's note about how it would run
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `attention` would do with a call.
+    """The kernel that `attention` would run for a call, and the reasons against the others.
+
+    It prints as a table.
 
     Attributes
     ----------
     call : Call
-        What was given.
+        The arguments of the call, described by shapes, dtypes and devices.
     problem : Problem
-        Its facts.
+        The call as the kernels get it.
     source : str
         What selected the backends: an argument, a context, the environment, or the arrays.
     candidates : tuple of Candidate
-        All of them, in the order in which they were asked.
+        All candidates, in the order in which they were tried.
     """
 
     call: Call
@@ -69,7 +54,7 @@ class Explanation:
 
     @property
     def unavailable(self) -> bool:
-        """Whether no backend that was asked for could so much as be loaded."""
+        """Whether every requested backend failed to load."""
         return all(c.status == "unavailable" for c in self.candidates)
 
     def as_dict(self) -> dict[str, object]:
@@ -97,22 +82,22 @@ class Explanation:
         }
 
     def _values(self) -> dict[str, object]:
-        """Return the values that stand for steps, by what each stands for."""
+        """Return the expressions that replace steps of the formula, by option name."""
         problem = self.problem
-        given = {
+        expressions = {
             "mask": problem.mask_spec,
             "score_mod": problem.score_spec,
             "similarity": problem.similarity_spec,
             "scale": problem.score_norm,
             "normalizer": problem.normalizer,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in expressions.items() if value is not None}
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the lines that it prints as: the call, who selected, and each candidate."""
+        """Return the printed lines: the call, what selected the backends, and each candidate."""
         call, problem = self.call, self.problem
         where = f" on {problem.device}" if problem.device else ""
         shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())

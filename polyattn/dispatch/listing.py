@@ -1,4 +1,4 @@
-"""Which backends there are: what is installed, on which devices, and how to get what is missing."""
+"""List the backends: installed versions, devices, kernels, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -15,48 +15,30 @@ __all__ = ["BackendInfo", "BackendTable", "list_backends"]
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One backend as it stands on this machine.
-
-    Attributes
-    ----------
-    name : str
-        What ``backend=`` calls it.
-    available : bool
-        Whether it can be used here.
-    versions : dict of str to str
-        The versions of the modules that it needs and of the engines that it calls.
-    devices : tuple of str
-        The devices at hand, the default first.
-    hardware : dict of str to dict
-        What is known of each device: its name, memory in bytes, compute capability.
-    kernels : tuple of str
-        Its kernels, best first.
-    reason : str or None
-        Why it cannot be used, and what would mend that.
-    """
+    """One backend on this machine."""
 
     name: str
     available: bool
-    versions: dict[str, str]
-    devices: tuple[str, ...]
-    hardware: dict[str, dict[str, str | int]]
-    kernels: tuple[str, ...]
-    reason: str | None
+    versions: dict[str, str]  # of the modules that it needs and the engines that it calls
+    devices: tuple[str, ...]  # the default first
+    hardware: dict[str, dict[str, str | int]]  # per device: name, memory, compute capability
+    kernels: tuple[str, ...]  # the preferred one first
+    reason: str | None  # why it is not available, and how to install it
 
     def device(self, name: str) -> str:
-        """Return a device's name with what is known of it, as the table shows it."""
-        known = dict(self.hardware.get(name, {}))
-        memory, capability = known.pop("memory", None), known.pop("compute_capability", None)
-        said = [str(value) for value in known.values()]
+        """Return a device's name and its hardware, as the table shows them."""
+        facts = dict(self.hardware.get(name, {}))
+        memory, capability = facts.pop("memory", None), facts.pop("compute_capability", None)
+        details = [str(value) for value in facts.values()]
         if memory is not None:
-            said.append(f"{int(memory) / 2**30:.0f} GiB")
+            details.append(f"{int(memory) / 2**30:.0f} GiB")
         if capability is not None:
-            said.append(f"compute capability {capability}")
-        return f"{name} ({', '.join(said)})" if said else name
+            details.append(f"compute capability {capability}")
+        return f"{name} ({', '.join(details)})" if details else name
 
 
 class BackendTable(tuple[BackendInfo, ...]):
-    """All backends, one `BackendInfo` each; it prints as a table."""
+    """All backends, one `BackendInfo` per backend; it prints as a table."""
 
     __slots__ = ()
 
@@ -81,14 +63,14 @@ class BackendTable(tuple[BackendInfo, ...]):
 
 
 def list_backends() -> BackendTable:
-    """Return all backends that are registered, whether they can be used here or not.
+    """Return all registered backends, whether they can be used on this machine or not.
 
-    It loads those that are installed, which imports their array libraries.
+    This loads the installed backends, which imports their array libraries.
 
     Returns
     -------
     BackendTable
-        One `BackendInfo` each; it prints as a table.
+        One `BackendInfo` per backend; it prints as a table.
 
     Examples
     --------
@@ -111,8 +93,8 @@ def _row(name: str) -> BackendInfo:
     if reason is None:
         try:
             return _available(name)
-        except Exception as error:  # in the plugin, which must not hide the others
-            reason = f"it cannot tell what is here: {type(error).__name__}: {error}"
+        except Exception as error:  # in one plugin, which must not hide the others
+            reason = f"its devices cannot be listed: {type(error).__name__}: {error}"
     return BackendInfo(name, False, {}, (), {}, (), reason)
 
 
@@ -126,11 +108,12 @@ def _available(name: str) -> BackendInfo:
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for module in modules:
         try:
-            found[module] = version(module)
-        except PackageNotFoundError:  # the package has another name, as CuPy's for each CUDA has
-            said = getattr(sys.modules.get(module), "__version__", None)
-            found |= {} if said is None else {module: said}
-    return found
+            versions[module] = version(module)
+        except PackageNotFoundError:  # the package has another name, such as cupy-cuda12x
+            imported = getattr(sys.modules.get(module), "__version__", None)
+            if imported is not None:
+                versions[module] = imported
+    return versions

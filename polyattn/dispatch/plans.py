@@ -1,8 +1,8 @@
-"""Remember plans, so that a call like an earlier one runs without being decided again.
+"""Cache plans by the facts of a call, so that a similar call skips selection.
 
-Keys and plans hold facts in place of arrays, functions and tables, so they keep nothing of the
-caller's alive. A kernel given by the caller is an object of the caller's: its placements are
-remembered for as long as it lives.
+Keys and plans hold facts in place of arrays, functions and tables, so the cache keeps no object of
+the caller alive. If the caller passes a kernel object, its placements are cached as long as it
+lives.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _placements: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Placement]] 
 _MOST_PLACEMENTS = 256
 
 
-def recall(call: Call, asked: Request, kernel: str | Kernel | None) -> Plan | None:
+def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan | None:
     """Return the plan of an earlier call with the same facts, or None."""
     if is_compiling():
         return None
     try:
         if not isinstance(kernel, Kernel):
-            return _plans.get((call, asked, kernel))
+            return _plans.get((call, requested, kernel))
         placements = _placements.get(kernel)
-        placement = None if placements is None else placements.get((call, asked))
-    except TypeError:  # a length that is a symbol, or a kernel, without a hash
+        placement = None if placements is None else placements.get((call, requested))
+    except TypeError:  # a symbolic length or a kernel that is not hashable
         return None
     return None if placement is None else Plan(kernel, placement, call.query.device)
 
 
-def remember(call: Call, asked: Request, kernel: str | Kernel | None, plan: Plan) -> None:
+def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: Plan) -> None:
     """Keep a plan for later calls with the same facts."""
     if is_compiling():
         return
@@ -48,8 +48,8 @@ def remember(call: Call, asked: Request, kernel: str | Kernel | None, plan: Plan
             placements = _placements.get(kernel) or _placements.setdefault(
                 kernel, Recent(_MOST_PLACEMENTS)
             )
-            placements[call, asked] = plan.placement
+            placements[call, requested] = plan.placement
         else:
-            _plans[call, asked, kernel] = plan
+            _plans[call, requested, kernel] = plan
     except TypeError:
         pass
