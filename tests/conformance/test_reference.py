@@ -14,7 +14,7 @@ from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
 from polyattn.conformance.reference import oracle
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import FLOAT, sparsemax
-from polyattn.conformance.reference.philox import kept, philox
+from polyattn.conformance.reference.philox import keep_mask, philox
 from polyattn.conformance.reference.textbook import textbook
 from polyattn.conformance.reference.tolerance import (
     deviation,
@@ -88,7 +88,7 @@ def test_dropout_draws_what_the_authors_of_philox_published():
 
 def test_a_weight_is_kept_by_the_word_of_its_own_indices():
     seed, rate = 2**40 + 3, 0.3
-    table = kept(rate, seed, (2, 2), (2, 3, 6))
+    table = keep_mask(rate, seed, (2, 2), (2, 3, 6))
     for b, h, i, j in np.ndindex(4, 2, 3, 6):
         word = philox((j // 4, i, h, b), (3, 2**8))[j % 4]
         assert table[b // 2, b % 2, h, i, j] == (word >= rate * 2**32)
@@ -310,7 +310,7 @@ def dropped_without_scale(q, k, v, options):
 
 
 def dropped_before_the_denominator(q, k, v, options):
-    mask = kept(*options["dropout"], q.shape[:-3], (q.shape[-3], q.shape[-2], k.shape[-2]))
+    mask = keep_mask(*options["dropout"], q.shape[:-3], (q.shape[-3], q.shape[-2], k.shape[-2]))
     return oracle(q, k, v, **options | {"dropout": None, "mask": mask})
 
 
