@@ -38,7 +38,6 @@ OPTIONS = {
     "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * (h + 1)},
     "mask_mod": {"mask": lambda b, h, i, j: (i + j + b) % 3 != 0},
 }
-CASES = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def in_jax(options):
@@ -58,8 +57,11 @@ def small_tiles(scores=150):
 # ---- the xla kernel ----------------------------------------------------------------------------
 
 
-@CASES
-@pytest.mark.parametrize("kernel", [Xla(), small_tiles()], ids=["one tile", "small tiles"])
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [pytest.param(x, small_tiles(), id=f"{name}, small tiles") for name, x in OPTIONS.items()]
+    + [pytest.param(OPTIONS[name], Xla(), id=f"{name}, one tile") for name in ("causal", "sinks")],
+)
 def test_under_jit(options, kernel):
     options = in_jax(options)
     run = jax.jit(lambda q, k, v: attention_partial(q, k, v, kernel=kernel, **options))
