@@ -1,4 +1,4 @@
-"""Which weights are dropped: a hash of the seed and the indices, the same bits everywhere.
+"""Which weights dropout keeps: a hash of the seed and the indices, the same bits everywhere.
 
 Philox 4×32-10 makes four words of a counter of four, keyed by the seed. The counter of the weight
 (b, h, i, j) is (j // 4, i, h, b), and its word the one of number j mod 4. So the decision depends
