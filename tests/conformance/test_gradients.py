@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from polyattn.conformance import CASES, KernelVariant, Target, deviation, make_case
+from polyattn.conformance import CASES, KernelVariant, Target, deviation, make_case, oracle
 from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.cases.expression_cases import composed, relative
 from polyattn.conformance.cases.generators import alibi, bent, bias_with, two_in_three
@@ -17,7 +17,6 @@ from polyattn.conformance.checks.gradients import (
     POISONED_GRADIENT_CASES,
     check_gradients,
 )
-from polyattn.conformance.reference import oracle
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks, gradients
 from polyattn.kernels import Dense
 
