@@ -30,7 +30,7 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
-	$(BIN)/python tests/mutations.py $(MUTATIONS)
+	$(BIN)/python tests/mutations.py
 
 all-checks: lint test slow mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
 	$(MAKE) bench BENCH=--quick

@@ -3,6 +3,8 @@
 import os
 import sys
 
+import pytest
+
 collect_ignore_glob = []
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
     collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/test_cupy*", "tests/gpu/*"]
@@ -23,17 +25,27 @@ def pytest_configure(config):
         os.environ |= CACHED | {"JAX_COMPILATION_CACHE_DIR": str(cache.mkdir("jax"))}
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
-    """Put what the conformance suites do with one case side by side.
-
-    A process computes the exact result of a case once, which takes longer than all kernels do.
-    """
-    places = {}
+    """Mark what covers the slow tests, and put what the suites do with one case side by side."""
+    places, covered = {}, set()
 
     def place(item):
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        # A process computes the exact result of a case once; that takes longer than its kernels.
+        parameters = parameters_of(item)
         if "variant" not in parameters or "case" not in parameters:
             return 0
         return places.setdefault(str(parameters["case"]), len(places) + 1)
 
     items.sort(key=place)
+    for item in items:
+        # One run of each test, and of each kernel in the suites.
+        test = item.nodeid.partition("[")[0], str(parameters_of(item).get("variant"))
+        if item.get_closest_marker("slow") and test not in covered:
+            covered.add(test)
+            item.add_marker("covering")
+
+
+def parameters_of(item):
+    """Return the parameters that a test runs with, by name."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
