@@ -24,7 +24,7 @@ class MultiHeadAttention(Module):
     Attributes
     ----------
     query, key, value : Linear or None
-        Maps from tokens to the queries, keys and values of all heads; None if `fused` is given.
+        Maps from tokens to the queries, keys and values of all heads; None if fused is given.
     output : Linear or None
         Map from the concatenated outputs of the heads to tokens; None to return them unmapped.
     heads, key_heads : int

@@ -68,7 +68,7 @@ def attention_map(
     IndexError
         If a head is out of range.
     TypeError, ValueError
-        If `weights` are not weights, or the number of labels or axes is wrong.
+        If the weights are not weights, or the number of labels or axes is wrong.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     ImportError
         If matplotlib is not installed.
     TypeError, ValueError
-        If `weights` are not weights, or the layers have different numbers of heads.
+        If the weights are not weights, or the layers have different numbers of heads.
 
     Examples
     --------

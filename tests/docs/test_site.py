@@ -65,9 +65,9 @@ def test_every_page_has_its_place_in_the_sidebar_once():
 
 
 def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
-    text = "[a](../examples/plugin) [b](../polyattn/plugin.py#x) [c](masks.md) [d](gone.md) [e](#f)"
+    text = "[a](../examples/plugin) [b](../polyattn/arrays.py#x) [c](masks.md) [d](gone.md) [e](#f)"
     assert repository.relinked(text, DOCS) == (
-        "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/plugin.py.md#x)"
+        "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/arrays.py.md#x)"
         " [c](/masks.md) [d](gone.md) [e](#f)"
     )
     there = ROOT / "examples" / "train"
