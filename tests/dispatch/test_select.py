@@ -250,7 +250,7 @@ def _spec(name="acme", **changes):
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
-        (object(), "no BackendSpec"),
+        (object(), "is not a BackendSpec"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_says_why(plugins, spec, reason):
