@@ -18,6 +18,8 @@ __all__ = ["Placement", "Plan", "Refusal", "backend_of", "conversion_loss", "con
 # A library may have no integers above 32 bits.
 _INT32_MAX = 2**31 - 1
 
+_Move = Callable[[Array], Array]
+
 
 class Placement(NamedTuple):
     """A backend that could run a call, and the operands that must move there."""
@@ -98,7 +100,7 @@ class Plan(NamedTuple):
         if "query" not in self.placement.moved:
             return leaf
         back = _mover(backend, backend_of(operands.query), self.home)
-        return _wrap_callback(leaf, back, backend, problem.device, problem.transforms)
+        return _wrap_callback(leaf, back, backend, problem)
 
 
 def _clip_to_int32(offset: Array, problem: Problem) -> Array:
@@ -112,23 +114,19 @@ def _clip_to_int32(offset: Array, problem: Problem) -> Array:
 
 
 def _wrap_callback(
-    rule: Callable[..., Any],
-    back: _Move,
-    backend: Backend,
-    device: str,
-    transforms: frozenset[str],
+    function: Callable[..., Any], back: _Move, backend: Backend, problem: Problem
 ) -> Callable[..., Any]:
     """Wrap a callback: convert its inputs to the caller's library and its result back."""
 
     def wrapped(*indices: Array) -> Any:
-        result = rule(*map(back, indices))
+        result = function(*map(back, indices))
         if isinstance(result, bool):
             return result
         facts = facts_of(result, "what the function returned")
-        lost = conversion_loss("what the function returned", facts, transforms)
+        lost = conversion_loss("what the function returned", facts, problem.transforms)
         if lost is not None:
             raise UnsupportedError(lost)
-        return _mover(backend_of(result), backend, device)(result)
+        return _mover(backend_of(result), backend, problem.device)(result)
 
     return wrapped
 
@@ -138,9 +136,6 @@ def _on_query_device(query: Array, result: Array) -> Array:
     if str(getattr(result, "device", "")) == str(getattr(query, "device", "")):
         return result
     return result.to_device(query.device) if hasattr(result, "to_device") else result
-
-
-_Move = Callable[[Array], Array]
 
 
 def _mover(source: Backend, target: Backend, device: str) -> _Move:
@@ -154,7 +149,7 @@ def _mover(source: Backend, target: Backend, device: str) -> _Move:
 
 
 def convert_like(array: Array, like: Array) -> Array:
-    """Convert an array to the library and device of another."""
+    """Convert `array` to the library and device of `like`."""
     source, target = backend_of(array), backend_of(like)
     values = array if source is target else source.fetch(array)
     return target.place(values, facts_of(like).device or None)
