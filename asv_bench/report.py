@@ -1,7 +1,7 @@
-"""Backends side by side: asv's results of one run as tables, a column for each backend.
+"""Print asv's results of one run as tables, with a column for each backend.
 
-asv compares commits, and this what ran in one environment. ``python asv_bench/report.py`` shows the
-newest results, or those of the files that it is given, with what they were measured on.
+asv compares commits; this compares backends in one environment. ``python asv_bench/report.py``
+prints the newest results, or those of the given files, with the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).resolve().parents[1] / ".asv" / "results"
 REFERENCE = "torch:cpu"
-# A unit is the first that leaves the smallest number of a table at 1 or more.
+# The unit of a table is the first in which its smallest number is at least 1.
 SCALES = {
     "seconds": {"s": 1.0, "ms": 1e-3, "µs": 1e-6},
     "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3},
@@ -25,7 +25,7 @@ SCALES = {
 
 
 class Benchmark(NamedTuple):
-    """What one benchmark gave: a number for each case, or None where it was skipped or failed."""
+    """The results of one benchmark: a number for each case, or None if it was skipped or failed."""
 
     name: str
     unit: str
@@ -35,26 +35,21 @@ class Benchmark(NamedTuple):
 
     @property
     def backends(self) -> list[str]:
-        """The backends that gave something, in the order of the parameter."""
+        """The backends with a result, in the order of the parameter."""
         if "backend" not in self.axes:
             return []
         return list(dict.fromkeys(case[0] for case, x in self.values.items() if x is not None))
 
 
 def read(file: Path, patterns: Sequence[str] = ()) -> list[Benchmark]:
-    """Return what a file of asv's results holds; `started` is in seconds since the epoch.
+    """Return the benchmarks of a file of asv's results, ``MACHINE/COMMIT-ENVIRONMENT.json``.
 
-    Parameters
-    ----------
-    file : Path
-        ``RESULTS/MACHINE/COMMIT-ENVIRONMENT.json``.
-    patterns : sequence of str
-        Regular expressions that asv was given with ``--bench``. A case that none of them finds is
-        left out, since asv writes the same for it as for one that was skipped.
+    Cases that none of the `patterns` of ``--bench`` matches are left out, since asv writes the same
+    for them as for skipped ones. `started` is in seconds since the epoch.
     """
     results = json.loads(file.read_text(encoding="utf-8"))
     known = json.loads((file.parents[1] / "benchmarks.json").read_text(encoding="utf-8"))
-    found = []
+    benchmarks = []
     for name, row in results["results"].items():
         entry = dict(zip(results["result_columns"], row, strict=False))
         cases = list(product(*entry["params"]))
@@ -62,7 +57,7 @@ def read(file: Path, patterns: Sequence[str] = ()) -> list[Benchmark]:
         numbers = entry["result"] or [None] * len(cases)
         values = [None if x is None or math.isnan(x) else x for x in numbers]
         about = known.get(name, {})
-        found.append(
+        benchmarks.append(
             Benchmark(
                 name,
                 about.get("unit", ""),
@@ -75,39 +70,35 @@ def read(file: Path, patterns: Sequence[str] = ()) -> list[Benchmark]:
                 },
             )
         )
-    return found
+    return benchmarks
 
 
 def _is_asked(case: str, patterns: Sequence[str]) -> bool:
-    """Whether asv, given the patterns, runs a case."""
+    """Return whether asv runs a case with these patterns."""
     return not patterns or any(re.search(pattern, case) for pattern in patterns)
 
 
 def lines(benchmark: Benchmark) -> Iterator[str]:
-    """Yield the lines of a table: a row for each case, with ratios to `REFERENCE` if it ran.
-
-    Parameters
-    ----------
-    benchmark : Benchmark
-        What one benchmark gave.
-    """
+    """Yield the lines of a table: a row for each case, with ratios to `REFERENCE` if it ran."""
     unit, scale = _unit(benchmark)
     if "backend" not in benchmark.axes:
         for case, value in benchmark.values.items():
             text = "-" if value is None else _number(value / scale)
             yield f"{' '.join((benchmark.name, *case))}: {text} {unit}"
         return
-    here = benchmark.backends
-    if not here:
-        yield f"{benchmark.name}: no backend that it is for is here"
+    names = benchmark.backends
+    if not names:
+        yield f"{benchmark.name}: no backend for it is installed"
         return
-    reference = REFERENCE if REFERENCE in here else here[0]
+    reference = REFERENCE if REFERENCE in names else names[0]
     yield f"{benchmark.name}, {unit} (ratio to {reference})"
     rows = list(dict.fromkeys(case[1:] for case in benchmark.values))
     axes = benchmark.axes[1:]
     widths = [max(map(len, texts)) for texts in zip(axes, *rows, strict=True)]
     for head, row in ((axes, None), *((row, row) for row in rows)):
-        cells = here if row is None else [_cell(benchmark, b, row, reference, scale) for b in here]
+        cells = (
+            names if row is None else [_cell(benchmark, b, row, reference, scale) for b in names]
+        )
         left = [text.rjust(width) for text, width in zip(head, widths, strict=True)]
         yield " ".join(["  ", *left, *(cell.rjust(17) for cell in cells)])
 
@@ -122,7 +113,7 @@ def _cell(
 
 
 def _unit(benchmark: Benchmark) -> tuple[str, float]:
-    """Return the unit in which a table is read best, and its size."""
+    """Return the unit for a table and its size."""
     numbers = [abs(x) for x in benchmark.values.values() if x]
     scales = SCALES.get(benchmark.unit)
     if scales is None or not numbers:
@@ -136,13 +127,7 @@ def _number(value: float) -> str:
 
 
 def newest(folder: Path = RESULTS) -> Path:
-    """Return the file of the results that were written last.
-
-    Raises
-    ------
-    FileNotFoundError
-        If there are none.
-    """
+    """Return the file of the results that were written last."""
     files = list(folder.glob("*/*-*.json"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no results of a commit: run `make bench` first")
@@ -150,35 +135,25 @@ def newest(folder: Path = RESULTS) -> Path:
 
 
 def show(file: Path, since: float = 0.0, patterns: Sequence[str] = ()) -> list[Benchmark]:
-    """Print what was measured from a time on, and on what; return it.
-
-    Parameters
-    ----------
-    file : Path
-        A file of asv's results.
-    since : float
-        Seconds since the epoch.
-    patterns : sequence of str
-        As `read` takes them.
-    """
-    beside = environment_file(file)
-    if beside.exists():
-        print(f"\n{beside.read_text(encoding='utf-8').rstrip()}")
-    found = [benchmark for benchmark in read(file, patterns) if benchmark.started >= since]
-    for benchmark in found:
-        if "backend" in benchmark.axes or benchmark is found[0]:
+    """Print the machine and the benchmarks that started after a time; return the benchmarks."""
+    environment = environment_file(file)
+    if environment.exists():
+        print(f"\n{environment.read_text(encoding='utf-8').rstrip()}")
+    benchmarks = [benchmark for benchmark in read(file, patterns) if benchmark.started >= since]
+    for benchmark in benchmarks:
+        if "backend" in benchmark.axes or benchmark is benchmarks[0]:
             print()
         print("\n".join(lines(benchmark)))
-    return found
+    return benchmarks
 
 
 def environment_file(file: Path) -> Path:
-    """Return where the library versions and the hardware stand that asv does not keep."""
+    """Return the file of the library versions and the hardware, which asv does not keep."""
     return file.with_suffix(".txt")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables of some results."""
+    """Print the tables of result files."""
     parser = argparse.ArgumentParser(prog="report.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="results (default: the newest)")
     options: Any = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Run asv on this tree, in this environment, and print the backends side by side.
 
-What asv leaves out is added: results are labelled with a commit, so the tree must be that commit;
-library versions and hardware are written beside them; and since a skipped benchmark is no failure
-to asv, every backend that is here must have given a number in every case.
+It adds what asv lacks. Results are labelled with a commit, so the tree must be that commit. Library
+versions and hardware are written beside the results. And since asv does not report skipped
+benchmarks as failures, every installed backend must have a number in every case.
 """
 
 from __future__ import annotations
@@ -35,17 +35,22 @@ MEASURED = ("polyattn", "backends", "asv_bench", "pyproject.toml")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run asv and print the tables; return 1 if a backend that is here gave nothing."""
+    """Run asv and print the tables; return 1 if an installed backend has no result."""
     parser = argparse.ArgumentParser(
         prog="make bench",
         allow_abbrev=False,
         description=__doc__.split("\n\n")[0],
-        epilog="Anything else is handed on to `asv run`, such as --show-stderr.",
+        epilog="Other options are passed to `asv run`, such as --show-stderr.",
     )
-    parser.add_argument("--quick", action="store_true", help="run each case once, and keep nothing")
-    parser.add_argument("--machine", help="the name that asv keeps the results under")
+    parser.add_argument("--quick", action="store_true", help="run each case once and keep nothing")
+    parser.add_argument("--machine", help="name of the results in asv")
     parser.add_argument(
-        "--bench", "-b", action="append", default=[], metavar="REGEX", help="only what this finds"
+        "--bench",
+        "-b",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="only matching ones",
     )
     options, others = parser.parse_known_args(arguments)
     if not options.quick and (reason := why_not_labelled()):
@@ -56,26 +61,26 @@ def main(arguments: list[str] | None = None) -> int:
     with configuration(options.quick) as (conf, results):
         asv = [sys.executable, "-m", "asv", "--config", str(conf)]
         introduce(asv, options.machine)
-        code, found = run(asv, results, options, others)
-    gaps = list(missing(found, expected(polyattn.list_backends())))
+        code, benchmarks = run(asv, results, options, others)
+    gaps = list(missing(benchmarks, expected(polyattn.list_backends())))
     if gaps:
         print("\n" + "\n".join(gaps), file=sys.stderr)
     if code:
-        print("asv failed; with --show-stderr it says why", file=sys.stderr)
+        print("asv failed; --show-stderr shows why", file=sys.stderr)
     return code or (1 if gaps else 0)
 
 
 def run(
     asv: list[str], results: Path, options: argparse.Namespace, others: list[str]
 ) -> tuple[int, list[report.Benchmark]]:
-    """Run the benchmarks and print what they gave; return asv's exit status, and it."""
-    # The clock of files may be behind by a tick.
+    """Run the benchmarks and print the results; return asv's exit status and the results."""
+    # The clock of the file system may be a tick behind.
     start, environ = time.time() - 1, dict(os.environ)
     command = ["run", f"--environment=existing:{sys.executable}"]
     command += [f"--set-commit-hash={_git('rev-parse', 'HEAD')}", *others]
     command += [f"--bench={pattern}" for pattern in options.bench]
     if options.quick:
-        # Threads of BLAS that wait for each other on a busy machine would take minutes.
+        # On a busy machine BLAS threads that wait for each other would take minutes.
         command, environ = [*command, "--quick"], environ | {"OMP_NUM_THREADS": "1"}
     code = subprocess.run([*asv, *command], env=environ).returncode
     try:
@@ -85,32 +90,32 @@ def run(
     if file.stat().st_mtime < start:
         return code or 1, []
     report.environment_file(file).write_text(environment(), encoding="utf-8")
-    found = report.show(file, start, options.bench)
+    benchmarks = report.show(file, start, options.bench)
     if options.quick:
-        print("\n--quick: each case once, on one thread of BLAS: a check, no measurement")
-    return code, found
+        print("\n--quick: each case once, with one BLAS thread: a check, no measurement")
+    return code, benchmarks
 
 
 def why_not_labelled() -> str | None:
-    """Return why results of what is installed cannot carry the commit's name, or None."""
-    # asv hides PYTHONPATH from what it measures, and so does -E.
+    """Return why results cannot be labelled with the current commit, or None."""
+    # -E ignores PYTHONPATH, as asv does.
     where = [sys.executable, "-E", "-c", "import polyattn; print(polyattn.__file__)"]
-    told = subprocess.run(where, cwd=HERE, check=True, capture_output=True, text=True).stdout
-    installed = Path(told.strip()).resolve().parent.parent
+    output = subprocess.run(where, cwd=HERE, check=True, capture_output=True, text=True).stdout
+    installed = Path(output.strip()).resolve().parent.parent
     if installed != ROOT:
         return f"polyattn is imported from {installed}: pip install --editable {ROOT}"
     changed = _git("status", "--porcelain", "--", *MEASURED)
     if not changed:
         return None
     return (
-        "the results would carry the name of a commit that these files differ from:\n"
-        f"{changed}\ncommit them first, or see with --quick that all of it runs"
+        "the results would be labelled with a commit that these files differ from:\n"
+        f"{changed}\ncommit them first, or use --quick to check that the benchmarks run"
     )
 
 
 @contextlib.contextmanager
 def configuration(quick: bool) -> Iterator[tuple[Path, Path]]:
-    """Yield asv's configuration and where its results go; those of a quick run are not kept."""
+    """Yield asv's configuration file and its folder of results, temporary for a quick run."""
     if not quick:
         yield CONF, report.RESULTS
         return
@@ -125,7 +130,7 @@ def configuration(quick: bool) -> Iterator[tuple[Path, Path]]:
 
 
 def introduce(asv: list[str], machine: str | None) -> None:
-    """Tell asv what this machine is, where it would ask: it keeps that in the home folder."""
+    """Tell asv about this machine, which it keeps in the home folder, so that it does not ask."""
     known = Path.home() / ".asv-machine.json"
     if not known.exists():
         subprocess.run([*asv, "machine", "--yes"], check=True, stdout=subprocess.DEVNULL)
@@ -134,48 +139,34 @@ def introduce(asv: list[str], machine: str | None) -> None:
 
 
 def environment() -> str:
-    """Return what results were measured on, of which asv keeps the processor's name alone."""
+    """Return the machine and its libraries; asv keeps only the name of the processor."""
     backends = str(polyattn.list_backends())
     return "\n".join([*look(()).lines(), "", backends, ""])
 
 
 def expected(table: Iterable[BackendInfo]) -> list[str]:
-    """Return which of the benchmarks' backends are here.
-
-    Parameters
-    ----------
-    table : iterable of BackendInfo
-        What `polyattn.list_backends` gives.
-    """
-    here: set[str] = set()
+    """Return the backends of the benchmarks that are installed."""
+    available: set[str] = set()
     for info in table:
         if info.available:
             kinds = {device.partition(":")[0] for device in info.devices}
-            here |= {info.name, *(f"{info.name}:{kind}" for kind in kinds)}
-    return [backend for backend in BACKENDS if backend in here]
+            available |= {info.name, *(f"{info.name}:{kind}" for kind in kinds)}
+    return [backend for backend in BACKENDS if backend in available]
 
 
-def missing(found: Iterable[report.Benchmark], backends: Iterable[str]) -> Iterator[str]:
-    """Yield a line for each benchmark that lacks a number.
-
-    Parameters
-    ----------
-    found : iterable of Benchmark
-        What a run gave.
-    backends : iterable of str
-        Those that must have given a number in every case that there is for them.
-    """
-    found, backends = list(found), set(backends)
-    if not found:
+def missing(benchmarks: Iterable[report.Benchmark], backends: Iterable[str]) -> Iterator[str]:
+    """Yield a line for each benchmark that lacks a number for one of the backends."""
+    benchmarks, backends = list(benchmarks), set(backends)
+    if not benchmarks:
         yield "no benchmark ran"
-    for benchmark in found:
+    for benchmark in benchmarks:
         without = [
             " ".join(case) or "its only case"
             for case, value in benchmark.values.items()
             if value is None and ("backend" not in benchmark.axes or case[0] in backends)
         ]
         if without:
-            yield f"{benchmark.name} gave nothing for {', '.join(without)}"
+            yield f"{benchmark.name} has no result for {', '.join(without)}"
 
 
 def _git(*command: str) -> str:

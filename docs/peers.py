@@ -222,7 +222,7 @@ def peers():
 
 # ---- the table ---------------------------------------------------------------------------------
 
-#: What a cell says of a reading.
+#: What a cell calls each interpretation.
 SHORT = {
     "rows count from the first key (query_offset=0)": "top-left",
     "a row without keys is the mean of the values": "mean",
@@ -287,8 +287,10 @@ def figure(units: float) -> str:
 def outcome(finding: Finding) -> str:
     """Return what a cell says of a finding."""
     if finding.status == DIFFERS:
-        readings = finding.reading.split(" and ")
-        return " + ".join(SHORT.get(reading, reading) for reading in readings)
+        interpretations = finding.interpretation.split(" and ")
+        return " + ".join(
+            SHORT.get(interpretation, interpretation) for interpretation in interpretations
+        )
     return "crashes" if finding.error.startswith(CrashError.__name__) else finding.status
 
 
@@ -484,7 +486,7 @@ def section(peer: Peer, rows: dict[str, Row]) -> str:
     for place in found:
         finding = place[-1]
         if finding.status == DIFFERS:
-            differ[finding.reading].append(place)
+            differ[finding.interpretation].append(place)
         elif finding.status == RAISES:
             errors[re.sub(r"\d+", "0", plain(finding.error))].append(place)
         elif finding.status == NO_ARGUMENT:
@@ -499,10 +501,12 @@ def section(peer: Peer, rows: dict[str, Row]) -> str:
         f"{counts[RAISES]} raise an error, and for {counts[NO_ARGUMENT]} there is no argument.",
         "",
     ]
-    for reading in sorted(differ, key=lambda reading: (not reading, -len(differ[reading]))):
-        those = differ[reading]
-        named = reading[:1].upper() + reading[1:] or "What no reading explains"
-        which = places(those) if reading else ", ".join(case for _, case, _ in those)
+    for interpretation in sorted(
+        differ, key=lambda interpretation: (not interpretation, -len(differ[interpretation]))
+    ):
+        those = differ[interpretation]
+        named = interpretation[:1].upper() + interpretation[1:] or "What no other meaning explains"
+        which = places(those) if interpretation else ", ".join(case for _, case, _ in those)
         lines.append(f"- **{named}**: {cases(len(those))}, {distance(those)}. Of {which}.")
     for those in sorted(errors.values(), key=lambda those: -len(those)):
         error = plain(those[0][-1].error)
@@ -543,14 +547,14 @@ def main() -> None:
     found = {name: rows_of(name) for name in peers()}
     heads = [peer.short for peer in peers().values()]
     columns = dict(zip(heads, map(column, found.values()), strict=True))
-    readings = {
-        reading
+    interpretations = {
+        interpretation
         for rows in found.values()
         for row in rows.values()
-        for combined in row.readings
-        for reading in combined.split(" and ")
+        for combined in row.interpretations
+        for interpretation in combined.split(" and ")
     }
-    meant = {name: name or "nothing else that was tried" for name in readings}
+    meant = {name: name or "nothing else that was tried" for name in interpretations}
     legend = [f"- *{short}*: {meant[name]}." for name, short in SHORT.items() if name in meant]
     answers = {
         head: {question: answer(peer) for question, answer in QUESTIONS.items()}

@@ -1,7 +1,7 @@
-"""The command line: ``polyattn backends | explain | check | bench | demo``.
+"""Implement the command line: ``polyattn backends | explain | check | bench | demo``.
 
-Results go to standard output and are plain text, the same on a terminal and in a file; errors go to
-standard error. Exit codes: 0 done, 1 it cannot be done here, 2 the command line is wrong.
+Results go to standard output as plain text, the same on a terminal and in a file; errors go to
+standard error. Exit codes: 0 for success, 1 if it cannot be done here, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no Σ shows a ? for it
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without Σ shows ?
             stream.reconfigure(errors="replace")
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
+        if not isinstance(error, BrokenPipeError):  # the reader, such as head, has stopped
             print(f"polyattn: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -46,7 +46,7 @@ def _run(arguments: list[str]) -> int:
         return _demo(arguments[1:])
     parser = _parser()
     options, unknown = parser.parse_known_args(arguments)
-    if unknown:  # said by the command's own parser, with its usage
+    if unknown:  # reported by the subcommand's parser, with its usage
         getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
@@ -65,48 +65,63 @@ def _run(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="polyattn",
-        description="Attention for every array library: what is here, what would run, whether it is"
-        " right, how fast it is, and a demo.",
+        description="Attention for every array library: list the backends, explain which kernel"
+        " runs, check and time the kernels, and run a demo.",
         epilog="POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every call.",
     )
     parser.add_argument("--version", action="version", version=f"polyattn {polyattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    _add_backends(commands)
+    add = _add_command(
+        commands,
+        "backends",
+        _backends,
+        help="the backends, their devices, and the commands that install missing ones",
+        description="List every backend: its library, devices and kernels, or what is missing and"
+        " the command that installs it. Loads the installed libraries.",
+    )
+    add("--json", action="store_true", help="print JSON instead of a table")
     _add_explain(commands)
     _add_check(commands)
-    _add_bench(commands)
-    commands.add_parser("demo", help="two sentences through a real encoder, and a picture of it")
+    add = _add_command(
+        commands,
+        "bench",
+        command.run,
+        help="how fast the backends are, side by side, and what the hardware can do",
+        description="Time the same call on several backends, in turns, at growing lengths, and"
+        " print a table: the median time of a call with its quartiles, its rate and the share of"
+        " the hardware's peak rate, the error against float64, and the memory that it needs.",
+        epilog="example: polyattn bench --backends numpy,torch,jax --lengths 256:8192 --causal",
+    )
+    command.add_options(add, _window)
+    commands.add_parser("demo", help="run a sentence encoder on two sentences, and draw it")
     return parser
 
 
-def _add_backends(commands: Any) -> None:
-    backends = commands.add_parser(
-        "backends",
-        help="what is installed, on which devices, and the command that installs what is missing",
-        description="List every backend: its library, devices and kernels, or what it lacks and"
-        " the command that installs it. Loads the libraries that are installed.",
-    )
-    backends.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    backends.set_defaults(run=_backends, parser=backends)
+def _add_command(commands: Any, name: str, run: Any, **texts: str) -> Any:
+    """Add a subcommand and return the function that adds its arguments."""
+    parser = commands.add_parser(name, **texts)
+    parser.set_defaults(run=run, parser=parser)
+    return parser.add_argument
 
 
 def _add_explain(commands: Any) -> None:
-    explain = commands.add_parser(
+    add = _add_command(
+        commands,
         "explain",
+        _explain,
         help="which kernel would run for given shapes, and why no other",
-        description="Say which kernel attention would run for arrays of these shapes, and why each"
-        " other one would not. Nothing is computed. In the table, next is what would run if those"
-        " above could not, and on request what runs only if --kernel names it.",
+        description="Show which kernel attention would run for arrays of these shapes, and why each"
+        " other one would not. Nothing is computed. In the table, next marks the kernel that would"
+        " run if those above could not, and on request one that runs only if --kernel names it.",
         epilog="example: polyattn explain --shape 2,8,1024,64 --key-shape 2,2,1024,64 --causal"
         " --library torch",
     )
-    add = explain.add_argument
-    add("--shape", type=_shape, required=True, help="of the query: ...,H,L,D")
+    add("--shape", type=_shape, required=True, help="shape of the query, ...,H,L,D")
     add("--key-shape", type=_shape, metavar="SHAPE", help="...,G,S,D (default: the query's)")
     add("--value-shape", type=_shape, metavar="SHAPE", help="...,G,S,E (default: the key's)")
     add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
-    add("--library", default="numpy", help="whose arrays they are (default: %(default)s)")
-    add("--device", metavar="NAME", help="where they are (default: the library's own default)")
+    add("--library", default="numpy", help="library of the arrays (default: %(default)s)")
+    add("--device", metavar="NAME", help="device of the arrays (default: the library's default)")
     add("--causal", action="store_true", help="is_causal=True")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
     add("--query-offset", type=int, metavar="N", help="position of the first query")
@@ -116,50 +131,36 @@ def _add_explain(commands: Any) -> None:
     add("--bias-shape", type=_shape, metavar="SHAPE", help="a bias of this shape")
     add("--sinks", action="store_true", help="one sink per query head")
     add("--layout", default="...HLD", help='"...HLD" or "...LHD" (default: %(default)s)')
-    add("--logsumexp", action="store_true", help="as attention_partial needs it")
+    add("--logsumexp", action="store_true", help="with the logsumexp, as for attention_partial")
     add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
-    add("--kernel", metavar="NAME", help="insist on a kernel")
+    add("--kernel", metavar="NAME", help="require this kernel")
     add("--json", action="store_true", help="print JSON instead of a table")
-    explain.set_defaults(run=_explain, parser=explain)
 
 
 def _add_check(commands: Any) -> None:
-    check = commands.add_parser(
+    add = _add_command(
+        commands,
         "check",
-        help="whether the kernels of a backend agree with what attention means, and how closely",
-        description="Hold every kernel of the backends to the written meaning of attention, case by"
-        " case, and print a table: a row for each feature, dtype and corner, a column for each"
-        " kernel, the largest error in units of eps times the condition, or why it is refused."
-        ' Needs pip install "polyattn[testing]".',
+        _check,
+        help="whether the kernels of a backend agree with the definition of attention",
+        description="Compare every kernel of the backends with the definition of attention, case by"
+        " case, and print a table: a row for each feature, dtype and corner case, a column for each"
+        " kernel, the largest error in units of eps times the condition, or the reason for a"
+        ' refusal. Needs pip install "polyattn[testing]".',
         epilog="example: polyattn check torch --kernel sdpa --html report.html",
     )
-    add = check.add_argument
-    add("backends", nargs="*", metavar="BACKEND", help="which (default: all that are here)")
-    add("--library", metavar="MODULE", help="whose arrays, such as jax.numpy")
+    add("backends", nargs="*", metavar="BACKEND", help="default: all installed ones")
+    add("--library", metavar="MODULE", help="library of the arrays, such as jax.numpy")
     add(
         "--callable",
         metavar="MODULE:FUNCTION",
-        help="in place of a backend, any function with the signature of torch's"
-        " scaled_dot_product_attention, or with arguments of our names",
+        help="instead of a backend, any function with the signature of torch's"
+        " scaled_dot_product_attention, or with our argument names",
     )
     add("--kernel", action="append", default=[], metavar="NAME", help="only this; may be repeated")
-    add("--quick", action="store_true", help="one case of each feature and corner")
+    add("--quick", action="store_true", help="one case of each feature and corner case")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--html", type=Path, metavar="FILE", help="write a page as well")
-    check.set_defaults(run=_check, parser=check)
-
-
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="how fast the backends are here, side by side, beside what the hardware can do",
-        description="Time the same call on several backends, in turns, at growing lengths, and"
-        " print a table: the median of a call with its quartiles, its rate and what share that is"
-        " of what the hardware reaches, the error against float64, and the memory that it needs.",
-        epilog="example: polyattn bench --backends numpy,torch,jax --lengths 256:8192 --causal",
-    )
-    command.add_options(bench.add_argument, _window)
-    bench.set_defaults(run=command.run, parser=bench)
+    add("--html", type=Path, metavar="FILE", help="also write an HTML page")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -215,7 +216,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """0 if everything agrees, 1 if something does not, 2 if it cannot be asked so."""
+    """Return 0 if all results agree, 1 if one does not, 2 if the check cannot run."""
     try:
         from polyattn.conformance import CASES, ESSENTIAL, Target
         from polyattn.conformance.report import html as page
@@ -224,31 +225,31 @@ def _check(options: argparse.Namespace) -> int:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ValueError(f"--html needs a file in a folder that is there; got {options.html}")
+        raise ValueError(f"--html needs a file in an existing folder; got {options.html}")
     cases = ESSENTIAL if options.quick else CASES
     if options.callable is not None:
         return _check_callable(options, cases)
     try:
         if options.backends:
-            names = [name for given in options.backends for name in given.split(",")]
-            subjects = [Target(name, options.library) for name in names]
+            names = [name for names in options.backends for name in names.split(",")]
+            targets = [Target(name, options.library) for name in names]
         else:
-            subjects = run.default_subjects(options.library)
+            targets = run.default_targets(options.library)
     except BackendError as error:
         print(f"polyattn check: {error}", file=sys.stderr)
         return 2
-    found = run.run(run.steps(subjects, cases, options.kernel), run.progress)
-    print(_json(found.as_dict()) if options.json else found)
+    report = run.run(run.steps(targets, cases, options.kernel), run.progress)
+    print(_json(report.as_dict()) if options.json else report)
     if options.html is not None:
-        options.html.write_text(page.page(found), encoding="utf-8")
-    if found.done < found.total:
-        print(f"polyattn check: interrupted after {found.done} of {found.total}", file=sys.stderr)
+        options.html.write_text(page.page(report), encoding="utf-8")
+    if report.done < report.total:
+        print(f"polyattn check: interrupted after {report.done} of {report.total}", file=sys.stderr)
         return 130
-    return 1 if found.failed else 0
+    return 1 if report.failed else 0
 
 
-def _json(found: Any) -> str:
-    """JSON has no infinity: an error that is infinite is null."""
+def _json(value: Any) -> str:
+    """Return JSON, with null for infinite errors, which JSON lacks."""
 
     def finite(x: Any) -> Any:
         if isinstance(x, dict):
@@ -257,28 +258,28 @@ def _json(found: Any) -> str:
             return [finite(y) for y in x]
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
-    return json.dumps(finite(found), indent=2, allow_nan=False)
+    return json.dumps(finite(value), indent=2, allow_nan=False)
 
 
 def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.functions import check as callables
-    from polyattn.conformance.functions import report as departures
+    from polyattn.conformance.functions import report as function_report
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
-    for name, given in (("a backend", options.backends), ("--kernel", options.kernel)):
-        if given:
-            raise ValueError(f"--callable takes the place of {name}; got {' '.join(given)}")
-    sys.path.insert(0, "")  # where python -m would find a module of the user's
+    for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
+        if values:
+            raise ValueError(f"--callable takes the place of {name}; got {' '.join(values)}")
+    sys.path.insert(0, "")  # where `python -m` looks for the user's modules
     function = callables.load(options.callable)
-    target = callables.subject_of(options.callable, options.library)
+    target = callables.target_of(options.callable, options.library)
     bar = partial(run.bar, describe=lambda case: options.callable)
-    rows = departures.summarise(function, cases.values(), target.to, target.back, bar)
+    rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
     if options.json:
-        print(_json([departures.as_dict(row) for row in rows]))
+        print(_json([function_report.as_dict(row) for row in rows]))
     else:
         print(f"{options.callable} on arrays of {target.library}\n")
-        print(*departures.lines(rows), sep="\n")
+        print(*function_report.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
     departs = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
@@ -288,7 +289,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
 
 
 def _demo(arguments: list[str]) -> int:
-    """Run the demo of the source tree that this package is installed from."""
+    """Run the demo in the source tree from which this package is installed."""
     file = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
     spec = importlib.util.spec_from_file_location("polyattn_demo", file)
     if not file.is_file() or spec is None or spec.loader is None:

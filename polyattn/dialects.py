@@ -1,7 +1,7 @@
-"""Signatures that people already use, defined by `polyattn.attention`.
+"""Offer the signatures of other libraries, implemented by `polyattn.attention`.
 
-Thin: each translates another convention's arguments into ours and keeps that convention's meaning,
-but for what ours promises more of. A row that sees no key is 0 in all of them.
+Each function translates its arguments and keeps their meaning. Our stronger guarantees hold in all
+of them: the output of a row that sees no key is 0.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def scaled_dot_product_attention(
         Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E), of any array library.
     attn_mask : Array, optional
         Bool, True where a key takes part, or float, added to the scores. It broadcasts to
-        (..., H, L, S) by the ordinary rule, so one of rank 3 is per head. torch's CausalBias stands
-        for the mask that it describes.
+        (..., H, L, S) by the ordinary rule, so one of rank 3 is per head. A CausalBias of torch is
+        translated into the mask that it describes.
     dropout_p : float
-        Must be 0: torch draws from a generator that no other library has.
+        Must be 0: no other library has torch's random generator.
     is_causal : bool
-        Whether row i sees the keys j <= i, both counted from the first.
+        Whether row i sees the keys j <= i.
     scale : float, optional
         Multiplies the scores; 1/√D by default.
     enable_gqa : bool
@@ -60,8 +60,8 @@ def scaled_dot_product_attention(
     Raises
     ------
     ValueError
-        If `attn_mask` and `is_causal` are both given, heads differ without `enable_gqa`, or a
-        causal_lower_right is of other lengths than the call.
+        If `attn_mask` and `is_causal` are both given, heads differ without `enable_gqa`, or the
+        lengths of a causal_lower_right are not those of the call.
     NotImplementedError
         If `dropout_p` is not 0.
 
@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     if dropout_p != 0:
         raise NotImplementedError(f"dropout_p must be 0; got {dropout_p!r}")
     if attn_mask is not None and is_causal:
-        raise ValueError("attn_mask and is_causal are not to be given together")
+        raise ValueError("give attn_mask or is_causal, not both")
     shapes = [tuple(array.shape) for array in (query, key)]
     if not enable_gqa and min(map(len, shapes)) > 2 and shapes[0][-3] != shapes[1][-3]:
         raise ValueError(
@@ -118,14 +118,14 @@ def dot_product_attention(
     scale : float, optional
         Multiplies the scores; 1/√D by default.
     is_causal : bool
-        Whether row i sees the keys j <= i, both counted from the first.
+        Whether row i sees the keys j <= i.
     query_seq_lengths, key_value_seq_lengths : Array of int, optional
-        How many rows and keys of each batch item are none of padding, shape (B,). The rows after
-        them are 0.
+        Number of real (non-padding) rows and keys per batch item, shape (B,). The output of the
+        other rows is 0.
     local_window_size : int or tuple of int, optional
-        How many keys before and after its own position a row sees, one number for both.
+        How many keys before and after its position a row sees; an integer is for both sides.
     return_residual : bool
-        Whether to return the logsumexp as well, (B, L, H), in float32 at least.
+        Whether to return the logsumexp too, (B, L, H), in float32 at least.
 
     Returns
     -------
@@ -147,11 +147,11 @@ def dot_product_attention(
         query,
         key,
         value,
-        bias=_spelt_out(bias, rank, "bias"),
+        bias=_with_all_axes(bias, rank, "bias"),
         mask=_and(
-            _spelt_out(mask, rank, "mask"),
-            _within(xp, query, query_seq_lengths, (-1, 1)),
-            _within(xp, key, key_value_seq_lengths, (1, -1)),
+            _with_all_axes(mask, rank, "mask"),
+            _padding_mask(xp, query, query_seq_lengths, (-1, 1)),
+            _padding_mask(xp, key, key_value_seq_lengths, (1, -1)),
         ),
         scale=scale,
         is_causal=is_causal,
@@ -169,7 +169,7 @@ class OnnxAttention(NamedTuple):
     Y : Array
         The attention, in the layout of Q.
     present_key, present_value : Array
-        All keys and values, the past ones first, shapes (B, G, S, D) and (B, G, S, E).
+        All keys and values, past ones first, shapes (B, G, S, D) and (B, G, S, E).
     """
 
     Y: Array
@@ -204,15 +204,15 @@ def onnx_attention(
         Shapes (B, H, L, D), (B, G, S, D) and (B, G, S, E), or (B, L, H·D), (B, S, G·D) and
         (B, S, G·E) with the numbers of heads.
     attn_mask : Array, optional
-        Bool or float; broadcasts to (B, H, L, S), one of rank 3 per head. Where its last axis is
-        shorter than all keys, those after it take no part.
+        Bool or float; broadcasts to (B, H, L, S), one of rank 3 per head. If its last axis is
+        shorter than the keys, the remaining keys take no part.
     past_key, past_value : Array, optional
         Keys and values before K and V, shapes (B, G, P, D) and (B, G, P, E).
     nonpad_kv_seqlen : Array of int, optional
-        How many keys of each batch item are none of padding, shape (B,).
+        Number of real (non-padding) keys per batch item, shape (B,).
     is_causal : int
-        Whether row i sees the keys j <= i + offset: P with a past, the keys that are no padding
-        less L with `nonpad_kv_seqlen`, otherwise 0.
+        Whether row i sees the keys j <= i + offset; the offset is P with a past,
+        `nonpad_kv_seqlen` − L if that is given, otherwise 0.
     scale : float, optional
         Multiplies the scores; 1/√D by default.
     softcap : float
@@ -234,8 +234,8 @@ def onnx_attention(
     Raises
     ------
     ValueError
-        If inputs of rank 3 come without numbers of heads that divide them, or inputs that exclude
-        or need each other are given.
+        If inputs of rank 3 lack numbers of heads that divide them, or the combination of inputs is
+        not allowed.
 
     Examples
     --------
@@ -247,9 +247,9 @@ def onnx_attention(
     ((2, 5, 512), (2, 8, 5, 64))
     """
     if (past_key is None) != (past_value is None):
-        raise ValueError("past_key and past_value are given together or not at all")
+        raise ValueError("give both past_key and past_value, or neither")
     if past_key is not None and nonpad_kv_seqlen is not None:
-        raise ValueError("past_key and nonpad_kv_seqlen are not to be given together")
+        raise ValueError("give past_key or nonpad_kv_seqlen, not both")
     xp = library_of(Q, "Q").xp
     packed = len(Q.shape) == 3
     if packed:
@@ -287,30 +287,32 @@ def onnx_attention(
     return OnnxAttention(_join_heads(xp, output) if packed else output, K, V)
 
 
-def _within(xp: Any, array: Array, lengths: Array | None, axes: tuple[int, int]) -> Array | None:
-    """Return which rows or keys are none of padding, along the axis of the scores that is -1."""
+def _padding_mask(
+    xp: Any, array: Array, lengths: Array | None, axes: tuple[int, int]
+) -> Array | None:
+    """Return which rows or keys are not padding, along the axis of the scores that is -1."""
     if lengths is None:
         return None
-    at = xp.reshape(index_range(xp, 0, array.shape[-3], array), axes)
-    inside = at < xp.reshape(lengths, (-1, 1, 1, 1))
-    return inside if len(array.shape) == 4 else inside[0, ...]
+    indices = xp.reshape(index_range(xp, 0, array.shape[-3], array), axes)
+    real = indices < xp.reshape(lengths, (-1, 1, 1, 1))
+    return real if len(array.shape) == 4 else real[0, ...]
 
 
 def _and(*masks: Array | None) -> Array | None:
-    given = [mask for mask in masks if mask is not None]
-    return functools.reduce(operator.and_, given) if given else None
+    present = [mask for mask in masks if mask is not None]
+    return functools.reduce(operator.and_, present) if present else None
 
 
 def _mask_or_bias(mask: Array | None, rank: int) -> dict[str, Array]:
-    """Return an argument that others use for both, with every axis of the scores spelt out."""
+    """Return an argument that is a mask or a bias by its dtype, with all axes of the scores."""
     if mask is None:
         return {}
     name = "mask" if facts_of(mask, "attn_mask").dtype == "bool" else "bias"
-    return {name: _spelt_out(mask, rank, "attn_mask")}
+    return {name: _with_all_axes(mask, rank, "attn_mask")}
 
 
-def _spelt_out(mask: Array | None, rank: int, name: str) -> Array | None:
-    """Return a mask or bias of three axes and more with as many as the scores have."""
+def _with_all_axes(mask: Array | None, rank: int, name: str) -> Array | None:
+    """Return a mask or bias of three or more axes with all axes of the scores."""
     if mask is None:
         return None
     shape = facts_of(mask, name).shape
@@ -324,17 +326,17 @@ def _spelt_out(mask: Array | None, rank: int, name: str) -> Array | None:
 
 
 def _causal_bias(bias: Any, lengths: tuple[int, int]) -> dict[str, Any]:
-    """Return what torch's CausalBias says, as torch takes it; its memory holds nothing."""
-    made = (bias.seq_len_q, bias.seq_len_kv)
-    if bias.variant.name == "UPPER_LEFT" or made[0] == made[1]:
+    """Return the options equal to torch's CausalBias, a tensor whose memory is not used."""
+    shape = (bias.seq_len_q, bias.seq_len_kv)
+    if bias.variant.name == "UPPER_LEFT" or shape[0] == shape[1]:
         return {"is_causal": True, "query_offset": 0}
-    if made != lengths:
-        raise ValueError(f"attn_mask is causal_lower_right{made}, and the scores are {lengths}")
-    return {"is_causal": True, "query_offset": made[1] - made[0]}
+    if shape != lengths:
+        raise ValueError(f"attn_mask is causal_lower_right{shape}, but the scores are {lengths}")
+    return {"is_causal": True, "query_offset": shape[1] - shape[0]}
 
 
 def _padded(xp: Any, mask: Array, keys: int) -> Array:
-    facts_of(mask, "attn_mask")  # refuses what is no array
+    facts_of(mask, "attn_mask")  # refuses anything but an array
     missing = keys - mask.shape[-1]
     if missing <= 0 or mask.shape[-1] == 1:
         return mask

@@ -1,7 +1,6 @@
-"""Masks as values: which keys each row may see, composed by ``&``, ``|`` and ``~``.
+"""Create masks, which state the keys that each row may see and compose by ``&``, ``|`` and ``~``.
 
-Where a mask speaks of a row's own position, that is ``i + query_offset``, as for ``is_causal=`` and
-``window=``::
+The position of row i is ``i + query_offset``, as for ``is_causal=`` and ``window=``::
 
     attention(q, k, v, mask=masks.causal() & masks.window(256, 0) | masks.prefix(16))
 """
@@ -43,7 +42,7 @@ __all__ = [
 
 
 def causal() -> Mask:
-    """Show the keys up to the row's own position.
+    """Show the keys up to the row's position.
 
     Returns
     -------
@@ -60,13 +59,13 @@ def causal() -> Mask:
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Show the keys near the row's own position.
+    """Show the keys near the row's position.
 
     Parameters
     ----------
     left, right : int or None
-        How many keys before and after it, the own not counted; None for no bound. A window of 256
-        tokens that ends at the own is ``window(255, 0)``.
+        How many keys before and after the position, itself not counted; None for no bound. A
+        window of 256 tokens that ends at the row's position is ``window(255, 0)``.
 
     Returns
     -------
@@ -88,7 +87,7 @@ def prefix(lengths: int | Array) -> Mask:
     Parameters
     ----------
     lengths : int or Array of int
-        How many; an array gives a number for each batch item, shape (...).
+        Number of keys, or an array of one number per batch item, shape (...).
 
     Returns
     -------
@@ -107,14 +106,14 @@ def prefix(lengths: int | Array) -> Mask:
 def padding(
     key_lengths: int | Array | None = None, query_lengths: int | Array | None = None
 ) -> Mask:
-    """Hide what is padding at the end of each batch item.
+    """Hide the padding at the end of each batch item.
 
     Parameters
     ----------
     key_lengths : int or Array of int, optional
-        How many keys are none; an array gives a number for each batch item, shape (...).
+        Number of real (non-padding) keys, or an array of one number per batch item, shape (...).
     query_lengths : int or Array of int, optional
-        How many rows are none; those after them see nothing, and their output is 0.
+        Number of real rows, in the same form; the rows after them see no key and have output 0.
 
     Returns
     -------
@@ -134,21 +133,21 @@ def padding(
     names = ("masks.padding: key_lengths", "masks.padding: query_lengths")
     return Padding(
         *[
-            None if given is None else _lengths(name, given)
-            for name, given in zip(names, (key_lengths, query_lengths), strict=True)
+            None if lengths is None else _lengths(name, lengths)
+            for name, lengths in zip(names, (key_lengths, query_lengths), strict=True)
         ]
     )
 
 
 def segments(query_ids: Array, key_ids: Array | None = None) -> Mask:
-    """Show a row the keys of its own segment: documents that are packed into one sequence.
+    """Show each row the keys of its segment, such as of documents packed into one sequence.
 
     Parameters
     ----------
     query_ids : Array of int
-        Which segment each row belongs to, shape (..., L).
+        The segment of each row, shape (..., L).
     key_ids : Array of int, optional
-        Which one each key belongs to, shape (..., S); by default the queries'.
+        The segment of each key, shape (..., S); by default `query_ids`.
 
     Returns
     -------
@@ -171,12 +170,12 @@ def segments(query_ids: Array, key_ids: Array | None = None) -> Mask:
 
 
 def dilated(step: int) -> Mask:
-    """Show every so many keys, counted from the row's own position.
+    """Show every `step`-th key, counted from the row's position.
 
     Parameters
     ----------
     step : int
-        The distance from one to the next, at least 1.
+        The distance between neighbouring keys, at least 1.
 
     Returns
     -------
@@ -196,12 +195,12 @@ def dilated(step: int) -> Mask:
 
 
 def global_tokens(*positions: int) -> Mask:
-    """Show some tokens to every row, and every key to them.
+    """Show some keys to every row, and every key to the rows of the same tokens.
 
     Parameters
     ----------
     *positions : int
-        Where they are among the keys.
+        The positions of these tokens.
 
     Returns
     -------
@@ -214,24 +213,24 @@ def global_tokens(*positions: int) -> Mask:
     >>> masks.window(64, 64) | masks.global_tokens(0, 1)
     masks.window(64, 64) | masks.global_tokens(0, 1)
     """
-    found = tuple(check_int("masks.global_tokens: a position", position) for position in positions)
-    if not found or min(found) < 0:
+    integers = tuple([check_int("masks.global_tokens: a position", n) for n in positions])
+    if not integers or min(integers) < 0:
         raise ValueError(f"masks.global_tokens takes positions of at least 0; got {positions!r}")
-    return GlobalTokens(found)
+    return GlobalTokens(integers)
 
 
 def dense(array: Array) -> Mask:
-    """Take a bool array as a value that composes.
+    """Turn a bool array into a mask that composes.
 
     Parameters
     ----------
     array : Array of bool
-        True where a key takes part; broadcasts to (..., H, L, S), of that rank or of at most 2.
+        True where a key takes part; broadcasts to (..., H, L, S), with that rank or at most 2.
 
     Returns
     -------
     Mask
-        What the array says.
+        A row sees a key where the array is True.
 
     Examples
     --------
@@ -247,7 +246,7 @@ def dense(array: Array) -> Mask:
 
 
 def rule(function: Callable[..., Array]) -> Mask:
-    """Take a function in FlexAttention's form as a value that composes.
+    """Turn a function as FlexAttention takes it into a mask that composes.
 
     Parameters
     ----------
@@ -257,7 +256,8 @@ def rule(function: Callable[..., Array]) -> Mask:
     Returns
     -------
     Mask
-        What the function says. Its tiles are known only if it is compiled: see `compile`.
+        A row sees a key where the function is True. Which tiles are empty is known only for a
+        compiled mask: see `compile`.
 
     Examples
     --------
@@ -277,7 +277,7 @@ def rule(function: Callable[..., Array]) -> Mask:
     return Rule(function)
 
 
-# The name that FlexAttention's users look for; of Python's own nothing is wanted here.
+# Shadows the builtin on purpose: FlexAttention users look for this name.
 def compile(
     mask: Mask | Callable[..., Array] | Array,
     query_length: int,
@@ -350,11 +350,11 @@ def compile(
     return compile_mask(mask, dims, size, like)
 
 
-# ---- what is given -----------------------------------------------------------------------------
+# ---- checks ------------------------------------------------------------------------------------
 
 
 def _lengths(name: str, value: Any) -> Any:
-    # NumPy's integers are arrays too, and of no use as such to another library.
+    # NumPy's integers are arrays too, which other libraries cannot use.
     if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
     try:

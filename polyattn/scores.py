@@ -1,11 +1,10 @@
-"""What happens to a score before softmax, and what may stand in place of the dot product and it.
+"""Create score modifications, and replacements for the dot product, the scale and softmax.
 
-Score modifications compose by ``>>``, in the order in which they are done::
+Score modifications are for ``score_mod=`` and compose by ``>>``, in the order of application::
 
     scores.temperature(2.0) >> scores.softcap(30.0) >> scores.alibi(8)
 
-and go in ``score_mod=``; a similarity goes in ``similarity=``, a scale rule in ``scale=`` and a
-normalizer in ``normalizer=``.
+Similarities are for ``similarity=``, scale rules for ``scale=``, normalizers for ``normalizer=``.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ def _above_zero(name: str, value: Any) -> float:
         number = float(value) if real else math.nan
     except OverflowError:
         number = math.inf
-    # Of float32, which scores are for all inputs but float64.
+    # The range of float32, the dtype of scores for all inputs but float64.
     if not 1.2e-38 <= number <= 3.4e38:
-        raise ValueError(f"{name} must be a finite number above 0, of float32; got {value!r}")
+        raise ValueError(f"{name} must be a number above 0 in the range of float32; got {value!r}")
     return number
 
 
@@ -92,7 +91,7 @@ def softcap(cap: float) -> Score:
 
 
 def temperature(t: float) -> Score:
-    """Divide the scores: above 1 the weights grow more alike, below 1 less.
+    """Divide the scores: above 1 the weights become more alike, below 1 less.
 
     Parameters
     ----------
@@ -103,12 +102,6 @@ def temperature(t: float) -> Score:
     -------
     Score
         The modification.
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.temperature(2.0) >> scores.softcap(30.0)
-    scores.temperature(2.0) >> scores.softcap(30.0)
     """
     return Temperature(_above_zero("scores.temperature: t", t))
 
@@ -151,7 +144,7 @@ def alibi(slopes: int | Array) -> Score:
 
 
 def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int = 128) -> Score:
-    """Add a learned bias by how far the key is from the row, in T5's buckets.
+    """Add a learned bias by the distance of the key from the row, in T5's buckets.
 
     Parameters
     ----------
@@ -160,7 +153,7 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
     bidirectional : bool
         Whether half of the buckets are for keys after the row; otherwise these share bucket 0.
     max_distance : int
-        From where on all keys share a bucket.
+        The distance from which on all keys share one bucket.
 
     Returns
     -------
@@ -200,7 +193,7 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
 
 
 def function(rule: Callable[..., Array]) -> Score:
-    """Take a function in FlexAttention's form as a value that composes.
+    """Turn a function as FlexAttention takes it into a score modification that composes.
 
     Parameters
     ----------
@@ -223,16 +216,16 @@ def function(rule: Callable[..., Array]) -> Score:
     return as_score(rule)
 
 
-# ---- in place of the dot product ---------------------------------------------------------------
+# ---- similarities ------------------------------------------------------------------------------
 
 
 def cosine() -> Similarity:
-    """Compare by the cosine of the angle, q·k / (‖q‖ ‖k‖); of a vector of 0 it is 0.
+    """Compare by the cosine of the angle, q·k / (‖q‖ ‖k‖), which is 0 for a zero vector.
 
     Returns
     -------
     Similarity
-        For ``similarity=``, best with a ``scale=`` of about 10: by itself it lies in [−1, 1].
+        For ``similarity=``, best with a ``scale=`` of about 10, as it is in [−1, 1].
 
     References
     ----------
@@ -250,7 +243,7 @@ def cosine() -> Similarity:
 
 
 def distance(p: int = 2) -> Similarity:
-    """Compare by distance, −‖q − k‖: the nearer, the larger.
+    """Compare by the negative distance, −‖q − k‖.
 
     Parameters
     ----------
@@ -274,7 +267,7 @@ def distance(p: int = 2) -> Similarity:
 
 
 def additive(weight: Array) -> Similarity:
-    """Compare as Bahdanau does, ``weight · tanh(q + k)``, of queries and keys already projected.
+    """Compare projected queries and keys by ``weight · tanh(q + k)``, as Bahdanau does.
 
     Parameters
     ----------
@@ -311,29 +304,23 @@ def additive(weight: Array) -> Similarity:
 
 
 def long_sequence() -> ScaleRule:
-    """Scale by 1 / (√D · √S), which flattens the weights as the keys grow in number.
+    """Scale by 1 / (√D · √S), which flattens the weights as the number of keys grows.
 
     Returns
     -------
     ScaleRule
         For ``scale=``.
-
-    Examples
-    --------
-    >>> from polyattn import scores
-    >>> scores.long_sequence()
-    scores.long_sequence()
     """
     return LongSequence()
 
 
 def by_norm(factor: float = 1.0) -> ScaleRule:
-    """Divide each row's scores by their Euclidean norm, over the keys that masks show.
+    """Divide each row's scores by their Euclidean norm over the visible keys.
 
     Parameters
     ----------
     factor : float
-        What multiplies them then, and so is the norm of each row's scores.
+        Multiplies the quotients, and is thus the norm of each row's scores.
 
     Returns
     -------
@@ -351,11 +338,11 @@ def by_norm(factor: float = 1.0) -> ScaleRule:
     return ByNorm(_above_zero("scores.by_norm: factor", factor))
 
 
-# ---- in place of softmax -----------------------------------------------------------------------
+# ---- normalizers -------------------------------------------------------------------------------
 
 
 def sigmoid() -> Normalizer:
-    """Weigh each key by itself, 1 / (1 + exp(−s)); the weights of a row do not sum to 1.
+    """Weight each key independently, 1 / (1 + exp(−s)); the weights of a row do not sum to 1.
 
     Returns
     -------
@@ -379,7 +366,7 @@ def sigmoid() -> Normalizer:
 
 
 def sparsemax() -> Normalizer:
-    """Take the nearest point of the simplex, which leaves many keys a weight of exactly 0.
+    """Project the scores onto the simplex, which gives many keys a weight of exactly 0.
 
     Returns
     -------

@@ -1,12 +1,14 @@
-"""One planted mistake at a time: each must fail the conformance suite.
+"""One planted mistake at a time: each must fail a case of the conformance suite.
 
 ``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
-found. The suite stops at its first failure, whose name is printed.
+found, with 2 if one no longer fits the code. It first runs the case that found the mistake last
+time, as ``mutations_found.json`` says, and all cases only if that one passes now. What finds the
+mistake then goes into the file.
 """
 
 import argparse
+import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -18,15 +20,19 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
 BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/tiles/grouped_heads.py"
+SPAN = "polyattn/span.py"
+MASKS, REPLACEMENTS = "polyattn/expressions/masks.py", "polyattn/expressions/replacements.py"
 RUNNING, ABSENT = "polyattn/tiles/online_softmax.py", "polyattn/kernels/masked_sum.py"
 NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/tiles/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
-PATTERNS, TILES = "polyattn/expressions/masks.py", "polyattn/tiles/coverage.py"
+PATTERNS, TILES = "polyattn/expressions/patterns.py", "polyattn/tiles/coverage.py"
 PLACES = "polyattn/expressions/indices.py"
 STEPS, DROPOUT = "polyattn/expressions/scores.py", "polyattn/tiles/dropout.py"
-PIECES, SUMS = "backends/polyattn_numpy/tiled.py", "backends/polyattn_numpy/online_softmax.py"
-SIGHT, CALL = "backends/polyattn_numpy/visibility.py", "backends/polyattn_numpy/prepared.py"
-TABLE = "backends/polyattn_numpy/mask_table.py"
+NUMPY_TILED = "backends/polyattn_numpy/tiled.py"
+NUMPY_SOFTMAX = "backends/polyattn_numpy/online_softmax.py"
+VISIBILITY = "backends/polyattn_numpy/visibility.py"
+PREPARED = "backends/polyattn_numpy/prepared.py"
+MASK_TABLE = "backends/polyattn_numpy/mask_table.py"
 
 
 class Mutation(NamedTuple):
@@ -51,7 +57,7 @@ BIAS = """    if x.bias is not None:
         s = hide(xp, s + bias, bias != -math.inf)  # 4
 """
 SINKS = """            if x.sinks is not None:
-                running = join(backend.xp, start(problem, x, backend.xp, rows), running)  # 6
+                state = combine(backend.xp, initial_state(problem, x, backend.xp, rows), state)  # 6
 """
 TO_GROUPS = "array = xp.reshape(array, (*batch, groups, members, rows, size))"
 FROM_GROUPS = "return xp.reshape(array, (*batch, groups * members, folded // members, size))"
@@ -84,48 +90,52 @@ MUTATIONS = (
              "value = cast(xp, xp.flip(x.value, axis=-2)["),
     mutation("no keys not thought of", DENSE, "if 0 in problem.scores:", "if False:"),
     # tiled.py, line by line
-    mutation("tile too wide by one", BAND, "yield Span(first, min(first + size,",
+    mutation("tile too wide by one", SPAN, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + size + 1,"),
-    mutation("tile too narrow by one", BAND, "yield Span(first, min(first + size,",
+    mutation("tile too narrow by one", SPAN, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + max(size - 1, 1),"),
-    mutation("last tile left out", BAND, "range(self.start, self.stop, size)",
+    mutation("last tile left out", SPAN, "range(self.start, self.stop, size)",
              "range(self.start, max(self.stop - size, self.start + 1), size)"),
-    mutation("tiles not joined", TILED, "running = join(xp, running, tile)", "running = tile"),
-    mutation("all tiles taken for full", TILED, "masked = not answer.every", "masked = False"),
+    mutation("tiles not joined", TILED, "state = combine(xp, state, tile)", "state = tile"),
+    mutation("all tiles taken for full", TILED, "masked = not answer.all_visible",
+             "masked = False"),
     mutation("rows of the query off by one", TILED, "x.query[..., rows.start : rows.stop, :]",
              "xp.roll(x.query, 1, axis=-2)[..., rows.start : rows.stop, :]"),
-    mutation("sink counted in every tile", TILED, "running = join(xp, running, tile)",
-             "running = join(xp, join(xp, running, tile), start(problem, x, xp, rows))"),
+    mutation("sink counted in every tile", TILED, "state = combine(xp, state, tile)",
+             "state = combine(xp, combine(xp, state, tile), start(problem, x, xp, rows))"),
     mutation("keys from the first on", TILED, "in column_span(problem, rows).split(column_block)",
              "in Span(0, column_span(problem, rows).length).split(column_block)"),
     mutation("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
-    mutation("empty tiles taken for those that are seen", TILED, "if not answer.some:",
-             "if answer.some:"),
-    mutation("similarity not scaled", DENSE, "s = problem.scale * unfold(", "s = 1.0 * unfold("),
+    mutation("empty tiles taken for those that are seen", TILED, "if not answer.any_visible:",
+             "if answer.any_visible:"),
+    mutation("similarity not scaled", DENSE, "s = problem.scale * unfold_heads(",
+             "s = 1.0 * unfold_heads("),
     mutation("dropped weights not made up for", DENSE, "weights / (1 - problem.dropout)",
              "weights"),
-    mutation("the kept dropped", DENSE, "xp.where(at.kept(),", "xp.where(~at.kept(),"),
+    mutation("the kept dropped", DENSE, "at.keep_mask(), weights", "~at.keep_mask(), weights"),
     mutation("a normalizer's weights divided", DENSE, "total = xp.ones_like(s[..., :1])",
              "total = xp.sum(weights, axis=-1, keepdims=True)"),
     # masks and scores as values
-    mutation("& for | in what tiles hold", PATTERNS,
+    mutation("& for | in what tiles hold", MASKS,
              "Coverage(self._reduced(some), self._reduced(every))",
              "Coverage(*[functools.reduce(operator.and_, each) for each in (some, every)])"),
-    mutation("& for | in what keys are seen", PATTERNS,
+    mutation("& for | in what keys are seen", MASKS,
              "self._reduced([part.seen(at)",
              "functools.reduce(operator.and_, [part.seen(at)"),
-    mutation("not of what is surely seen", PATTERNS, "Coverage(opposite(every), opposite(some))",
-             "Coverage(opposite(some), opposite(every))"),
-    mutation("a causal tile that ends too early", PATTERNS, "Coverage(first <= block.last(), stop",
-             "Coverage(first < block.last(), stop"),
+    mutation("not of what is surely seen", MASKS,
+             "Coverage(logical_not(every), logical_not(some))",
+             "Coverage(logical_not(some), logical_not(every))"),
+    mutation("a tile of a band that ends too early", PATTERNS,
+             "first <= block.last(self.right)", "first < block.last(self.right)"),
     mutation("a tile of padding taken for full", PATTERNS, "every & (stop <= length)",
              "every & (first < length)"),
     mutation("segments that meet taken for the same", PATTERNS,
              "meet & (low == high) & (least == most)", "meet"),
     mutation("a window turned round", PATTERNS, "at.column >= at.position(-self.left)",
              "at.column >= at.position(self.left)"),
-    mutation("dilated from the first key", PATTERNS, "at.away_from_row(min(self.step, FAR))",
-             "at.column % min(self.step, FAR)"),
+    mutation("dilated from the first key", PATTERNS,
+             "at.away_from_row(min(self.step, INDEX_LIMIT))",
+             "at.column % min(self.step, INDEX_LIMIT)"),
     mutation("global tokens are seen and do not see", PATTERNS,
              "(at.column == token) | (at.position() == token)", "at.column == token"),
     mutation("padded rows see", PATTERNS, "return rows if seen is None else seen & rows",
@@ -139,7 +149,8 @@ MUTATIONS = (
     mutation("positions without the offset", INDICES,
              "row + saturating_sum(self._offset(), shift, self.xp, row.dtype)", "row + shift"),
     mutation("an offset limited before it is shifted", PLACES,
-             "low, high = -FAR - shift, FAR - shift", "low, high = -FAR, FAR"),
+             "low, high = -INDEX_LIMIT - shift, INDEX_LIMIT - shift",
+             "low, high = -INDEX_LIMIT, INDEX_LIMIT"),
     mutation("slopes of other heads", STEPS, "head * (-8 / whole) - 8 / whole,",
              "head * (-8 / whole),"),
     mutation("far keys share no bucket", STEPS, "for k in range(1, spread):",
@@ -149,30 +160,33 @@ MUTATIONS = (
     mutation("a softcap in a chain not divided by", STEPS, "tanh(scores / self.cap)",
              "tanh(scores)"),
     mutation("temperature turned round", STEPS, "scores / self.t", "scores * self.t"),
-    mutation("keys not of length one", STEPS, "xp.matrix_transpose(_unit(key, xp))",
+    mutation("keys not of length one", REPLACEMENTS, "xp.matrix_transpose(_unit(key, xp))",
              "xp.matrix_transpose(key)"),
-    mutation("the farther the larger", STEPS, "return -xp.where(far, root, square)",
+    mutation("the farther the larger", REPLACEMENTS, "return -xp.where(far, root, square)",
              "return xp.where(far, root, square)"),
-    mutation("hidden keys count in the norm", STEPS, "counted = xp.where(one, counted, zeros)",
+    mutation("hidden keys count in the norm", REPLACEMENTS,
+             "counted = xp.where(one, counted, zeros)",
              "pass"),
-    mutation("sparsemax over all keys", STEPS, "within = cast(xp, 1 + count * ordered > total",
+    mutation("sparsemax over all keys", REPLACEMENTS,
+             "within = cast(xp, 1 + count * ordered > total",
              "within = cast(xp, 1 + 0 * ordered > 0"),
     mutation("words of other keys", DROPOUT, "[word >= threshold for word in words]",
              "[word >= threshold for word in words[::-1]]"),
     mutation("a key that stays the same", DROPOUT, "_raised(key[0], _WEYL[0], a)", "key[0]"),
     # what both are made of
-    mutation("< for <= in causal", BAND, "columns <= moved(high)", "columns < moved(high)"),
-    mutation("window off by one, left", BAND, "columns >= moved(low)",
-             "columns > moved(low)"),
+    mutation("< for <= in a band", PATTERNS, "at.column <= at.position(self.right)",
+             "at.column < at.position(self.right)"),
+    mutation("window off by one, left", PATTERNS, "at.column >= at.position(-self.left)",
+             "at.column > at.position(-self.left)"),
     mutation("window counts itself", BAND, "min(offset - left, problem",
              "min(offset - left + 1, problem"),
     mutation("span of keys ends one early", BAND, "rows.stop + high)", "rows.stop + high - 1)"),
     mutation("span of keys begins one late", BAND, "max(0, rows.start + low)",
              "max(0, rows.start + low + 1)"),
-    mutation("a mixed tile taken for full, right", BAND, "columns.stop - 1 <= rows.start + high",
-             "columns.stop - 2 <= rows.start + high"),
-    mutation("a mixed tile taken for full, left", BAND, "columns.start >= rows.stop - 1 + low",
-             "columns.start >= rows.stop - 2 + low"),
+    mutation("a mixed tile taken for full, right", BAND, "columns.stop <= full.stop",
+             "columns.stop - 1 <= full.stop"),
+    mutation("a mixed tile taken for full, left", BAND, "full.start <= columns.start",
+             "full.start - 1 <= columns.start"),
     mutation("head order tiled in place of grouped", GROUPS,
              TO_GROUPS, "array = xp.moveaxis(xp.reshape(array, (*batch, members, groups, rows,"
              " size)), -3, -4)",
@@ -183,9 +197,9 @@ MUTATIONS = (
     mutation("a sum not shrunk", RUNNING, "one.total * shrink_one", "one.total"),
     mutation("an output not shrunk", RUNNING, "other.output * shrink_other", "other.output"),
     mutation("empty rows divided", RUNNING,
-             "xp.where(empty, xp.ones_like(running.total), running.total)", "running.total"),
+             "xp.where(empty, xp.ones_like(state.total), state.total)", "state.total"),
     mutation("logsumexp without its maximum", RUNNING,
-             "or_zero(xp, running.maximum) + xp.log(total)", "xp.log(total)"),
+             "or_zero(xp, state.maximum) + xp.log(total)", "xp.log(total)"),
     mutation("logsumexp of empty rows", RUNNING,
              "xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)", "logsumexp"),
     mutation("logsumexp to base 2", RUNNING, "xp.log(total)", "xp.log2(total)"),
@@ -197,7 +211,7 @@ MUTATIONS = (
     mutation("row indices from 0", INDICES, "self._range(*self._rows, self._rows.length, 1)",
              "self._range(0, self._rows.length, self._rows.length, 1)"),
     # NumPy's own tiled kernel
-    mutation("keys skipped at a tile's edge", BAND, "yield Span(first, min(first + size,",
+    mutation("keys skipped at a tile's edge", SPAN, "yield Span(first, min(first + size,",
              "yield Span(first + (first > self.start), min(first + size,"),
     mutation("a hidden key taken for seen by all", BLOCKS, "-(-start // 16) * 16",
              "start // 16 * 16"),
@@ -213,53 +227,41 @@ MUTATIONS = (
              "total.min() >= LEAST:", "enough & (total < math.inf) &", "enough &"),
     mutation("an output of a running maximum not shrunk", SWEEP, "output *= shrink", "pass"),
     mutation("a total of a running maximum not shrunk", SWEEP, "total *= shrink", "pass"),
-    mutation("a part of nothing counts", SUMS, "np.where(x.total == 0, -math.inf, x.reference)",
-             "x.reference"),
-    mutation("hidden values spoil", SWEEP, "present is not None and not", "False and not"),
-    mutation("corners left on", SIGHT, "found += self._corners(tile)", "pass"),
-    mutation("a mask left out of a plain pass", SWEEP, "by_head[where] *= seen", "pass"),
-    mutation("patches of rows from the first on", SIGHT, "slice(rows.start - first, rows.stop",
+    mutation("a part of nothing counts", NUMPY_SOFTMAX,
+             "np.where(x.total == 0, -math.inf, x.reference)", "x.reference"),
+    mutation("hidden values spoil", SWEEP, "seen is not None and not", "False and not"),
+    mutation("band edges left on", VISIBILITY, "masks += self._of_band(tile)", "pass"),
+    mutation("a mask left out of a fast pass", SWEEP, "by_head[where] *= seen", "pass"),
+    mutation("regions of rows from the first on", VISIBILITY, "slice(rows.start - first, rows.stop",
              "slice(0, rows.stop - rows.start) if first else slice(rows.start - first, rows.stop"),
-    mutation("what is hidden of heads that differ, kept", SIGHT,
-             "key if self.call.table.alike else None", "key"),
-    mutation("dropout in the denominator", SWEEP, "heads_first *= np.broadcast_to(kept",
-             "heads_first *= 0.5 * np.broadcast_to(kept"),
-    mutation("heads looked at one by one taken for alike", TABLE,
+    mutation("masks of heads that differ, kept", VISIBILITY,
+             "key if self.call.table.same_for_all_heads else None", "key"),
+    mutation("dropout in the denominator", SWEEP, "weights *= self.call.by_row(",
+             "weights *= 0.5 * self.call.by_row("),
+    mutation("heads looked at one by one taken for alike", MASK_TABLE,
              "problem.heads == 1 or", "True or"),
-    mutation("heads of a function from its group", CALL,
-             "Span(heads.start * members, heads.stop * members)", "heads"),
-    mutation("a block of rows that sees no key not thought of", TABLE, "if not len(flags):",
+    mutation("heads of a function from its group", PREPARED,
+             "Span(heads.start * group_size, heads.stop * group_size)", "heads"),
+    mutation("a block of rows that sees no key not thought of", MASK_TABLE, "if not len(flags):",
              "if False:"),
-    mutation("mixed cells taken for empty", TABLE, "seen = kinds != EMPTY", "seen = kinds == 2"),
-    mutation("mixed cells taken for full", TABLE, "own == MIXED", "own > 2"),
-    mutation("cells of the first row of them", TABLE, "kinds[number : number + 1], first",
+    mutation("mixed cells taken for empty", MASK_TABLE, "seen = kinds != EMPTY",
+             "seen = kinds == 2"),
+    mutation("mixed cells taken for full", MASK_TABLE, "block_kinds == MIXED",
+             "block_kinds > 2"),
+    mutation("cells of the first row of them", MASK_TABLE, "kinds[number : number + 1], first",
              "kinds[:1], first"),
-    mutation("a table of the first item", TABLE, "kinds = self.kinds[piece.within(",
-             "kinds = self.kinds[:1][piece.within("),
+    mutation("a table of the first item", MASK_TABLE, "piece.view(self.kinds,",
+             "piece.view(self.kinds[:1],"),
     mutation("softcap not divided by, in tiles", SWEEP, "factor = problem.scale / problem.softcap",
              "factor = problem.scale"),
-    mutation("rows of nothing divided", PIECES, "np.copyto(total, 1, where=total == 0)", "pass"),
-    mutation("rows kept that were not proven", PIECES, "np.where(proven, *both)",
-             "np.where(True, *both)"),
-    mutation("parts of keys forgotten", PIECES,
-             "reduce(join, (running for _, running in in_order))", "in_order[0][1]"),
+    mutation("rows of nothing divided", NUMPY_TILED,
+             "np.copyto(total, 1, where=total == 0)", "pass"),
+    mutation("rows kept that are not reliable", NUMPY_TILED, "partial(np.where, reliable)",
+             "partial(np.where, True)"),
+    mutation("parts of keys forgotten", NUMPY_TILED, "reduce(combine, states)", "states[0]"),
 )  # fmt: skip
 
-SUITE = (
-    *("-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--noconftest"),
-    *("-p", "polyattn.conformance.options", "-p", Path(__file__).stem),
-    *("--pyargs", "polyattn.conformance.test_backend"),
-)
-# Each case in one dtype finds nearly all, in half the time.
-CHOSEN = ("test_case and not sdpa and not float", "test_case and not sdpa and float")
-ARRAY_API = ("--polyattn-backend", "array-api", "--polyattn-library", "numpy")
-NUMPYS_OWN = ("--polyattn-backend", "numpy")
-
-
-def pytest_collection_modifyitems(items):
-    """Take each case through all kernels in turn: what spoils one of them is found early."""
-    places = {}
-    items.sort(key=lambda item: places.setdefault(item.name.partition("-")[2], len(places)))
+FOUND = Path(__file__).with_name("mutations_found.json")
 
 
 def plant(mutation, folder):
@@ -267,45 +269,83 @@ def plant(mutation, folder):
     for package in ("polyattn", "backends"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, folder / package, ignore=ignored)
-    file = folder / mutation.file
-    text = file.read_text(encoding="utf-8")
+    (folder / mutation.file).write_text(with_mistake(mutation), encoding="utf-8")
+
+
+def with_mistake(mutation):
+    """Return the text of the file with the mistake in it."""
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
     for old, new in mutation.changes:
         if text.count(old) != 1:
             raise ValueError(f"{mutation.name}: {mutation.file} has {text.count(old)} of {old!r}")
         text = text.replace(old, new)
-    file.write_text(text, encoding="utf-8")
+    return text
 
 
-def found_by(mutation):
-    """Return the test that finds the mistake, or None if the suite passes."""
+def outdated(mutations):
+    """Yield what is wrong with each mistake that does not fit the code as it is now."""
+    for mutation in mutations:
+        try:
+            with_mistake(mutation)
+        except (OSError, ValueError) as error:
+            yield str(error)
+
+
+def found_by(mutation, hint):
+    """Return the name of a case that finds the mistake, or None if all cases pass."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plant(mutation, folder)
         # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
-        backends = (NUMPYS_OWN,) if "numpy" in mutation.file else (ARRAY_API, NUMPYS_OWN)
-        runs = [(cases, backend) for cases in CHOSEN for backend in backends]
-        return next(filter(None, (failure(mutation, folder, *run) for run in runs)), None)
+        backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
+        done = subprocess.run(
+            [sys.executable, __file__, "--search", *backends, "--hint", hint],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'backends'}",
+                "OMP_NUM_THREADS": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+            },
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+    if done.returncode != 0:
+        raise RuntimeError(f"{mutation.name}: the cases did not run\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def failure(mutation, folder, cases, backend):
-    """Run these cases in the folder, and return the first that fails, if one does."""
-    path = os.pathsep.join(map(str, (folder, folder / "backends", Path(__file__).parent)))
-    done = subprocess.run(
-        [sys.executable, *SUITE, "-k", cases, *backend],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode == 0:
-        return None
-    found = re.search(
-        r"^(?:FAILED|ERROR) \S*::(test_\w+\[.*?\])(?: - |$)", done.stdout, re.MULTILINE
-    )
-    if done.returncode != 1 or found is None:
-        raise RuntimeError(f"{mutation.name}: the suite did not run\n{done.stdout}{done.stderr}")
-    return found[1]
+def search(backends, hint):
+    """Return the first case that fails in the package at hand, the hint before all others."""
+    import polyattn
+    from polyattn.conformance import CASES, ESSENTIAL, Target
+    from polyattn.conformance.checks.kernel import cases_for, check_case
+
+    if Path.cwd() not in Path(polyattn.__file__).resolve().parents:
+        raise RuntimeError(f"{polyattn.__file__} is not the copy with the mistake")
+    # What takes longest to compute exactly comes last, and pairs of features before that.
+    ordered = sorted(CASES, key=lambda name: (cost_of(CASES[name]), name not in ESSENTIAL))
+    places = {name: number for number, name in enumerate(ordered)}
+    runs = [
+        (f"{backend}: {variant}-{case}", places[case.name], target, variant, case)
+        for backend in backends
+        for target in [Target(backend, "numpy")]
+        for variant in target.kernels
+        for case in cases_for(target, variant, CASES)
+    ]
+    # Each case runs on all kernels in turn: an error in one of them is found early.
+    for name, _, *run in sorted(runs, key=lambda run: (run[0] != hint, run[1])):
+        try:
+            check_case(*run)
+        except Exception:
+            return name
+    return None
+
+
+def cost_of(case):
+    """Return how late to try a case: its exact result takes long, or it adds little to others."""
+    return 3 * (case.dtype == "float64") + 2 * (case.topic == "lengths") + (" x " in case.name)
 
 
 def main():
@@ -313,16 +353,29 @@ def main():
     parser.add_argument(
         "words", nargs="*", help="only the mistakes with one of these in their name"
     )
-    words = parser.parse_args().words
-    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
-    escaped = 0
+    parser.add_argument("--search", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--hint", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.search:
+        print(json.dumps(search(options.search, options.hint)))
+        return 0
+    chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
+    if wrong := list(outdated(chosen)):
+        print(*wrong, sep="\n")
+        return 2
+    hints = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
+    found = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {pool.submit(found_by, m): m for m in chosen}
+        runs = {pool.submit(found_by, m, hints.get(m.name, "")): m.name for m in chosen}
         for number, run in enumerate(as_completed(runs), start=1):
-            test = run.result()
-            escaped += test is None
-            print(f"[{number}/{len(chosen)}] {runs[run].name}: {test or 'NOT FOUND'}", flush=True)
+            name, found[name] = runs[run], run.result()
+            print(f"[{number}/{len(chosen)}] {name}: {found[name] or 'NOT FOUND'}", flush=True)
+    escaped = sum(case is None for case in found.values())
     print(f"{len(chosen) - escaped} of {len(chosen)} mistakes are found")
+    known = hints | {name: case for name, case in found.items() if case}
+    ordered = {m.name: known[m.name] for m in MUTATIONS if m.name in known}
+    if ordered != hints:
+        FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return 1 if escaped else 0
 
 

@@ -117,7 +117,7 @@ def test_torch_takes_a_causal_bias_for_what_it_describes(bias):
 
 
 def test_a_causal_bias_of_other_lengths_or_for_others_is_refused():
-    with pytest.raises(ValueError, match=r"lower_right\(5, 9\), and the scores are \(6, 9\)"):
+    with pytest.raises(ValueError, match=r"lower_right\(5, 9\), but the scores are \(6, 9\)"):
         scaled_dot_product_attention(Q, K, V, causal_lower_right(5, 9))
     with pytest.raises(TypeError, match="attn_mask is torch's CausalBias"):
         onnx_attention(Q, K, V, causal_lower_right(6, 7))
@@ -182,7 +182,7 @@ def test_jax_without_a_batch():
 def test_what_torch_refuses_or_only_torch_can_do():
     with pytest.raises(ValueError, match="enable_gqa=True"):
         scaled_dot_product_attention(Q, K[:, :2], V[:, :2])
-    with pytest.raises(ValueError, match="not to be given together"):
+    with pytest.raises(ValueError, match="not both"):
         scaled_dot_product_attention(Q, K, V, torch.ones(6, 9, dtype=torch.bool), is_causal=True)
     with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
         scaled_dot_product_attention(Q, K, V, dropout_p=0.1)
@@ -190,10 +190,10 @@ def test_what_torch_refuses_or_only_torch_can_do():
 
 def test_inputs_of_onnx_that_do_not_go_together():
     x = np.ones((2, 4, 5, 8), np.float32)
-    with pytest.raises(ValueError, match="together or not at all"):
+    with pytest.raises(ValueError, match="or neither"):
         onnx_attention(x, x, x, past_key=x)
     lengths = np.array([5, 5])
-    with pytest.raises(ValueError, match="not to be given together"):
+    with pytest.raises(ValueError, match="not both"):
         onnx_attention(x, x, x, past_key=x, past_value=x, nonpad_kv_seqlen=lengths)
     with pytest.raises(ValueError, match="3 heads do not divide a width of 8"):
         onnx_attention(*[x[:, 0]] * 3, q_num_heads=3, kv_num_heads=3)

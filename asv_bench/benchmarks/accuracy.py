@@ -1,4 +1,4 @@
-"""The largest error of each backend's default kernel against the formula in float64."""
+"""Track the largest error of each backend's default kernel against the formula in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Accuracy(BackendBenchmark):
         return library.call(attend, *map(library.put, self.arrays))
 
     def track_largest_error(self, backend: str, dtype: str) -> float:
-        """Return it; outputs are of the size of 1."""
+        """Return the error; outputs have magnitudes near 1."""
         exact = polyattn.attention(
             *(array.astype("float64") for array in self.arrays),
             is_causal=True,

@@ -1,4 +1,4 @@
-"""The forward and the backward pass together, by each library's own differentiation."""
+"""Time the forward and backward pass together, by each library's own differentiation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What every benchmark of the backends shares: which they are, their warm-up and their data.
+"""Define what the benchmarks share: the backends, their warm-up and their data.
 
-The lists of backends never depend on what is installed, because asv keeps results by parameter; a
-backend that is not here is skipped, and says why. asv calls `setup` before every sample, in one
-process for each case: what it makes is made once.
+The lists of backends do not depend on what is installed, because asv keeps results by parameter; a
+missing backend is skipped with a reason. asv calls `setup` before every sample, in one process for
+each case, so `setup` prepares the call only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKENDS = (
     "cupy",
     "jax:cpu",
     "jax:cuda",
-    "array-api",  # the core's kernels as they are, on NumPy arrays
+    "array-api",  # the core's kernels, on NumPy arrays
 )
 ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "array-api")
 ON_CUDA = ("torch:cuda", "cupy", "jax:cuda")
@@ -32,11 +32,11 @@ WITH_GRADIENTS = ("torch:cpu", "torch:cuda", "torch:mps", "jax:cpu", "jax:cuda")
 class BackendBenchmark:
     """Base of benchmarks whose first parameter is a backend.
 
-    A subclass has `params` and `param_names`, and says in `prepare` what is run.
+    A subclass has `params`, `param_names`, and `prepare`, which returns the call.
     """
 
-    version = "1"  # raised by hand when the work that is measured changes
-    rounds = 1 if has_driver() else 2  # each is a process, which starts a GPU and its compilers
+    version = "1"  # raised by hand when the measured work changes
+    rounds = 1 if has_driver() else 2  # each is a process that starts a GPU and its compilers
     repeat = (3, 10, 10.0)
     number = 1
     warmup_time = 0.0  # setup warms up, so that no compilation is timed
@@ -51,7 +51,7 @@ class BackendBenchmark:
             self.run()
 
     def prepare(self, backend: str, *case: Any) -> Callable[[], Any]:
-        """Return what is run: it returns when its result is there."""
+        """Return the call, which returns when its result is computed."""
         raise NotImplementedError
 
 

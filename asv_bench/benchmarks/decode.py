@@ -1,4 +1,4 @@
-"""Decoding: one new query of each head against a cache of keys, four query heads to one of keys."""
+"""Time decoding: one new query per head against cached keys, four query heads per key head."""
 
 from __future__ import annotations
 

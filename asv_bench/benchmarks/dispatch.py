@@ -1,6 +1,6 @@
-"""What a call costs before any work: attention and `explain` of no size, and the bare call.
+"""Time the overhead of a call: attention and `explain` on very small arrays, and the bare call.
 
-Under `jax.jit` nothing of polyattn is left but what it compiled to.
+Under `jax.jit` only the compiled program is timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def textbook(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarra
 
 
 def bare(library: Library) -> Callable[..., Any]:
-    """Return what one would call without polyattn."""
+    """Return the function that one would call without polyattn."""
     if library.module == "torch":
         import torch
 

@@ -1,4 +1,4 @@
-"""The causal forward pass by backend and length, in float32 everywhere and in float16 on GPUs."""
+"""Time the causal forward pass by backend and length, in float32, and in float16 on GPUs."""
 
 from __future__ import annotations
 

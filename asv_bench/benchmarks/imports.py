@@ -1,4 +1,4 @@
-"""What a new process pays, each timed in an interpreter of its own that has imported nothing."""
+"""Time what a new process imports, each in a new interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Imports:
     timeout = 300
 
     def timeraw_numpy(self) -> str:
-        """NumPy alone, which all the others pay too."""
+        """Only NumPy, which all others import too."""
         return "import numpy"
 
     def timeraw_polyattn(self) -> str:
@@ -19,7 +19,7 @@ class Imports:
         return "import polyattn"
 
     def timeraw_first_call(self) -> str:
-        """The package, NumPy's backend, and a call of no size."""
+        """The package, NumPy's backend, and a small call."""
         return """
         import numpy, polyattn
         query = numpy.ones((1, 1, 16, 16), dtype=numpy.float32)
@@ -27,5 +27,5 @@ class Imports:
         """
 
     def timeraw_list_backends(self) -> str:
-        """The table of backends, which loads every array library that is installed."""
+        """The table of backends, which loads every installed array library."""
         return "import polyattn; polyattn.list_backends()"

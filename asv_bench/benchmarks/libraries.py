@@ -1,7 +1,7 @@
-"""How each library is used: where its arrays lie, how it compiles, how one waits for it.
+"""Use each library: place its arrays, compile, and wait for results.
 
-A call that these make is over when its result is there, not when it is queued. No library is
-imported before it is asked for, and none at all where the system has no device for it.
+A call ends when its result is computed, not when it is queued. A library is imported only when it
+is needed and the system has a device for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Call = Callable[[], Any]
 
 @functools.cache
 def has_driver() -> bool:
-    """Whether the system can drive a GPU for CUDA or ROCm."""
+    """Return whether the system has a driver for CUDA or ROCm."""
     for library in ("libcuda.so.1", "nvcuda.dll"):
         try:
             ctypes.CDLL(library)
@@ -34,18 +34,7 @@ def has_driver() -> bool:
 
 
 def open_library(backend: str) -> Library:
-    """Return the library of a backend, on its device.
-
-    Parameters
-    ----------
-    backend : str
-        One of `common.BACKENDS`.
-
-    Raises
-    ------
-    SkipNotImplemented
-        If it is not installed, or finds no such device.
-    """
+    """Return the library of a backend, on its device, or raise SkipNotImplemented."""
     name, _, device = backend.partition(":")
     kind = LIBRARIES[name]
     if importlib.util.find_spec(kind.module) is None:
@@ -58,7 +47,7 @@ def open_library(backend: str) -> Library:
 
 
 class Library:
-    """NumPy, and what the others do in their own way."""
+    """NumPy, and the base of the others."""
 
     module = "numpy"
     options: Mapping[str, Any] = MappingProxyType({})
@@ -67,15 +56,15 @@ class Library:
         self.device = device
 
     def put(self, array: np.ndarray) -> Any:
-        """Return the array as the library's, on the device."""
+        """Convert a NumPy array to the library, on the device."""
         return array
 
     def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
-        """Return the call of a function as the library's users would run it again and again."""
+        """Return the call of a function, compiled if users of the library would compile it."""
         return functools.partial(function, *arrays)
 
     def gradients(self, function: Callable[..., Any], along: Any, *arrays: Any) -> Call:
-        """Return the call of a function and its gradients, given that of its output."""
+        """Return the call of a function and its gradients, for a gradient of its output."""
         raise SkipNotImplemented(f"{self.module} has no gradients")
 
 
@@ -94,8 +83,8 @@ class Torch(Library):
         import torch
 
         super().__init__(device)
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if device != "cpu" and (found is None or found.type != device):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if device != "cpu" and (accelerator is None or accelerator.type != device):
             raise SkipNotImplemented(f"torch finds no {device}")
 
     def put(self, array: np.ndarray) -> Any:
@@ -120,14 +109,14 @@ class Torch(Library):
         leaves = [array.detach().requires_grad_() for array in arrays]
 
         def run() -> Any:
-            found = torch.autograd.grad(function(*leaves), leaves, along)
+            gradients = torch.autograd.grad(function(*leaves), leaves, along)
             self.wait()
-            return found
+            return gradients
 
         return run
 
     def wait(self) -> None:
-        """Return when the device has done all that it was given."""
+        """Wait for the device."""
         import torch
 
         if self.device != "cpu":

@@ -1,4 +1,4 @@
-"""What masks cost and save: the kinds that tell of whole tiles, and a function, which does not."""
+"""Time masks: those that know their tiles in advance, and a function, which does not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkered(b: Any, h: Any, i: Any, j: Any) -> Any:
     return (i // 128 + j // 128) % 2 == 0
 
 
-# Each is given what makes the library's arrays of NumPy's.
+# Each takes the function that converts NumPy arrays to the library.
 MASKS: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
     "full": lambda put: None,
     "causal": lambda put: masks.causal(),

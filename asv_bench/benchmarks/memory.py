@@ -1,8 +1,8 @@
-"""How much memory a call takes at its peak, beyond its inputs: the output, and what it works in.
+"""Measure the peak memory of a call without its inputs: the output and scratch memory.
 
-On the host it is by how much the resident memory of the process rises above what it was before the
-call, and includes scratch memory that a kernel keeps for the next one. On a device it is the same
-of what the library has allocated there. Libraries are warm: a small call went before.
+On the host it is the growth of the process's resident memory, including scratch memory that a
+kernel keeps for the next call. On a device it is the growth of what the library has allocated. A
+small call runs before.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Peak(BackendBenchmark):
     rounds = 1
 
     def setup(self, backend: str) -> None:
-        """Warm the library up, and prepare the call without running it where that compiles none."""
+        """Warm up the library, and prepare the call without running it, except for JAX."""
         if self.run is not None:
             return
         self.library = open_library(backend)
         self.call_of(16)()
         self.run = self.call_of(LENGTH)
         if self.library.module == "jax":
-            # XLA keeps no scratch memory, and compiling takes much that no call does.
+            # XLA keeps no scratch memory, and compiling takes more memory than a call.
             self.run()
 
     def call_of(self, length: int) -> Callable[[], Any]:
@@ -49,31 +49,31 @@ class Peak(BackendBenchmark):
 
 
 class HostPeak(Peak):
-    """Of the process, where Linux tells."""
+    """The peak of the process, on Linux."""
 
     params = (ON_HOST,)
 
     def track_bytes(self, backend: str) -> int:
-        """Return the rise of the resident memory."""
+        """Return the growth of the resident memory."""
         return host_peak(self.run)
 
 
 class DevicePeak(Peak):
-    """Of the library, on the device."""
+    """The peak of the library on the device."""
 
     params = (ON_CUDA,)
 
     def track_bytes(self, backend: str) -> int:
-        """Return the rise of what is allocated."""
+        """Return the growth of the allocated memory."""
         return DEVICE_PEAKS[self.library.module](self.library, self.run)
 
 
 def host_peak(call: Callable[[], Any]) -> int:
-    """Return by how many bytes the resident memory rises during a call."""
+    """Return the growth of the resident memory during a call, in bytes."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
         raise SkipNotImplemented("only Linux tells the peak of a part of a process")
-    # What the C library holds back is given to the call without a rise.
+    # Freed memory that the C library still holds would be reused without growth.
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     before = _status("VmRSS")
     reset.write_text("5", encoding="ascii")
@@ -100,7 +100,7 @@ def _torch_peak(library: Library, call: Callable[[], Any]) -> int:
 def _cupy_peak(library: Library, call: Callable[[], Any]) -> int:
     import cupy
 
-    # The pool keeps no peak, but what it holds after a call from nothing is that.
+    # The pool keeps no peak, but its size after a call with an empty pool is the peak.
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
     before = pool.total_bytes()
@@ -109,7 +109,7 @@ def _cupy_peak(library: Library, call: Callable[[], Any]) -> int:
 
 
 def _jax_peak(library: Library, call: Callable[[], Any]) -> int:
-    # Of the whole process: the call of the same size that went before has the same peak.
+    # The peak of the whole process: the same call before it has the same peak.
     before = library.place.memory_stats()["bytes_in_use"]
     call()
     return library.place.memory_stats()["peak_bytes_in_use"] - before

@@ -1,19 +1,14 @@
 """Attention on a CPU against its peers, as ratios of alternating runs in one process.
 
-A shared machine's milliseconds are worth little, and ratios of what ran side by side a great deal.
-Each round gives every contender a window of calls, in turn and then in reverse, after a rest in
-which threads that spin for more work give up, and a warm-up; a ratio is the median over the rounds
-of one window's time to torch's of the same round. Every contender may use the same number of
-threads, and the largest error of each against float64 stands beside its time.
+Each round gives every contender a window of calls; a ratio is the median over the rounds of one
+window's time over torch's in the same round. Every contender may use the same number of threads.
+The largest error against float64 is printed beside each time.
 
 ``make bench-cpu`` prints the tables and draws the plot.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import platform
 import statistics
 import sys
@@ -23,18 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import script
 
 import polyattn
 from polyattn.bench import timing
-from polyattn.bench.machine import processor, versions
 
 Contender = Callable[[], Any]
 Array = Any
 REFERENCE = "torch"
+# With more scores, contenders that hold all scores at once or are many times slower are left out.
+MOST_SCORES = 2.5e8
 
 
 class Case(NamedTuple):
-    """A shape (B, H, G, L, S, D) and what is asked of it."""
+    """A shape (B, H, G, L, S, D) and the kind of call."""
 
     batch: int
     heads: int
@@ -46,22 +43,46 @@ class Case(NamedTuple):
 
     @property
     def shape(self) -> str:
-        """The shape, as a table has it."""
+        """The shape as text."""
         heads = f"{self.heads}" if self.heads == self.groups else f"{self.heads} on {self.groups}"
         return f"({self.batch}, {heads}, {self.length}, {self.keys}, {self.size})"
 
     @property
     def visible(self) -> float:
-        """How many scores are visible."""
-        whole = self.batch * self.heads * self.length * self.keys
+        """The number of visible scores."""
+        rows = self.batch * self.heads * self.length
+        return rows * {"causal": self.keys / 2, "window": 257}.get(self.kind, self.keys)
+
+    def arguments(self) -> tuple[list[Array], dict[str, Any]]:
+        """Return query, key and value, and the options for `polyattn.attention`."""
+        rng = np.random.default_rng(0)
+        shapes = [(self.batch, self.heads, self.length, self.size)]
+        shapes += [(self.batch, self.groups, self.keys, self.size)] * 2
+        arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        square = (self.length, self.keys)
+        match self.kind:
+            case "causal":
+                return arrays, {"is_causal": True}
+            case "window":
+                return arrays, {"window": (256, 0)}
+            case "mask":
+                return arrays, {"mask": rng.random(square) > 0.5}
+            case "bias":
+                return arrays, {"bias": rng.standard_normal(square, dtype=np.float32)}
+        return arrays, {}
+
+    def mask(self, options: dict[str, Any]) -> Array | None:
+        """Return which keys each row sees, as an array, or None for all."""
+        rows, keys = np.arange(self.length)[:, None], np.arange(self.keys)
         if self.kind == "causal":
-            return whole / 2
-        return self.batch * self.heads * self.length * 257 if self.kind == "window" else whole
+            return keys <= rows
+        if self.kind == "window":
+            return (keys <= rows) & (keys >= rows - 256)
+        return options.get("mask")
 
 
-def both(*shape: int) -> list[Case]:
-    """Return the case in full and causal."""
-    batch, heads, length, size = shape
+def both(batch: int, heads: int, length: int, size: int) -> list[Case]:
+    """Return a full and a causal case."""
     return [Case(batch, heads, heads, length, length, size, kind) for kind in ("full", "causal")]
 
 
@@ -80,123 +101,74 @@ CASES = (
 )
 QUICK = (*both(1, 4, 256, 64), Case(1, 8, 2, 1, 512, 64), Case(1, 4, 4, 256, 256, 64, "window"))
 PLOTTED = (128, 256, 512, 1024, 2048, 4096, 8192)
-# Above so many scores, those that hold all of them or are many times slower sit out.
-MOST_SCORES = 2.5e8
-
-
-def arrays_of(case: Case) -> tuple[list[Array], dict[str, Any]]:
-    """Return query, key and value, and the options of a case for `polyattn.attention`."""
-    rng = np.random.default_rng(0)
-    shapes = [(case.batch, case.heads, case.length, case.size)]
-    shapes += [(case.batch, case.groups, case.keys, case.size)] * 2
-    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-    square = (case.length, case.keys)
-    options: dict[str, dict[str, Any]] = {
-        "full": {},
-        "causal": {"is_causal": True},
-        "window": {"window": (256, 0)},
-        "mask": {"mask": rng.random(square) > 0.5} if case.kind == "mask" else {},
-        "bias": {"bias": rng.standard_normal(square, dtype=np.float32)}
-        if case.kind == "bias"
-        else {},
-    }
-    return arrays, options[case.kind]
 
 
 # ---- the contenders ----------------------------------------------------------------------------
 
 
 def textbook(
-    query: Array, key: Array, value: Array, *, visible: Array = None, bias: Array = None
+    query: Array, key: Array, value: Array, *, mask: Array = None, bias: Array = None
 ) -> Array:
-    """Compute softmax(query·keyᵀ/√D)·value as anyone writes it."""
+    """Compute softmax(query·keyᵀ/√D)·value in plain NumPy."""
     groups = query.shape[1] // key.shape[1]
     key, value = (np.repeat(x, groups, axis=1) if groups > 1 else x for x in (key, value))
     scores = query @ key.swapaxes(-1, -2) / np.sqrt(np.float32(query.shape[-1]))
     if bias is not None:
         scores += bias
-    if visible is not None:
-        scores = np.where(visible, scores, -np.inf)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
     scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return scores @ value / scores.sum(axis=-1, keepdims=True)
 
 
-def visible_of(case: Case, options: dict[str, Any]) -> Array | None:
-    """Return the mask of a case as an array, or None."""
-    rows, keys = np.arange(case.length)[:, None], np.arange(case.keys)
-    if case.kind == "causal":
-        return keys <= rows
-    if case.kind == "window":
-        return (keys <= rows) & (keys >= rows - 256)
-    return options.get("mask")
-
-
 def contenders(case: Case, threads: int) -> Iterator[tuple[str, Contender]]:
-    """Yield those that are here and can do the case, by name, torch first."""
-    arrays, options = arrays_of(case)
-    seen = visible_of(case, options) if case.kind in ("window", "mask") else None
-    small = case.batch * case.heads * case.length * case.keys <= MOST_SCORES
-    torch = _torch(arrays, case, options, seen, threads)
-    if torch is not None:
-        yield REFERENCE, torch
-    yield "polyattn", lambda: polyattn.attention(*arrays, backend="numpy", **options)
-    if small:
-        bias = options.get("bias")
-        mask = visible_of(case, options)
-        yield "textbook", lambda: textbook(*arrays, visible=mask, bias=bias)
-        peers = (("polyattn jax", _our_jax), ("jax", _jax), ("onnxruntime", _onnxruntime))
-        for name, make in peers if case.kind in ("full", "causal") else ():
-            peer = make(arrays, case, threads)
-            if peer is not None:
-                yield name, peer
+    """Yield the installed contenders that support the case, torch first."""
+    arrays, options = case.arguments()
+    mask, bias = case.mask(options), options.get("bias")
+    peers = {REFERENCE: lambda: _torch(arrays, case, mask, bias, threads)}
+    peers["polyattn"] = lambda: lambda: polyattn.attention(*arrays, backend="numpy", **options)
+    if case.batch * case.heads * case.length * case.keys <= MOST_SCORES:
+        peers["textbook"] = lambda: lambda: textbook(*arrays, mask=mask, bias=bias)
+        if case.kind in ("full", "causal"):
+            peers["polyattn jax"] = lambda: _jax(arrays, case, polyattn.attention, 2)
+            peers["jax"] = lambda: _jax(arrays, case, None, 1)
+            peers["onnxruntime"] = lambda: _onnxruntime(arrays, case, threads)
+    for name, make in peers.items():
+        try:
+            call = make()
+        except ImportError:
+            continue
+        if call is not None:
+            yield name, call
 
 
-def _torch(
-    arrays: list[Array], case: Case, options: dict[str, Any], seen: Array, threads: int
-) -> Contender | None:
-    try:
-        import torch
-    except ImportError:
-        return None
+def _torch(arrays: list[Array], case: Case, mask: Array, bias: Array, threads: int) -> Contender:
+    import torch
+
     torch.set_num_threads(threads)
     tensors = [torch.from_numpy(array) for array in arrays]
-    bias = options.get("bias", seen)
-    mask = None if bias is None else torch.from_numpy(bias)
     causal, grouped = case.kind == "causal", case.heads != case.groups
+    added = mask if bias is None and not causal else bias
+    mask = None if added is None else torch.from_numpy(added)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     return lambda: sdpa(*tensors, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
-def _jax(arrays: list[Array], case: Case, threads: int) -> Contender | None:
-    try:
-        import jax
-    except ImportError:
-        return None
+def _jax(arrays: list[Array], case: Case, attend: Any, head_axis: int) -> Contender:
+    """Return an attention function under jit; `jax.nn` if None is given, whose heads are later."""
+    import jax
+
+    attend = attend or jax.nn.dot_product_attention
     on_cpu = jax.devices("cpu")[0]
-    turned = [jax.device_put(array.swapaxes(1, 2), on_cpu) for array in arrays]
-    attend = jax.nn.dot_product_attention
+    placed = [jax.device_put(array.swapaxes(head_axis, 2), on_cpu) for array in arrays]
     compiled = jax.jit(lambda q, k, v: attend(q, k, v, is_causal=case.kind == "causal"))
-    return lambda: compiled(*turned).block_until_ready().swapaxes(1, 2)
-
-
-def _our_jax(arrays: list[Array], case: Case, threads: int) -> Contender | None:
-    try:
-        import jax
-    except ImportError:
-        return None
-    on_cpu = jax.devices("cpu")[0]
-    placed = [jax.device_put(array, on_cpu) for array in arrays]
-    causal = case.kind == "causal"
-    compiled = jax.jit(lambda q, k, v: polyattn.attention(q, k, v, is_causal=causal))
-    return lambda: compiled(*placed).block_until_ready()
+    return lambda: compiled(*placed).block_until_ready().swapaxes(head_axis, 2)
 
 
 def _onnxruntime(arrays: list[Array], case: Case, threads: int) -> Contender | None:
-    try:
-        import onnxruntime
-        from onnx import TensorProto, helper
-    except ImportError:
-        return None
+    import onnxruntime
+    from onnx import TensorProto, helper
+
     if case.heads != case.groups:
         return None
     names = ["query", "key", "value"]
@@ -222,7 +194,7 @@ def _onnxruntime(arrays: list[Array], case: Case, threads: int) -> Contender | N
 
 
 class Timing(NamedTuple):
-    """Seconds a call, its ratio to torch with the quartiles of that, and the largest error."""
+    """Seconds per call, its ratio to torch with quartiles, and the largest error."""
 
     seconds: float
     ratio: float | None
@@ -232,46 +204,41 @@ class Timing(NamedTuple):
 
 
 def exact_rows(case: Case) -> tuple[Array, Array]:
-    """Return some rows of the last head, and their attention in float64."""
-    arrays, options = arrays_of(case)
+    """Return the indices of some rows of the last head, and their attention in float64."""
+    arrays, options = case.arguments()
     query, key, value = (array[-1:, -1:].astype(np.float64) for array in arrays)
     rows = np.unique(np.linspace(0, case.length - 1, 64).astype(int))
-    visible, bias = visible_of(case, options), options.get("bias")
-    visible = None if visible is None else visible[rows]
-    bias = None if bias is None else bias[rows].astype(np.float64)
-    return rows, textbook(query[:, :, rows], key, value, visible=visible, bias=bias)
+    mask, bias = (None if x is None else x[rows] for x in (case.mask(options), options.get("bias")))
+    return rows, textbook(query[:, :, rows], key, value, mask=mask, bias=bias)
 
 
 def measure(case: Case, threads: int, rounds: int, window: float) -> dict[str, Timing]:
     """Time the contenders of a case side by side."""
-    running = dict(contenders(case, threads))
+    calls = dict(contenders(case, threads))
     rows, exact = exact_rows(case)
-    errors = {}
-    for name, contender in running.items():
-        found = np.asarray(contender())[-1:, -1:][:, :, rows]
-        errors[name] = float(np.abs(found - exact).max())
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    order = list(running)
-    for _ in range(rounds):
-        order.reverse()
-        for name in order:
-            seconds[name].append(_one_window(running[name], window))
-    timings = {}
-    for name, own in seconds.items():
-        ratios = [a / b for a, b in zip(own, seconds.get(REFERENCE, []), strict=False)]
-        spread = timing.spread_of(ratios) if ratios else (None, None, None)
-        timings[name] = Timing(statistics.median(own), *spread, errors[name])
-    return timings
+    errors = {
+        name: float(np.abs(np.asarray(call())[-1:, -1:][:, :, rows] - exact).max())
+        for name, call in calls.items()
+    }
+    *_, times = timing.rounds(calls, lambda name: one_window(calls[name], window), rounds)
+    ratios = timing.ratios(times, REFERENCE) if REFERENCE in times else {}
+    return {
+        name: Timing(
+            statistics.median(times[name]), *ratios.get(name, (None, None, None)), errors[name]
+        )
+        for name in calls
+    }
 
 
-def _one_window(call: Contender, window: float) -> float:
+def one_window(call: Contender, window: float) -> float:
+    """Return seconds per call over a window, after a rest."""
     if window:
         time.sleep(timing.REST)
     return timing.window(call, window)
 
 
 def rates(window: float) -> dict[str, float]:
-    """Return what the floor is made of, on one thread: GFLOP/s of both products, ns of exp."""
+    """Return the rates that bound the time, on one thread: of both products, and ns of exp."""
     from polyattn_numpy import threads
     from polyattn_numpy.scratch import fast_exp2
 
@@ -280,131 +247,102 @@ def rates(window: float) -> dict[str, float]:
     scores = query @ key.T
     weights, product = np.empty_like(scores), np.empty_like(query)
     exp = np.exp2 if fast_exp2(np.dtype("float32")) else np.exp
-    flops = 2 * scores.size * 64
+    gflop = 2 * scores.size * 64 / 1e9
 
-    def best(work: Callable[[], object]) -> float:
-        return min(threads.blas.held(lambda: _one_window(work, window)) for _ in "123")
+    def fastest(work: Callable[[], object]) -> float:
+        return min(threads.blas.held(lambda: one_window(work, window)) for _ in range(3))
 
-    by_keys = best(lambda: np.matmul(query, key.T, weights))
-    by_values = best(lambda: np.matmul(scores, key, product))
-    scores /= 8
-    exponential = best(lambda: exp(scores, weights))
-    found = {
-        "query·key GFLOP/s": flops / by_keys / 1e9,
-        "weights·value GFLOP/s": flops / by_values / 1e9,
-        f"{exp.__name__} ns": exponential / scores.size * 1e9,
+    limits = {
+        "query·key GFLOP/s": gflop / fastest(lambda: np.matmul(query, key.T, weights)),
+        "weights·value GFLOP/s": gflop / fastest(lambda: np.matmul(scores, key, product)),
     }
-    return found | _torch_rates(query, key, scores, window)
-
-
-def _torch_rates(query: Array, key: Array, scores: Array, window: float) -> dict[str, float]:
-    """Return the same products' rates in torch, on one thread, if it is here."""
+    scores /= 8
+    limits[f"{exp.__name__} ns"] = fastest(lambda: exp(scores, weights)) / scores.size * 1e9
     try:
         import torch
     except ImportError:
-        return {}
+        return limits
     torch.set_num_threads(1)
-    q, k, s = map(torch.from_numpy, (query, key, scores))
-    weights, product = torch.empty_like(s), torch.empty_like(q)
-    flops = 2 * scores.size * query.shape[-1]
-    by_keys = min(_one_window(lambda: torch.mm(q, k.T, out=weights), window) for _ in "123")
-    by_values = min(_one_window(lambda: torch.mm(s, k, out=product), window) for _ in "123")
-    return {
-        "torch's query·key": flops / by_keys / 1e9,
-        "torch's weights·value": flops / by_values / 1e9,
+    q, k, s, w, p = map(torch.from_numpy, (query, key, scores, weights, product))
+    return limits | {
+        "torch's query·key": gflop / fastest(lambda: torch.mm(q, k.T, out=w)),
+        "torch's weights·value": gflop / fastest(lambda: torch.mm(s, k, out=p)),
     }
 
 
-def floor_of(case: Case, found: dict[str, float], threads: int) -> float:
-    """Return the seconds that the two products and the exponential alone take."""
-    products, exponential = list(found.values())[:2], list(found.values())[2]
+def floor_of(case: Case, rates: dict[str, float], threads: int) -> float:
+    """Return the seconds that only the two products and the exponential take."""
+    by_keys, by_values, exponential, *_ = rates.values()
     flops = 2 * case.size
-    per_score = sum(flops / rate for rate in products) + exponential
+    per_score = flops / by_keys + flops / by_values + exponential
     return case.visible * per_score * 1e-9 / threads
 
 
-# ---- showing -----------------------------------------------------------------------------------
+# ---- printing ----------------------------------------------------------------------------------
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables and draw the plot."""
-    parser = argparse.ArgumentParser(prog="make bench-cpu", description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="small shapes once: a check, no measure"
-    )
-    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with this in them")
-    parser.add_argument("--rounds", type=int, default=9, help="alternating rounds (default: 9)")
-    parser.add_argument("--threads", type=int, default=0, help="of every contender (default: all)")
-    parser.add_argument("--plot", type=Path, default=None, help="a PNG file to draw")
-    parser.add_argument("--json", type=Path, default=None, help="a file for the figures")
+    parser = script.parser(__doc__, 9)
+    script.add_files(parser.add_argument)
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with this text")
+    parser.add_argument("--threads", type=int, default=0, help="of each (default: all)")
     options = parser.parse_args(arguments)
-    threads = options.threads or len(os.sched_getaffinity(0))
+    threads = options.threads or script.all_threads()
     rounds, window = (1, 0.0) if options.quick else (options.rounds, 0.1)
-    print(f"{platform.processor() or platform.machine()}: {processor()}; {threads} threads each")
-    print(f"Python {platform.python_version()}, {versions()}; float32; {rounds} rounds")
-    found = rates(window / 4)
-    print("floor: " + ", ".join(f"{name} {rate:.3g}" for name, rate in found.items()), flush=True)
+    print(f"{script.machine(threads)}; Python {platform.python_version()}; {rounds} rounds")
+    limits = rates(window / 4)
+    print("floor: " + ", ".join(f"{name} {rate:.3g}" for name, rate in limits.items()), flush=True)
     results = []
     with polyattn.use_threads(threads):
         for case in QUICK if options.quick else CASES:
             if options.cases not in f"{case.shape} {case.kind}":
                 continue
             timings = measure(case, threads, rounds, window)
-            results.append((case, timings, floor_of(case, found, threads)))
+            results.append((case, timings, floor_of(case, limits, threads)))
             print("\n".join(lines_of(*results[-1])), flush=True)
         if options.plot and not options.quick:
-            print("\nfor the plot:")
-            lines = [
+            plotted = [
                 (case, measure(case, threads, max(3, rounds // 3), window))
                 for length in PLOTTED
                 for case in both(1, 8, length, 64)
             ]
-            draw(options.plot, lines, found, threads)
-            print(f"drawn: {options.plot}")
+            draw(options.plot, plotted, limits, threads)
+            print(f"\ndrawn: {options.plot}")
     if options.json:
-        options.json.write_text(
-            json.dumps(
-                {
-                    "processor": processor(), "threads": threads, "versions": versions(),
-                    "rates": found,
-                    "cases": [
-                        {"case": case._asdict(), "floor": floor}
-                        | {"timings": {name: t._asdict() for name, t in timings.items()}}
-                        for case, timings, floor in results
-                    ],
-                },
-                indent=1,
-            )
-        )  # fmt: skip
+        cases = [
+            {"case": case._asdict(), "floor": floor}
+            | {"timings": {name: t._asdict() for name, t in timings.items()}}
+            for case, timings, floor in results
+        ]
+        script.write_json(
+            options.json, {"machine": script.machine(threads), "rates": limits, "cases": cases}
+        )
     ran = all({"polyattn", REFERENCE} <= set(timings) for _, timings, _ in results)
     return 0 if ran else 1
 
 
 def lines_of(case: Case, timings: dict[str, Timing], floor: float) -> Iterator[str]:
-    """Yield the lines of a case: time, ratio to torch with its quartiles, error, floor."""
+    """Yield the lines of a case: time, ratio to torch with quartiles, and error."""
     yield f"\n{case.shape} {case.kind}: the floor is {floor * 1e3:.3g} ms"
-    for name, found in timings.items():
+    for name, timed in timings.items():
         ratio = ""
-        if found.ratio is not None:
-            ratio = f"{found.ratio:6.2f} ({found.low:.2f} to {found.high:.2f})"
-        yield f"  {name:12} {found.seconds * 1e3:10.3f} ms {ratio:24} error {found.error:.1e}"
+        if timed.ratio is not None:
+            ratio = f"{timed.ratio:6.2f} ({timed.low:.2f} to {timed.high:.2f})"
+        yield f"  {name:12} {timed.seconds * 1e3:10.3f} ms {ratio:24} error {timed.error:.1e}"
 
 
-def draw(file: Path, lines: list[tuple[Case, dict[str, Timing]]], found: Any, threads: int) -> None:
+def draw(
+    file: Path, plotted: list[tuple[Case, dict[str, Timing]]], limits: Any, threads: int
+) -> None:
     """Draw time against length for each contender, with the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.6), sharey=True, layout="constrained")
+    figure, axes = script.subplots(2, (11, 4.6), script.machine(threads))
     for axis, kind in zip(axes, ("full", "causal"), strict=True):
-        own = [(case, timings) for case, timings in lines if case.kind == kind]
-        names = dict.fromkeys(name for _, timings in own for name in timings)
-        for name in names:
+        own = [(case, timings) for case, timings in plotted if case.kind == kind]
+        for name in dict.fromkeys(name for _, timings in own for name in timings):
             points = [(c.length, t[name].seconds * 1e3) for c, t in own if name in t]
             axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        floors = [(c.length, floor_of(c, found, threads) * 1e3) for c, _ in own]
+        floors = [(c.length, floor_of(c, limits, threads) * 1e3) for c, _ in own]
         axis.loglog(*zip(*floors, strict=True), color="grey", linestyle=":", label="floor")
         axis.set(title=f"{kind}, 8 heads of 64, float32", xlabel="length")
         axis.set_xticks([c.length for c, _ in own], [str(c.length) for c, _ in own], minor=False)
@@ -412,9 +350,7 @@ def draw(file: Path, lines: list[tuple[Case, dict[str, Timing]]], found: Any, th
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("milliseconds")
     axes[1].legend()
-    figure.suptitle(f"{processor()}, {threads} threads; {versions()}", fontsize=9)
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Attention on a GPU against the bare engine under it, as ratios of alternating runs.
 
-Every library's engine is called by itself and through polyattn, in turn, in one process. A rate is
-that of the products, 4·B·H·L·S·D operations and half of it where causal, over the median time of a
-call; host time is what a call takes to come back while the GPU still works.
+Every library's engine is called directly and through polyattn, in turns, in one process. A rate is
+4·B·H·L·S·D operations, half of it where causal, over the median time of a call. Host time is the
+time until a call returns, while the GPU still works.
 
 ``make gpu`` writes the tables into a page; ``python asv_bench/peers/gpu.py`` prints them, with
-``--device cpu`` on a machine without a GPU and with shapes for that, to see that all of it runs.
+``--device cpu`` and small shapes on a machine without a GPU, to check that everything runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import polyattn
+from polyattn.bench import timing
 from polyattn.bench.machine import versions
 
 Array = Any
@@ -26,7 +27,7 @@ Call = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """A shape and what is asked of it."""
+    """A shape, its dtype and whether it is causal."""
 
     heads: int
     groups: int
@@ -37,22 +38,21 @@ class Case(NamedTuple):
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of both products, over the keys that are seen."""
+        """Multiplications and additions of both products over the visible keys."""
         whole = 4.0 * self.heads * self.length**2 * self.size
         return whole / 2 if self.is_causal else whole
 
     @property
     def text(self) -> str:
-        """The case, as a table has it."""
+        """The case as text."""
         heads = f"{self.heads} on {self.groups}" if self.heads != self.groups else f"{self.heads}"
         band = "causal" if self.is_causal else "full"
         return f"(1, {heads}, {self.length}, {self.length}, {self.size}) {self.dtype} {band}"
 
 
 class Contender(NamedTuple):
-    """Who computes: a bare engine, or polyattn on the same arrays, and how to wait for it."""
+    """A bare engine, or polyattn on the same arrays, and how to wait for a result."""
 
-    library: str
     name: str
     call: Call
     wait: Callable[[Any], Any]
@@ -89,10 +89,8 @@ def torch_contenders(case: Case, device: str) -> Iterator[Contender]:
         if device != "cpu":
             torch.cuda.synchronize()
 
-    yield Contender(
-        "torch", ENGINE, lambda: sdpa(*tensors, is_causal=causal, enable_gqa=grouped), wait
-    )
-    yield Contender("torch", OURS, lambda: polyattn.attention(*tensors, is_causal=causal), wait)
+    yield Contender(ENGINE, lambda: sdpa(*tensors, is_causal=causal, enable_gqa=grouped), wait)
+    yield Contender(OURS, lambda: polyattn.attention(*tensors, is_causal=causal), wait)
 
 
 def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
@@ -112,44 +110,43 @@ def jax_contenders(case: Case, device: str) -> Iterator[Contender]:
         return output.swapaxes(1, 2)
 
     ours = jax.jit(lambda *arrays: polyattn.attention(*arrays, is_causal=case.is_causal))
-    yield Contender("jax", ENGINE, lambda: bare(*arrays), jax.block_until_ready)
-    yield Contender("jax", OURS, lambda: ours(*arrays), jax.block_until_ready)
+    yield Contender(ENGINE, lambda: bare(*arrays), jax.block_until_ready)
+    yield Contender(OURS, lambda: ours(*arrays), jax.block_until_ready)
+
+
+def cupy_wait(_: Any) -> None:
+    """Wait for the current stream."""
+    import cupy
+
+    cupy.cuda.get_current_stream().synchronize()
 
 
 def cupy_contenders(case: Case, device: str) -> Iterator[Contender]:
     """Yield cuDNN's plan replayed into one output, and polyattn."""
     import cupy
 
-    from polyattn_cupy import cudnn, plans
+    from polyattn_cupy import cudnn, graphs, plans
 
     arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
     call = polyattn.explain(*arrays, is_causal=case.is_causal)
     graph = cudnn._graph(call.problem, *(x.strides for x in arrays))
     output = cupy.empty(arrays[0].shape, arrays[0].dtype)
-    names = (plans.QUERY, plans.KEY, plans.VALUE, plans.OUTPUT)
+    names = (graphs.QUERY, graphs.KEY, graphs.VALUE, graphs.OUTPUT)
     pointers = {n: x.data.ptr for n, x in zip(names, (*arrays, output), strict=True)}
-
-    def wait(_: Any) -> None:
-        cupy.cuda.get_current_stream().synchronize()
 
     def bare() -> Array:
         plans.run(graph, pointers)
         return output
 
-    yield Contender("cupy", ENGINE, bare, wait)
-    yield Contender(
-        "cupy", OURS, lambda: polyattn.attention(*arrays, is_causal=case.is_causal), wait
-    )
+    yield Contender(ENGINE, bare, cupy_wait)
+    yield Contender(OURS, lambda: polyattn.attention(*arrays, is_causal=case.is_causal), cupy_wait)
 
 
 def textbook_contenders(case: Case) -> Iterator[Contender]:
-    """Yield the formula as anyone writes it in CuPy, polyattn, and its kernel `fused`."""
+    """Yield the formula in plain CuPy, polyattn, and its kernel `fused`."""
     import cupy
 
     arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
-
-    def wait(_: Any) -> None:
-        cupy.cuda.get_current_stream().synchronize()
 
     def textbook() -> Array:
         query, key, value = arrays
@@ -157,9 +154,9 @@ def textbook_contenders(case: Case) -> Iterator[Contender]:
         weights = cupy.exp(scores - scores.max(axis=-1, keepdims=True))
         return (weights @ value) / weights.sum(axis=-1, keepdims=True)
 
-    yield Contender("cupy", "textbook", textbook, wait)
-    yield Contender("cupy", OURS, lambda: polyattn.attention(*arrays), wait)
-    yield Contender("cupy", "fused", lambda: polyattn.attention(*arrays, kernel="fused"), wait)
+    yield Contender("textbook", textbook, cupy_wait)
+    yield Contender(OURS, lambda: polyattn.attention(*arrays), cupy_wait)
+    yield Contender("fused", lambda: polyattn.attention(*arrays, kernel="fused"), cupy_wait)
 
 
 CONTENDERS = {"cupy": cupy_contenders, "torch": torch_contenders, "jax": jax_contenders}
@@ -178,91 +175,75 @@ def libraries(device: str) -> Iterator[str]:
 # ---- measuring ---------------------------------------------------------------------------------
 
 
-class Timing(NamedTuple):
-    """Seconds a call, and the median of the ratios of the engine's rounds to its own."""
+def measure(
+    contenders: list[Contender], rounds: int, window: float
+) -> dict[str, tuple[float, float]]:
+    """Return the median seconds per call, and the median ratio of the engine's time to it.
 
-    seconds: float
-    of_engine: float
-
-
-def measure(contenders: list[Contender], rounds: int, window: float) -> dict[str, Timing]:
-    """Time them side by side, each round in turn and then in reverse; the first is the engine."""
-    seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
-    order = list(contenders)
-    counts = {c.name: _count(c, window) for c in contenders}
-    for _ in range(rounds):
-        order.reverse()
-        for contender in order:
-            seconds[contender.name].append(_window(contender, counts[contender.name]))
-    first = seconds[contenders[0].name]
+    The engine is the first of the contenders.
+    """
+    by_name = {contender.name: contender for contender in contenders}
+    counts = {}
+    for name, contender in by_name.items():
+        contender.wait(contender.call())  # to warm up
+        counts[name] = max(1, round(window / seconds_of(contender, 1)))
+    *_, times = timing.rounds(by_name, lambda name: seconds_of(by_name[name], counts[name]), rounds)
+    ratios = timing.ratios(times, contenders[0].name)
     return {
-        name: Timing(
-            statistics.median(own),
-            statistics.median(a / b for a, b in zip(first, own, strict=True)),
-        )
-        for name, own in seconds.items()
+        name: (statistics.median(seconds), 1 / ratios[name].median)
+        for name, seconds in times.items()
     }
 
 
-def _count(contender: Contender, window: float) -> int:
-    """Return how many calls fill a window, after two that warm up."""
+def seconds_of(contender: Contender, calls: int, *, host: bool = False) -> float:
+    """Return seconds per call of a burst of calls, or until the last one returns."""
     contender.wait(contender.call())
-    once = _window(contender, 1)
-    return max(1, round(window / once))
-
-
-def _window(contender: Contender, calls: int) -> float:
-    contender.wait(None if contender.library != "jax" else contender.call())
     start = time.perf_counter()
     for _ in range(calls):
         last = contender.call()
+    returned = time.perf_counter()
     contender.wait(last)
-    return (time.perf_counter() - start) / calls
+    return ((returned if host else time.perf_counter()) - start) / calls
 
 
 def host_times(contenders: list[Contender], rounds: int, calls: int = 50) -> dict[str, float]:
-    """Return the median seconds in which a call comes back, of a problem too small to wait for."""
-    found: dict[str, list[float]] = {c.name: [] for c in contenders}
-    for _ in range(rounds):
-        for contender in contenders:
-            contender.wait(contender.call())
-            start = time.perf_counter()
-            for _ in range(calls):
-                last = contender.call()
-            found[contender.name].append((time.perf_counter() - start) / calls)
-            contender.wait(last)
-    return {name: statistics.median(own) for name, own in found.items()}
+    """Return the median seconds until a call returns, for a problem too small to wait for."""
+    by_name = {contender.name: contender for contender in contenders}
+    *_, times = timing.rounds(
+        by_name, lambda name: seconds_of(by_name[name], calls, host=True), rounds
+    )
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-# ---- showing -----------------------------------------------------------------------------------
+# ---- printing ----------------------------------------------------------------------------------
 
 
 def tables(device: str, rounds: int, window: float) -> Iterator[str]:
     """Yield the lines of the tables, in Markdown, as they are measured."""
     cases, tiny = (ON_CPU, ON_CPU[0]) if device == "cpu" else (CASES, TINY)
-    here = list(libraries(device))
+    available = list(libraries(device))
     yield "| (B, H, L, S, D) | library | engine, TFLOP/s | polyattn, TFLOP/s | of the engine |"
     yield "|---|---|---|---|---|"
     for case in cases:
-        for library in here:
-            found = measure(list(CONTENDERS[library](case, device)), rounds, window)
-            rates = [case.operations / found[name].seconds / 1e12 for name in (ENGINE, OURS)]
-            share = f"{100 * found[OURS].of_engine:.1f} %"
+        for library in available:
+            times = measure(list(CONTENDERS[library](case, device)), rounds, window)
+            rates = [case.operations / times[name][0] / 1e12 for name in (ENGINE, OURS)]
+            share = f"{100 * times[OURS][1]:.1f} %"
             yield f"| {case.text} | {library} | {rates[0]:.3g} | {rates[1]:.3g} | {share} |"
     yield ""
     yield "| host time of a call, µs | engine | polyattn | added |"
     yield "|---|---|---|---|"
-    for library in here:
-        times = host_times(list(CONTENDERS[library](tiny, device)), rounds)
-        engine, ours = (times[name] * 1e6 for name in (ENGINE, OURS))
+    for library in available:
+        host = host_times(list(CONTENDERS[library](tiny, device)), rounds)
+        engine, ours = (host[name] * 1e6 for name in (ENGINE, OURS))
         yield f"| {library}, {tiny.text} | {engine:.1f} | {ours:.1f} | {ours - engine:.1f} |"
-    if "cupy" in here:
+    if "cupy" in available:
         yield ""
         yield "| CuPy, " + HALF.text + " | TFLOP/s | times the textbook's rate |"
         yield "|---|---|---|"
-        for name, timing in measure(list(textbook_contenders(HALF)), rounds, window).items():
-            rate = HALF.operations / timing.seconds / 1e12
-            yield f"| {name} | {rate:.3g} | {timing.of_engine:.1f} |"
+        times = measure(list(textbook_contenders(HALF)), rounds, window)
+        for name, (seconds, ratio) in times.items():
+            yield f"| {name} | {HALF.operations / seconds / 1e12:.3g} | {ratio:.1f} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

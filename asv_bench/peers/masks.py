@@ -1,42 +1,34 @@
-"""Time against how much a mask leaves to see, as ratios of alternating runs in one process.
+"""Time against the share of visible tiles of a mask, as ratios of alternating runs.
 
-What a mask hides should cost nothing: a call's time should be to that of causal attention as the
-tiles that have a visible key are to causal's. Each round calls every mask's attention once, in turn
-and then in reverse, and a ratio is the median over the rounds of one call's time to causal's of the
-same round.
+Hidden tiles should cost nothing: the time of a call over that of causal attention should equal the
+ratio of their visible tiles. Each round calls attention once with every mask, and the ratios are of
+the times of the same round.
 
 ``make bench-masks`` prints the table and draws the plot.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import script
 
 import polyattn
 from polyattn import masks
-from polyattn.bench.machine import processor, versions
+from polyattn.bench import timing
 
 REFERENCE = "causal"
 HEADS, SIZE, LENGTH = 8, 64, 8192
-# Rows and keys of the tiles that are counted.
-TILE = 128
-
-
-# ---- the masks ---------------------------------------------------------------------------------
+TILE = 128  # rows and keys of the tiles that are counted
 
 
 def documents(length: int, mean: int, *, spread: bool) -> np.ndarray:
-    """Return the ids of documents packed into a sequence: of one length, or of 1 to twice that."""
+    """Return the ids of documents packed into a sequence; `spread` varies their lengths."""
     lengths = np.full(-(-length // mean), mean)
     if spread:
         lengths = np.random.default_rng(1).integers(1, 2 * mean, 4 * len(lengths))
@@ -74,15 +66,12 @@ def share(mask: Any, length: int) -> float:
     """Return the share of the tiles that have a visible key."""
     if mask is None:
         return 1.0
-    table = masks.compile(mask, length, tile=TILE).some
+    table = masks.compile(mask, length, tile=TILE).any_visible
     return sum(table) / len(table)
 
 
-# ---- measuring ---------------------------------------------------------------------------------
-
-
 class Timing(NamedTuple):
-    """The share of visible tiles, seconds a call, and the ratio to causal with its quartiles."""
+    """The share of visible tiles, seconds per call, and the ratio to causal with its quartiles."""
 
     share: float
     seconds: float
@@ -91,80 +80,50 @@ class Timing(NamedTuple):
     high: float
 
 
-def measure(
-    given: dict[str, Any], length: int, rounds: int, heads: int = HEADS
-) -> dict[str, Timing]:
+def measure(cases: dict[str, Any], length: int, rounds: int) -> dict[str, Timing]:
     """Time the masks side by side."""
     rng = np.random.default_rng(0)
-    query, key, value = (
-        rng.standard_normal((1, heads, length, SIZE), dtype=np.float32) for _ in range(3)
-    )
+    shape = (1, HEADS, length, SIZE)
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
 
-    def call(mask: Any) -> Callable[[], Any]:
-        return lambda: polyattn.attention(query, key, value, mask=mask, backend="numpy")
+    def seconds(name: str) -> float:
+        call = partial(polyattn.attention, *arrays, mask=cases[name], backend="numpy")
+        return timing.window(call, 0.0)  # one call
 
-    running = {name: call(mask) for name, mask in given.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    order = list(running)
-    for warm in (True, *[False] * rounds):
-        order.reverse()
-        for name in order:
-            start = time.perf_counter()
-            running[name]()
-            if not warm:
-                seconds[name].append(time.perf_counter() - start)
-    timings = {}
-    for name, own in seconds.items():
-        ratios = sorted(a / b for a, b in zip(own, seconds[REFERENCE], strict=True))
-        last = len(ratios) - 1
-        timings[name] = Timing(
-            share(given[name], length),
-            statistics.median(own),
-            statistics.median(ratios),
-            ratios[round(last / 4)],
-            ratios[round(3 * last / 4)],
-        )
-    return timings
+    next(timing.rounds(cases, seconds, 1))  # to warm up
+    *_, times = timing.rounds(cases, seconds, rounds)
+    return {
+        name: Timing(share(cases[name], length), statistics.median(times[name]), *ratio)
+        for name, ratio in timing.ratios(times, REFERENCE).items()
+    }
 
 
 def main() -> int:
-    """Print the table; draw the plot and write the figures if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round of 1024 tokens")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds to measure (default: 7)")
-    parser.add_argument("--plot", type=Path, help="draw time against visible tiles there")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    """Print the table; draw the plot and write the times if asked."""
+    parser = script.parser(__doc__, 7)
+    script.add_files(parser.add_argument)
     options = parser.parse_args()
     length, rounds = (1024, 1) if options.quick else (LENGTH, options.rounds)
-    threads = len(os.sched_getaffinity(0))
+    threads = script.all_threads()
     with polyattn.use_threads(threads):
         timings = measure(cases(length), length, rounds)
-    print(f"{processor()}, {threads} threads; {versions()}")
-    print(f"{HEADS} heads of {SIZE}, {length} tokens, float32; times over {REFERENCE}'s\n")
+    print(script.machine(threads))
+    print(f"{HEADS} heads of {SIZE}, {length} tokens; times over {REFERENCE}'s\n")
     print(f"{'mask':28} {'visible tiles':>14} {'ms':>9} {'ratio':>7}  quartiles")
-    for name, timing in timings.items():
+    for name, timed in timings.items():
         print(
-            f"{name:28} {timing.share:14.1%} {timing.seconds * 1e3:9.1f} {timing.ratio:7.3f}"
-            f"  {timing.low:.3f}-{timing.high:.3f}"
+            f"{name:28} {timed.share:14.1%} {timed.seconds * 1e3:9.1f} {timed.ratio:7.3f}"
+            f"  {timed.low:.3f}-{timed.high:.3f}"
         )
     if options.json:
-        figures = {name: timing._asdict() for name, timing in timings.items()}
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        script.write_json(options.json, {name: x._asdict() for name, x in timings.items()})
     if options.plot:
-        draw(timings, options.plot, f"{processor()}, {threads} threads; {versions()}")
+        draw(timings, options.plot, script.machine(threads))
     return 0
-
-
-# ---- the plot ----------------------------------------------------------------------------------
 
 
 def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
     """Draw time against the share of visible tiles, both logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     # Okabe and Ito's colours, each with a marker of its own.
     kinds = {
         "full": ("#000000", "s"),
@@ -177,7 +136,7 @@ def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
         "compiled": ("#E69F00", "X"),
         "bool": ("#56B4E9", "*"),
     }
-    figure, axis = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
+    figure, axis = script.subplots(1, (7.5, 5), where)
     whole = timings["full"].seconds
     ends = (min(timing.share for timing in timings.values()) * 0.8, 1.0)
     axis.loglog(
@@ -188,14 +147,14 @@ def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
         label="full × share of tiles",
     )
     named: set[str] = set()
-    for name, timing in timings.items():
+    for name, timed in timings.items():
         kind = next(kind for kind in kinds if name.startswith(kind))
         colour, marker = kinds[kind]
         hollow = "causal" in name and name != REFERENCE
         label = "windows" if kind == "window(" else name
         axis.loglog(
-            timing.share,
-            timing.seconds,
+            timed.share,
+            timed.seconds,
             marker=marker,
             markersize=8,
             linestyle="",
@@ -215,9 +174,7 @@ def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
     )
     axis.grid(alpha=0.3)
     axis.legend(fontsize=9)
-    figure.suptitle(where, fontsize=9)
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""What `polyattn.attention` costs over the bare call that it makes, on a problem of no size.
+"""What `polyattn.attention` costs over the bare call that it makes, on very small arrays.
 
-Both sides run in turn in one process; a ratio and a difference are of medians. The bare calls are
-the five lines of NumPy that anyone writes and `F.scaled_dot_product_attention`.
+Both run in turns in one process; differences and ratios are of medians. The bare calls are five
+lines of NumPy and torch's `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import polyattn
+from polyattn.bench import timing
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS = 41
-CALLS = 500
+WINDOW = 0.02  # seconds
 
 
 def textbook(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -29,22 +30,15 @@ def textbook(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarra
     return weights @ value
 
 
-def measure(
-    ours: Callable[..., Any], bare: Callable[..., Any], *arrays: Any
-) -> tuple[float, float]:
-    """Return the medians, in microseconds a call, of the two in turn."""
-    times: dict[Callable[..., Any], list[float]] = {ours: [], bare: []}
-    for _ in range(ROUNDS):
-        for function in (ours, bare):
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function(*arrays)
-            times[function].append((time.perf_counter() - start) / CALLS * 1e6)
-    return statistics.median(times[ours]), statistics.median(times[bare])
+def measure(bare: Callable[..., Any], arrays: list[Any]) -> list[float]:
+    """Return the medians, in microseconds per call, of polyattn and of a bare call."""
+    calls = {"ours": partial(polyattn.attention, *arrays), "bare": partial(bare, *arrays)}
+    *_, times = timing.rounds(calls, lambda name: timing.window(calls[name], WINDOW), ROUNDS)
+    return [statistics.median(seconds) * 1e6 for seconds in times.values()]
 
 
 def main() -> None:
-    """Print a line for each library that is here."""
+    """Print a line for each installed library."""
     array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
     cases = [("numpy", textbook, [array] * 3)]
     try:
@@ -54,9 +48,9 @@ def main() -> None:
     else:
         sdpa = torch.nn.functional.scaled_dot_product_attention
         cases.append(("torch", sdpa, [torch.from_numpy(array)] * 3))
-    print(f"{SHAPE} float32, microseconds a call, medians of {ROUNDS} alternating rounds")
+    print(f"{SHAPE} float32, microseconds per call, medians of {ROUNDS} alternating rounds")
     for name, bare, arrays in cases:
-        ours, theirs = measure(polyattn.attention, bare, *arrays)
+        ours, theirs = measure(bare, arrays)
         print(
             f"{name:6} polyattn {ours:6.1f}  bare {theirs:6.1f}  added {ours - theirs:6.1f}"
             f"  ratio {ours / theirs:.2f}"

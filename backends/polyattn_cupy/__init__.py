@@ -1,4 +1,4 @@
-"""CuPy on CUDA. Importing this must not import CuPy."""
+"""CuPy on CUDA. This module must not import CuPy."""
 
 from polyattn.plugin import BackendSpec
 

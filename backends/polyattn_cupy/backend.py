@@ -1,13 +1,13 @@
 """CuPy's devices and primitives.
 
-Arrays of other libraries that are on a CUDA device come by DLPack, on the same memory; all others
-by way of NumPy. Nothing here waits for a device but `fetch` and `synchronize`.
+Arrays of other libraries on a CUDA device are imported by DLPack, without a copy; all others
+through NumPy. Only `fetch`, `synchronize` and `peak_memory` wait for a device.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.cupy as xp
@@ -18,6 +18,7 @@ from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_cupy import loading
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
+from polyattn_cupy.shapes import empty_result
 
 __all__ = ["CupyBackend"]
 
@@ -25,13 +26,7 @@ ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
 
 
 class CupyBackend(Backend):
-    """CuPy arrays on CUDA devices.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no device, or no driver for one.
-    """
+    """CuPy arrays on CUDA devices."""
 
     kernels = (Cudnn(), Fused())
 
@@ -49,16 +44,16 @@ class CupyBackend(Backend):
         self._devices = [f"cuda:{number}" for number in range(count)]
 
     def devices(self) -> list[str]:
-        """Return the CUDA devices at hand."""
+        """Return the names of the CUDA devices."""
         return list(self._devices)
 
     def hardware(self, device: str) -> dict[str, str | int]:
         """Return the name, memory and compute capability of a device."""
-        found = cupy.cuda.runtime.getDeviceProperties(_number(device))
+        properties = cupy.cuda.runtime.getDeviceProperties(_number(device))
         return {
-            "name": found["name"].decode(),
-            "memory": int(found["totalGlobalMem"]),
-            "compute_capability": f"{found['major']}.{found['minor']}",
+            "name": properties["name"].decode(),
+            "memory": int(properties["totalGlobalMem"]),
+            "compute_capability": f"{properties['major']}.{properties['minor']}",
         }
 
     def engines(self) -> dict[str, str]:
@@ -67,7 +62,7 @@ class CupyBackend(Backend):
         return {"cuda": f"{version // 1000}.{version % 1000 // 10}", **loading.versions()}
 
     def place(self, array: Array, device: str | None) -> Array:
-        """Return `array` as CuPy's on `device`, on the same memory where it is there already."""
+        """Return `array` as a CuPy array on `device`, without a copy if it is there already."""
         if not isinstance(array, cupy.ndarray):
             array = _import(array, 0 if device is None else _number(device))
         if device is None or array.device.id == _number(device):
@@ -76,7 +71,7 @@ class CupyBackend(Backend):
             return array.copy()
 
     def fetch(self, array: Array) -> Any:
-        """Return an array as NumPy's, once it is computed."""
+        """Return an array as a NumPy array, once it is computed."""
         return cupy.asnumpy(array)
 
     def synchronize(self, device: str | None = None) -> None:
@@ -86,7 +81,7 @@ class CupyBackend(Backend):
     def peak_memory(
         self, device: str | None, function: Callable[..., Array], *arrays: Array
     ) -> int | None:
-        """Return by how much CuPy's pool grows while the call runs, in blocks of 512 bytes."""
+        """Return how much CuPy's pool, which counts blocks of 512 bytes, grows in the call."""
         with cupy.cuda.Device(None if device is None else _number(device)):
             pool = cupy.get_default_memory_pool()
             pool.free_all_blocks()
@@ -100,30 +95,24 @@ class CupyBackend(Backend):
         return cupy.matmul(a, b)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
-        """Return the undivided softmax, with one array as large as the scores."""
+        """Return the softmax before its division, in one array as large as the scores."""
         maximum = scores.max(axis=-1, keepdims=True)
         weights = scores - cupy.where(maximum == -cupy.inf, 0, maximum)
         cupy.exp(weights, out=weights)
         return weights, maximum, weights.sum(axis=-1, keepdims=True)
 
-    def stack_rows(
-        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
-    ) -> tuple[Array, Array | None]:
-        """Write each block of rows where it belongs, so that none is held twice."""
-        output = cupy.empty((*problem.scores[:-1], problem.value_size), like.dtype)
-        logsumexp = None
-        if "logsumexp" in problem.features:
-            logsumexp = cupy.empty(problem.scores[:-1], problem.accumulator)
-        return self.write_rows(output, logsumexp, blocks)
+    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
+        """Allocate the result of a call."""
+        return empty_result(problem, like.dtype)
 
     def is_eager(self, array: Array) -> bool:
-        """Reading a value would wait for the device."""
+        """Return False, since reading a value would wait for the device."""
         return False
 
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel on the device of the query, whichever is the current one."""
+        """Run a kernel on the device of the query, whatever the current device is."""
         with operands.query.device:
             return kernel(problem, operands, self)
 
@@ -133,7 +122,7 @@ def _number(device: str) -> int:
 
 
 def _import(array: Array, device: int) -> Array:
-    """Return an array of another library as CuPy's, on the device where it is or on `device`."""
+    """Return another library's array as a CuPy array, on its own CUDA device or on `device`."""
     if not isinstance(array, np.ndarray | np.generic):
         kind, number = map(int, array.__dlpack_device__())
         if kind in ON_CUDA:
@@ -147,12 +136,12 @@ def _import(array: Array, device: int) -> Array:
 
 
 def _as_numpy(array: Array) -> Any:
-    """Return an array that lies in the host's memory as NumPy's."""
+    """Return an array in the host's memory as a NumPy array."""
     torch = sys.modules.get("torch")
     if torch is not None and getattr(array, "dtype", None) is torch.bfloat16:
         import ml_dtypes
 
-        # NumPy, whose bfloat16 is another package's, takes it by no DLPack.
+        # NumPy does not import bfloat16, a dtype of another package, by DLPack.
         return array.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
     try:
         return np.from_dlpack(array)

@@ -1,8 +1,8 @@
-"""cuDNN's fused attention, for what it computes by the semantics.
+"""cuDNN's fused attention, for the calls that it computes as docs/semantics.md defines.
 
-Bands that cuDNN knows it applies itself. All else that hides a key becomes one bias that is made
-for the call, with which no key is quite absent: a row of which none is seen comes out as an
-average, and is put right afterwards.
+cuDNN applies the bands that its options can express. Everything else that hides keys becomes one
+bias, made for the call. This bias is finite, so a row that sees no key comes out as an average of
+all values, and is corrected afterwards.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, band
 from polyattn_cupy import graphs, loading, plans
 from polyattn_cupy.graphs import Band, Graph, Tensor
-from polyattn_cupy.shapes import one_batch_axis, with_score_axes
+from polyattn_cupy.shapes import empty_result, one_batch_axis, with_score_axes
 
 __all__ = ["Cudnn"]
 
-# The bias of a key that is not seen. In float32, whatever the inputs: float16 has no number that
-# is far below all scores. Finite, since cuDNN subtracts the greatest score of a row from each, and
-# far from the ends of float32, where their difference overflows; a bias below it is made it.
+# The bias of a hidden key, and the least bias. It is float32 for all inputs, because float16 has no
+# number that is far below all scores. It is finite and far from the ends of float32, because cuDNN
+# subtracts the greatest score of a row from each score, and the difference must not overflow.
 UNSEEN = -(2.0**40)
-# Above this many numbers (256 MiB of float32) a bias made for the call costs more than it saves.
+# A bias of more elements than this (256 MiB) would cost more than cuDNN saves.
 LARGEST_MADE_BIAS = 2**26
 # cuDNN reads 16 bytes at a time and checks neither address nor strides (cudnn-frontend#1571).
 ALIGNMENT = 16
@@ -37,28 +37,15 @@ class Cudnn(Kernel):
     """cuDNN's attention, through nvidia-cudnn-frontend."""
 
     name = "cudnn"
-    features = frozenset(
-        {
-            "batch_broadcast",
-            "bias",
-            "causal",
-            "grouped_heads",
-            "logsumexp",
-            "mask",
-            "mask_mod",
-            "query_offset",
-            "query_offset_array",
-            "scale",
-            "softcap",
-            "value_size",
-            "window",
-        }
-    )
-    # A bias hides no NaN, and a weight of 0 is multiplied with whatever a value holds.
+    features = frozenset({
+        "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask", "mask_mod",
+        "query_offset", "query_offset_array", "scale", "softcap", "value_size", "window",
+    })  # fmt: skip
+    # A bias does not hide NaN, and a weight of 0 is multiplied by the value, which may be NaN.
     poison_safe = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why cuDNN cannot take the problem, or would compute something else."""
+        """Return why cuDNN cannot compute the problem, or would compute something else."""
         missing = loading.why_no_library()
         if missing is not None:
             return [missing]
@@ -69,62 +56,57 @@ class Cudnn(Kernel):
         return reasons
 
     def remark(self, problem: Problem) -> str | None:
-        """Name the versions at work."""
-        found = loading.versions()
-        return ", ".join(f"{name} {version}" for name, version in sorted(found.items()))
+        """Return the versions of cuDNN and its frontend."""
+        return ", ".join(" ".join(item) for item in sorted(loading.versions().items()))
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = (_ready(problem, array) for array in operands[:3])
-        items, heads, length, _ = query.shape
-        output = cupy.empty((items, heads, length, problem.value_size), query.dtype)
+        output, logsumexp = empty_result(problem, query.dtype)
         pointers = {
             graphs.QUERY: query.data.ptr,
             graphs.KEY: key.data.ptr,
             graphs.VALUE: value.data.ptr,
             graphs.OUTPUT: output.data.ptr,
         }
-        logsumexp = bias = unseen = None
-        if "logsumexp" in problem.features:
-            logsumexp = cupy.empty((items, heads, length), np.float32)
+        bias = empty_rows = None
+        if logsumexp is not None:
             pointers[graphs.LOGSUMEXP] = logsumexp.data.ptr
         if _needs_bias(problem):
-            bias, unseen = _made_bias(problem, operands, backend)
+            bias, empty_rows = _made_bias(problem, operands, backend)
             pointers[graphs.BIAS] = bias.data.ptr
         graph = _graph(problem, query.strides, key.strides, value.strides)
         plans.run(graph, pointers)
-        if unseen is not None:
-            # As bits, which are all 0 in a 0 of either dtype.
-            cupy.copyto(output.view(np.uint16), 0, where=unseen[..., None])
+        if empty_rows is not None:
+            # All bits of a 0 are 0, in either dtype.
+            bits = output.view(np.uint16).reshape(*query.shape[:3], problem.value_size)
+            cupy.copyto(bits, 0, where=empty_rows[..., None])
             if logsumexp is not None:
-                cupy.copyto(logsumexp, -math.inf, where=unseen)
-        shape = (*problem.batch, heads, length)
-        if logsumexp is not None:
-            logsumexp = logsumexp.reshape(shape)
-        return output.reshape(*shape, problem.value_size), logsumexp
+                cupy.copyto(logsumexp.reshape(query.shape[:3]), -math.inf, where=empty_rows)
+        return output, logsumexp
 
 
-# ---- what cuDNN takes --------------------------------------------------------------------------
+# ---- what cuDNN can compute --------------------------------------------------------------------
 
 
 def _static_reasons(problem: Problem) -> list[str]:
     reasons = []
     if problem.dtype not in ("float16", "bfloat16"):
-        reasons.append("it takes float16 and bfloat16 alone")
+        reasons.append("it supports float16 and bfloat16 only")
     sizes = (problem.head_size, problem.value_size)
     if 0 in problem.scores or 0 in sizes:
         reasons.append("it takes no empty arrays")
     if any(size % 8 for size in sizes):
-        reasons.append("it takes vectors of a multiple of 8 numbers")
+        reasons.append(f"head and value size must be a multiple of 8; here are {sizes}")
     if problem.scale <= 0:
-        reasons.append("it takes a scale above 0")
+        reasons.append(f"it takes only a scale above 0; here is {problem.scale}")
     made = math.prod(_bias_shape(problem)) if _needs_bias(problem) else 0
     if problem.softcap is not None and (made or _band(problem) is not None):
-        reasons.append("it caps scores only where no key is hidden and nothing added")
+        reasons.append("it caps scores only if no key is hidden and no bias added")
     if made > LARGEST_MADE_BIAS:
-        reasons.append(f"it needs a bias made for it, here of {made:,} numbers")
+        reasons.append(f"it would need a bias of {made:,} elements, above {LARGEST_MADE_BIAS:,}")
     return reasons
 
 
@@ -144,7 +126,7 @@ def _device_reasons(problem: Problem, device: int) -> list[str]:
 
 @lru_cache(maxsize=256)
 def _band(problem: Problem) -> Band | None:
-    """Return what causal and window hide, if cuDNN can be told, or None."""
+    """Return the band of causal and window, or None if cuDNN's options cannot express it."""
     low, high = band(problem)
     offset, last = problem.query_offset, problem.key_length - problem.query_length
     if (low is None and high is None) or offset is None or offset not in (0, last):
@@ -161,7 +143,7 @@ def _band(problem: Problem) -> Band | None:
 
 @lru_cache(maxsize=256)
 def _needs_bias(problem: Problem) -> bool:
-    """Whether anything shifts or hides scores that cuDNN cannot be told otherwise."""
+    """Return whether a bias, mask or band is asked for that cuDNN's options cannot express."""
     if not problem.features.isdisjoint(("bias", "mask", "mask_mod")):
         return True
     return band(problem) != (None, None) and _band(problem) is None
@@ -208,25 +190,25 @@ def _graph(
 
 
 def _tensor(shape: tuple[int, ...], dtype: str, strides: _Strides | None) -> Tensor:
-    """Return what cuDNN is told of an array.
+    """Return the description of an array with strides in bytes, or of a contiguous array.
 
-    The stride of an axis of length 1 means nothing: it is told as if the array were contiguous, so
-    that arrays that differ in it alone share a plan.
+    The stride of an axis of length 1 has no meaning. It is described as that of a contiguous array,
+    so that arrays that differ only in it share a plan.
     """
-    told = [1] * 4
+    elements = [1] * 4
     for axis in (2, 1, 0):
         if strides is None or shape[axis] == 1:
-            told[axis] = _aligned(told[axis + 1] * shape[axis + 1])
+            elements[axis] = _aligned(elements[axis + 1] * shape[axis + 1])
         else:
-            told[axis] = strides[axis] // 2
-    return Tensor(shape, tuple(told), dtype)
+            elements[axis] = strides[axis] // 2
+    return Tensor(shape, tuple(elements), dtype)
 
 
-# ---- what cuDNN is given -----------------------------------------------------------------------
+# ---- the arrays of a call ----------------------------------------------------------------------
 
 
 def _ready(problem: Problem, array: Array) -> Array:
-    """Return query, key or value with one batch axis, its memory as cuDNN reads it."""
+    """Return query, key or value with one batch axis, copied if cuDNN cannot read its memory."""
     array = one_batch_axis(problem, array)
     if array.data.ptr % ALIGNMENT or not _is_readable(array.shape, array.strides):
         return array.copy(order="C")
@@ -235,7 +217,7 @@ def _ready(problem: Problem, array: Array) -> Array:
 
 @lru_cache(maxsize=1024)
 def _is_readable(shape: tuple[int, ...], strides: _Strides) -> bool:
-    """Whether cuDNN reads an array of 16-bit numbers with these strides in bytes."""
+    """Return whether cuDNN reads an array of 16-bit numbers with these strides in bytes."""
     *outer, last = strides
     return last == 2 and all(
         length == 1 or (stride > 0 and stride % ALIGNMENT == 0)
@@ -244,12 +226,12 @@ def _is_readable(shape: tuple[int, ...], strides: _Strides) -> bool:
 
 
 def _aligned(count: int) -> int:
-    """Return a count of numbers, of 16 bits at least, after which the next is aligned."""
+    """Round up to a count of elements that ends on the alignment; 16 bits are the smallest."""
     return -(-count // 8) * 8
 
 
 def _made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array]:
-    """Return all that shifts and hides scores as one bias, and which rows see nothing."""
+    """Return all that shifts and hides scores as one bias, and which rows see no key."""
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
     indices = Indices(problem, backend.xp, x, rows, columns)
     seen: Any = None

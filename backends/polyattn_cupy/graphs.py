@@ -1,6 +1,6 @@
-"""What cuDNN is asked to compute, as a value, and how the frontend is told of it.
+"""The computation that cuDNN is asked for, as a hashable `Graph`, and its form for the frontend.
 
-All that is compiled into a plan is in its `Graph`, so that no call is given another's.
+A `Graph` has everything that is compiled into a plan, so a call never gets another call's plan.
 """
 
 from __future__ import annotations
@@ -10,57 +10,32 @@ from typing import Any, NamedTuple
 from polyattn_cupy import loading
 
 __all__ = [
-    "BIAS",
-    "KEY",
-    "LOGSUMEXP",
-    "OUTPUT",
-    "QUERY",
-    "VALUE",
-    "Band",
-    "Graph",
-    "Tensor",
-    "build",
+    "BIAS", "KEY", "LOGSUMEXP", "OUTPUT", "QUERY", "VALUE", "Band", "Graph", "Tensor", "build",
     "describe",
-]
+]  # fmt: skip
 
-#: The names of the arrays of a graph.
+# The names of the arrays of a graph.
 QUERY, KEY, VALUE, OUTPUT, LOGSUMEXP, BIAS = range(1, 7)
 
 
 class Tensor(NamedTuple):
-    """An array as cuDNN is told of it.
-
-    Attributes
-    ----------
-    shape, strides : tuple of int
-        In elements, four axes.
-    dtype : str
-        Its dtype.
-    """
+    """The description of an array with four axes."""
 
     shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
     dtype: str
 
 
 class Band(NamedTuple):
-    """The keys i − left <= j <= i + right, counted from the first key or the last.
+    """The keys i − left <= j <= i + right; None hides nothing on its side."""
 
-    Attributes
-    ----------
-    bottom_right : bool
-        Whether the last row stands at the last key, rather than the first at the first.
-    left, right : int or None
-        None where nothing is hidden.
-    """
-
-    bottom_right: bool
+    bottom_right: bool  # whether the last row is at the last key, not the first row at the first
     left: int | None
     right: int | None
 
 
 class Graph(NamedTuple):
-    """All that a plan is compiled for."""
+    """Everything that is compiled into a plan."""
 
     query: Tensor
     key: Tensor
@@ -74,42 +49,32 @@ class Graph(NamedTuple):
 
 
 def describe(graph: Graph, **where: Any) -> Any:
-    """Tell the frontend of a graph, which needs neither cuDNN nor a device.
+    """Return a graph as an unchecked cudnn.pygraph, for which cuDNN and a device are not needed.
 
-    Parameters
-    ----------
-    graph : Graph
-        What is to be computed.
-    **where
-        The `handle` of a device, or `sm_version` and `device_property` of one that is not here.
-
-    Returns
-    -------
-    cudnn.pygraph
-        Not yet checked in any way.
+    `where` is the `handle` of a device, or `sm_version` and `device_property` of an absent one.
     """
     cudnn = loading.library()
     types = cudnn.data_type
-    known = {"float16": types.HALF, "bfloat16": types.BFLOAT16, "float32": types.FLOAT}
-    dtype = known[graph.query.dtype]
+    dtypes = {"float16": types.HALF, "bfloat16": types.BFLOAT16, "float32": types.FLOAT}
+    dtype = dtypes[graph.query.dtype]
     plan = cudnn.pygraph(
         name="polyattn", io_data_type=dtype, intermediate_data_type=types.FLOAT,
         compute_data_type=types.FLOAT, **where,
     )  # fmt: skip
 
-    def given(uid: int, name: str, tensor: Tensor) -> Any:
+    def tensor_of(uid: int, name: str, tensor: Tensor) -> Any:
         return plan.tensor(
             name=name, dim=list(tensor.shape), stride=list(tensor.strides),
-            data_type=known[tensor.dtype], uid=uid,
+            data_type=dtypes[tensor.dtype], uid=uid,
         )  # fmt: skip
 
     options = _options(cudnn, graph)
     if graph.bias is not None:
-        options["bias"] = given(BIAS, "bias", graph.bias)
+        options["bias"] = tensor_of(BIAS, "bias", graph.bias)
     output, logsumexp = plan.sdpa(
-        q=given(QUERY, "query", graph.query),
-        k=given(KEY, "key", graph.key),
-        v=given(VALUE, "value", graph.value),
+        q=tensor_of(QUERY, "query", graph.query),
+        k=tensor_of(KEY, "key", graph.key),
+        v=tensor_of(VALUE, "value", graph.value),
         attn_scale=graph.scale,
         generate_stats=graph.logsumexp,
         **options,
@@ -124,20 +89,7 @@ def describe(graph: Graph, **where: Any) -> Any:
 
 
 def build(graph: Graph, **where: Any) -> Any:
-    """Let cuDNN plan a graph, as far as that needs no device.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is to be computed.
-    **where
-        As `describe` takes it.
-
-    Returns
-    -------
-    cudnn.pygraph
-        Checked to be supported, its kernels not yet compiled.
-    """
+    """Return a graph as a cudnn.pygraph that cuDNN supports, its kernels not yet compiled."""
     cudnn, plan = loading.library(), describe(graph, **where)
     plan.validate()
     plan.build_operation_graph()
@@ -147,7 +99,7 @@ def build(graph: Graph, **where: Any) -> Any:
 
 
 def _options(cudnn: Any, graph: Graph) -> dict[str, Any]:
-    """Return what of the graph becomes an option of sdpa."""
+    """Return the options of sdpa for the band and the softcap of a graph."""
     options: dict[str, Any] = {}
     if graph.band is not None:
         alignment = cudnn.diagonal_alignment
@@ -155,7 +107,7 @@ def _options(cudnn: Any, graph: Graph) -> dict[str, Any]:
             alignment.BOTTOM_RIGHT if graph.band.bottom_right else alignment.TOP_LEFT
         )
         if graph.band.left is not None:
-            options["diagonal_band_left_bound"] = graph.band.left + 1  # cuDNN's excludes its end
+            options["diagonal_band_left_bound"] = graph.band.left + 1  # cuDNN excludes this bound
         if graph.band.right is not None:
             options["diagonal_band_right_bound"] = graph.band.right
     if graph.softcap is not None:

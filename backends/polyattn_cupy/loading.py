@@ -1,4 +1,4 @@
-"""nvidia-cudnn-frontend and the cuDNN that it finds: whether they are here, and new enough."""
+"""Load nvidia-cudnn-frontend and the cuDNN that it finds, and check their versions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["first_line", "library", "versions", "why_no_library"]
 
 # The frontend refuses gradients of 9.10.0 and 9.10.1 and windows of 9.14.0.
 OLDEST_CUDNN = 91500
-# 1.24 to 1.26 ask cuDNN for what it has not before 9.20; 1.28 is the oldest that was tried.
+# 1.24 to 1.26 need functions that cuDNN lacks before 9.20; 1.28 is the oldest tested version.
 OLDEST_FRONTEND = (1, 28)
 
 
 @functools.cache
 def library() -> Any:
-    """Return cuDNN's frontend, which finds cuDNN itself when it is imported."""
+    """Return cuDNN's frontend, which loads cuDNN when it is imported."""
     import cudnn
 
     return cudnn
@@ -23,12 +23,12 @@ def library() -> Any:
 
 @functools.cache
 def why_no_library() -> str | None:
-    """Return why cuDNN cannot be called here, or None."""
+    """Return why cuDNN cannot be used on this machine, or None."""
     try:
         frontend, cudnn = library().__version__, library().backend_version()
     except ImportError:
         return 'nvidia-cudnn-frontend is not installed: pip install "polyattn[cupy-cudnn]"'
-    except RuntimeError as error:  # it looks for symbols of a library that it has not found
+    except RuntimeError as error:  # it looks up symbols of a library that it has not loaded
         return f'cuDNN is not found: {first_line(error)}: pip install "polyattn[cupy-cudnn]"'
     if tuple(int(part) for part in frontend.split(".")[:2]) < OLDEST_FRONTEND:
         return f"nvidia-cudnn-frontend {frontend} is older than {_dotted(OLDEST_FRONTEND)}"
@@ -38,14 +38,14 @@ def why_no_library() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of cuDNN and its frontend, as far as they are here."""
-    found = {}
+    """Return the versions of cuDNN and its frontend, those that are installed."""
+    result = {}
     try:
-        found["cudnn-frontend"] = str(library().__version__)
-        found["cudnn"] = _version(library().backend_version())
+        result["cudnn-frontend"] = str(library().__version__)
+        result["cudnn"] = _version(library().backend_version())
     except (ImportError, RuntimeError):
         pass
-    return found
+    return result
 
 
 def _version(number: int) -> str:
@@ -57,5 +57,5 @@ def _dotted(parts: tuple[int, ...]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, less its details."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [repr(error)])[0]

@@ -1,6 +1,6 @@
 """cuDNN's plans: built once for each graph, run on the caller's stream.
 
-A plan and its handle belong to one thread and one device: cuDNN writes to both while it runs.
+A plan and its handle belong to one thread and one device, since cuDNN writes to both in a run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyattn_cupy.graphs import Graph
 
 __all__ = ["compute_capability", "run", "why_unsupported"]
 
-# Of one thread on one device, for callers whose shapes hardly repeat.
+# The limit for one thread on one device, in case a caller's shapes rarely repeat.
 MOST_PLANS = 256
 
 
@@ -31,12 +31,12 @@ class _Plan:
         self.execute: Any = None
 
     def run(self, pointers: dict[int, int], handle: Any) -> None:
-        """Queue it on the handle's stream."""
+        """Queue the graph on the handle's stream."""
         if self.workspace is None:
             self.graph.build_plans()
             self.execute = self._direct() or self._public
             self.workspace = int(self.graph.get_workspace_size())
-        # CuPy's pool gives memory back to no other stream, so it may be let go at once.
+        # CuPy's pool reuses memory only on the same stream, so it can be released at once.
         workspace = cupy.cuda.alloc(self.workspace) if self.workspace else None
         self.execute(pointers, 0 if workspace is None else workspace.ptr, handle)
 
@@ -44,9 +44,9 @@ class _Plan:
         self.graph.execute(pointers, workspace, handle=handle)
 
     def _direct(self) -> Any:
-        """Return a way past `execute`, which looks at every pointer for 40 µs, or None.
+        """Return a shortcut past the 40 µs in which `execute` checks every pointer, or None.
 
-        Where the frontend is made otherwise, or one of its own engines is at work, there is none.
+        There is none if the frontend lacks these internals, or uses one of its own engines.
         """
         graph = self.graph
         queue = getattr(getattr(graph, "_lowered_graph", None), "_execute_plan_at_index", None)
@@ -65,7 +65,7 @@ class _Plan:
 
 
 class _Engine:
-    """A handle and the plans that were built with it, those not used for longest forgotten."""
+    """A handle and the plans built with it, of which the least recently used are dropped."""
 
     def __init__(self) -> None:
         self.handle = loading.library().create_handle()
@@ -73,13 +73,13 @@ class _Engine:
         self.plans: OrderedDict[Graph, _Plan] = OrderedDict()
 
     def __del__(self) -> None:
-        # When Python ends, the driver may be gone before; it then has freed all.
+        # When Python exits, the driver may be gone already, and has freed everything.
         handle = getattr(self, "handle", None)
         if handle is not None and not sys.is_finalizing():
             loading.library().destroy_handle(handle)
 
     def plan(self, graph: Graph) -> _Plan:
-        """Return the plan of a graph."""
+        """Return the plan of a graph, built if it is new."""
         plan = self.plans.get(graph)
         if plan is None:
             plan = self.plans[graph] = _Plan(graph, self.handle)
@@ -89,8 +89,8 @@ class _Engine:
             self.plans.move_to_end(graph)
         return plan
 
-    def follow(self, stream: int) -> None:
-        """Put what follows on a stream, which costs cuDNN some questions to the driver."""
+    def use_stream(self, stream: int) -> None:
+        """Make cuDNN use a stream; it queries the driver, so only a change is passed on."""
         if stream != self.stream:
             loading.library().set_stream(handle=self.handle, stream=stream)
             self.stream = stream
@@ -113,18 +113,10 @@ def _engine() -> _Engine:
 
 
 def run(graph: Graph, pointers: dict[int, int]) -> None:
-    """Compute a graph on the current device and stream, without waiting.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is to be computed.
-    pointers : dict of int to int
-        The addresses of its arrays, by `QUERY`, `KEY` and so on.
-    """
+    """Compute a graph of arrays at `pointers` on the current device and stream, without waiting."""
     engine = _engine()
     plan = engine.plan(graph)
-    engine.follow(cupy.cuda.get_current_stream().ptr)
+    engine.use_stream(cupy.cuda.get_current_stream().ptr)
     plan.run(pointers, engine.handle)
 
 
@@ -134,13 +126,13 @@ def why_unsupported(graph: Graph, device: int) -> str | None:
     with cupy.cuda.Device(device):
         try:
             _engine().plan(graph)
-        except Exception as error:  # whatever it is, cuDNN has no plan
+        except Exception as error:  # of whatever type: cuDNN has no plan
             return f"cuDNN says: {loading.first_line(error)}"
     return None
 
 
 @functools.cache
 def compute_capability(device: int) -> tuple[int, int]:
-    """Return the version (major, minor) of what a device can do."""
+    """Return the compute capability (major, minor) of a device."""
     digits = cupy.cuda.Device(device).compute_capability
     return int(digits[:-1]), int(digits[-1])

@@ -1,6 +1,6 @@
-"""Stacks of matrix products by cuBLAS: 16-bit factors are summed in float32, float32 ones exactly.
+"""Stacks of matrix products by cuBLAS, with 16-bit factors summed in float32.
 
-cuBLAS is told so, whatever its handle was left at: no TF32, no sums of parts in 16 bits.
+TF32 and partial sums in 16 bits are off, whatever math mode CuPy's handle is in.
 """
 
 from __future__ import annotations
@@ -23,25 +23,15 @@ EXACT_MATH = 16
 
 
 class Matrices(NamedTuple):
-    """A stack of matrices in device memory, row after row.
+    """A stack of matrices in device memory, row after row."""
 
-    Attributes
-    ----------
-    pointer : int
-        The address of the first number.
-    pitch, step : int
-        How many numbers from one row to the next, and from one matrix to the next.
-    dtype : str
-        Of what they are.
-    """
-
-    pointer: int
-    pitch: int
-    step: int
+    pointer: int  # the address of the first element
+    pitch: int  # elements from one row to the next
+    step: int  # elements from one matrix to the next
     dtype: str
 
     def at(self, matrix: int, row: int) -> Matrices:
-        """Return the stack from a row of a matrix on."""
+        """Return the stack that begins at a row of a matrix."""
         offset = matrix * self.step + row * self.pitch
         return self._replace(pointer=self.pointer + offset * SIZES[self.dtype])
 
@@ -50,7 +40,7 @@ SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def why_no_cublas() -> str | None:
-    """Return why cuBLAS cannot be called here, or None."""
+    """Return why cuBLAS cannot be used on this machine, or None."""
     try:
         _cublas()
     except ImportError as error:
@@ -73,18 +63,10 @@ def multiply(
     transposed: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """Write factor · x · y to `out`, for every matrix of the stacks.
+    """Write factor · x · y, or factor · x · yᵀ if `transposed`, to `out` for every matrix.
 
-    Parameters
-    ----------
-    x, y, out : Matrices
-        The factors, of one dtype, and where the products go.
-    shape : tuple of int
-        How many matrices; the rows and columns of a product; the length of the sums.
-    transposed : bool
-        Whether the rows of `y` are the columns of the factor.
-    factor : float
-        What multiplies each product, not 0.
+    `shape` is the number of matrices, the rows and columns of a product, and the length of its
+    sums. `factor` must not be 0, for which cuBLAS reads neither x nor y.
     """
     count, rows, columns, inner = shape
     wide = out.dtype == "float64"
@@ -92,8 +74,7 @@ def multiply(
     one, zero = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
     cublas, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
     with _exact_math(cublas, handle):
-        # cuBLAS counts column by column, to which a matrix row by row is its transpose: it is
-        # asked for outᵀ = yᵀ · xᵀ.
+        # cuBLAS stores matrices column by column, so it sees their transposes: outᵀ = yᵀ · xᵀ.
         cublas.gemmStridedBatchedEx(
             handle, TRANSPOSE if transposed else NO_TRANSPOSE, NO_TRANSPOSE,
             columns, rows, inner,

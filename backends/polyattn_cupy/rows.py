@@ -1,4 +1,4 @@
-"""The CUDA kernel that makes weights of scores, compiled when it is first needed."""
+"""The CUDA kernel that turns scores into weights, compiled when it is first needed."""
 
 from __future__ import annotations
 
@@ -14,39 +14,32 @@ __all__ = ["MOST_THREADS", "NO_HIGH", "NO_LOW", "OPTIONS", "ROWS", "SOURCE", "la
 SOURCE = Path(__file__).with_name("softmax.cu").read_text(encoding="utf-8")
 MOST_THREADS = 512
 OPTIONS = ("-std=c++17", f"-DMOST_THREADS={MOST_THREADS}")
-# Band ends that hide nothing, and can be added to any index.
+# Band ends that hide nothing, and do not overflow when added to an index.
 NO_LOW, NO_HIGH = -(2**62), 2**62
 
 _POINTERS = ("scores", "logsumexp", "mask", "bias", "sinks", "offset")
 _STRIDES = ("item", "head", "row", "key")
-_COUNTS = ("pitch", "unit", "row", "key", "rows", "keys", "length", "groups", "members")
-#: `Rows` of the source. What is not set is 0, of a pointer null.
+_COUNTS = ("pitch", "pair", "row", "key", "rows", "keys", "length", "groups", "group_size")
+# The struct `Rows` of the source. Fields that are not set are 0, and pointers null.
 ROWS = np.dtype(
     [(name, "u8") for name in _POINTERS]
     + [(f"{array}_{axis}", "i8") for array in ("mask", "bias") for axis in _STRIDES]
     + [(name, "i8") for name in (*_COUNTS, "low", "high")]
-    + [(name, "f8") for name in ("softcap", "lift")]
+    + [(name, "f8") for name in ("softcap", "weight_scale")]
 )
 
 
 def name_of(weight: str, bias: str) -> str:
-    """Return what C++ calls the kernel for weights and a bias of these dtypes."""
+    """Return the C++ name of the kernel for weights and a bias of these dtypes."""
     cpp = {"float32": "float", "float64": "double"}
     real = "double" if weight == "float64" else "float"
     return f"softmax<{cpp.get(weight, weight)}, {real}, {cpp.get(bias, bias)}>"
 
 
 def launch(rows: Any, blocks: int, weight: str, bias: str) -> None:
-    """Turn scores into weights on the current device and stream.
+    """Turn a record of `ROWS`, one thread block a row, into weights of dtype `weight`.
 
-    Parameters
-    ----------
-    rows : numpy.ndarray
-        One record of `ROWS`.
-    blocks : int
-        How many rows there are.
-    weight, bias : str
-        The dtype of the weights, which must fit in the place of the scores, and of the bias.
+    The kernel is queued on the current device and stream. A weight must not be larger than a score.
     """
     keys = int(rows["keys"])
     threads = min(MOST_THREADS, max(64, 1 << (keys - 1).bit_length() >> 3))
@@ -56,6 +49,6 @@ def launch(rows: Any, blocks: int, weight: str, bias: str) -> None:
 
 @functools.cache
 def _kernel(name: str, device: int) -> Any:
-    # A module of each device: a function of one is not to be found on another.
+    # Each device needs a module of its own: functions of another device's are not found.
     module = cupy.RawModule(code=SOURCE, options=OPTIONS, name_expressions=(name,))
     return module.get_function(name)

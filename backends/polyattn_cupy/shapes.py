@@ -1,18 +1,27 @@
-"""Arrays with one batch axis, which is all that cuBLAS and cuDNN take."""
+"""Inputs with one batch axis, as cuBLAS and cuDNN need them, and uninitialized results."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import cupy
 
 from polyattn.plugin import Array, Problem
 
-__all__ = ["one_batch_axis", "with_score_axes"]
+__all__ = ["empty_result", "one_batch_axis", "with_score_axes"]
+
+
+def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
+    """Return an uninitialized output, and a logsumexp if the problem asks for it."""
+    output = cupy.empty((*problem.scores[:-1], problem.value_size), dtype)
+    if "logsumexp" not in problem.features:
+        return output, None
+    return output, cupy.empty(problem.scores[:-1], problem.accumulator)
 
 
 def one_batch_axis(problem: Problem, array: Array) -> Array:
-    """Return query, key or value with its batch axes broadcast and made one, copied if need be."""
+    """Return query, key or value with its batch axes broadcast and merged, copied if necessary."""
     batch, shape = problem.batch, array.shape
     if len(shape) == 4 and shape[:1] == batch:
         return array
@@ -22,7 +31,7 @@ def one_batch_axis(problem: Problem, array: Array) -> Array:
 
 
 def with_score_axes(problem: Problem, array: Array) -> Array:
-    """Return a mask or bias with the axes (batch item, head, row, key), each whole or 1."""
+    """Return a mask or bias with the axes (batch item, head, row, key), whole or of length 1."""
     rank = len(problem.batch) + 3
     array = array.reshape((1,) * (rank - array.ndim) + array.shape)
     last = array.shape[-3:]

@@ -1,12 +1,12 @@
 // Steps 2 to 7 of the formula on a block of rows of scores: one thread block a row.
 //
-// The weights take the place of the scores. Weights of 16 bits take the first half of their row's
-// memory, so each batch of threads must have read its scores before it writes: hence the
-// __syncthreads() of the last loop.
+// Weights replace the scores in memory. Weights of 16 bits fill the first half of their row, so all
+// threads must have read their scores before one of them writes: hence the __syncthreads() of the
+// last loop.
 
 typedef long long integer;
 
-// Without CUDA's headers, which not every installation has.
+// CUDA's headers are not used, since not every installation has them.
 #ifdef __CUDACC__
 struct float16 {
     unsigned short bits;
@@ -38,7 +38,7 @@ struct Strides {
     integer item, head, row, key;
 };
 
-// Every member has eight bytes: the same memory as the NumPy record that it is filled from.
+// Every member has eight bytes, so the memory is that of the NumPy record it is filled from.
 struct Rows {
     void *scores;           // as many rows as the grid has blocks
     void *logsumexp;        // of the whole call, (items, heads, length), or null
@@ -48,18 +48,18 @@ struct Rows {
     const integer *offset;  // one per batch item, or null
     Strides mask_strides, bias_strides;
     integer pitch;           // from one row of scores to the next
-    integer unit, row, key;  // the first of this block: pair of item and key head, folded row, key
-    integer rows, keys;      // how many of this block
+    integer pair, row, key;  // the first of this block: pair of item and key head, folded row, key
+    integer rows, keys;      // their number in this block
     integer length;          // query rows of one head
     integer groups;          // key heads
-    integer members;         // query heads of one key head, folded into its rows
+    integer group_size;      // query heads of one key head, folded into its rows
     integer low, high;       // the band: i + low <= j <= i + high
     double softcap;          // or 0
-    double lift;             // the weights are written this many times as large
+    double weight_scale;     // the factor by which weights are written too large
 };
 
-// What has been seen of a row: its greatest score, and the sum of exp(score - top).
-template <class Real> struct Running {
+// The online softmax of some scores of a row: the greatest, and the sum of exp(score - top).
+template <class Real> struct SoftmaxState {
     Real top, sum;
 
     __device__ void add(Real score, Real none)
@@ -72,10 +72,10 @@ template <class Real> struct Running {
         }
     }
 
-    __device__ void join(const Running &other, Real none)
+    __device__ void combine(const SoftmaxState &other, Real none)
     {
         Real both = top > other.top ? top : other.top;
-        // A sum beside a top of -inf is 0, or NaN, which has to stay.
+        // If top is -inf, the sum is 0, or NaN, which must stay.
         sum = (top == none ? sum : sum * exp(top - both))
             + (other.top == none ? other.sum : other.sum * exp(other.top - both));
         top = both;
@@ -85,11 +85,11 @@ template <class Real> struct Running {
 template <class Weight, class Real, class Bias> __global__ void softmax(const Rows x)
 {
     const Real none = __uint_as_float(0xff800000);  // -inf: the score of an absent key
-    const integer unit = x.unit + blockIdx.x / x.rows, folded = x.row + blockIdx.x % x.rows;
-    const integer item = unit / x.groups;
-    const integer head = unit % x.groups * x.members + folded / x.length;
+    const integer pair = x.pair + blockIdx.x / x.rows, folded = x.row + blockIdx.x % x.rows;
+    const integer item = pair / x.groups;
+    const integer head = pair % x.groups * x.group_size + folded / x.length;
     const integer i = folded % x.length;
-    const integer place = i + (x.offset ? x.offset[item] : 0);
+    const integer position = i + (x.offset ? x.offset[item] : 0);
 
     Real *scores = (Real *)x.scores + blockIdx.x * x.pitch;
     const Strides m = x.mask_strides, b = x.bias_strides;
@@ -100,7 +100,8 @@ template <class Weight, class Real, class Bias> __global__ void softmax(const Ro
 
     auto score = [&](integer column) -> Real {
         const integer j = x.key + column;
-        if (j < place + x.low || j > place + x.high || (mask && !mask[j * m.key])) return none;
+        if (j < position + x.low || j > position + x.high) return none;
+        if (mask && !mask[j * m.key]) return none;
         Real s = scores[column];
         if (softcap > 0) s = softcap * tanh(s / softcap);
         if (!bias) return s;
@@ -108,7 +109,7 @@ template <class Weight, class Real, class Bias> __global__ void softmax(const Ro
         return added == none ? none : s + added;
     };
 
-    Running<Real> mine = {none, 0};
+    SoftmaxState<Real> mine = {none, 0};
     if (x.sinks && threadIdx.x == 0) mine.add(((const Real *)x.sinks)[head], none);
     for (integer j = threadIdx.x; j < x.keys; j += blockDim.x) mine.add(score(j), none);
 
@@ -117,16 +118,16 @@ template <class Weight, class Real, class Bias> __global__ void softmax(const Ro
     for (unsigned int half = blockDim.x / 2; half; half /= 2) {
         __syncthreads();
         if (threadIdx.x < half) {
-            const Running<Real> other = {tops[threadIdx.x + half], sums[threadIdx.x + half]};
-            mine.join(other, none);
+            const SoftmaxState<Real> other = {tops[threadIdx.x + half], sums[threadIdx.x + half]};
+            mine.combine(other, none);
             tops[threadIdx.x] = mine.top, sums[threadIdx.x] = mine.sum;
         }
     }
     __syncthreads();
-    const Real top = tops[0], sum = sums[0], lift = (Real)x.lift;
+    const Real top = tops[0], sum = sums[0], scale = (Real)x.weight_scale;
 
     if (x.logsumexp && threadIdx.x == 0) {
-        const integer heads = x.groups * x.members;
+        const integer heads = x.groups * x.group_size;
         Real *logsumexp = (Real *)x.logsumexp + (item * heads + head) * x.length + i;
         *logsumexp = sum == 0 ? none : top + log(sum);
     }
@@ -136,7 +137,7 @@ template <class Weight, class Real, class Bias> __global__ void softmax(const Ro
         Real weight = 0;
         if (j < x.keys) {
             const Real s = score(j);
-            if (s != none) weight = exp(s - top) / sum * lift;
+            if (s != none) weight = exp(s - top) / sum * scale;
         }
         if (sizeof(Weight) < sizeof(Real)) __syncthreads();
         if (j < x.keys) weights[j] = (Weight)weight;

@@ -1,7 +1,6 @@
 """JAX's devices and primitives.
 
-Everything here may be traced: nothing reads a value or waits for one, but `fetch` and
-`synchronize`.
+Arrays may be traced, so nothing but `fetch` and `synchronize` reads a value or waits for one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from polyattn_jax.xla import Xla
 
 __all__ = ["JaxBackend"]
 
-# Without jax_enable_x64 these come as 32 bits.
+# Without jax_enable_x64 JAX narrows these to 32 bits.
 NARROWED = {"float64", "int64", "uint64", "uint32"}
 ENGINES = {
     "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
@@ -31,7 +30,7 @@ ENGINES = {
 
 
 class JaxBackend(Backend):
-    """JAX arrays on any of its devices, traced ones included."""
+    """JAX arrays, traced ones too, on any of JAX's devices."""
 
     kernels = (Cudnn(), Xla())
 
@@ -39,55 +38,55 @@ class JaxBackend(Backend):
         super().__init__(jnp)
 
     def devices(self) -> list[str]:
-        """Return the devices at hand, JAX's default first."""
+        """Return the available devices, JAX's default first."""
         return list(all_devices())
 
     def hardware(self, device: str) -> dict[str, str | int]:
-        """Return what JAX knows of a device."""
-        found: Any = device_of(device)
+        """Return what JAX knows about a device."""
+        handle: Any = device_of(device)
         known: dict[str, str | int] = {}
-        if found.platform != "cpu":  # of which JAX knows only that it is one
-            known["name"] = found.device_kind
-        memory = (found.memory_stats() or {}).get("bytes_limit")
+        if handle.platform != "cpu":  # for which it is just "cpu"
+            known["name"] = handle.device_kind
+        memory = (handle.memory_stats() or {}).get("bytes_limit")
         if memory is not None:
             known["memory"] = memory
-        capability = getattr(found, "compute_capability", None)
+        capability = getattr(handle, "compute_capability", None)
         if capability is not None:
             known["compute_capability"] = str(capability)
         return known
 
     def engines(self) -> dict[str, str]:
         """Return the versions of cuDNN and of JAX's CUDA plugin, if they are installed."""
-        found = {}
+        versions = {}
         for engine, packages in ENGINES.items():
             for package in packages:
                 try:
-                    found[engine] = importlib.metadata.version(package)
+                    versions[engine] = importlib.metadata.version(package)
                     break
                 except importlib.metadata.PackageNotFoundError:
                     continue
-        return found
+        return versions
 
     def lacks(self, dtype: str) -> str | None:
-        """JAX has float64 only if it is told so, and would make float32 of it without a word."""
+        """Refuse float64 unless it is enabled: JAX would silently make it float32."""
         if dtype != "float64" or _has_float64():
             return None
         return "JAX has float64 only after jax.config.update('jax_enable_x64', True)"
 
     def place(self, array: Array, device: str | None) -> jax.Array:
-        """Return `array` as a JAX array, on the same memory where it can be."""
+        """Return `array` as a JAX array, without a copy where possible."""
         result: jax.Array = array if isinstance(array, jax.Array) else _import(array)
         return result if device is None else jax.device_put(result, device_of(device))
 
     def fetch(self, array: Array) -> Any:
-        """Return a JAX array as a NumPy array of the caller's own, which JAX's memory is not."""
+        """Return a copy as a NumPy array: JAX's own memory must not be written to."""
         return np.array(array)
 
     def synchronize(self, device: str | None = None) -> None:
         """Wait until all work on the device is done."""
-        # A device runs what it is given in order, so the last thing waits for all before it.
-        where = jax.devices()[0] if device is None else device_of(device)
-        (_something_on(where) + 0).block_until_ready()
+        # A device works in order, so a new computation ends after all earlier ones.
+        handle = jax.devices()[0] if device is None else device_of(device)
+        (_scalar_on(handle) + 0).block_until_ready()
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
         """Return the function under jax.jit."""
@@ -97,22 +96,22 @@ class JaxBackend(Backend):
     def peak_memory(
         self, device: str | None, function: Callable[..., Array], *arrays: Array
     ) -> int | None:
-        """Return the scratch memory of the program that XLA made of the call."""
-        # The peak that a device counts is that of the whole process, and cannot be set back; on
-        # the CPU what XLA's threads free is not given back, so that the system sees no growth.
+        """Return the scratch memory of the program that XLA compiles for the call."""
+        # A device counts the peak of the whole process and cannot reset it; on the CPU, XLA's
+        # threads keep freed memory, so that the operating system sees no growth.
         compiled: Any = function
-        known = compiled.lower(*arrays).compile().memory_analysis()
-        return None if known is None else int(known.temp_size_in_bytes)
+        analysis = compiled.lower(*arrays).compile().memory_analysis()
+        return None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def matmul(self, a: Array, b: Array) -> jax.Array:
-        """Return the matrix product of two stacks of matrices, in the whole of their precision."""
+        """Return the matrix product of two stacks of matrices, at full precision."""
         return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 @lru_cache
-def _something_on(device: Any) -> jax.Array:
-    something: jax.Array = jax.device_put(0.0, device)
-    return something
+def _scalar_on(device: Any) -> jax.Array:
+    scalar: jax.Array = jax.device_put(0.0, device)
+    return scalar
 
 
 def _has_float64() -> bool:
@@ -120,7 +119,7 @@ def _has_float64() -> bool:
 
 
 def _import(array: Array) -> jax.Array:
-    """Return an array of another library; without float64, bias and sinks lose what it has more."""
+    """Import an array of another library; without float64, bias and sinks become float32."""
     if not isinstance(array, (np.ndarray, np.generic)):
         if _has_float64() or str(array.dtype).rpartition(".")[2] not in NARROWED:
             try:
@@ -134,7 +133,7 @@ def _import(array: Array) -> jax.Array:
         narrow = array.astype(np.int32)
         if not np.array_equal(narrow, array):
             raise ValueError(
-                "JAX has no integers beyond 32 bits, as lengths or ids of a mask, but after"
+                "JAX has no integers beyond 32 bits, for lengths or ids of a mask, unless you call"
                 " jax.config.update('jax_enable_x64', True)"
             )
         array = narrow

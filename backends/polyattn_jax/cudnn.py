@@ -1,7 +1,7 @@
-"""cuDNN's attention by way of `jax.nn`, for what that computes by the semantics exactly.
+"""Kernel that calls cuDNN through `jax.nn`, for what it computes exactly by the semantics.
 
-What `jax.nn` means otherwise is mended here or refused: its causal counts from the first key, rows
-that see no key come out as an average, and its logsumexp is rounded to 16 bits.
+Where `jax.nn` differs, the kernel corrects the result or refuses the call: its causal counts from
+the first key, a row without keys gives an average, and its logsumexp is rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -17,33 +17,25 @@ from polyattn_jax.devices import default_kind
 
 __all__ = ["Cudnn"]
 
-# Absent, where −inf would make cuDNN subtract infinities: far below all scores, and no infinity.
-ABSENT = -(2.0**40)
+# The score of a masked key: far below all scores, and finite, since cuDNN subtracts it from itself.
+MASKED = -(2.0**40)
 
 
 class Cudnn(Kernel):
     """`jax.nn.dot_product_attention` with `implementation="cudnn"`."""
 
     name = "cudnn"
-    features = frozenset(
-        {
-            "batch_broadcast",
-            "bias",
-            "causal",
-            "grouped_heads",
-            "mask",
-            "query_offset",
-            "scale",
-            "window",
-        }
-    )
+    features = frozenset({
+        "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "query_offset", "scale",
+        "window",
+    })  # fmt: skip
     poison_safe = False
     devices = frozenset({"cuda"})
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why cuDNN, or what `jax.nn` makes of it, cannot take the problem."""
+        """Return why cuDNN, or its wrapper in `jax.nn`, cannot take the problem."""
         if not problem.device and default_kind() != "cuda":
-            return [f"it runs on cuda alone, and JAX would put this on {default_kind()}"]
+            return [f"it runs on cuda only, and JAX would put this on {default_kind()}"]
         reasons = mismatches(problem)
         return reasons or trial(problem)
 
@@ -55,10 +47,10 @@ class Cudnn(Kernel):
 
 
 def mismatches(problem: Problem) -> list[str]:
-    """Return what of the problem `jax.nn` would take to mean something else, or cannot."""
+    """Return what `jax.nn` does not support in the problem, or would compute differently."""
     reasons = []
     if problem.dtype not in ("float16", "bfloat16"):
-        reasons.append(f"it computes 16-bit dtypes, and this is {problem.dtype}")
+        reasons.append(f"it supports float16 and bfloat16 only, and this is {problem.dtype}")
     if 0 in problem.scores or not problem.head_size:
         reasons.append("it takes no empty arrays")
     low, high = band(problem)
@@ -66,12 +58,12 @@ def mismatches(problem: Problem) -> list[str]:
     if (low, high) != (None, None) and (problem.query_offset != 0 or not square):
         reasons.append("its positions count from the first key, and these do not")
     if low is not None and high != 0:
-        reasons.append("it has windows to the left of a causal row alone")
+        reasons.append("it supports a window only to the left of a causal row")
     if high not in (None, 0):
-        reasons.append("it sees a row's own position and before, or all")
+        reasons.append("its rows see either their own position and before, or all keys")
     has_array = not problem.features.isdisjoint(("bias", "mask"))
     if has_array and problem.dtype == "float16":
-        reasons.append("float16 has no number so low that a masked key is surely absent")
+        reasons.append("float16 has no number so low that it surely hides a masked key")
     if problem.bias_dtype not in (None, problem.dtype):
         reasons.append(f"it cannot add a {problem.bias_dtype} bias to {problem.dtype} scores")
     if has_array and (problem.query_length % 2 or problem.key_length % 2):
@@ -81,7 +73,7 @@ def mismatches(problem: Problem) -> list[str]:
 
 @functools.lru_cache(maxsize=256)
 def trial(problem: Problem) -> list[str]:
-    """Return what `jax.nn` says against the problem when it is traced."""
+    """Return the error that `jax.nn` raises when the problem is traced, as a reason."""
 
     def array(*shape: int, dtype: str = problem.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
@@ -103,9 +95,9 @@ def trial(problem: Problem) -> list[str]:
 
 
 def attend(problem: Problem, x: Operands) -> Array:
-    """Return the output."""
+    """Compute attention with `jax.nn`, and clear rows without keys."""
     low, high = band(problem)
-    visible, bias = absence(problem, x)
+    visible, bias = visibility(problem, x)
     output = jax.nn.dot_product_attention(
         length_first(problem, x.query),
         length_first(problem, x.key),
@@ -123,14 +115,14 @@ def attend(problem: Problem, x: Operands) -> Array:
 
 
 def length_first(problem: Problem, array: Array) -> Array:
-    """Return an array (..., H, L, D) with the axes (b, L, H, D)."""
+    """Turn (..., H, L, D) into (b, L, H, D)."""
     shape = array.shape[-3:]
     array = jnp.broadcast_to(array, (*problem.batch, *shape))
     return array.reshape(math.prod(problem.batch), *shape).swapaxes(1, 2)
 
 
-def absence(problem: Problem, x: Operands) -> tuple[Array | None, Array | None]:
-    """Return which keys each row sees, and mask and bias as one bias, or None where all do."""
+def visibility(problem: Problem, x: Operands) -> tuple[Array | None, Array | None]:
+    """Return which keys each row sees, and mask and bias as one bias; None without either."""
     if x.mask is None and x.bias is None:
         return None, None
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
@@ -138,9 +130,9 @@ def absence(problem: Problem, x: Operands) -> tuple[Array | None, Array | None]:
     bias = jnp.zeros((), x.query.dtype)
     if x.bias is not None:
         visible, bias = x.bias != -math.inf, x.bias
-    for seen in Indices(problem, jnp, x, rows, columns).visible():
-        visible = visible & seen
-    bias = jnp.where(visible, bias, ABSENT)
+    for part in Indices(problem, jnp, x, rows, columns).visible():
+        visible = visible & part
+    bias = jnp.where(visible, bias, MASKED)
     batch = (math.prod(problem.batch), *problem.scores[-3:])
     whole = jnp.broadcast_to(bias, problem.scores).reshape(batch)
     return jnp.broadcast_to(visible, problem.scores), whole

@@ -1,4 +1,4 @@
-"""JAX's devices by the names that polyattn gives them: ``cpu:0``, ``cuda:1``."""
+"""JAX's devices by polyattn's names for them, such as ``cpu:0`` and ``cuda:1``."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["all_devices", "default_kind", "device_of"]
 
 def all_devices() -> dict[str, Any]:
     """Return the devices of this process by name, the default first."""
-    found = [*jax.local_devices(), *jax.local_devices(backend="cpu")]
-    return {_name(device): device for device in found}
+    devices = [*jax.local_devices(), *jax.local_devices(backend="cpu")]
+    return {_name(device): device for device in devices}
 
 
 def _name(device: Any) -> str:
-    # What JAX calls a "gpu" may be CUDA's or ROCm's, which its text tells: "cuda:0".
+    # A "gpu" of JAX may be CUDA's or ROCm's; str(device) tells which: "cuda:0".
     return str(device) if device.platform == "gpu" else f"{device.platform}:{device.id}"
 
 
 def device_of(name: str) -> Any:
-    """Return the device of a name that `all_devices` gives."""
+    """Return the device with a name from `all_devices`."""
     return all_devices()[name]
 
 
 def default_kind() -> str:
-    """Return the kind of device that JAX uses where nothing else is said."""
+    """Return the kind of JAX's default device."""
     chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if chosen is None:
         return next(iter(all_devices())).partition(":")[0]

@@ -1,14 +1,13 @@
-"""Which tiles of the scores are gone over, in which loops.
+"""Layout of the loops: which tiles of the scores each loop over blocks of rows visits.
 
-What is known of the masks before any array is, decides which tiles are listed. What arrays hide is
-a table in the graph, by which a listed tile may still be passed over when it is computed.
+Static facts about the masks decide which tiles are listed. What arrays hide is a table in the
+graph, by which a listed tile can still be skipped when it would be computed.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import array_api_compat.numpy as xp
@@ -19,174 +18,154 @@ from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
 
-__all__ = ["Loop", "block_sizes", "loops", "seen_tiles", "wanted"]
+__all__ = ["Loop", "block_sizes", "loops", "tiles_to_compute", "visible_tiles"]
 
-# No less than this for each head, however many heads there are.
-SMALLEST = 2**12
-# Rows of a loop take as many steps as the one among them that takes most; into so many loops the
-# rows are split, so that few steps go over keys that a row does not see.
+# The smallest area of a tile for each head, however many heads there are.
+MIN_AREA = 2**12
+# All blocks of a loop take as many steps as the one with most work. Into about so many loops the
+# rows are split, so that few steps visit keys that their rows do not see.
 LOOPS = 8
-# Most rows and keys of a tile where a mask may leave some empty: of finer tiles more are.
-FINE = 512
+# Most rows and keys of a tile where a mask may leave tiles empty: more of the smaller tiles are.
+MAX_MASKED_SIDE = 512
 
 
 class Loop(NamedTuple):
-    """Blocks of as many rows, in order, and the blocks of keys that each goes over.
+    """Blocks of equally many rows, in order, and as many tiles of keys for each to visit."""
 
-    Attributes
-    ----------
-    rows, columns : int
-        Of a tile.
-    first_rows : tuple of int
-        Of each block of rows, its first row.
-    first_keys : tuple of tuple of int
-        And the first key of each of its tiles, as many for each; S stands for none.
-    """
-
-    rows: int
+    rows: int  # of a tile
     columns: int
-    first_rows: tuple[int, ...]
-    first_keys: tuple[tuple[int, ...], ...]
+    first_rows: tuple[int, ...]  # of each block
+    first_keys: tuple[tuple[int, ...], ...]  # of each tile of each block; S stands for no tile
 
     @property
     def steps(self) -> int:
-        """How many tiles each block of rows goes over."""
+        """Number of tiles that each block of rows visits."""
         return len(self.first_keys[0])
 
-    @property
-    def first_columns(self) -> tuple[int, ...]:
-        """The first key that each block of rows goes over."""
-        return tuple(keys[0] for keys in self.first_keys)
 
-
-def by_table(problem: Problem) -> bool:
-    """Whether masks may leave tiles empty that position alone does not tell of."""
+def masks_tiles(problem: Problem) -> bool:
+    """Whether masks may leave tiles empty that causal and window do not."""
     return problem.mask_spec is not None
 
 
 def loops(problem: Problem, tile: int) -> list[Loop]:
-    """Cut the rows into blocks, and put those together that take about as many steps."""
+    """Cut the rows into blocks, and group consecutive blocks that visit about as many tiles."""
     rows, columns = block_sizes(problem, tile)
     blocks = list(Span(0, problem.query_length).split(rows))
-    lists = _listed if by_table(problem) else _spanned
-    return lists(problem, blocks, (rows, columns))
+    lay_out = _loops_over_tiles if masks_tiles(problem) else _loops_over_spans
+    return lay_out(problem, blocks, (rows, columns))
 
 
-def _spanned(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[Loop]:
-    """Go from the first key that a block of rows sees to the last."""
+def _loops_over_spans(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[Loop]:
+    """Visit the keys from the first that a block of rows sees to the last."""
     columns = size[1]
     spans = [column_span(problem, block) for block in blocks]
-    found = []
-    for some in _alike(blocks, [span.length for span in spans]):
-        steps = max(-(-spans[n].length // columns) for n in some)
-        keys = [tuple(spans[n].start + step * columns for step in range(steps)) for n in some]
-        found.append(_loop([blocks[n] for n in some], columns, keys))
-    return found
+    result = []
+    for group in _grouped(blocks, [span.length for span in spans]):
+        steps = max(-(-spans[n].length // columns) for n in group)
+        keys = [tuple(spans[n].start + step * columns for step in range(steps)) for n in group]
+        result.append(_loop([blocks[n] for n in group], columns, keys))
+    return result
 
 
-def _listed(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[Loop]:
-    """Go over the tiles that may not be empty."""
+def _loops_over_tiles(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[Loop]:
+    """Visit the tiles that may hold a visible key."""
     columns = size[1]
     keys: list[tuple[int, ...]] = [
-        tuple(np.flatnonzero(line) * columns) for line in _may_be_seen(problem, size)
+        tuple(np.flatnonzero(line) * columns) for line in _possibly_visible(problem, size)
     ]
-    groups = list(_alike(blocks, [len(some) for some in keys]))
-    if len(groups) > 2 * LOOPS:  # where blocks take turns, each would be compiled by itself
-        groups = list(_alike(blocks, [0] * len(blocks)))
-    found = []
-    for some in groups:
-        steps = max(len(keys[n]) for n in some)
-        padded = [keys[n] + (problem.key_length,) * (steps - len(keys[n])) for n in some]
-        found.append(_loop([blocks[n] for n in some], columns, padded))
-    return found
+    groups = _grouped(blocks, [len(firsts) for firsts in keys])
+    if len(groups) > 2 * LOOPS:  # neighbours with unlike work would each be compiled separately
+        groups = _grouped(blocks, [0] * len(blocks))
+    result = []
+    for group in groups:
+        steps = max(len(keys[n]) for n in group)
+        padded = [keys[n] + (problem.key_length,) * (steps - len(keys[n])) for n in group]
+        result.append(_loop([blocks[n] for n in group], columns, padded))
+    return result
 
 
 def _loop(blocks: list[Span], columns: int, keys: list[tuple[int, ...]]) -> Loop:
-    firsts = tuple(block.start for block in blocks)
-    return Loop(blocks[0].length, columns, firsts, tuple(keys))
+    first_rows = tuple(block.start for block in blocks)
+    return Loop(blocks[0].length, columns, first_rows, tuple(keys))
 
 
-def _alike(blocks: list[Span], work: list[int]) -> Iterator[list[int]]:
-    """Yield the numbers of blocks that follow one another, as long, and with about as much work."""
+def _grouped(blocks: list[Span], work: list[int]) -> list[list[int]]:
+    """Group the numbers of consecutive blocks of equal length and about equal work."""
     coarse = max(1, -(-max(work) // LOOPS))
 
-    def alike(number: int) -> tuple[int, int]:
+    def length_and_work(number: int) -> tuple[int, int]:
         return blocks[number].length, -(-work[number] // coarse)
 
-    for _, some in itertools.groupby(range(len(blocks)), key=alike):
-        yield list(some)
+    return [list(group) for _, group in itertools.groupby(range(len(blocks)), length_and_work)]
 
 
-def _may_be_seen(problem: Problem, size: tuple[int, int]) -> Array:
-    """Return which tiles are not surely empty, by static facts, shape (down, across)."""
-    facts = Operands(*[None] * 8)._replace(mask=problem.mask_spec)
-    mask = combined_mask(problem, facts)
+def _possibly_visible(problem: Problem, size: tuple[int, int]) -> Array:
+    """Return which tiles may hold a visible key by static facts, shape (down, across)."""
+    specs = Operands(*[None] * 8)._replace(mask=problem.mask_spec)
+    mask = combined_mask(problem, specs)
     assert mask is not None
-    some = TileGrid(problem, facts, xp, size, np.empty(0), reads=False).of(mask).any_visible
-    return np.any(some, axis=tuple(range(some.ndim - 2)))
+    table = TileGrid(problem, specs, xp, size, np.empty(0), reads=False).of(mask).any_visible
+    return np.any(table, axis=tuple(range(table.ndim - 2)))
 
 
-def seen_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array | None:
-    """Return which tiles may hold a key that is seen, by what arrays say too: (down, across).
-
-    None where arrays say nothing.
-    """
-    form = problem.mask_spec
-    if form is None or not (problem.query_offset is None or form.carried()):
+def visible_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array | None:
+    """Return which tiles arrays may leave visible, (down, across); None if no array masks."""
+    spec = problem.mask_spec
+    if spec is None or not (problem.query_offset is None or spec.carried()):
         return None
     mask = combined_mask(problem, x)
     assert mask is not None
 
-    # XLA would look at an array that it knows when it compiles, for minutes if it is a large one.
-    def unknown(name: str, thing: Any) -> Any:
+    # XLA would evaluate a constant array when it compiles, which takes minutes for a large one.
+    def not_constant(name: str, thing: Any) -> Any:
         return thing if callable(thing) else lax.optimization_barrier(thing)  # type: ignore[no-untyped-call]
 
-    mask = mask.map(unknown)
-    some = TileGrid(problem, x, jnp, size, x.query).of(mask).any_visible
-    return of_all(jnp.any(some, axis=range(some.ndim - 2)))
+    table = TileGrid(problem, x, jnp, size, x.query).of(mask.map(not_constant)).any_visible
+    return any_under_vmap(jnp.any(table, axis=range(table.ndim - 2)))
 
 
-def wanted(problem: Problem, loop: Loop, seen: Array | None) -> Array | None:
-    """Return which tiles of a loop are to be computed, (blocks, steps), or None where all are."""
-    if not by_table(problem):
+def tiles_to_compute(problem: Problem, loop: Loop, visible: Array | None) -> Array | None:
+    """Return which tiles of a loop must be computed, (blocks, steps); None if all must."""
+    if not masks_tiles(problem):
         return None
     first_rows, first_keys = np.asarray(loop.first_rows), np.asarray(loop.first_keys)
     listed = first_keys < problem.key_length
-    if seen is None:
+    if visible is None:
         return None if listed.all() else listed
-    down = first_rows // -(-problem.query_length // seen.shape[0])
-    across = np.minimum(first_keys // loop.columns, seen.shape[1] - 1)
-    return seen[down[:, None], across] & listed
+    down = first_rows // -(-problem.query_length // visible.shape[0])
+    across = np.minimum(first_keys // loop.columns, visible.shape[1] - 1)
+    return visible[down[:, None], across] & listed
 
 
 @jax.custom_batching.custom_vmap
-def of_all(table: Array) -> Array:
-    """Return a table as it is; under vmap, one for all that are mapped over.
+def any_under_vmap(table: Array) -> Array:
+    """Return a table unchanged; under vmap, the union of all that are mapped over.
 
-    A condition that differed from one to the next would become a choice between two results.
+    vmap turns a condition that differs between items into the computation of both branches.
     """
     return table
 
 
-@of_all.def_vmap
-def _of_all(size: int, batched: list[bool], table: Array) -> tuple[Array, bool]:
-    return of_all(jnp.any(table, axis=0)), False
+@any_under_vmap.def_vmap
+def _any_under_vmap(size: int, batched: list[bool], table: Array) -> tuple[Array, bool]:
+    return any_under_vmap(jnp.any(table, axis=0)), False
 
 
 def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
-    """Return how many rows and how many keys make a tile, wide where rows are few."""
+    """Return how many rows and how many keys make a tile: wider where there are few rows."""
     heads = math.prod(problem.batch) * problem.heads
     if problem.similarity_spec is not None and problem.similarity_spec.entrywise:
         tile = max(1, tile // max(1, problem.head_size))
-    area = max(tile // heads, min(tile, SMALLEST))
-    if by_table(problem):
-        area = min(area, FINE**2)
-    rows = even(problem.query_length, math.isqrt(area))
-    columns = even(problem.key_length, area // rows)
-    return even(problem.query_length, area // columns), columns
+    area = max(tile // heads, min(tile, MIN_AREA))
+    if masks_tiles(problem):
+        area = min(area, MAX_MASKED_SIDE**2)
+    rows = even_size(problem.query_length, math.isqrt(area))
+    columns = even_size(problem.key_length, area // rows)
+    return even_size(problem.query_length, area // columns), columns
 
 
-def even(length: int, most: int) -> int:
-    """Return a size of at most `most` that cuts `length` into as few blocks, and about equal."""
+def even_size(length: int, most: int) -> int:
+    """Return a size of at most `most` that cuts `length` into few blocks of about equal size."""
     blocks = -(-length // max(1, most))
     return -(-length // blocks)

@@ -1,4 +1,4 @@
-"""NumPy on the CPU. Importing this must not import NumPy."""
+"""NumPy on the CPU. This module must not import NumPy."""
 
 from polyattn.plugin import BackendSpec
 

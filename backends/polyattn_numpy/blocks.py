@@ -1,16 +1,28 @@
-"""How a call is cut: into pieces, which threads take in any order, and a piece into tiles.
+"""Cut a call into pieces, which threads take in any order, and a piece into tiles.
 
-Where an item of a batch is cut depends on nothing but its own shape: neither on how many items
-there are nor on how many threads. So its result has the same bits whatever they are.
+Where a batch item is cut depends only on its own shape. So its result has the same bits whatever
+the number of items and threads.
 
-Sizes
------
-A tile is a block of about 512 query rows (grouped heads count as rows) by 512 keys: 1 MiB of
-float32, which stays in a core's second-level cache through the two products and the exponential,
-and half a millisecond of work, beside which what Python does between the calls is nothing. Where
-the rows of one head do not fill a tile, several heads, and then several items, share the calls.
-Only where a band cuts a tile is it cut further, into strips of 128 rows: what is computed for
-nothing is then half a strip's square. The cells of a table (`table`) are as high as strips.
+Glossary
+--------
+group
+    A key/value head and the `group_size` query heads that read it.
+piece
+    The work that a thread takes at once: some query rows of some groups of some batch items, with
+    all keys that they see or one part of these keys.
+tile
+    The scores that are computed at once: about 512 query rows (each query head of a group adds its
+    rows) by 512 keys. They are 1 MiB of float32, which stays in a core's second-level cache through
+    the two products and the exponential, and half a millisecond of work, so Python's share is
+    small. Where one group has too few rows for a tile, several groups, then several items, share
+    one.
+strip
+    128 query rows. Where the edge of a band crosses a tile, the tile is cut into strips: at most
+    half of a strip's square is then computed for nothing.
+cell
+    An entry of the mask table: one strip by 64 keys, empty, mixed or full.
+region
+    A rectangle of rows and keys in a tile, where a mask hides some of the scores.
 """
 
 from __future__ import annotations
@@ -21,209 +33,176 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Problem, Span, column_span, full_span, is_full
+from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full
 
 __all__ = [
-    "Patch",
-    "Piece",
-    "Tile",
-    "even",
-    "even_count",
-    "is_tabled",
-    "pieces",
-    "row_sizes",
-    "tiles",
-]
+    "Piece", "Region", "Tile", "even_count", "even_size", "group_size_of", "pieces", "row_sizes",
+    "split_heads", "tiles", "uses_table",
+]  # fmt: skip
 
-#: Rows and keys among which some are hidden.
-Patch = tuple[Span, Span]
+Region = tuple[Span, Span]
 
 STRIP = 128
-# Below this many pieces an item's keys are split as well, so that threads have something to share.
-FEW = 8
-# Keys of a part: enough that joining the parts costs nothing beside them.
-PART = 8192
-# Tiles of an item's scores, below which cutting by a table costs more than the tiles it spares.
-TABLED = 4
-# Multiply-adds that are worth a thread's waking, about half a millisecond.
-TASK = 2**25
-# Multiply-adds of a piece, about two milliseconds, beside which what Python does around it is
-# nothing: Python runs on one thread at a time.
-PIECE = 2**27
-# Pieces for each thread, where they are as large: enough that none waits long for the last.
+# With fewer pieces than this, an item's keys are cut as well, to give every thread some work.
+FEW_PIECES = 8
+# Keys of a part: enough to make the cost of combining parts negligible.
+PART_KEYS = 8192
+# With fewer tiles than this in an item's scores, a mask table costs more than it saves.
+TABLE_TILES = 4
+# Multiply-adds that are worth waking a thread, about half a millisecond.
+THREAD_WORK = 2**25
+# Multiply-adds of a piece, about two milliseconds: Python, which runs on one thread at a time, then
+# takes a negligible share.
+PIECE_WORK = 2**27
+# Pieces of that size for each thread: enough that no thread waits long for the last piece.
 ROUNDS = 3
 
 
-class Piece(NamedTuple):
-    """Some rows of some heads of some batch items, over all the keys they see or a part of them.
+class Tile(NamedTuple):
+    """Scores of some key/value heads, rows and keys; it may be wider than a tile should be."""
 
-    Attributes
-    ----------
-    outer : tuple of int
-        An index into all batch axes but the last.
-    batch, heads : Span
-        Along the last batch axis, and the key/value heads.
-    rows, columns : Span
-        The query rows, and the keys outside which they see none of this piece.
-    part, parts : int
-        Which part of the keys of these rows it has, of how many.
-    """
-
-    outer: tuple[int, ...]
-    batch: Span
     heads: Span
     rows: Span
     columns: Span
-    part: int
+    crosses_band: bool  # whether a band hides some of the scores
+    width: int  # how many keys to take at once
+    regions: tuple[Region, ...] | None = None  # that a mask hides in part, if there is a table
+
+
+class Piece(NamedTuple):
+    """The work that a thread takes at once."""
+
+    outer: tuple[int, ...]  # an index into all batch axes but the last
+    batch: Span  # along the last batch axis
+    heads: Span  # the key/value heads
+    rows: Span
+    columns: Span  # the keys outside which its rows see nothing of this piece
+    part: int  # the number of this part of the keys, of `parts`
     parts: int
 
     @property
-    def units(self) -> int:
-        """The number of key/value heads in it, over all items."""
+    def head_count(self) -> int:
+        """The number of key/value heads over all items."""
         return self.batch.length * self.heads.length
 
-    def alone(self) -> Iterator[Piece]:
-        """Return the same piece a head at a time."""
+    def single_heads(self) -> Iterator[Piece]:
+        """Yield the piece one key/value head of one item at a time."""
         for item, head in product(range(*self.batch), range(*self.heads)):
             yield self._replace(batch=Span(item, item + 1), heads=Span(head, head + 1))
 
-    def within(self, shape: tuple[int, ...], *spans: Span | None) -> tuple[Any, ...]:
-        """Return where an array with the axes (outer..., batch, G, ...) has it.
-
-        Parameters
-        ----------
-        shape : tuple of int
-            The array's; an axis of length 1 is for all.
-        *spans : Span or None
-            Of its further axes, None for the whole of one.
-        """
-        index: list[Any] = [0 if n == 1 else i for i, n in zip(self.outer, shape, strict=False)]
-        axes = shape[len(index) :]
+    def view(self, array: Array, *spans: Span | None) -> Array:
+        """Return the piece's view of an array (outer..., batch, G, ...), and spans of more axes."""
+        # An axis of length 1 broadcasts, and a span of None is the whole axis.
+        index: list[Any] = [
+            0 if n == 1 else i for i, n in zip(self.outer, array.shape, strict=False)
+        ]
+        axes = array.shape[len(index) :]
         for span, n in zip((self.batch, self.heads, *spans), axes, strict=False):
             index.append(slice(None) if span is None or n == 1 else slice(*span))
-        return tuple(index)
+        return array[tuple(index)]
 
-    def own(self, tile: Tile) -> tuple[slice, Span]:
-        """Return which of its heads and rows a tile has."""
+    def relative(self, tile: Tile) -> tuple[slice, Span]:
+        """Return a tile's heads and rows, counted from the first ones of the piece."""
         first, row = self.heads.start, self.rows.start
         heads = slice(tile.heads.start - first, tile.heads.stop - first)
         return heads, Span(tile.rows.start - row, tile.rows.stop - row)
 
 
-class Tile(NamedTuple):
-    """Some heads, rows and keys, and whether the band hides some of these from some of those.
-
-    It may be wider than a tile is meant to be: `width` says by how many keys to go through it.
-    Where a table is known, the `patches` are where masks hide something, and the rest is full.
-    """
-
-    heads: Span
-    rows: Span
-    columns: Span
-    ragged: bool
-    width: int
-    patches: tuple[Patch, ...] | None = None
+def group_size_of(problem: Problem) -> int:
+    """Return how many query heads read one key/value head."""
+    return problem.heads // problem.key_heads
 
 
-def even(length: int, most: int) -> int:
-    """Return a size of at most `most` that cuts `length` into as few blocks, and about equal."""
+def split_heads(problem: Problem, array: Array, ndim: int) -> Array:
+    """Pad an array's shape to (..., H, rows, keys) with `ndim` axes, and split H into (G, H/G)."""
+    *batch, heads, rows, keys = (1,) * (ndim - array.ndim) + array.shape
+    size = group_size_of(problem)
+    split = (1, 1) if heads == 1 else (heads // size, size)
+    return array.reshape(*batch, *split, rows, keys)
+
+
+def even_size(length: int, most: int) -> int:
+    """Return a size up to `most` that cuts `length` into the fewest blocks, about equally long."""
     blocks = -(-length // most)
     return min(most, -(-length // (16 * blocks)) * 16)
 
 
-def is_tabled(problem: Problem, tile: int) -> bool:
-    """Whether a table of what masks leave is worth making: for an item of some tiles of scores.
+def even_count(number: int, most: int) -> int:
+    """Return a count up to `most` that divides `number` into the fewest, about equal shares."""
+    return -(-number // -(-number // most))
 
-    What causal and window leave at a known offset is known without, and of a function alone a table
-    says nothing.
+
+def uses_table(problem: Problem, tile: int) -> bool:
+    """Return whether a mask table can save more than it costs.
+
+    No table is needed for causal and window at a known offset, and none can be made from a bare
+    mask function.
     """
     banded_by_item = problem.query_offset is None and problem.masks_by_position
-    given = problem.mask is not None or problem.mask_spec is not None or banded_by_item
-    return given and math.prod(problem.scores[-3:]) >= TABLED * tile
+    masked = problem.mask is not None or problem.mask_spec is not None or banded_by_item
+    return masked and math.prod(problem.scores[-3:]) >= TABLE_TILES * tile
 
 
 def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
-    """Return how many rows a piece has, and how many of them are taken at a time in strips."""
-    most = max(1, math.isqrt(tile) // (problem.heads // problem.key_heads))
-    rows = even(problem.query_length, most)
-    if not is_tabled(problem, tile):
-        return rows, strip_of(problem, rows, tile) if problem.masks_by_position else rows
-    # A table has one height of strips, so pieces are whole numbers of them.
+    """Return how many rows a piece has, and a strip of it."""
+    most = max(1, math.isqrt(tile) // group_size_of(problem))
+    rows = even_size(problem.query_length, most)
     strip = min(rows, max(1, STRIP * math.isqrt(tile) // 512))
+    if not uses_table(problem, tile):
+        # Where the band of each item lies is not known before the call.
+        whole = not problem.masks_by_position or problem.query_offset is None
+        return rows, rows if whole else strip
+    # A table has strips of one height, so pieces are whole numbers of them.
     blocks = -(-problem.query_length // (most // strip * strip))
     return -(-problem.query_length // (blocks * strip)) * strip, strip
 
 
 @lru_cache(maxsize=32)
-def pieces(problem: Problem, tile: int, threads: int, *, pooled: bool = True) -> tuple[Piece, ...]:
-    """Cut a call into pieces, those with most work first.
+def pieces(
+    problem: Problem, tile: int, threads: int, *, share_items: bool = True
+) -> tuple[Piece, ...]:
+    """Cut a call into pieces, those with most work first, parts in the order of their keys.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    tile : int
-        How many scores a tile may hold.
-    threads : int
-        How many threads will share the pieces.
-    pooled : bool
-        Whether items may share one: not where each has a table of its own, by which it is cut.
-
-    Returns
-    -------
-    tuple of Piece
-        The pieces; parts of the same rows stand in the order of their keys.
+    `tile` is how many scores a tile may hold. Items whose mask tables differ share no piece.
     """
-    side = math.isqrt(tile)
-    members = problem.heads // problem.key_heads
-    rows, height = row_sizes(problem, tile)
+    side, group_size = math.isqrt(tile), group_size_of(problem)
+    rows, strip = row_sizes(problem, tile)
     blocks = [
         (block, column_span(problem, block)) for block in Span(0, problem.query_length).split(rows)
     ]
     blocks.sort(key=lambda block: -block[1].length)
     part = problem.key_length
-    if problem.key_heads * len(blocks) < FEW:
-        part = max(PART * tile // 2**18, 1)
+    if problem.key_heads * len(blocks) < FEW_PIECES:
+        part = max(PART_KEYS * tile // 2**18, 1)
     *outer, items = problem.batch or (1,)
-    # How many heads fill a tile, and of how many one piece holds the sums.
-    fit = max(1, tile // (height * members * min(side, problem.key_length)))
-    most = max(fit, tile // (rows * members * max(problem.value_size, 64)))
+    # How many heads fill a tile, and how many may be in one piece, which holds their sums.
+    fit = max(1, tile // (strip * group_size * min(side, problem.key_length)))
+    most = max(fit, tile // (rows * group_size * max(problem.value_size, 64)))
     if threads > 1:
-        units = math.prod(outer) * items * problem.key_heads * len(blocks)
-        head = rows * members * problem.key_length * (problem.head_size + problem.value_size)
-        rounds = min(max(units * head // (threads * PIECE), 1), ROUNDS)
-        share = -(-units // (threads * rounds))
+        head_count = math.prod(outer) * items * problem.key_heads * len(blocks)
+        sizes = problem.head_size + problem.value_size
+        work = head_count * rows * group_size * problem.key_length * sizes
+        rounds = min(max(work // (threads * PIECE_WORK), 1), ROUNDS)
+        share = -(-head_count // (threads * rounds))
         fit, most = min(fit, share), min(most, share)
     heads = even_count(problem.key_heads, most)
-    batch = max(1, fit // heads) if pooled and heads == problem.key_heads else 1
-    found = []
+    batch = max(1, fit // heads) if share_items and heads == problem.key_heads else 1
+    result = []
     for block, columns in blocks:
         parts = list(columns.split(part)) or [columns]
         whole = len(parts) == 1
-        found += [
-            Piece(index, some, few, block, keys, number, len(parts))
+        result += [
+            Piece(index, some_items, some_heads, block, keys, number, len(parts))
             for index in product(*map(range, outer))
-            for some in Span(0, items).split(batch if whole else 1)
-            for few in Span(0, problem.key_heads).split(heads if whole else 1)
+            for some_items in Span(0, items).split(batch if whole else 1)
+            for some_heads in Span(0, problem.key_heads).split(heads if whole else 1)
             for number, keys in enumerate(parts)
         ]
-    return tuple(found)
+    return tuple(result)
 
 
-def even_count(number: int, most: int) -> int:
-    """Return a count of at most `most` that deals `number` out evenly."""
-    return -(-number // -(-number // most))
-
-
-def strip_of(problem: Problem, rows: int, tile: int) -> int:
-    """Return how many of `rows` rows are taken at a time where a band cuts a tile."""
-    if problem.query_offset is None:  # nothing is known of where it lies
-        return rows
-    return min(rows, max(1, STRIP * math.isqrt(tile) // 512))
-
-
-def within(span: Span, bounds: Span) -> Span:
-    """Return what of a span lies in bounds, its ends moved inwards to where vectors begin."""
+def aligned_within(span: Span, bounds: Span) -> Span:
+    """Return the part of a span within bounds, its other ends moved inwards to multiples of 16."""
     start, stop = max(span.start, bounds.start), min(span.stop, bounds.stop)
     start = start if start == bounds.start else -(-start // 16) * 16
     stop = stop if stop == bounds.stop else stop // 16 * 16
@@ -231,33 +210,17 @@ def within(span: Span, bounds: Span) -> Span:
 
 
 def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
-    """Cut a piece into tiles; none that the band leaves empty is among them.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    piece : Piece
-        The piece.
-    tile : int
-        How many scores a tile may hold.
-
-    Yields
-    ------
-    Tile
-        First of all the piece's rows, then of strips of them.
-    """
+    """Cut a piece into the tiles that a band does not leave empty: of all its rows, then strips."""
     side = math.isqrt(tile)
-    members = problem.heads // problem.key_heads
-    common = within(full_span(problem, piece.rows), piece.columns)
+    common = aligned_within(full_span(problem, piece.rows), piece.columns)
     if common.length:
-        width = even(common.length, side)
-        few = tile // (piece.batch.length * piece.rows.length * members * width)
-        for heads in piece.heads.split(max(1, few)):
+        width = even_size(common.length, side)
+        row_count = piece.batch.length * piece.rows.length * group_size_of(problem)
+        for heads in piece.heads.split(max(1, tile // (row_count * width))):
             yield Tile(heads, piece.rows, common, False, width)
     if common == piece.columns:
         return
-    for strip in piece.rows.split(strip_of(problem, piece.rows.length, tile)):
+    for strip in piece.rows.split(row_sizes(problem, tile)[1]):
         seen = column_span(problem, strip)
         start, stop = max(seen.start, piece.columns.start), min(seen.stop, piece.columns.stop)
         edges = [Span(start, common.start), Span(common.stop, stop)]
@@ -265,5 +228,5 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
             edges = [Span(start, stop)]
         for edge in edges:
             if edge.length > 0:
-                ragged = not is_full(problem, strip, edge)
-                yield Tile(piece.heads, strip, edge, ragged, even(edge.length, side))
+                crosses = not is_full(problem, strip, edge)
+                yield Tile(piece.heads, strip, edge, crosses, even_size(edge.length, side))

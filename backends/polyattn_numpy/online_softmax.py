@@ -1,4 +1,4 @@
-"""What is summed over keys: weights, weights · values, and how sums of separate keys join."""
+"""The sums over keys, weights and weights · values, and how sums of separate keys combine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from polyattn.plugin import Array
 from polyattn_numpy.scratch import has_small_products
 
-__all__ = ["Running", "join", "spoilt_product", "weighted_sum"]
+__all__ = ["SoftmaxState", "combine", "product_of_seen", "weighted_sum"]
 
-# Multiply-adds of a product that is small.
+# Multiply-adds of a product that counts as small.
 SMALL_PRODUCT = 2**19
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r)."""
 
     output: Array  # (b, k, rows · g, E)
@@ -31,31 +31,31 @@ def weighted_sum(weights: Array, value: Array, out: Array) -> None:
     if few < 4 or rows % few or not has_small_products(weights.dtype):
         np.matmul(weights, value, out)
         return
-    strips = (batch, heads, rows // few, few)
-    np.matmul(weights.reshape(*strips, size), value[:, :, None], out.reshape(*strips, -1))
+    blocks = (batch, heads, rows // few, few)
+    np.matmul(weights.reshape(*blocks, size), value[:, :, None], out.reshape(*blocks, -1))
 
 
-def spoilt_product(weights: Array, present: Array, value: Array) -> Array:
-    """Return weights · value where a value that is not finite spoils the rows that see it alone."""
+def product_of_seen(weights: Array, seen: Array, value: Array) -> Array:
+    """Return weights · value, where NaN and infinity reach only the rows that see them."""
     result = np.empty((*weights.shape[:-1], value.shape[-1]), weights.dtype)
     weighted_sum(weights, np.where(np.isfinite(value), value, 0), result)
     for infinity in (math.inf, -math.inf):
-        # NaN counts as both infinities, whose sum it is.
-        spoils = ((value == infinity) | np.isnan(value)).astype(value.dtype)
-        result[np.matmul(present.astype(value.dtype), spoils) > 0] += infinity
+        # NaN counts as both infinities, since it is their sum.
+        infinite = ((value == infinity) | np.isnan(value)).astype(value.dtype)
+        result[np.matmul(seen.astype(value.dtype), infinite) > 0] += infinity
     return result
 
 
-def join(one: Running, other: Running) -> Running:
-    """Return the state of two sets of keys together."""
-    # A sum of nothing has no reference, whichever it was made with.
+def combine(one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
+    """Return the state of both sets of keys together."""
+    # A sum over no key has no reference, whatever reference it was computed with.
     one, other = (
         x._replace(reference=np.where(x.total == 0, -math.inf, x.reference)) for x in (one, other)
     )
     highest = np.maximum(one.reference, other.reference)
     shift = np.where(highest == -math.inf, 0, highest)
     shrink_one, shrink_other = np.exp(one.reference - shift), np.exp(other.reference - shift)
-    return Running(
+    return SoftmaxState(
         one.output * shrink_one + other.output * shrink_other,
         highest,
         one.total * shrink_one + other.total * shrink_other,

@@ -1,4 +1,4 @@
-"""What is made once and kept: scratch memory, small tables, what the processor is good at."""
+"""What threads and calls reuse: scratch arrays, small constants, facts about the processor."""
 
 from __future__ import annotations
 
@@ -14,24 +14,17 @@ import numpy as np
 from polyattn.plugin import Array
 from polyattn_numpy.threads import blas
 
-__all__ = [
-    "Memory",
-    "band_tile",
-    "borrowed_memory",
-    "fast_exp2",
-    "has_small_products",
-    "ones",
-]
+__all__ = ["Scratch", "band_tile", "borrowed_scratch", "fast_exp2", "has_small_products", "ones"]
 
 
-class Memory:
-    """Arrays that are written to again and again, by name."""
+class Scratch:
+    """Named arrays that are written to again and again."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, Any], Array] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the array of a name, with what was left in it."""
+    def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Return the array of this name and shape, which holds whatever was last written."""
         size, key = math.prod(shape), (name, dtype)
         array = self._arrays.get(key)
         if array is None or array.size < size:
@@ -41,20 +34,20 @@ class Memory:
 
 class _Free(threading.local):
     def __init__(self) -> None:
-        self.memories: list[Memory] = []
+        self.scratches: list[Scratch] = []
 
 
 _free = _Free()
 
 
 @contextmanager
-def borrowed_memory() -> Iterator[Memory]:
-    """Lend memory of this thread, which a call made from inside another one finds taken."""
-    memory = _free.memories.pop() if _free.memories else Memory()
+def borrowed_scratch() -> Iterator[Scratch]:
+    """Lend this thread's scratch arrays; a call made from inside another one gets its own."""
+    scratch = _free.scratches.pop() if _free.scratches else Scratch()
     try:
-        yield memory
+        yield scratch
     finally:
-        _free.memories.append(memory)
+        _free.scratches.append(scratch)
 
 
 @lru_cache(maxsize=64)
@@ -71,29 +64,29 @@ def band_tile(rows: int, columns: int, low: int | None, high: int | None) -> Arr
 
 @lru_cache(maxsize=8)
 def ones(length: int, dtype: Any) -> Array:
-    """Return a column of ones, which sums rows faster by a product than a reduction does."""
+    """Return a column of ones: a product with it sums rows faster than a reduction does."""
     return np.ones((length, 1), dtype)
 
 
 @lru_cache(maxsize=2)
 def has_small_products(dtype: Any) -> bool:
-    """Whether BLAS takes small products as they are, where others first copy both factors.
+    """Return whether BLAS multiplies small matrices without copying them first.
 
-    OpenBLAS has kernels for that, for AVX-512 alone, up to a million multiply-adds.
+    OpenBLAS has such kernels only for AVX-512, for up to a million multiply-adds.
     """
-    found = {(x.internal_api, getattr(x, "architecture", None)) for x in blas.libraries()}
+    builds = {(x.internal_api, getattr(x, "architecture", None)) for x in blas.libraries()}
     wide = {("openblas", name) for name in ("SkylakeX", "Cooperlake", "SapphireRapids")}
-    return bool(dtype == np.float32 and found and found <= wide)
+    return bool(dtype == np.float32 and builds and builds <= wide)
 
 
 @lru_cache(maxsize=2)
 def fast_exp2(dtype: Any) -> bool:
-    """Whether exp2 has vector instructions of its own here, which exp then takes twice as long as.
+    """Return whether exp2 has vector instructions here, and so takes half the time of exp.
 
     Only AVX-512 has them; elsewhere exp is the faster one.
     """
     if dtype != np.float32 or not hasattr(np.lib, "introspect"):
         return False
-    found = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")
-    loops = found.get("exp2", {}).values()
+    info = np.lib.introspect.opt_func_info(func_name="^exp2$", signature="float32")
+    loops = info.get("exp2", {}).values()
     return bool(loops) and not any(loop["current"].startswith("baseline") for loop in loops)

@@ -1,7 +1,7 @@
-"""Threads that live with the process, and BLAS held to one thread each while they work.
+"""Threads that live as long as the process, and BLAS limited to one thread while they work.
 
-NumPy lets go of the interpreter inside a product or an elementwise function, so threads that each
-work on tiles of their own scale; threads inside BLAS, on products as small as a tile, do not, and
+NumPy releases the interpreter lock inside a product or an elementwise function, so threads that
+each work on their own tiles scale. Threads inside BLAS do not, on products as small as a tile, and
 both at once are several times slower than either.
 """
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 
 class Exclusive:
-    """What one thread does at a time, with a lock that is free afterwards whatever happens.
+    """A lock for actions, which is always free afterwards.
 
-    An interrupt may come between any two instructions of the main thread, at the end of a `with`
-    too: its lock would stay taken.
+    An interrupt may come between any two instructions of the main thread, so at the end of a `with`
+    block too, and would leave its lock taken.
     """
 
     def __init__(self) -> None:
@@ -52,34 +52,34 @@ class Exclusive:
 
 
 class Blas:
-    """NumPy's BLAS, held to one thread as long as any call needs that.
+    """NumPy's BLAS, limited to one thread as long as any call needs that.
 
-    The count of BLAS's threads belongs to the process. It is put back by the call that ends last.
+    The number of its threads belongs to the process. The call that ends last restores it.
     """
 
     def __init__(self) -> None:
         self._one_at_a_time = Exclusive()
         self._holders: set[object] = set()
         self._libraries: list[Any] | None = None
-        self._counts: list[int] = []  # to be put back; empty when there is nothing to put back
+        self._counts: list[int] = []  # to restore; empty if there is nothing to restore
 
     def libraries(self) -> list[Any]:
-        """Return the controllers of NumPy's BLAS, which are looked for once."""
+        """Return the controllers of NumPy's BLAS, and look for them only once."""
         if self._libraries is None:
-            found = ThreadpoolController().select(user_api="blas").lib_controllers
-            # Others may have brought a BLAS of their own, which is none of ours to hold.
-            own = [library for library in found if "numpy" in str(library.filepath)]
-            self._libraries = own or found
+            libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+            # Other packages may have loaded another BLAS, which we must not limit.
+            numpys = [library for library in libraries if "numpy" in str(library.filepath)]
+            self._libraries = numpys or libraries
         return self._libraries
 
     def threads(self) -> int:
-        """Return how many threads BLAS has when nobody holds it; 0 if it cannot be held."""
+        """Return how many threads BLAS has when nothing limits it; 0 if it cannot be limited."""
         return min(self._one_at_a_time.run(lambda: self._counts or self._read()), default=0)
 
     def held(self, work: Callable[[], T]) -> T:
-        """Return the result of some work during which BLAS has one thread."""
-        # An interrupt may come between any two instructions, so the holder is known before it is
-        # counted, and leaving can be done again: it changes nothing once it is complete.
+        """Return the result of some work, during which BLAS has one thread."""
+        # An interrupt may come between any two instructions, so the holder exists before it is
+        # registered, and leaving can be repeated: once complete, it changes nothing.
         holder = object()
         try:
             try:
@@ -91,7 +91,7 @@ class Blas:
             self._one_at_a_time.run(lambda: self._leave(holder))
 
     def _take(self, holder: object) -> None:
-        if not self._counts:  # else they are not put back yet, and what BLAS has now is ours
+        if not self._counts:  # else they are not restored yet, and BLAS has the limit
             self._counts = self._read()
         self._holders.add(holder)
         if len(self._holders) == 1:
@@ -100,9 +100,9 @@ class Blas:
     def _leave(self, holder: object) -> None:
         self._holders.discard(holder)
         if not self._holders:
-            self._put_back()
+            self._restore()
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         if self._counts:
             self._set(self._counts)
             self._counts = []
@@ -113,22 +113,22 @@ class Blas:
     def _set(self, counts: list[int]) -> None:
         for library, now, count in zip(self.libraries(), self._read(), counts, strict=True):
             if now != count:
-                # threadpoolctl 3.8 ignores all threads but the first that has set OpenBLAS's count.
+                # threadpoolctl 3.8 heeds only the first thread that sets OpenBLAS's count.
                 change = getattr(library, "_real_set_num_threads", library.set_num_threads)
                 change(count)
 
     def forget_holders(self) -> None:
-        """Start anew in a forked process, where none of the threads that held it lives on."""
+        """Remove the limit in a forked process, which has no other threads."""
         self._one_at_a_time = Exclusive()
         self._holders.clear()
-        self._put_back()
+        self._restore()
 
 
 class Job:
-    """Work that several threads may do at once, beside the one that waits for them.
+    """Work that several threads may do at once, besides the one that waits for them.
 
-    What has happened is read off lists that only grow, so that waiting can be interrupted and begun
-    again.
+    Its progress is the length of lists that only grow, so that waiting can be interrupted and
+    repeated.
     """
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -140,7 +140,7 @@ class Job:
         self.errors: list[BaseException] = []
 
     def help(self) -> None:
-        """Do the work if the job is not finished yet."""
+        """Do the work, unless the job is finished."""
         self._begun.append(None)
         try:
             if not self._closed:
@@ -152,17 +152,17 @@ class Job:
             self._wake.put(None)
 
     def finish(self) -> None:
-        """Let nobody begin any more, and wait for those who have."""
+        """Let no thread begin any more, and wait for those that have begun."""
         self._closed = True
         while len(self._ended) < len(self._begun):
             self._wake.get()
 
 
 class Pool:
-    """Threads that wait for jobs, as many as were ever asked for.
+    """Threads that wait for jobs, as many as were ever needed at once.
 
-    They are daemons, and so outlive `concurrent.futures`, whose threads end before the functions of
-    `atexit` run. No call waits for a thread that has not begun.
+    They are daemons, unlike those of `concurrent.futures`, which end before functions of `atexit`
+    run. No call waits for a thread that has not begun.
     """
 
     def __init__(self) -> None:
@@ -170,13 +170,13 @@ class Pool:
         self._threads: list[threading.Thread] = []
 
     def add(self, helpers: int, job: Job) -> None:
-        """Let up to `helpers` threads help with a job, each in the caller's context."""
+        """Let up to `helpers` threads help with a job, each in a copy of the caller's context."""
         while len(self._threads) < helpers:
             name = f"polyattn_{len(self._threads)}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # at the process's limit, or its end: the caller does it all
+            except RuntimeError:  # the process is at its limit, or ends: the caller does the work
                 break
             self._threads.append(thread)
         for _ in range(min(helpers, len(self._threads))):
@@ -186,10 +186,9 @@ class Pool:
         while True:
             context, job = self._jobs.get()
             context.run(job.help)
-            del context, job  # and the arrays of the call
+            del context, job  # to free the arrays of the call
 
 
-#: NumPy's BLAS in this process.
 blas = Blas()
 _pool = Pool()
 
@@ -205,39 +204,30 @@ if hasattr(os, "register_at_fork"):
 
 
 class StoppedError(Exception):
-    """Nobody waits for the result any more."""
+    """The call has failed or been interrupted, so the result is not needed any more."""
 
 
 class Shared:
-    """What the threads that share a call know of one another."""
+    """The state that the threads of a call share."""
 
     def __init__(self) -> None:
         self.stopped = False
 
     def check(self) -> None:
-        """Raise `StoppedError` if one of them has failed or been interrupted."""
+        """Raise `StoppedError` if one of the threads has failed or been interrupted."""
         if self.stopped:
             raise StoppedError
 
 
 def default() -> int:
-    """Return how many threads are right if nobody says: no more than BLAS has been given."""
+    """Return the default number of threads: as many as BLAS may use."""
     return max(1, blas.threads())
 
 
 def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Shared) -> None:
-    """Do the work on every item, by the calling thread and others; an error stops them all.
+    """Do the work on every item, on the calling thread and up to `threads` - 1 others.
 
-    Parameters
-    ----------
-    work : callable
-        What to do with an item.
-    items : sequence
-        The items, in the order in which they are begun.
-    threads : int
-        How many threads are to work, the caller's among them.
-    state : Shared
-        Told when to stop; long work asks it.
+    An error stops them all. Long work calls `state.check` now and then.
     """
     left = deque(items)
 
@@ -250,13 +240,13 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
                     return
                 work(item)
         except StoppedError:
-            return  # the one that stopped it has the error
+            return  # the thread that stopped it has the error
         except BaseException:
             state.stopped = True
             raise
 
     if not blas.libraries():
-        threads = 1  # its own threads would fight with ours
+        threads = 1  # BLAS's threads, which cannot be limited, would compete with ours
     job = Job(drain)
 
     def drain_together() -> None:
@@ -265,7 +255,7 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
             drain()
             job.finish()
         except BaseException:
-            # Nothing of this call runs on when it ends, however it ends.
+            # However the call ends, its work must end first.
             state.stopped = True
             job.finish()
             raise

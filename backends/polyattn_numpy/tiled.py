@@ -1,29 +1,30 @@
-"""Attention in NumPy at the speed of a compiled kernel, in memory for a few tiles a thread.
+"""Attention in NumPy as fast as a compiled kernel, in the memory of a few tiles for each thread.
 
 A call is cut into pieces of rows and heads (`blocks`), which threads take in turn (`threads`); each
-piece is a pass over tiles of keys (`sweep`).
+piece is a pass over tiles (`sweep`).
 """
 
 from __future__ import annotations
 
 import math
-from functools import reduce
+from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
-from polyattn_numpy.blocks import TASK, Piece, pieces
-from polyattn_numpy.online_softmax import Running, join
-from polyattn_numpy.prepared import Call, call_of
-from polyattn_numpy.scratch import Memory, borrowed_memory
+from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
+from polyattn_numpy.online_softmax import SoftmaxState, combine
+from polyattn_numpy.prepared import PreparedCall, prepare
+from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sweep import Sweep
 
-__all__ = ["Tiled"]
+__all__ = ["Tiled", "empty_result"]
 
-# Scores of an item up to which the array-API kernel's few calls are the faster ones.
+# Up to so many scores of an item, the array-API kernel is faster, since it makes few calls.
 TINY = 2**12
-# OpenBLAS starts no threads of its own for products of fewer multiply-adds.
+# OpenBLAS starts no threads for products of fewer multiply-adds.
 UNTHREADED = 2**18
 
 
@@ -31,14 +32,14 @@ class Tiled(Kernel):
     """Tiles of the scores by BLAS, on threads."""
 
     name = "tiled"
-    # Of which a norm, and a normalizer, want a whole row at once.
+    # A normalizer and a norm of scores need a whole row at once.
     features = frozenset(FEATURES) - {"normalizer", "score_norm"}
     batch_invariant = True
     tile = 2**18
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Little work goes faster with less around it."""
-        # By the shape of one item, so that a batch of many is computed as each of them is.
+        """Leave small calls to the dense kernel."""
+        # Decided by the shape of one item, so that an item is computed alike in any batch.
         if problem.heads * problem.query_length * problem.key_length <= TINY:
             return "an item has so few scores that dense, with less around it, is faster"
         return None
@@ -47,10 +48,7 @@ class Tiled(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        output = np.empty((*problem.scores[:-1], problem.value_size), operands.query.dtype)
-        logsumexp = None
-        if "logsumexp" in problem.features:
-            logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
+        output, logsumexp = empty_result(problem, operands.query.dtype)
         if 0 in problem.scores:
             output[...] = 0
             if logsumexp is not None:
@@ -58,89 +56,97 @@ class Tiled(Kernel):
             return output, logsumexp
         result = Result(problem, output, logsumexp)
         work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
-        count = min(thread_count(threads.default), work // TASK) if work >= 2 * TASK else 1
-        state = threads.Shared()
-        call = call_of(problem, operands, backend.xp, self.tile, state.check)
+        count = 1
+        if work >= 2 * THREAD_WORK:
+            count = min(thread_count(threads.default), work // THREAD_WORK)
+        shared = threads.Shared()
+        call = prepare(problem, operands, self.tile, shared.check)
         table = call.table
-        cut = pieces(problem, self.tile, count, pooled=table is None or not table.differs_by_item)
+        share_items = table is None or not table.differs_by_item
+        cut = pieces(problem, self.tile, count, share_items=share_items)
         if table is not None:
-            cut = tuple(sorted(cut, key=table.visible, reverse=True))
+            cut = tuple(sorted(cut, key=table.visible_cells, reverse=True))
 
         def attend_to(piece: Piece) -> None:
-            with borrowed_memory() as memory:
-                attend(call, result, piece, memory)
+            with borrowed_scratch() as scratch:
+                attend(call, result, piece, scratch)
 
         if len(cut) == 1 and work < UNTHREADED:
             attend_to(cut[0])
         else:
-            threads.each(attend_to, cut, count, state)
-        result.join_parts()
+            threads.each(attend_to, cut, count, shared)
+        result.write_parts()
         return output, logsumexp
 
 
-def attend(call: Call, result: Result, piece: Piece, memory: Memory) -> None:
-    """Compute a piece: the plain way, and where that proves wrong, with more care."""
-    sweep = Sweep(call, piece, memory)
-    running = sweep.run()
-    proven = sweep.proven(running)
-    if proven is not True and piece.units > 1:
-        for unit in piece.alone():
-            attend(call, result, unit, memory)
+def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
+    """Return an uninitialized output, and a logsumexp if the problem asks for it."""
+    output = np.empty((*problem.scores[:-1], problem.value_size), dtype)
+    if "logsumexp" not in problem.features:
+        return output, None
+    return output, np.empty(problem.scores[:-1], problem.accumulator)
+
+
+def attend(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:
+    """Compute a piece by a fast pass, and what is not reliable there by the slower kinds."""
+    sweep = Sweep(call, piece, scratch)
+    state = sweep.run()
+    reliable = sweep.reliable_rows(state)
+    if reliable is not True and piece.head_count > 1:
+        for head in piece.single_heads():
+            attend(call, result, head, scratch)
         return
-    if proven is not True and not sweep.hides_only_numbers():
-        sweep = Sweep(call, piece, memory, clean=True)
-        running = sweep.run()
-        proven = sweep.proven(running)
-    if not np.all(proven):
-        kept = Running(*map(np.array, running))
-        careful = Sweep(call, piece, memory, clean=True, careful=True).run()
-        running = Running(*(np.where(proven, *both) for both in zip(kept, careful, strict=True)))
-    result.write(piece, running)
+    if reliable is not True and not sweep.inputs_are_finite():
+        sweep = Sweep(call, piece, scratch, "poison_safe")
+        state = sweep.run()
+        reliable = sweep.reliable_rows(state)
+    if not np.all(reliable):
+        # A copy, because the next pass writes to the same scratch arrays.
+        copy = [np.array(array) for array in state]
+        stable = Sweep(call, piece, scratch, "stable").run()
+        state = SoftmaxState(*map(partial(np.where, reliable), copy, stable))
+    result.write(piece, state)
 
 
 class Result:
-    """Where the pieces write what they found."""
+    """The output and logsumexp that pieces are written to."""
 
     def __init__(self, problem: Problem, output: Array, logsumexp: Array | None) -> None:
         batch = problem.batch or (1,)
-        split = (*batch, problem.key_heads, problem.heads // problem.key_heads)
-        self.kept = 1 - problem.dropout
-        self.output = output.reshape(*split, *output.shape[-2:])
+        ndim = len(batch) + 3
+        self.keep_probability = 1 - problem.dropout
+        self.output = split_heads(problem, output, ndim)
         self.logsumexp = None
         if logsumexp is not None:
-            self.logsumexp = logsumexp.reshape(*split, logsumexp.shape[-1])
-        self.parts: dict[Piece, Running] = {}
+            self.logsumexp = split_heads(problem, logsumexp[..., None], ndim)
+        self.parts: dict[Piece, SoftmaxState] = {}
 
-    def write(self, piece: Piece, running: Running) -> None:
-        """Divide, and write; keep what is only a part."""
+    def write(self, piece: Piece, state: SoftmaxState) -> None:
+        """Divide and write the sums of a piece, or hold them if it has only a part of the keys."""
         if piece.parts > 1:
-            # Of its own, for the scratch memory will be written to again.
-            self.parts[piece] = Running(*(np.array(array) for array in running))
+            # Copies, because the next piece writes to the same scratch arrays.
+            self.parts[piece] = SoftmaxState(*map(np.array, state))
             return
-        index = (*piece.outer, slice(*piece.batch), slice(*piece.heads), slice(None))
-        output = self.output[(*index, slice(*piece.rows))].swapaxes(-2, -3)
-        by_head = (*output.shape[:-1], 1)
-        total = running.total.reshape(by_head)
+        output = piece.view(self.output, None, piece.rows).swapaxes(-2, -3)
         if self.logsumexp is not None:
-            logsumexp = np.log(running.total) + running.reference
-            rows = self.logsumexp[(*index, slice(*piece.rows))].swapaxes(-1, -2)
-            rows[...] = logsumexp.reshape(rows.shape)
-        # A row that sees no key has 0 of 0.
+            rows = piece.view(self.logsumexp, None, piece.rows).swapaxes(-2, -3)
+            rows[...] = (np.log(state.total) + state.reference).reshape(rows.shape)
+        total = state.total.reshape(*output.shape[:-1], 1)
+        # The output of a row that sees no key is 0, not 0 / 0.
         np.copyto(total, 1, where=total == 0)
-        if self.kept != 1:
-            total *= self.kept
-        weighted = running.output.reshape(output.shape)
+        if self.keep_probability != 1:
+            total *= self.keep_probability
+        weighted = state.output.reshape(output.shape)
         if output.dtype != total.dtype:
             np.divide(weighted, total, out=output, dtype=total.dtype, casting="unsafe")
         else:
             np.divide(weighted, total, out=output)
 
-    def join_parts(self) -> None:
-        """Join the parts of the same rows, in the order of their keys."""
-        rows: dict[Piece, list[tuple[int, Running]]] = {}
-        for piece, running in self.parts.items():
+    def write_parts(self) -> None:
+        """Combine the parts of the same rows, in the order of their keys, and write them."""
+        rows: dict[Piece, list[SoftmaxState]] = {}
+        for piece in sorted(self.parts, key=lambda piece: piece.part):
             whole = piece._replace(columns=piece.rows, part=0, parts=1)
-            rows.setdefault(whole, []).append((piece.part, running))
-        for whole, parts in rows.items():
-            in_order = sorted(parts, key=lambda part: part[0])
-            self.write(whole, reduce(join, (running for _, running in in_order)))
+            rows.setdefault(whole, []).append(self.parts[piece])
+        for whole, states in rows.items():
+            self.write(whole, reduce(combine, states))

@@ -1,12 +1,12 @@
 """PyTorch's devices and primitives.
 
-Autocast must not reach a kernel: it would turn float32 products into 16-bit ones in silence.
+Autocast must not reach a kernel: it would silently turn float32 products into 16-bit ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.torch as xp
@@ -21,7 +21,7 @@ __all__ = ["TorchBackend"]
 
 
 class TorchBackend(Backend):
-    """PyTorch tensors on any of its devices."""
+    """PyTorch tensors on any of torch's devices."""
 
     kernels = (Sdpa(), Flex())
 
@@ -29,18 +29,18 @@ class TorchBackend(Backend):
         super().__init__(xp)
 
     def devices(self) -> list[str]:
-        """Return the devices at hand, the CPU first."""
-        found = ["cpu"]
+        """Return the available devices, the CPU first."""
+        devices = ["cpu"]
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is not None:
             count = torch.accelerator.device_count()
-            found += [f"{accelerator.type}:{number}" for number in range(count)]
-        return found
+            devices += [f"{accelerator.type}:{number}" for number in range(count)]
+        return devices
 
     def hardware(self, device: str) -> dict[str, str | int]:
-        """Return what torch knows of an accelerator, and nothing of the CPU."""
+        """Return what torch knows about an accelerator; nothing for the CPU."""
         known: dict[str, str | int] = {}
-        with contextlib.suppress(Exception):  # it is not here, or cannot be asked
+        with contextlib.suppress(Exception):  # absent, or cannot be asked
             if device.startswith(("cuda", "xpu")):
                 properties = getattr(torch, device.partition(":")[0]).get_device_properties(device)
                 known = {"name": properties.name, "memory": properties.total_memory}
@@ -51,28 +51,28 @@ class TorchBackend(Backend):
         return known
 
     def engines(self) -> dict[str, str]:
-        """Return the versions of CUDA or ROCm and of cuDNN, of those that torch is built with."""
+        """Return the versions of CUDA or ROCm and of cuDNN, if torch is built with them."""
         known = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "cudnn": None}
-        with contextlib.suppress(Exception):  # a build with it on a machine without
+        with contextlib.suppress(Exception):  # built with cuDNN, but it cannot be loaded
             number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
             if number is not None and torch.version.hip is None:
                 known["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         return {name: version for name, version in known.items() if version is not None}
 
     def place(self, array: Array, device: str | None) -> torch.Tensor:
-        """Return `array` as a tensor on `device`, on the same memory where it is there already."""
+        """Return `array` as a tensor on `device`, without a copy if it is there already."""
         tensor = array if isinstance(array, torch.Tensor) else _import(array)
         return tensor if device is None else tensor.to(device)
 
     def fetch(self, array: Array) -> Any:
-        """Return a tensor as a NumPy array, on the same memory where it is the host's."""
+        """Return a tensor as a NumPy array, without a copy if it is on the CPU."""
         host = array.detach().resolve_conj().resolve_neg().cpu()
         if host.dtype == torch.bfloat16:
             try:
                 import ml_dtypes
             except ImportError:
                 raise ImportError(
-                    "NumPy has bfloat16 through ml_dtypes alone: pip install ml_dtypes"
+                    "NumPy has bfloat16 only through ml_dtypes: pip install ml_dtypes"
                 ) from None
             return host.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
         return host.numpy()
@@ -85,7 +85,7 @@ class TorchBackend(Backend):
     def peak_memory(
         self, device: str | None, function: Callable[..., Array], *arrays: Array
     ) -> int | None:
-        """Return what the allocator of CUDA or XPU counts while the call runs."""
+        """Return the peak that the allocator of CUDA or XPU counts during the call."""
         kind = (device or "cpu").partition(":")[0]
         if kind not in ("cuda", "xpu"):
             return None
@@ -102,23 +102,20 @@ class TorchBackend(Backend):
         return torch.matmul(a, b)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
-        """Return the undivided softmax, with one tensor as large as the scores."""
+        """Return the softmax before its division, with one tensor as large as the scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = (scores - maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
         return weights, maximum, weights.sum(dim=-1, keepdim=True)
 
-    def stack_rows(
-        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
-    ) -> tuple[Array, Array | None]:
-        """Write each block of rows where it belongs, unless a graph is to remember them."""
+    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
+        """Allocate the result of a call, unless autograd records it."""
         if problem.requires_grad or problem.transforms or torch.compiler.is_compiling():
-            return super().stack_rows(problem, like, blocks)
+            return None
         output = like.new_empty((*problem.scores[:-1], problem.value_size))
-        logsumexp = None
-        if "logsumexp" in problem.features:
-            accumulator = getattr(torch, problem.accumulator)
-            logsumexp = like.new_empty(problem.scores[:-1], dtype=accumulator)
-        return self.write_rows(output, logsumexp, blocks)
+        if "logsumexp" not in problem.features:
+            return output, None
+        accumulator = getattr(torch, problem.accumulator)
+        return output, like.new_empty(problem.scores[:-1], dtype=accumulator)
 
     def is_eager(self, array: Array) -> bool:
         """Whether this is an ordinary tensor on the CPU."""
@@ -144,10 +141,10 @@ def _import(array: Array) -> torch.Tensor:
         array = np.asarray(array)
     if not isinstance(array, np.ndarray):
         return torch.utils.dlpack.from_dlpack(array)
-    # torch aborts the process on a negative stride (pytorch#188023), refuses a foreign byte order
-    # and the field of a record, and warns about read-only memory.
-    whole = array.dtype.itemsize
-    if any(stride < 0 or stride % whole for stride in array.strides) or not array.dtype.isnative:
+    # torch aborts the process on a negative stride (pytorch#188023), refuses foreign byte orders
+    # and fields of records, and warns about read-only memory.
+    size = array.dtype.itemsize
+    if any(stride < 0 or stride % size for stride in array.strides) or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     if array.dtype.name == "bfloat16":
         return _import(array.view(np.uint16)).view(torch.bfloat16)

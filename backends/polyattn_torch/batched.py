@@ -1,4 +1,4 @@
-"""Tensors with one batch axis, which is all that torch's fused kernels take."""
+"""Reshaping to one batch axis, since torch's fused kernels take no other number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["one_batch_axis", "whole_score_axes"]
 
 
 def one_batch_axis(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
-    """Return query, key or value with its batch axes broadcast and made one."""
+    """Return query, key or value with its batch axes broadcast and merged into one."""
     batch, shape = problem.batch, tensor.shape
     if len(shape) == 4 and len(batch) == 1 and shape[0] == batch[0]:
         return tensor
@@ -20,7 +20,7 @@ def one_batch_axis(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_score_axes(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a mask or bias with all of the axes (batch, H, L, S), each whole or 1."""
+    """Return a mask or bias with the axes (batch, H, L, S), each whole or 1."""
     rank = max(4, len(problem.batch) + 3)
     tensor = tensor.reshape(*(1,) * (rank - tensor.ndim), *tensor.shape)
     if rank == 4:

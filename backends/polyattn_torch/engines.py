@@ -1,8 +1,8 @@
-"""The engines behind scaled_dot_product_attention, called by name for what it does not hand on.
+"""torch's attention engines, called by name where scaled_dot_product_attention does not suffice.
 
-That is the logsumexp, and a band that its is_causal does not mean. The operators are private to
-torch: one that is not there, or has other arguments, is a reason and no error. What an engine gives
-has no derivative in its logsumexp.
+It returns no logsumexp, and its is_causal means one band only. The operators are private to torch:
+one that is missing, or takes other arguments, is a reason and not an error. The logsumexp of an
+engine has no derivative.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from polyattn.plugin import Problem, Span, band, column_span
-from polyattn_torch.attn_mask import as_bias, is_square_causal
-from polyattn_torch.device_info import Facts
+from polyattn_torch.attn_mask import as_bias, is_square_causal, masks_by_position_only
+from polyattn_torch.device_info import DeviceInfo
+from polyattn_torch.workarounds import EngineInputs
 
 __all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_CPU", "WITH_LOGSUMEXP", "Engine", "operator"]
 
@@ -23,38 +24,15 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Engine(NamedTuple):
-    """One way in which torch computes attention.
-
-    Attributes
-    ----------
-    name : str
-        What torch calls it.
-    against : callable
-        Why it cannot take a problem, or None, by (problem, facts).
-    call : callable
-        The output and logsumexp, by (problem, query, key, value, mask), each with one batch axis.
-    """
+    """One way in which torch computes attention."""
 
     name: str
-    against: Callable[[Problem, Facts], str | None]
-    call: Callable[..., Result]
+    reason_against: Callable[[Problem, DeviceInfo], str | None]  # why it cannot take a problem
+    call: Callable[[Problem, EngineInputs], Result]  # output and logsumexp
 
 
 def operator(name: str, *arguments: str) -> Any:
-    """Return an operator of torch, if it is there and takes these arguments.
-
-    Parameters
-    ----------
-    name : str
-        Its name in ``torch.ops.aten``.
-    *arguments : str
-        The names of the arguments that it is to be given.
-
-    Returns
-    -------
-    OpOverload or None
-        None if it is not there or takes others.
-    """
+    """Return an operator of ``torch.ops.aten``, or None if it does not take these arguments."""
     overload = getattr(getattr(torch.ops.aten, name, None), "default", None)
     if overload is None or not {*arguments} <= {a.name for a in overload._schema.arguments}:
         return None
@@ -80,8 +58,9 @@ _efficient = operator(
     "is_causal", "scale",
 )  # fmt: skip
 
-_ABSENT = "this release of torch does not have it as it is called here"
+_ABSENT = "this release of torch does not have its operator with these arguments"
 _HALF = ("float16", "bfloat16")
+_HALF_ONLY = "it supports float16 and bfloat16 only"
 
 
 def _is_empty(problem: Problem) -> bool:
@@ -91,27 +70,21 @@ def _is_empty(problem: Problem) -> bool:
 # ---- flash attention on the CPU ----
 
 
-def _against_cpu(problem: Problem, facts: Facts) -> str | None:
+def _against_cpu(problem: Problem, device: DeviceInfo) -> str | None:
     if _cpu is None:
         return _ABSENT
     if problem.dtype in _HALF:
-        return "it is off by 5e-5 for 16-bit numbers, of which it takes a quicker exp"
+        return "it is off by 5e-5 for 16-bit numbers, for which it uses a faster exp"
     # It divides by the lengths in integers, which ends the process (torch 2.13).
     return "it takes no empty arrays" if _is_empty(problem) else None
 
 
-def _call_cpu(
-    problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> Result:
-    # It reads the numbers of a vector as neighbours, whatever their stride (torch 2.13).
+def _call_cpu(problem: Problem, x: EngineInputs) -> Result:
+    # It assumes that the numbers of a vector are adjacent, whatever their stride (torch 2.13).
     accumulator = getattr(torch, problem.accumulator)
     return _cpu(  # type: ignore[no-any-return]
-        *map(_in_rows, (query, key, value)), 0.0, mask is None and is_square_causal(problem),
-        attn_mask=None if mask is None else as_bias(mask, accumulator), scale=problem.scale,
+        *map(_in_rows, x[:3]), 0.0, x.mask is None and is_square_causal(problem),
+        attn_mask=None if x.mask is None else as_bias(x.mask, accumulator), scale=problem.scale,
     )  # fmt: skip
 
 
@@ -119,26 +92,16 @@ def _call_cpu(
 
 
 class Window(NamedTuple):
-    """A band as FlashAttention counts it: from the last row and the last of these keys.
+    """A band as FlashAttention counts it: from the last row and the last of `keys`."""
 
-    Attributes
-    ----------
-    keys : Span
-        Outside of these no row sees any.
-    left, right : int
-        How far a row sees, -1 for no bound.
-    empty : int
-        How many rows, the first, see nothing.
-    """
-
-    keys: Span
-    left: int
+    keys: Span  # no row sees a key outside of these
+    left: int  # how far a row sees, -1 for no bound
     right: int
-    empty: int
+    empty: int  # how many of the first rows see nothing
 
 
 def _window(problem: Problem) -> Window | None:
-    """Return the band so, or None where it cannot be."""
+    """Return FlashAttention's parameters for the band, or None if it has none."""
     low, high = band(problem)
     if problem.query_offset is None:
         return None
@@ -151,34 +114,32 @@ def _window(problem: Problem) -> Window | None:
     return Window(keys, left, right, 0 if high is None else max(0, -high))
 
 
-def _against_flash(problem: Problem, facts: Facts) -> str | None:
+def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
     if _flash is None or (problem.requires_grad and _flash_backward is None):
         return _ABSENT
-    if (facts.capability or (0, 0)) < (8, 0):
+    if (device.capability or (0, 0)) < (8, 0):
         return "it needs compute capability 8.0"
     if problem.dtype not in _HALF:
-        return "it takes 16-bit numbers alone"
+        return _HALF_ONLY
     if max(problem.head_size, problem.value_size) > 256:
-        return "it takes vectors of up to 256"
-    if not problem.features.isdisjoint(("mask", "mask_mod", "mask_expression", "bias")):
+        return "it supports vectors of up to 256 numbers"
+    if not masks_by_position_only(problem):
         return "it takes no mask"
     if problem.transforms:
         return "torch.func has no rule for it"
     if _is_empty(problem):
         return "it takes no empty arrays"
-    return None if _window(problem) else "it cannot be told of a band that lies so"
+    return None if _window(problem) else "its window parameters cannot express this band"
 
 
-def _call_flash(
-    problem: Problem, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None
-) -> Result:
+def _call_flash(problem: Problem, x: EngineInputs) -> Result:
     window = _window(problem)
     assert window is not None
-    size = _up(max(problem.head_size, problem.value_size), 8)
+    size = _round_up(max(problem.head_size, problem.value_size), 8)
     keys = slice(*window.keys)
     query, key, value = (
-        _in_rows(_padded(x, size)).transpose(1, 2)
-        for x in (query, key[:, :, keys], value[:, :, keys])
+        _in_rows(_padded(array, size)).transpose(1, 2)
+        for array in (x.query, x.key[:, :, keys], x.value[:, :, keys])
     )
     output, logsumexp, *_ = _flash(
         query, key, value, None, None, problem.query_length, window.keys.length, 0.0,
@@ -196,39 +157,34 @@ def _call_flash(
 # ---- cuDNN ----
 
 
-def _against_cudnn(problem: Problem, facts: Facts) -> str | None:
+def _against_cudnn(problem: Problem, device: DeviceInfo) -> str | None:
     if _cudnn is None:
         return _ABSENT
-    if not facts.prefers_cudnn:
-        return "torch does not prefer it here"
+    if not device.prefers_cudnn:
+        return "torch does not prefer it on this device"
     if problem.dtype not in _HALF:
-        return "it takes 16-bit numbers alone"
+        return _HALF_ONLY
     if any(size > 128 or size % 8 for size in (problem.head_size, problem.value_size)):
-        return "it takes vectors of up to 128, by 8"
+        return "it supports vectors of up to 128 numbers, in multiples of 8"
     if problem.requires_grad or problem.transforms:
-        return "it is called for inference alone"
+        return "it is used for inference only"
     if _is_empty(problem) or problem.key_length == 1:
         return "it takes no empty arrays and no single key"
     return None
 
 
-def _call_cudnn(
-    problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> Result:
-    bias = None if mask is None else as_bias(mask, query.dtype)
+def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
+    bias = None if x.mask is None else as_bias(x.mask, x.query.dtype)
     output, logsumexp, *_ = _cudnn(
-        *map(_aligned, (query, key, value)), bias, True, 0.0,
-        mask is None and is_square_causal(problem), False, scale=problem.scale,
+        *map(_aligned, x[:3]), bias, True, 0.0,
+        x.mask is None and is_square_causal(problem), False, scale=problem.scale,
     )  # fmt: skip
     return output, logsumexp.reshape(output.shape[:-1])
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    # Off 16 bytes it computes other numbers on Hopper (cudnn-frontend#1571).
+    # On arrays that are not aligned to 16 bytes it computes other numbers on Hopper
+    # (cudnn-frontend#1571).
     steps = (*x.stride()[:-1], x.storage_offset())
     is_aligned = x.stride(-1) == 1 and not any(step % 8 for step in steps)
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
@@ -237,35 +193,29 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 # ---- memory-efficient attention ----
 
 
-def _against_efficient(problem: Problem, facts: Facts) -> str | None:
+def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
     if _efficient is None:
         return _ABSENT
-    if facts.capability is None:
-        return "there is no such device here"
+    if device.capability is None:
+        return "no such device is available"
     if problem.dtype not in (*_HALF, "float32"):
         return f"it does not take {problem.dtype}"
     return "it takes no empty arrays" if _is_empty(problem) else None
 
 
-def _call_efficient(
-    problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> Result:
+def _call_efficient(problem: Problem, x: EngineInputs) -> Result:
     step = 4 if problem.dtype == "float32" else 8
     query, key, value = (
-        _padded(x, _up(x.shape[-1], step)).contiguous() for x in (query, key, value)
+        _padded(array, _round_up(array.shape[-1], step)).contiguous() for array in x[:3]
     )
-    groups = problem.heads // key.shape[1]
-    # Its keys must not be expanded ones (pytorch#191937).
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    if key.shape[1] < problem.heads:  # copies, since expanded keys go wrong (pytorch#191937)
+        groups = problem.heads // key.shape[1]
+        key, value = (array.repeat_interleave(groups, 1) for array in (key, value))
     wants_logsumexp = "logsumexp" in problem.features
     output, logsumexp, *_ = _efficient(
-        query, key, value, None if mask is None else _whole_bias(problem, mask, query),
-        wants_logsumexp or problem.requires_grad, 0.0, mask is None and is_square_causal(problem),
-        scale=problem.scale,
+        query, key, value, None if x.mask is None else _whole_bias(problem, x.mask, query),
+        wants_logsumexp or problem.requires_grad, 0.0,
+        x.mask is None and is_square_causal(problem), scale=problem.scale,
     )  # fmt: skip
     # Its logsumexp has rows up to a multiple of 32.
     logsumexp = logsumexp[..., : problem.query_length] if wants_logsumexp else None
@@ -273,21 +223,21 @@ def _call_efficient(
 
 
 def _whole_bias(problem: Problem, mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return the mask as a bias with rows that begin at multiples of 16, all axes whole."""
+    """Return the mask as a bias with all axes expanded and rows that start at multiples of 16."""
     length = problem.key_length
     bias = as_bias(mask, query.dtype).expand(*mask.shape[:-1], length)
-    bias = _padded(bias.contiguous(), _up(length, 16))[..., :length]
+    bias = _padded(bias.contiguous(), _round_up(length, 16))[..., :length]
     return bias.expand(query.shape[0], *problem.scores[-3:])
 
 
-# ---- what they share ----
+# ---- shared helpers ----
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _up(size: int, step: int) -> int:
+def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
@@ -300,5 +250,5 @@ FLASH = Engine("flash", _against_flash, _call_flash)
 CUDNN = Engine("cudnn", _against_cudnn, _call_cudnn)
 EFFICIENT = Engine("efficient", _against_efficient, _call_efficient)
 
-#: Which engines give the logsumexp on a kind of device, best first.
+#: The engines that give the logsumexp on a kind of device, best first.
 WITH_LOGSUMEXP = {"cpu": (FLASH_CPU,), "cuda": (CUDNN, FLASH, EFFICIENT)}

@@ -1,9 +1,9 @@
-"""torch's FlexAttention, compiled for each problem.
+"""Kernel that calls FlexAttention, compiled for each problem.
 
-Compiling takes seconds, so a call must be worth it or ask for it by name: a mask or score rule over
-many scores on CUDA is, where the array-API kernels write each step to memory. On the CPU it takes a
-C++ compiler and gains less. What is compiled is kept by the static facts and the rules' code, so
-that masks of other arrays and rules that close over others find it made.
+Compiling takes seconds, so it runs without `kernel=` only where it pays: for mask and score rules
+over many scores on CUDA, where the array-API kernels write every step to memory. On the CPU it
+needs a C++ compiler and gains less. The compiled function is cached by the problem and the code of
+the rules, so that another mask array, or a rule that closes over other arrays, reuses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from polyattn.plugin import Array, Backend, Kernel, Mask, Operands, Problem, Score, combined_mask
 from polyattn_torch.batched import one_batch_axis
-from polyattn_torch.block_mask import block_mask, single
+from polyattn_torch.block_mask import block_mask, point_indices
 
 __all__ = ["Flex"]
 
@@ -31,8 +31,8 @@ except ImportError:  # torch 2.9 and before
 WITHOUT_GRADIENT = {"cpu": "the CPU", "mps": "MPS"}
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-# From this many scores on (64 MiB of float32), those of L = S = 1024 with 16 heads, a call on CUDA
-# is worth compiling for. One row at a time, of which each length would compile anew, is below.
+# From this many scores on (64 MiB of float32: L = S = 1024 with 16 heads) a call on CUDA is worth
+# compiling for. A single row is not: each length would be compiled again.
 WORTH_COMPILING = 2**24
 
 
@@ -40,32 +40,17 @@ class Flex(Kernel):
     """`torch.nn.attention.flex_attention`, compiled."""
 
     name = "flex"
-    features = frozenset(
-        {
-            "batch_broadcast",
-            "bias",
-            "causal",
-            "grouped_heads",
-            "logsumexp",
-            "mask",
-            "mask_mod",
-            "mask_expression",
-            "query_offset",
-            "query_offset_array",
-            "scale",
-            "score_mod",
-            "score_expression",
-            "softcap",
-            "value_size",
-            "window",
-        }
-    )
+    features = frozenset({
+        "batch_broadcast", "bias", "causal", "grouped_heads", "logsumexp", "mask", "mask_mod",
+        "mask_expression", "query_offset", "query_offset_array", "scale", "score_mod",
+        "score_expression", "softcap", "value_size", "window",
+    })  # fmt: skip
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {"logsumexp": frozenset({"cuda"})}
     poison_safe = False
     compiles = True
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Compiling is not for a call that did not ask for it, unless it is worth it."""
+        """Compile a call that did not ask for it only where that pays."""
         by_rule = not problem.features.isdisjoint(
             ("mask_mod", "mask_expression", "score_mod", "score_expression")
         )
@@ -90,14 +75,14 @@ class Flex(Kernel):
         if problem.device_kind == "cuda":
             reasons += _reasons_on_cuda(problem)
         if problem.device_kind == "meta":
-            reasons.append("it takes no tensors without data")
+            reasons.append("it takes no meta tensors")
         if problem.device_kind in WITHOUT_GRADIENT and problem.requires_grad:
             where = WITHOUT_GRADIENT[problem.device_kind]
             reasons.append(f"it has no gradient on {where} (pytorch#169646)")
         if AuxRequest is None and "logsumexp" in problem.features:
             reasons.append("this release of torch returns no logsumexp from it")
         if problem.converted and not problem.features.isdisjoint(("mask_mod", "score_mod")):
-            reasons.append("it compiles mask and score functions, which are of another library")
+            reasons.append("it compiles mask and score functions, and these are of another library")
         return reasons
 
     def __call__(
@@ -105,7 +90,7 @@ class Flex(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
-        # Before what is compiled, in which FlexAttention takes no views that broadcast.
+        # Outside of the compiled function, where FlexAttention takes no broadcast views.
         query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
         output, logsumexp = flex(problem, operands, backend.xp), None
@@ -122,12 +107,12 @@ def _reasons_on_cuda(problem: Problem) -> list[str]:
     if problem.dtype == "float64":
         reasons.append("it has no float64 on CUDA")
     if min(problem.head_size, problem.value_size) < 16:
-        reasons.append("it takes vectors of 16 and more on CUDA")
+        reasons.append("it needs vectors of 16 or more numbers on CUDA")
     return reasons
 
 
 def _call(problem: Problem, x: Operands, xp: Any) -> Any:
-    """Return what flex_attention does: all that torch.compile is to see of a call."""
+    """Return flex_attention's result; this function is what torch.compile compiles."""
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = combined_mask(problem, x)
@@ -140,37 +125,37 @@ def _call(problem: Problem, x: Operands, xp: Any) -> Any:
 
 
 def _codes(x: Operands) -> tuple[Any, ...]:
-    """Return what tells one rule from another without keeping what it closes over alive."""
+    """Return the code objects of the rules: a cache key that keeps no array alive."""
     rules: list[Any] = []
-    for given in (x.mask, x.score_mod):
-        if isinstance(given, (Mask, Score)):
-            rules += [thing for _, thing in given.carried()]
+    for operand in (x.mask, x.score_mod):
+        if isinstance(operand, (Mask, Score)):
+            rules += [thing for _, thing in operand.carried()]
         else:
-            rules.append(given)
+            rules.append(operand)
     return tuple([getattr(rule, "__code__", None) for rule in rules])
 
 
 @functools.lru_cache(maxsize=256)
 def _compiled(problem: Problem, codes: tuple[Any, ...]) -> Callable[..., Any]:
-    # Dynamo refuses to compile a code object in more than a few variants; one of its own for each
-    # problem and rule leaves all of them to what the rule closes over.
+    # Dynamo compiles a code object in a few variants only. A new one for each problem and rule
+    # leaves all the variants to what the rule closes over.
     function = types.FunctionType(_call.__code__.replace(), _call.__globals__)
     return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def _score_mod(problem: Problem, x: Operands) -> Callable[..., torch.Tensor] | None:
-    """Return steps 2 to 4 of the formula as one score function, or None if there are none."""
+    """Return softcap, score_mod and bias as one score function, or None without them."""
     if problem.softcap is None and x.score_mod is None and x.bias is None:
         return None
-    at = single(problem, x)
+    indices = point_indices(problem, x)
 
     def score_mod(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         if problem.softcap is not None:
             score = problem.softcap * torch.tanh(score / problem.softcap)
         if isinstance(x.score_mod, Score):
-            score = x.score_mod.apply(score, at(b, h, i, j))
+            score = x.score_mod.apply(score, indices(b, h, i, j))
         elif x.score_mod is not None:
             score = x.score_mod(score, b, h, i, j)
-        return score if x.bias is None else score + at(b, h, i, j).of_scores(x.bias)
+        return score if x.bias is None else score + indices(b, h, i, j).of_scores(x.bias)
 
     return score_mod

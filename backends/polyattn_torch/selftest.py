@@ -1,7 +1,7 @@
-"""A device tried once for each process before it is trusted: small calls against the formula.
+"""Self-test of a device, once per process: compare small calls with the formula on the CPU.
 
-For devices whose kernels have been wrong in release after release, where a list of the known
-mistakes is not enough.
+It is for devices whose kernels have been wrong in release after release, where a table of known
+bugs is not enough.
 """
 
 from __future__ import annotations
@@ -12,40 +12,27 @@ import math
 import array_api_compat.torch as xp
 import torch
 
-from polyattn.plugin import Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 
-__all__ = ["TESTED", "disagreement", "try_out"]
+__all__ = ["TESTED", "self_test", "try_out"]
 
-#: The kinds of device that are tried out.
+#: The kinds of device that are tested.
 TESTED = frozenset({"mps"})
 
-# Weights of 1 / 40 and values of about 1: a key too many or too few is seen, float16 is not.
+# With weights of 1 / 40 and values of about 1, one key too many exceeds this; float16 does not.
 TOLERANCE = 5e-3
 HEADS, LENGTH, SIZE = 4, 40, 16
 
 
-# torch.compile is to take the answer as it is, rather than trace how it is found.
+# torch.compile uses the result as a constant instead of tracing the test.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def disagreement(device: str, kernel: Kernel) -> str | None:
-    """Return how a device's results differ from the formula's, as a reason.
-
-    Parameters
-    ----------
-    device : str
-        Its kind.
-    kernel : Kernel
-        What runs there.
-
-    Returns
-    -------
-    str or None
-        The reason; None if they agree, or if the device is not here. The same at every call.
-    """
-    return _disagreement(device, kernel)
+def self_test(device: str, kernel: Kernel) -> str | None:
+    """Return how a kind of device fails, or None if it passes or is absent; tested once."""
+    return _self_test(device, kernel)
 
 
 @functools.cache
-def _disagreement(device: str, kernel: Kernel) -> str | None:
+def _self_test(device: str, kernel: Kernel) -> str | None:
     available = torch.accelerator.current_accelerator(check_available=True)
     if device != "cpu" and (available is None or available.type != device):
         return None
@@ -53,26 +40,13 @@ def _disagreement(device: str, kernel: Kernel) -> str | None:
 
 
 def try_out(device: str, kernel: Kernel) -> str | None:
-    """Run small calls on a device and compare them with the formula on the CPU.
-
-    Parameters
-    ----------
-    device : str
-        Its name.
-    kernel : Kernel
-        What runs there.
-
-    Returns
-    -------
-    str or None
-        What is wrong; None if nothing is.
-    """
+    """Run small calls on a device and return the first that fails, or None."""
     for name, problem in _problems(device).items():
         try:
             error = _error(problem, kernel)
         except Exception as raised:
             return f"its self-test on {device} failed in {name}: {raised}"
-        if not error < TOLERANCE:  # a NaN is none
+        if not error < TOLERANCE:  # also true of NaN
             return f"its self-test on {device} is off by {error:.2g} in {name}"
     return None
 
@@ -102,27 +76,27 @@ def _problems(device: str) -> dict[str, Problem]:
 
 def _error(problem: Problem, kernel: Kernel) -> float:
     """Return the largest difference from the formula."""
-    # Steps through irrational numbers: values that differ, from no generator of anybody's.
+    # Multiples of irrational numbers: distinct values without touching a random generator.
     query = _numbers(2, problem.heads, LENGTH, SIZE, step=math.sqrt(2))
     key = _numbers(2, problem.key_heads, LENGTH, SIZE, step=math.sqrt(3))
     value = _numbers(2, problem.key_heads, LENGTH, SIZE, step=math.sqrt(5))
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    seen = seen.tril() if problem.is_causal else seen
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    visible = visible.tril() if problem.is_causal else visible
     mask = None
     if problem.mask is not None:
         mask = _numbers(*problem.mask, step=math.sqrt(7)) > 0
         mask[..., 3, :] = False  # a row without keys
-        seen = mask
+        visible = mask
     dtype = getattr(torch, problem.dtype)
     query, key, value = (x.to(dtype) for x in (query, key, value))
     device = problem.device
-    there = Operands(
+    operands = Operands(
         query.to(device), key.to(device), value.to(device),
         None if mask is None else mask.to(device), None, None, None, None,
     )  # fmt: skip
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        output, _ = kernel(problem, there, Backend(xp))
-    difference = output.cpu().float() - _formula(problem, query, key, value, seen)
+        output, _ = kernel(problem, operands, Backend(xp))
+    difference = output.cpu().float() - _formula(problem, query, key, value, visible)
     return float(difference.abs().max())
 
 
@@ -132,13 +106,9 @@ def _numbers(*shape: int, step: float) -> torch.Tensor:
 
 
 def _formula(
-    problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: torch.Tensor,
-) -> torch.Tensor:
+    problem: Problem, query: Array, key: Array, value: Array, visible: torch.Tensor
+) -> Array:
     groups = problem.heads // problem.key_heads
     key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
     scores = problem.scale * query.float() @ key.mT
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num() @ value
+    return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num() @ value

@@ -1,4 +1,4 @@
-"""The ways round torch's quirks, done to the arrays of a call and undone in its result."""
+"""Workarounds for torch's quirks: change a call's arrays, and undo the change in its result."""
 
 from __future__ import annotations
 
@@ -9,91 +9,51 @@ import torch.nn.functional as F
 
 from polyattn.plugin import Problem
 from polyattn_torch.attn_mask import as_bias, empty_rows
-from polyattn_torch.quirks import Reroute
+from polyattn_torch.quirks import Workaround
 
-__all__ = ["Arrays", "detoured", "returned"]
+__all__ = ["EngineInputs", "apply_workarounds", "undo_workarounds"]
 
 
-class Arrays(NamedTuple):
-    """What an engine is given, each with one batch axis.
-
-    Attributes
-    ----------
-    query, key, value : Tensor
-        As a kernel is given them.
-    mask : Tensor or None
-        All that hides keys and the bias.
-    """
+class EngineInputs(NamedTuple):
+    """The arrays that an engine takes, each with one batch axis."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: torch.Tensor | None
+    mask: torch.Tensor | None  # everything that hides keys, and the bias
 
 
-def detoured(
-    problem: Problem, detours: frozenset[Reroute], x: Arrays
-) -> tuple[Arrays, torch.Tensor | None]:
-    """Return the arrays as an engine is to have them, and which rows are without keys.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    detours : frozenset of Reroute
-        What is to be done.
-    x : Arrays
-        The arrays as they are.
-
-    Returns
-    -------
-    x : Arrays
-        The arrays as they are to be.
-    empty : Tensor or None
-        If rows without keys are to be cleared, which those are: bool, (batch, H, L, 1).
-    """
-    query, key, value, mask = x
+def apply_workarounds(
+    problem: Problem, workarounds: frozenset[Workaround], inputs: EngineInputs
+) -> tuple[EngineInputs, torch.Tensor | None]:
+    """Return the changed arrays and, if rows without keys must be cleared, those: (b, H, L, 1)."""
+    query, key, value, mask = inputs
     empty = None
-    if mask is not None and Reroute.CLEAR_EMPTY_ROWS in detours:
+    if mask is not None and Workaround.CLEAR_EMPTY_ROWS in workarounds:
         empty = empty_rows(mask)
         mask = mask | empty if mask.dtype == torch.bool else torch.where(empty, 0, mask)
-    if mask is not None and Reroute.BIAS in detours:
+    if mask is not None and Workaround.BIAS in workarounds:
         mask = as_bias(mask, query.dtype)
-    if mask is not None and Reroute.EXPAND_MASK in detours:
+    if mask is not None and Workaround.EXPAND_MASK in workarounds:
         mask = mask.expand(query.shape[0], *problem.scores[-3:]).contiguous()
-    if Reroute.PAD in detours:
+    if Workaround.PAD in workarounds:
         size = max(problem.head_size, problem.value_size)
-        query, key, value = (F.pad(t, (0, size - t.shape[-1])) for t in (query, key, value))
-    if Reroute.REPEAT_HEADS in detours:
+        query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+    if Workaround.REPEAT_HEADS in workarounds:
         groups = problem.heads // problem.key_heads
-        key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
-    if Reroute.CONTIGUOUS in detours:
-        query, key, value = (t.contiguous() for t in (query, key, value))
-    return Arrays(query, key, value, mask), empty
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    if Workaround.CONTIGUOUS in workarounds:
+        query, key, value = (x.contiguous() for x in (query, key, value))
+    return EngineInputs(query, key, value, mask), empty
 
 
-def returned(
+def undo_workarounds(
     problem: Problem,
     output: torch.Tensor,
     logsumexp: torch.Tensor | None,
     empty: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return an engine's result as if it had been given the arrays as they were.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    output, logsumexp
-        What the engine returned.
-    empty : Tensor or None
-        What `detoured` returned.
-
-    Returns
-    -------
-    output, logsumexp
-        The same, less what was padded, and cleared where no key is.
-    """
+    """Return output and logsumexp without padding, and with rows without keys cleared."""
     output = output[..., : problem.value_size]
     if empty is not None:
         output = output.masked_fill(empty, 0)

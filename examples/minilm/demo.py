@@ -1,7 +1,7 @@
 """Run the sentence encoder all-MiniLM-L6-v2 in NumPy and show what "it" attends to.
 
-What must hold true: everything printed and drawn is computed here, now, from the published
-weights; what is missing is said in one line, with the command that mends it.
+Requirements: everything printed and drawn is computed by this run from the published weights; if
+something is missing, one line says so, with the command that installs it.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from polyattn import BackendError, explain, masks
 
-# The demo is run as a script, or loaded by its path: either way its folder is no package of the
-# caller's, so the folder above it must be where `minilm` is looked for.
+# The demo runs as a script, or is loaded by its path. Either way Python does not find the package
+# `minilm` without the folder above this one.
 EXAMPLES = str(Path(__file__).resolve().parents[1])
 if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
@@ -36,7 +36,7 @@ OTHERS = (
     "The train to the coast leaves at noon.",
 )
 # The pair that made such riddles famous (Levesque, Davis and Morgenstern, "The Winograd Schema
-# Challenge", 2012): the same head does not solve it, and a demo of one success would mislead.
+# Challenge", 2012). The same head does not solve it; a demo of a success only would mislead.
 UNSOLVED = (
     "The trophy did not fit in the suitcase because it was too small.",
     "The trophy did not fit in the suitcase because it was too big.",
@@ -45,18 +45,7 @@ BAR = 30  # characters for a weight of 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The command line, without the program's name. By default, the process's own.
-
-    Returns
-    -------
-    int
-        0, or 1 where something that the demo needs is not installed.
-    """
+    """Run the demo; return 1 if something that it needs is not installed, otherwise 0."""
     arguments = parse(argv)
     modules = ["safetensors", "tokenizers", *([] if arguments.no_picture else ["matplotlib"])]
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -70,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def give_up(reason: str) -> int:
-    """Say what is missing, and return the exit status of a failure."""
+    """Print what is missing, and return the exit status of a failure."""
     print(reason, file=sys.stderr)
     return 1
 
@@ -109,7 +98,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(backend: str | None, output: Path | None) -> None:
-    """Load the model, print what it makes of the sentences, and save the picture."""
+    """Load the model, print its results for the sentences, and save the picture."""
     folder = weights.find_model()
     tokenizer = weights.load_tokenizer(folder)
     encoder = Encoder(weights.load_model(folder, like=np.zeros(1, dtype=np.float32)), backend)
@@ -137,18 +126,18 @@ def run(backend: str | None, output: Path | None) -> None:
 
 
 def who_computes(encoder: Encoder, keep: NDArray[np.bool_]) -> str:
-    """Name the backend and the kernel that take the encoder's calls."""
+    """Return the names of the backend and the kernel that compute attention."""
     layer = encoder.model.stack.blocks[0].attention
     sentence = np.nonzero(keep)[0]
     heads = np.empty((layer.heads, len(sentence), layer.head_size), dtype=np.float32)
-    own = masks.segments(sentence)
-    chosen = explain(heads, heads, heads, mask=own, backend=encoder.backend).chosen
+    mask = masks.segments(sentence)
+    chosen = explain(heads, heads, heads, mask=mask, backend=encoder.backend).chosen
     assert chosen is not None, "the encoder has just run"
     return f"polyattn, backend {chosen.backend}, kernel {chosen.kernel}"
 
 
 def print_similarities(sentences: Sequence[str], cosines: NDArray[np.float32]) -> None:
-    """Print a row per sentence: how near its meaning is to each of the pair."""
+    """Print a row per sentence: the similarity of its meaning to each of the pair."""
     width = max(map(len, sentences))
     print(f"\n{'How near in meaning (cosine)':{width}}  ...sweet  ...hungry")
     for sentence, (first, second) in zip(sentences, cosines, strict=True):
@@ -156,7 +145,7 @@ def print_similarities(sentences: Sequence[str], cosines: NDArray[np.float32]) -
 
 
 def print_pair(pair: tuple[Interpretation, Interpretation]) -> None:
-    """Print what the word attends to in each sentence, as bars."""
+    """Print the word's attention in each sentence as bars."""
     one, other = pair
     moved = float(np.abs(one.shares - other.shares).sum()) / 2
     print(f'\nWhat "{WORD}" attends to in layer {one.layer + 1}, head {one.head + 1}')
@@ -172,13 +161,13 @@ def print_pair(pair: tuple[Interpretation, Interpretation]) -> None:
 
 
 def print_bar(label: str, share: float) -> None:
-    """Print one share as a bar, in plain ASCII where the output is not known to take more."""
+    """Print one share as a bar, in ASCII unless the output is UTF-8."""
     utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(f"    {label:10} {share:4.0%}  {('█' if utf8 else '#') * round(share * BAR)}")
 
 
 def print_unsolved(pair: tuple[Interpretation, Interpretation]) -> None:
-    """Print a pair on which the same head does not turn, lest it be taken for understanding."""
+    """Print a pair that the same head does not solve, as a warning."""
     print("\nOne head is not understanding. The same one, on a riddle that it does not solve:\n")
     for reading in pair:
         first, second = reading.ranking[:2]

@@ -1,7 +1,7 @@
 """The sentence encoder all-MiniLM-L6-v2 on `polyattn.nn`, in any array library.
 
-What must hold true: the vectors are those of the model's own implementation to within float32
-rounding, in every library and on every backend, and padding changes no sentence.
+Requirements: the vectors equal those of the model's own implementation to within float32 rounding,
+in every library and on every backend, and padding does not change them.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,9 @@ from polyattn import masks, nn
 
 @dataclass(frozen=True)
 class Encoder:
-    """Six post-norm transformer blocks, then the mean of each sentence's tokens.
+    """Apply six post-norm transformer blocks, then average the tokens of each sentence.
 
-    Parameters
-    ----------
-    model : polyattn.nn.Transformer
-        What `polyattn.nn.load.bert` makes of the weights.
-    backend : str, optional
-        Passed to `polyattn.attention`. By default the arrays' own library computes.
+    The model comes from `polyattn.nn.load.bert`; `backend` is an option of `polyattn.attention`.
 
     References
     ----------
@@ -37,44 +32,23 @@ class Encoder:
     backend: str | None = None
 
     def embed(self, ids: Any, keep: Any) -> Any:
-        """Give each sentence one vector; the dot product of two is their cosine similarity.
+        """Return a vector of length 1 for each sentence, so that dot products are cosines.
 
-        Parameters
-        ----------
-        ids : array of int, shape (B, L)
-            Tokens, as rows of the vocabulary.
-        keep : array of bool, shape (B, L)
-            False where a token is padding.
-
-        Returns
-        -------
-        array, shape (B, W)
-            Vectors of length 1.
+        `ids` are tokens and `keep` is False where a token is padding, both of shape (B, L).
         """
         xp = array_namespace(ids)
-        # The tokens of all sentences one after another, which see those of their own: what is
-        # padding is not computed.
+        # Pack the tokens of all sentences into one sequence without padding; each token sees those
+        # of its own sentence.
         sentence, position = xp.nonzero(keep)
-        own = {"positions": position, "mask": masks.segments(sentence)}
-        tokens = self.model(ids[keep], **own, backend=self.backend)
-        # A vector's length is of no matter here: the sum has the direction of the mean.
+        packing = {"positions": position, "mask": masks.segments(sentence)}
+        tokens = self.model(ids[keep], **packing, backend=self.backend)
+        # The sum has the direction of the mean, and the length does not matter.
         which = sentence == xp.arange(ids.shape[0], device=device(ids))[:, None]
         total = xp.astype(which, tokens.dtype) @ tokens
         return total / xp.linalg.vector_norm(total, axis=-1, keepdims=True)
 
     def attention_weights(self, ids: Any, keep: Any) -> Any:
-        """Show how much each token attends to each other, in every layer and head.
-
-        Parameters
-        ----------
-        ids, keep : array, shape (B, L)
-            As in `embed`.
-
-        Returns
-        -------
-        array, shape (B, layers, H, L, L)
-            A row per attending token; each row sums to 1.
-        """
+        """Return the attention weights, (B, layers, H, L, L); arguments as for `embed`."""
         options = {"mask": keep[:, None, None, :], "backend": self.backend}
         x, maps = self.model.embed(ids), []
         for block in self.model.stack.blocks:

@@ -1,8 +1,8 @@
-"""The picture of what a word attends to: arcs for one head, a heat map of the layer around it.
+"""Draw what a word attends to: arcs for one head, and a heat map of its layer.
 
-What must hold true: every width, shade and number is an attention weight of the model, on one
-scale for both sentences; the colours tell apart for colour-blind readers (Okabe and Ito, 2008),
-and nothing is said by colour alone; the picture is the same on every machine.
+Requirements: every width, shade and number is an attention weight of the model, on one scale for
+both sentences; colour-blind readers can tell the colours apart (Okabe and Ito, 2008), and colour
+carries no information of its own; the picture is the same on every machine.
 """
 
 from io import BytesIO
@@ -33,20 +33,11 @@ TITLE, NUMBER, TOKEN, TEXT, SMALL = 38, 50, 29, 22, 19
 
 
 def draw(pair: tuple[Interpretation, Interpretation], file: Path) -> None:
-    """Save the picture of a pair of readings.
-
-    Parameters
-    ----------
-    pair : tuple of Reading
-        What `read_pair` returns.
-    file : pathlib.Path
-        The PNG file to write.
-    """
+    """Save the picture of the result of `read_pair` as a PNG file."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    # A Figure of its own, in the default style: pyplot would bring the reader's settings along,
-    # and a window system.
+    # Without pyplot, which would need a window system, and without the user's style.
     with style.context("default"):
         figure = Figure(figsize=(WIDTH / DPI, HEIGHT / DPI), dpi=DPI, facecolor=PAPER)
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0))
@@ -68,13 +59,13 @@ def save(figure: "Figure", file: Path) -> None:
 
     pixels = BytesIO()
     figure.savefig(pixels, format="png")
-    # A palette is a third of the size, and k-means finds one that nobody can tell.
+    # A palette takes a third of the size; with k-means the difference is invisible.
     picture = Image.open(pixels).convert("RGB").quantize(256, kmeans=1)
     picture.save(file, format="png", optimize=True)
 
 
 class Page:
-    """The axes, and what both sentences share: columns, colours and scale."""
+    """The axes, and the columns, colours and scale that both sentences share."""
 
     def __init__(self, axes: "Axes", pair: tuple[Interpretation, Interpretation]) -> None:
         one, other = pair
@@ -88,14 +79,14 @@ class Page:
         self.darkest = max(float(reading.mean_between_words.max()) for reading in pair)
 
     def heading(self) -> None:
-        """Say what is shown."""
+        """Write the title."""
         place = f"layer {self.layer}, head {self.head} of {NAME}"
         self.write(LEFT, 60, f"What does “{self.word}” mean?", TITLE, weight="bold")
         self.write(LEFT, 98, f"Where “{self.word}” looks in {place}", TEXT, QUIET)
         self.write(MAP_LEFT, 98, f"Layer {self.layer}, mean of heads", TEXT, QUIET)
 
     def footing(self) -> None:
-        """Say how to read it."""
+        """Write how to read the picture."""
         left = (
             f"Percentages: where its attention goes, in the one of {self.heads} heads in which "
             "the sentences differ most.\n"
@@ -106,7 +97,7 @@ class Page:
         self.write(MAP_LEFT, 888, right, SMALL, QUIET, va="top", linespacing=1.45)
 
     def call_out(self, reading: Interpretation, top: int) -> None:
-        """Write the largest share large, above the end of the sentence."""
+        """Write the largest share in large type, above the end of the sentence."""
         token, x = reading.tokens[reading.top], self.columns[-3]
         percent, colour = f"{reading.shares[reading.top]:.0%}", self.colours[token]
         self.write(x, top + 42, percent, NUMBER, colour, weight="bold", ha="center")
@@ -114,7 +105,7 @@ class Page:
 
     def arcs(self, reading: Interpretation, top: int) -> None:
         """Draw an arc from the word to each other token, as thick as its share."""
-        # The light arcs first, so that the heavy ones lie on top.
+        # Light arcs first, so that heavy ones lie on top.
         for j in np.argsort(reading.shares):
             if j != reading.at:
                 ends = self.columns[reading.at], self.columns[j]

@@ -1,8 +1,8 @@
-"""What one word attends to, and in which head: the numbers that the demo prints and draws.
+"""Find the head in which a word attends to different words, and its attention weights there.
 
-What must hold true: the head is found by a rule, in code, and every share is the model's own
-weight. Nothing is dropped and renormalised; `[CLS]`, `[SEP]` and the full stop, where BERT puts
-attention that it has no use for, are told apart by `is_word`.
+Requirements: code chooses the head by a rule, and every share is a weight of the model. Nothing is
+dropped and renormalised; `is_word` excludes `[CLS]`, `[SEP]` and the full stop, where BERT puts
+attention that no word needs.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Interpretation:
 
     sentence: str
     tokens: list[str]
-    at: int  # the word's place among the tokens
+    at: int  # the word's index among the tokens
     layer: int  # from 0, as is the head
     head: int
     maps: NDArray[np.float32]  # (layers, H, L, L)
@@ -36,12 +36,12 @@ class Interpretation:
 
     @property
     def words(self) -> list[int]:
-        """The places of the words."""
+        """The indices of the words."""
         return [j for j, token in enumerate(self.tokens) if is_word(token)]
 
     @property
     def ranking(self) -> list[int]:
-        """The places of the words, the most attended to first."""
+        """The indices of the words, by descending share."""
         return sorted(self.words, key=lambda j: float(self.shares[j]), reverse=True)
 
     @property
@@ -51,27 +51,20 @@ class Interpretation:
 
     @property
     def top(self) -> int:
-        """The place of the word that is attended to most."""
+        """The index of the word with the largest share."""
         return self.ranking[0]
 
 
 def is_word(token: str) -> bool:
-    """Whether a token is a word, and not `[CLS]`, `[SEP]` or a full stop."""
+    """Return whether a token is a word, and not `[CLS]`, `[SEP]` or a full stop."""
     return token not in {"[CLS]", "[SEP]", "."}
 
 
 def most_different_head(one: NDArray[np.float32], other: NDArray[np.float32]) -> tuple[int, int]:
-    """Find the head whose attention differs most between two sentences.
+    """Return the layer and head whose attention differs most between two sentences.
 
-    Parameters
-    ----------
-    one, other : ndarray, shape (layers, H, L)
-        The attention of one word to the tokens of each sentence; the sentences are of one length.
-
-    Returns
-    -------
-    layer, head : int
-        Where the total variation distance is largest: the share of the attention that moves.
+    The arrays are the attention of one word to the tokens of each sentence, shape (layers, H, L).
+    The measure is the total variation distance: the share of the attention that moves.
     """
     moved = np.abs(one - other).sum(axis=-1) / 2
     layer, head = np.unravel_index(np.argmax(moved), moved.shape)
@@ -85,25 +78,9 @@ def read_pair(
     word: str,
     head: tuple[int, int] | None = None,
 ) -> tuple[Interpretation, Interpretation]:
-    """Read two sentences that differ in one word, through one head.
+    """Return the attention of a word in two sentences with equally many tokens.
 
-    Parameters
-    ----------
-    encoder : Encoder
-        The model.
-    tokenizer : tokenizers.Tokenizer
-        Its tokeniser.
-    pair : tuple of str
-        Two sentences with as many tokens.
-    word : str
-        The word whose attention is looked at; a token of both sentences.
-    head : tuple of int, optional
-        Layer and head. By default `most_different_head` chooses.
-
-    Returns
-    -------
-    tuple of Reading
-        One for each sentence.
+    `head` is a layer and a head; by default `most_different_head` chooses.
     """
     maps = encoder.attention_weights(*tokenize(tokenizer, pair))
     tokens = [tokenizer.encode(sentence).tokens for sentence in pair]

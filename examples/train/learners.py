@@ -1,7 +1,7 @@
-"""One model, two libraries: each differentiates and optimises it in its own way.
+"""Train one model in two libraries, each with its own gradients and optimizer.
 
-What must hold true: the two compute the same. They begin with the same weights, take the same
-steps for the same batches, and so lose and write the same, to within rounding.
+Requirements: both start with the same weights and take the same steps for the same batches, so that
+losses and texts agree to within rounding.
 """
 
 from typing import Any, Protocol
@@ -16,12 +16,12 @@ from .text import Ids
 SIZE, HEADS, LAYERS, CONTEXT = 96, 3, 4, 64
 BETAS, DECAY, LARGEST = (0.9, 0.99), 0.1, 1.0  # of AdamW, and the norm that gradients are cut to
 
-# What a letter sees where the text is longer than in training: as many before it as there.
+# In a text longer than those of training, a letter sees as many letters as there.
 WINDOW = (CONTEXT - 1, 0)
 
 
 def gpt(letters: int, like: Any) -> nn.Transformer:
-    """Return the model with its first weights, which are the same in every library."""
+    """Return the model with its initial weights, which are the same in every library."""
     return nn.Transformer.init(
         letters,
         SIZE,
@@ -35,10 +35,10 @@ def gpt(letters: int, like: Any) -> nn.Transformer:
 
 
 class Decoder(Protocol):
-    """What continues a text."""
+    """A function that continues a text."""
 
     def __call__(self, ids: Ids) -> NDArray[np.float32]:
-        """Take more letters, and return the logits of the one that comes next."""
+        """Append letters, and return the logits of the next one."""
 
 
 class Learner(Protocol):
@@ -54,17 +54,11 @@ class Learner(Protocol):
         """Return the logits after each letter, shape (length, letters), by one full pass."""
 
     def decoder(self, capacity: int) -> Decoder:
-        """Return what continues a text of so many letters at most, with a cache."""
+        """Return a decoder with a cache for this many letters."""
 
 
 class Torch:
-    """The model in PyTorch: tensors that require gradients, and an optimizer that writes to them.
-
-    Parameters
-    ----------
-    letters : int
-        How many there are to tell apart.
-    """
+    """The model in PyTorch: an optimizer updates tensors that require gradients."""
 
     def __init__(self, letters: int) -> None:
         import torch
@@ -77,8 +71,7 @@ class Torch:
         self._optimizer = torch.optim.AdamW(self._parameters, betas=BETAS, weight_decay=DECAY)
 
     def step(self, windows: Ids, rate: float) -> float:
-        """Learn, and return the loss before."""
-        loss = self.conversion_loss(windows)
+        loss = self._loss(windows)
         self._optimizer.zero_grad()
         loss.backward()
         self._torch.nn.utils.clip_grad_norm_(self._parameters, LARGEST)
@@ -87,23 +80,20 @@ class Torch:
         return float(loss.detach())
 
     def loss(self, windows: Ids) -> float:
-        """Return the loss."""
         with self._torch.no_grad():
-            return float(self.conversion_loss(windows))
+            return float(self._loss(windows))
 
-    def conversion_loss(self, windows: Ids) -> Any:
+    def _loss(self, windows: Ids) -> Any:
         ids = self._torch.from_numpy(windows)
         logits = self._model(ids[:, :-1], is_causal=True)
         cross_entropy = self._torch.nn.functional.cross_entropy
         return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Return the logits after each letter."""
         with self._torch.no_grad():
             return self._model(self._torch.from_numpy(ids), window=WINDOW).numpy()
 
     def decoder(self, capacity: int) -> Decoder:
-        """Return what continues a text."""
         caches = self._model.caches(capacity)
 
         def decode(ids: Ids) -> NDArray[np.float32]:
@@ -117,13 +107,7 @@ class Torch:
 
 
 class Jax:
-    """The model in JAX: functions of a dictionary of arrays, differentiated and compiled.
-
-    Parameters
-    ----------
-    letters : int
-        How many there are to tell apart.
-    """
+    """The model in JAX: differentiated and compiled functions of a dictionary of arrays."""
 
     def __init__(self, letters: int) -> None:
         import jax
@@ -132,10 +116,10 @@ class Jax:
 
         from polyattn.integrations.jax import register
 
-        register()  # so that jit takes caches
+        register()  # jit then accepts caches
         model = gpt(letters, jnp.zeros(1))
         self._model, self._parameters = model, model.parameters()
-        # All but the learning rate, which changes with each step.
+        # Without the learning rate, which changes with each step.
         optimizer = optax.chain(
             optax.clip_by_global_norm(LARGEST),
             optax.scale_by_adam(*BETAS),
@@ -158,29 +142,25 @@ class Jax:
             logits, caches = model.with_parameters(parameters)(ids, caches=caches, window=WINDOW)
             return logits[-1], caches
 
-        self.conversion_loss, self._step = jax.jit(loss), jax.jit(step)
+        self._loss, self._step = jax.jit(loss), jax.jit(step)
         self._decode = jax.jit(decode)
 
     def step(self, windows: Ids, rate: float) -> float:
-        """Learn, and return the loss before."""
         self._parameters, self._state, before = self._step(
             self._parameters, self._state, windows.astype(np.int32), rate
         )
         return float(before)
 
     def loss(self, windows: Ids) -> float:
-        """Return the loss."""
-        return float(self.conversion_loss(self._parameters, windows.astype(np.int32)))
+        return float(self._loss(self._parameters, windows.astype(np.int32)))
 
     def logits(self, ids: Ids) -> NDArray[np.float32]:
-        """Return the logits after each letter."""
         import jax.numpy as jnp
 
         model = self._model.with_parameters(self._parameters)
         return np.asarray(model(jnp.asarray(ids, jnp.int32), window=WINDOW))
 
     def decoder(self, capacity: int) -> Decoder:
-        """Return what continues a text."""
         caches = self._model.caches(capacity)
 
         def decode(ids: Ids) -> NDArray[np.float32]:

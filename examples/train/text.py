@@ -1,7 +1,7 @@
-"""The text as numbers: what is trained on, and what is held out to be judged by.
+"""Encode the text as numbers, and split it into training and held-out text.
 
-What must hold true: no letter that the model is judged by has been trained on, and the same seed
-draws the same batches for every library.
+Requirements: the model is never trained on the held-out text, and equal seeds give equal batches in
+every library.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ Ids = NDArray[np.int64]
 
 
 class Text(NamedTuple):
-    """A text, a number for each letter: which of `letters` it is."""
+    """A text as indices into `letters`."""
 
     letters: str
     training: Ids
     held_out: Ids
 
     def encode(self, text: str) -> Ids:
-        """Return the numbers of letters, or say which are not in the text."""
+        """Return the indices of letters; raise ValueError for unknown ones."""
         unknown = sorted(set(text) - set(self.letters))
         if unknown:
             raise ValueError(f"the text that was trained on has no {''.join(unknown)!r}")
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 def read() -> Text:
-    """Read the text."""
+    """Read the text of the four comedies."""
     text = FILE.read_text(encoding="ascii")
     letters = "".join(sorted(set(text)))
     ids = Text(letters, *np.empty((2, 0), np.int64)).encode(text)
@@ -50,10 +50,10 @@ def batches(ids: Ids, length: int, number: int, seed: int) -> Iterator[Ids]:
 
 
 def windows(ids: Ids, length: int) -> Ids:
-    """Return windows that go through a text once, shape (number, length + 1).
+    """Return consecutive windows of a text, shape (number, length + 1).
 
-    Each begins with the letter that the one before ends with, so that every letter but the first
-    is predicted once; what is left at the end is not.
+    Each begins with the last letter of the previous one, so that every letter but the first is
+    predicted once. An incomplete window at the end is omitted.
     """
     number = (len(ids) - 1) // length
     return ids[np.arange(number)[:, None] * length + np.arange(length + 1)]

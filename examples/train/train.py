@@ -1,7 +1,7 @@
 """Train a small GPT on four comedies of Shakespeare, a letter at a time, and let it write.
 
-What must hold true: the loss that is judged is of text that was never trained on; what is missing
-is said in one line, with the command that mends it.
+Requirements: the reported loss is that of text that was never trained on; if something is missing,
+one line says so, with the command that installs it.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-# The script's own folder is where Python looks first; the one above it has this package.
+# Python searches the script's folder first; the package is in the folder above it.
 EXAMPLES = str(Path(__file__).resolve().parents[1])
 if EXAMPLES not in sys.path:
     sys.path.insert(0, EXAMPLES)
@@ -30,18 +30,7 @@ BLUE, VERMILION = "#0072b2", "#d55e00"  # Okabe and Ito's
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train and write.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The command line, without the program's name. By default, the process's own.
-
-    Returns
-    -------
-    int
-        0 if the loss reaches the target; 1 if it does not, or something is not installed.
-    """
+    """Train and write; return 1 if the loss misses the target or something is not installed."""
     arguments = parse(argv)
     needs = (*NEEDS[arguments.library], "matplotlib", "tqdm")
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
@@ -110,31 +99,15 @@ class History(NamedTuple):
 def train(
     learner: Learner, text: Text, steps: int | None, minutes: float, seed: int = 0
 ) -> History:
-    """Train until the steps or the time are used up.
+    """Train until the steps or the time are used up, and return the losses.
 
-    Parameters
-    ----------
-    learner : Learner
-        What learns.
-    text : Text
-        What it learns from, and what it is judged by.
-    steps : int or None
-        How many, at most.
-    minutes : float
-        How long, at most.
-    seed : int
-        Of the batches.
-
-    Returns
-    -------
-    History
-        The losses. Of the held-out text the first is before all steps, the last after them.
+    The first loss of the held-out text is that before all steps, the last one that after them.
     """
     from tqdm import tqdm
 
     history = History([], [])
     judged, looks = windows(text.held_out, CONTEXT), 0
-    drawn = batches(text.training, CONTEXT, BATCH, seed)
+    training = batches(text.training, CONTEXT, BATCH, seed)
     form = "{percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
     with tqdm(total=100, bar_format=form) as bar:
         for step, share in budget(steps, minutes):
@@ -142,7 +115,7 @@ def train(
                 looks += 1
                 history.held_out.append((step, learner.loss(judged)))
             if share < 1:
-                history.training.append((step, learner.step(next(drawn), rate(step, share))))
+                history.training.append((step, learner.step(next(training), rate(step, share))))
             shown = {"loss": history.training[-1][1], "held-out": history.held_out[-1][1]}
             losses = {name: f"{loss:.3f}" for name, loss in shown.items()}
             bar.set_postfix({"step": step} | losses, refresh=False)
@@ -151,7 +124,7 @@ def train(
 
 
 def budget(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
-    """Yield how many steps are done and which share of the budget is used, at last 1."""
+    """Yield the number of steps and the used share of the budget, up to 1."""
     begun, step, share = time.monotonic(), 0, 0.0
     while share < 1:
         yield step, share
@@ -162,7 +135,7 @@ def budget(steps: int | None, minutes: float) -> Iterator[tuple[int, float]]:
 
 
 def rate(step: int, share: float) -> float:
-    """Return the learning rate: up in a line, then down along a cosine."""
+    """Return the learning rate: a linear warm-up, then a cosine decay."""
     down = LAST_RATE + (RATE - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2
     return down * min(1.0, (step + 1) / WARMING)
 

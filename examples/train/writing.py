@@ -1,7 +1,7 @@
-"""Text that a model goes on with, a letter at a time.
+"""Continue a text with a model, a letter at a time.
 
-What must hold true: each letter costs one step of one row, for the cache holds what came before;
-and the same seed draws the same text.
+Requirements: each letter costs one step of one row, because the cache holds the previous keys and
+values; equal seeds give equal texts.
 """
 
 from collections.abc import Iterator
@@ -15,39 +15,22 @@ from .text import Text
 def write(
     learner: Learner, text: Text, prompt: str, number: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """Yield letters that follow a prompt.
+    """Yield letters that follow a prompt of at least one letter.
 
-    Parameters
-    ----------
-    learner : Learner
-        The model.
-    text : Text
-        What it has learnt from.
-    prompt : str
-        What comes before, a letter at least.
-    number : int
-        How many letters to write.
-    temperature : float
-        What divides the logits: below 1 for the likelier letters, 0 for the likeliest alone.
-    seed : int
-        Of the draws.
-
-    Yields
-    ------
-    str
-        One letter.
+    The temperature divides the logits: below 1 it favours likely letters, and 0 means always the
+    likeliest one.
     """
     random = np.random.default_rng(seed)
     decode = learner.decoder(len(prompt) + number)
     ids = text.encode(prompt)
     for _ in range(number):
-        chosen = draw(decode(ids), temperature, random)
+        chosen = sample(decode(ids), temperature, random)
         ids = np.asarray([chosen], dtype=np.int64)
         yield text.letters[chosen]
 
 
-def draw(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:
-    """Return the number of a letter."""
+def sample(logits: np.ndarray, temperature: float, random: np.random.Generator) -> int:
+    """Return the index of a random letter."""
     if temperature == 0:
         return int(logits.argmax())
     scaled = logits.astype(np.float64) / temperature

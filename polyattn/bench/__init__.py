@@ -1,6 +1,6 @@
-"""What ``polyattn bench`` runs: the same call on several backends, side by side.
+"""Time the same call on several backends, side by side: ``polyattn bench``.
 
-What must hold true: every backend is given the same numbers and the same public call, on arrays of
-its own; a call is over when its result is there; and what is said of speed stands beside what the
-hardware was measured to reach, the error, and what it ran on.
+Every backend gets the same numbers and the same public call, on arrays of its own library. A call
+ends when its result is computed. Each time is reported beside the measured limits of the hardware,
+the error and a description of the machine.
 """

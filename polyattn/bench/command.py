@@ -1,7 +1,7 @@
-"""``polyattn bench``: its options, what is wrong with them, and what it prints and writes.
+"""Define and check the options of ``polyattn bench``, and print and write its results.
 
-What must hold true: whatever is wrong with the command line is said before anything is measured;
-rows are printed as soon as they are there; and an interrupt loses none that were.
+Errors in the command line are reported before anything is measured. Rows are printed as soon as
+they are measured, and an interrupt loses none of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.call.features import DTYPES
+from polyattn.extras import require_matplotlib
 
 __all__ = ["add_options", "run"]
 
@@ -25,39 +26,47 @@ SECONDS = 60.0
 
 
 def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | None, ...]]) -> None:
-    """Add the command's options.
-
-    Parameters
-    ----------
-    add : callable
-        The parser's ``add_argument``.
-    window : callable
-        Reads what ``--window`` is given.
-    """
-    add("--backends", metavar="NAMES", help="such as numpy,torch:cuda,jax (default: all here)")
+    """Add the command's options."""
+    add("--backends", metavar="NAMES", help="such as numpy,torch:cuda,jax (default: all installed)")
     add(
         "--lengths", type=_lengths, default=LENGTHS, metavar="LENGTHS",
-        help="256:4096, doubling, or 512,1000,2048 (default: %(default)s)",
+        help="256:4096 (doubling) or 512,1000,2048 (default: %(default)s)",
     )  # fmt: skip
-    add("--batch", type=_whole, default=1, metavar="B", help="batch items (default: %(default)s)")
-    add("--heads", type=_whole, default=8, metavar="H", help="query heads (default: %(default)s)")
-    add("--key-heads", type=_whole, metavar="G", help="key and value heads (default: the query's)")
-    add("--size", type=_whole, default=64, metavar="D", help="of a head (default: %(default)s)")
+    add("--batch", type=_positive, default=1, metavar="B", help="batch size (default: %(default)s)")
+    add(
+        "--heads",
+        type=_positive,
+        default=8,
+        metavar="H",
+        help="number of query heads (default: %(default)s)",
+    )
+    add(
+        "--key-heads",
+        type=_positive,
+        metavar="G",
+        help="number of key and value heads (default: as --heads)",
+    )
+    add("--size", type=_positive, default=64, metavar="D", help="head size (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
-    add("--causal", action="store_true", help="a row sees no key after its own")
-    add("--window", type=window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
-    add("--decode", action="store_true", help="one query against keys of each length")
-    add("--kernel", metavar="NAME", help="insist on a kernel")
+    add("--causal", action="store_true", help="each query sees no later key")
+    add(
+        "--window",
+        type=window,
+        metavar="LEFT,RIGHT",
+        help="visible keys before and after each query, such as 255,0 or none,0",
+    )
+    add("--decode", action="store_true", help="one query, with keys of each length")
+    add("--kernel", metavar="NAME", help="use only this kernel")
     add(
         "--seconds", type=_seconds, default=SECONDS, metavar="N",
-        help="how long it may take, loading aside (default: %(default)g)",
+        help="time budget, without loading libraries (default: %(default)g)",
     )  # fmt: skip
-    add("--plot", type=Path, metavar="FILE.png", help="draw rates against length, and the roof")
-    add("--html", type=Path, metavar="FILE", help="write a page of all of it")
-    add("--json", type=Path, metavar="FILE", help="write all of it, for --compare")
+    add("--plot", type=Path, metavar="FILE.png", help="plot rates and the roofline against length")
+    add("--html", type=Path, metavar="FILE", help="write the results as a page")
+    add("--json", type=Path, metavar="FILE", help="write the results for --compare")
     add(
         "--compare", type=Path, nargs=2, metavar=("A.json", "B.json"),
-        help="compare what two runs wrote; nothing is measured",
+        help="compare the files of two runs; nothing is measured",
     )  # fmt: skip
 
 
@@ -66,48 +75,35 @@ def _lengths(text: str) -> tuple[int, ...]:
     try:
         if ":" in text:
             first, last = map(int, text.split(":"))
-            found = [first << n for n in range(64) if 0 < first << n <= last]
+            lengths = [first << n for n in range(64) if 0 < first << n <= last]
         else:
-            found = sorted({int(length) for length in text.split(",")})
+            lengths = sorted({int(length) for length in text.split(",")})
     except ValueError:
-        found = []
-    if not found or found[0] < 1:
+        lengths = []
+    if not lengths or lengths[0] < 1:
         raise argparse.ArgumentTypeError(
             f"lengths are written 256:8192, doubling from the first to the last, or 512,1000,2048;"
             f" got {text!r}"
         )
-    return tuple(found)
+    return tuple(lengths)
 
 
-def _whole(text: str) -> int:
+def _positive(text: str) -> int:
     with suppress(ValueError):
         if int(text) > 0:
             return int(text)
-    raise argparse.ArgumentTypeError(f"a number from 1 on is wanted; got {text!r}")
+    raise argparse.ArgumentTypeError(f"a positive integer is required; got {text!r}")
 
 
 def _seconds(text: str) -> float:
     with suppress(ValueError):
         if 0 < float(text) < 1e9:
             return float(text)
-    raise argparse.ArgumentTypeError(f"a number of seconds above 0 is wanted; got {text!r}")
+    raise argparse.ArgumentTypeError(f"a positive number of seconds is required; got {text!r}")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do what the command line says and return the exit code.
-
-    Parameters
-    ----------
-    options : argparse.Namespace
-        What `add_options` describes.
-
-    Raises
-    ------
-    BackendError
-        If a backend is unknown, not here or cannot take the call.
-    ValueError
-        If options do not go together, a file cannot be written, or matplotlib is missing.
-    """
+    """Run the command and return its exit code."""
     _check_files(options)
     if options.compare is not None:
         from polyattn.bench.compare import compare
@@ -118,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     try:
         return _measure(options)
-    except KeyboardInterrupt:  # while libraries are loaded, or files written
+    except KeyboardInterrupt:  # while loading libraries or writing files
         print("polyattn bench: interrupted", file=sys.stderr)
         return 130
 
@@ -129,21 +125,24 @@ def _check_files(options: argparse.Namespace) -> None:
         if file is None:
             continue
         if options.compare is not None:
-            raise ValueError(f"--compare measures nothing, so that {option} has nothing to write")
+            raise ValueError(f"--compare measures nothing, so {option} has nothing to write")
         if file.is_dir() or not file.parent.is_dir():
-            raise ValueError(f"{option} needs a file in a folder that is there; got {file}")
-        if option != "--json" and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(f'{option} needs matplotlib: pip install "polyattn[plot]"')
+            raise ValueError(f"{option} needs a file in an existing folder; got {file}")
+        if option != "--json":
+            try:
+                require_matplotlib()
+            except ImportError as error:
+                raise ValueError(f"{option}: {error}") from None
         if option == "--plot" and file.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot writes .png, .svg or .pdf; got {file}")
         if list(written.values()).count(file) > 1:
-            raise ValueError(f"{file} cannot be two things at once: name a file for each option")
-        was_there = file.exists()
+            raise ValueError(f"{file} is given twice: name a different file for each option")
+        existed = file.exists()
         try:
             file.open("ab").close()
         except OSError as error:
             raise ValueError(f"{option} cannot write {file}: {error.strerror}") from None
-        if not was_there:  # until there is something to write
+        if not existed:  # it is created again when there are results
             file.unlink()
 
 
@@ -154,23 +153,23 @@ def _measure(options: argparse.Namespace) -> int:
 
     workload = _workload(options)
     names = contender.everything_here() if options.backends is None else options.backends
-    everyone = _able(contender.contenders(names), workload, options)
-    report = Report(machine.look(everyone), workload, _command(options, everyone))
-    titles = [one.name for one in everyone]
+    contenders = _supporting(contender.contenders(names), workload, options)
+    report = Report(machine.look(contenders), workload, _command(options, contenders))
+    titles = [one.name for one in contenders]
     _print(table.head(report))
     deadline = time.perf_counter() + options.seconds
     report.interrupted = True
     try:
-        measure_peaks(report, everyone, _say)
+        measure_peaks(report, contenders, _say)
         _print(table.heading(report, titles))
-        for rows in measure(report, everyone, options.lengths, deadline, _say):
+        for rows in measure(report, contenders, options.lengths, deadline, _say):
             _print(table.group(report, rows, titles))
         report.interrupted = False
         _print(table.footer(report))
     except KeyboardInterrupt:
         _say("")
         print(f"polyattn bench: interrupted after {len(report.rows)} rows", file=sys.stderr)
-    finally:  # whatever happened, such as a reader that left, what was measured is kept
+    finally:  # also after an error, such as a closed pipe
         written = _write(report, options)
     if report.interrupted:
         return 130
@@ -181,7 +180,7 @@ def _workload(options: argparse.Namespace) -> Any:
     from polyattn.bench.workload import Workload
 
     if options.dtype == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise ValueError("NumPy has bfloat16 through ml_dtypes alone: pip install ml_dtypes")
+        raise ValueError("NumPy needs ml_dtypes for bfloat16: pip install ml_dtypes")
     if options.dtype == "bfloat16":
         importlib.import_module("ml_dtypes")
     return Workload(
@@ -197,29 +196,32 @@ def _workload(options: argparse.Namespace) -> Any:
     )
 
 
-def _able(everyone: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
-    """Return the backends that can take the call; who was named and cannot is an error."""
+def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
+    """Return the backends that support the call; raise if one that was named does not."""
     from polyattn.dispatch.errors import UnsupportedError
 
-    able = []
-    for one in everyone:
+    supporting = []
+    for one in contenders:
         refusals = [one.refusal(workload, length) for length in options.lengths]
-        if None in refusals:  # of a length that it cannot take, its row says so
-            able.append(one)
+        if None in refusals:  # a refused length gets a note in its row
+            supporting.append(one)
         elif options.backends:
-            raise UnsupportedError(f"{one.name} cannot take this call\n{refusals[-1]}")
+            raise UnsupportedError(f"{one.name} does not support this call\n{refusals[-1]}")
         else:
             print(
-                f"polyattn bench: {one.name} cannot take this call, and sits out", file=sys.stderr
+                f"polyattn bench: {one.name} does not support this call and is left out",
+                file=sys.stderr,
             )
-    if not able:
-        raise UnsupportedError("no backend here can take this call; name one to see why")
-    return able
+    if not supporting:
+        raise UnsupportedError(
+            "no installed backend supports this call; name one with --backends to see why"
+        )
+    return supporting
 
 
-def _command(options: argparse.Namespace, everyone: Sequence[Any]) -> str:
-    """Return the command that repeats this, whatever the defaults will be."""
-    words = ["polyattn", "bench", "--backends", ",".join(one.name for one in everyone)]
+def _command(options: argparse.Namespace, contenders: Sequence[Any]) -> str:
+    """Return the command that repeats the run, with every option written out."""
+    words = ["polyattn", "bench", "--backends", ",".join(one.name for one in contenders)]
     words += ["--lengths", ",".join(map(str, options.lengths))]
     for name in ("batch", "heads", "key_heads", "size", "dtype", "kernel"):
         value = getattr(options, name)
@@ -232,7 +234,7 @@ def _command(options: argparse.Namespace, everyone: Sequence[Any]) -> str:
 
 
 def _write(report: Any, options: argparse.Namespace) -> bool:
-    """Write what is asked for, each whatever becomes of the others; say whether all were."""
+    """Write the files that the options name; return whether all were written."""
     ways = {"json": _write_json, "plot": _write_plot, "html": _write_html}
     failed = []
     for name, write in ways.items():
@@ -268,6 +270,6 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def _say(text: str) -> None:
-    """Say what is being done, in a line of a terminal that the next one takes the place of."""
+    """Show progress on a terminal, in a line that the next one overwrites."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Two reports side by side, of two machines or of two days.
+"""Compare two reports, of two machines or of two days.
 
-Only what is alike is compared: the same call, backend and length. The range of a ratio is the
-widest that the quartiles of both allow.
+Only rows of the same call, backend and length are compared. The range of a ratio is the widest
+that the quartiles of both rows allow.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from polyattn.bench.machine import fact
 from polyattn.bench.report import Report, Row
 from polyattn.bench.table import digits, duration
 from polyattn.bench.timing import FEWEST
+from polyattn.text_table import line
 
 __all__ = ["compare"]
 
@@ -19,24 +20,11 @@ Key = tuple[int, str]
 
 
 def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[str]:
-    """Return what differs, and the times of both with their ratios, as lines.
-
-    Parameters
-    ----------
-    first, second : Report
-        What was measured.
-    a, b : str
-        What they are called, such as their files.
-
-    Raises
-    ------
-    ValueError
-        If nothing of them can be compared; it says what differs.
-    """
+    """Return lines with the differences of the machines, then the times and their ratios."""
     ours, theirs = _timed(first), _timed(second)
     if first.workload != second.workload:
         raise ValueError(
-            f"these are different calls, which cannot be compared\n  {a}: {first.workload}\n"
+            f"these are different calls and cannot be compared\n  {a}: {first.workload}\n"
             f"  {b}: {second.workload}"
         )
     both = [key for key in ours if key in theirs]
@@ -47,11 +35,11 @@ def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[s
         )
     lines = [f"polyattn bench: {first.workload}", *fact("A", a), *fact("B", b)]
     lines += ["", *_differences(first, second), "", *_table(both, ours, theirs)]
-    for name, here, there in (("A", ours, theirs), ("B", theirs, ours)):
-        alone = {key: here[key] for key in here if key not in there}
-        lines += fact(f"{name} alone", _named(alone)) if alone else []
-    lines += ["", "  B/A: the ratio of the medians, and the widest range that the quartiles allow;"]
-    return [*lines, "  ~ where that range holds 1, and the two may be as fast as each other."]
+    for name, rows, others in (("A", ours, theirs), ("B", theirs, ours)):
+        alone = {key: rows[key] for key in rows if key not in others}
+        lines += fact(f"only {name}", _named(alone)) if alone else []
+    lines += ["", "  B/A: the ratio of the medians, and its widest range by the quartiles;"]
+    return [*lines, "  ~ the range contains 1, so the two may be equally fast."]
 
 
 def _timed(report: Report) -> dict[Key, Row]:
@@ -66,13 +54,13 @@ def _named(rows: dict[Key, Row]) -> str:
 
 
 def _ratio(a: Row, b: Row) -> tuple[float, float, float]:
-    """Return the ratio of the medians, and the least and the largest that the quartiles allow."""
+    """Return the ratio of the medians, and its range by the quartiles."""
     (first, a_low, a_high), (second, b_low, b_high) = a.spread, b.spread
     return second / first, b_low / a_high, b_high / a_low
 
 
 def _differences(first: Report, second: Report) -> Iterator[str]:
-    """Yield what the two ran on, where it is not the same."""
+    """Yield the facts in which the machines differ."""
     ours, theirs = first.machine.facts(), second.machine.facts()
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if first.machine.is_busy and "load" not in names:
@@ -82,24 +70,25 @@ def _differences(first: Report, second: Report) -> Iterator[str]:
         yield from fact("", f"B: {theirs.get(name, '-')}")
     for name, report in (("A", first), ("B", second)):
         if report.interrupted:
-            yield f"  {name} was interrupted before its end."
+            yield f"  {name} was interrupted."
     if set(names) <= {"load", "date"}:
         yield "  The same processor and libraries."
 
 
 def _table(both: list[Key], ours: dict[Key, Row], theirs: dict[Key, Row]) -> Iterator[str]:
     room = max(len(name) for _, name in (*both, (0, "backend")))
-    yield f"  {'length':>6}  {'backend':<{room}}  {'A ms':>8}  {'B ms':>8}  {'B/A':>6}  range"
+    widths = (6, -room, 8, 8, 6, -1)
+    yield line(("length", "backend", "A ms", "B ms", "B/A", "range"), widths)
     before = both[0][0]
     for length, name in both:
         a, b = ours[length, name], theirs[length, name]
         middle, low, high = _ratio(a, b)
-        times = f"{duration(a.spread.median):>8}  {duration(b.spread.median):>8}"
+        times = (duration(a.spread.median), duration(b.spread.median))
         spread = f"{digits(low)}-{digits(high)}{' ~' * (low <= 1 <= high)}"
         if min(a.rounds, b.rounds) < FEWEST:
-            spread = "not known: one call alone"
+            spread = "unknown: only one call"
         other = f"  ({a.kernel} and {b.kernel})" if a.kernel != b.kernel else ""
         if length != before:
             yield ""
         before = length
-        yield f"  {length:>6}  {name:<{room}}  {times}  {digits(middle):>6}  {spread}{other}"
+        yield line((str(length), name, *times, digits(middle), spread + other), widths)

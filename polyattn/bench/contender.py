@@ -1,4 +1,4 @@
-"""A backend on a device, ready to be given the call."""
+"""Prepare a backend on a device for the call."""
 
 from __future__ import annotations
 
@@ -21,33 +21,17 @@ __all__ = ["Contender", "Running", "contenders", "everything_here"]
 
 @dataclass(frozen=True)
 class Contender:
-    """A backend on a device.
+    """A backend on a device."""
 
-    Attributes
-    ----------
-    name : str
-        What the table calls it: ``numpy``, ``torch:cuda``, the same on every machine.
-    stem : str
-        What ``backend=`` calls it.
-    library : str
-        Whose arrays it is given.
-    device : str or None
-        Where they are, as the library names it; None where its plugin names no devices.
-    hardware : str
-        The same by a name that all libraries share: there is one ``cpu``.
-    backend : Backend
-        Its plugin, or what runs the core's kernels on NumPy arrays.
-    """
-
-    name: str
-    stem: str
-    library: str
-    device: str | None
-    hardware: str
-    backend: Backend
+    name: str  # in the table: numpy, torch:cuda; the same on every machine
+    stem: str  # for backend=
+    library: str  # that makes the arrays
+    device: str | None  # as the library names it; None if the plugin names no devices
+    hardware: str  # the device by the name that all libraries share
+    backend: Backend  # the plugin, or one that runs the core's kernels on NumPy arrays
 
     def refusal(self, workload: Workload, length: int) -> str | None:
-        """Return why it cannot take the call, or None; nothing is computed."""
+        """Return why the backend refuses the call, or None; nothing is computed."""
         query, key = workload.shapes(length)
         decision = explain(
             query,
@@ -62,7 +46,7 @@ class Contender:
         return None if decision.chosen else str(decision)
 
     def start(self, workload: Workload, arrays: Iterable[Any]) -> Running:
-        """Bring the arrays to it and return the call on them."""
+        """Move the arrays to the backend and return the call on them."""
         placed = [self.backend.place(array, self.device) for array in arrays]
         options = {**workload.options(), "backend": self.stem}
 
@@ -74,34 +58,22 @@ class Contender:
             return query
 
         kernels: list[Any] = []
-        # Compiled as the call is, so that both are decided from the same facts.
+        # Compiled like the call, so that both choose a kernel from the same facts.
         self.backend.compile(look)(*placed)
         return Running(self, self.backend.compile(call), placed, kernels[0].kernel)
 
 
 @dataclass(frozen=True)
 class Running:
-    """The call on a contender's own arrays.
-
-    Attributes
-    ----------
-    contender : Contender
-        Whose it is.
-    function : callable
-        The call, of query, key and value.
-    arrays : list of Array
-        Those.
-    kernel : str
-        The kernel that runs.
-    """
+    """The call on arrays of a contender."""
 
     contender: Contender
-    function: Callable[..., Array]
+    function: Callable[..., Array]  # of query, key and value
     arrays: list[Array]
     kernel: str
 
     def __call__(self) -> Array:
-        """Return the output, once it is there."""
+        """Return the output once it is computed."""
         output = self.function(*self.arrays)
         self.contender.backend.synchronize(self.contender.device)
         return output
@@ -112,40 +84,25 @@ class Running:
 
 
 def everything_here() -> list[str]:
-    """Return the names of all backends that can be loaded here."""
+    """Return the names of all backends that can be loaded."""
     return [name for name in registry.names() if registry.load(name) is None]
 
 
 def contenders(names: str | Iterable[str]) -> list[Contender]:
-    """Return the backends of these names, one without a device on each kind that it has.
-
-    Parameters
-    ----------
-    names : str or iterable of str
-        As ``name`` or ``name:device``; a string may hold several with commas.
-
-    Raises
-    ------
-    UnknownBackendError
-        If no plugin has a name.
-    BackendUnavailableError
-        If a backend cannot be loaded here, or has no such device; it says what would mend that.
-    ValueError
-        If a name is ``auto``, which is no backend.
-    """
-    given = parse(names if isinstance(names, str) else list(names), "--backends ")
-    found = {one.name: one for name in given for one in _named(name)}
-    return list(found.values())
+    """Return the backends with these names; a name without a device means each kind it has."""
+    parsed = parse(names if isinstance(names, str) else list(names), "--backends ")
+    by_name = {contender.name: contender for name in parsed for contender in _named(name)}
+    return list(by_name.values())
 
 
 def _named(name: str) -> Iterator[Contender]:
     stem, _, wanted = name.partition(":")
     if stem == "auto":
         raise ValueError(
-            "auto follows the arrays of a call, and here there are none: name backends"
+            "auto follows the arrays of a call, and there are none here: name backends"
         )
     shape = (1, 2)
-    explain(shape, shape, shape, backend=stem)  # refuses a name that nobody has
+    explain(shape, shape, shape, backend=stem)  # refuses an unknown name
     if stem == registry.ARRAY_API:
         if wanted:
             raise ValueError(f"array-api runs on NumPy arrays and takes no device; got {name!r}")
@@ -162,17 +119,17 @@ def _named(name: str) -> Iterator[Contender]:
     firsts = {_kind(device): device for device in reversed(devices)}
     chosen: list[str] = [device for device in devices if device == firsts[_kind(device)]]
     if wanted:
-        found = registry.device_of(stem, wanted)
-        if found is None:
-            here = ", ".join(devices) or "none that it can name"
+        device = registry.device_of(stem, wanted)
+        if device is None:
+            names = ", ".join(devices) or "no device with a name"
             raise BackendUnavailableError(
-                f"the backend {stem!r} has no device {wanted!r} here; it has {here}"
+                f"the backend {stem!r} has no device {wanted!r} here; it has {names}"
             )
-        chosen = [found]
+        chosen = [device]
     for device in chosen:
         kind = _kind(device)
         label = kind if device == firsts[kind] else device
-        # A backend of one kind of device is called by its name alone, on every machine.
+        # A backend with one kind of device has a name without the device, on every machine.
         title = stem if spec.devices == (label,) else f"{stem}:{label}"
         hardware = "cpu" if kind == "cpu" else device
         yield Contender(title, stem, library, device, hardware, backend)

@@ -1,4 +1,4 @@
-"""What the output should be: some of its rows in float64, by the formula as it stands."""
+"""Compute some rows of the output in float64 and the error of a result against them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,22 @@ BLOCKS, ROWS = 4, 16
 
 
 class Rows(NamedTuple):
-    """Some rows of the output: where they are, and what they should hold."""
+    """A block of output rows: its index and its exact values."""
 
     where: tuple[Any, ...]
     values: Any
 
 
 def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]:
-    """Return blocks of rows, spread over the whole length, of the first and the last head.
-
-    Parameters
-    ----------
-    workload : Workload
-        The call.
-    arrays : list of numpy.ndarray
-        Query, key and value, as every backend is given them.
-    length : int
-        Its length.
-    """
+    """Return blocks of rows from the whole length, for the first and the last head."""
     query, key, value = arrays
     rows, times = query.shape[-2], workload.heads // workload.key_heads
     starts = sorted({int(start) for start in np.linspace(0, max(rows - ROWS, 0), BLOCKS)})
-    found = []
+    blocks = []
     for head in sorted({0, workload.heads - 1}):
         group = slice(head // times, head // times + 1)
         for start in starts:
-            # The batch's last item, one head, so that an item or head that is mixed up shows.
+            # The last batch item and one head, so that swapped items or heads are detected.
             where = (slice(-1, None), slice(head, head + 1), slice(start, start + ROWS))
             values = attention(
                 *(x.astype(np.float64) for x in (query[where], key[-1:, group], value[-1:, group])),
@@ -50,11 +40,11 @@ def exact_rows(workload: Workload, arrays: list[Any], length: int) -> list[Rows]
                 backend="array-api",
                 kernel="dense",
             )
-            found.append(Rows(where, values))
-    return found
+            blocks.append(Rows(where, values))
+    return blocks
 
 
 def largest_error(output: Any, exact: list[Rows]) -> float:
-    """Return the largest difference from the exact rows; NaN if some element is no number."""
+    """Return the largest difference from the exact rows; NaN if an element is NaN."""
     errors = [np.abs(output[where].astype(np.float64) - values).max() for where, values in exact]
     return float(np.max(errors))

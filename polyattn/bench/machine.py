@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Describe the machine that the times were measured on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Machine", "look", "processor", "versions"]
 
 PACKAGES = ("numpy", "torch", "jax", "cupy", "onnxruntime")
-# Those that change how fast a library is, by the beginnings of their names.
-TELLING = (
+# Prefixes of environment variables that change how fast a library is.
+PREFIXES = (
     "POLYATTN_",
     "OMP_",
     "MKL_",
@@ -37,57 +37,33 @@ TELLING = (
     "NVIDIA_TF32",
     "TORCH_",
 )
-BUSY = 0.5  # of the cores
+BUSY = 0.5  # share of the cores
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a figure was measured on.
-
-    Attributes
-    ----------
-    processor : str
-        Its name.
-    cores : int
-        How many of its cores this process may use.
-    memory : int or None
-        The bytes of memory.
-    threads : dict of str to int
-        How many threads polyattn's own kernels use, and each pool that a library has loaded.
-    system, python, polyattn : str
-        The operating system and the versions.
-    libraries : dict of str to str
-        The versions of the libraries and of the engines that they call, and of BLAS.
-    devices : dict of str to str
-        What is known of each device that is not the processor.
-    environment : dict of str to str
-        The variables that are set and change how fast a library is.
-    load : float or None
-        How many processes wanted to run in the minute before, where that is known.
-    when : str
-        The time in UTC.
-    """
+    """The machine, its libraries and settings."""
 
     processor: str
-    cores: int
-    memory: int | None
-    threads: dict[str, int]
+    cores: int  # that this process may use
+    memory: int | None  # bytes
+    threads: dict[str, int]  # of polyattn's own kernels, and of each thread pool of a library
     system: str
     python: str
     polyattn: str
-    libraries: dict[str, str]
-    devices: dict[str, str]
-    environment: dict[str, str]
-    load: float | None
-    when: str
+    libraries: dict[str, str]  # versions of the libraries, their engines and BLAS
+    devices: dict[str, str]  # other than the processor
+    environment: dict[str, str]  # the variables that change how fast a library is
+    load: float | None  # processes that wanted to run in the last minute
+    when: str  # UTC
 
     @property
     def is_busy(self) -> bool:
-        """Whether others wanted the processor too."""
+        """Whether other processes used the processor too."""
         return self.load is not None and self.load >= BUSY * self.cores
 
     def facts(self) -> dict[str, str]:
-        """Return what is to be shown, by what it is about."""
+        """Return the facts to print, by their titles."""
         memory = [] if self.memory is None else [f"{self.memory / 2**30:.0f} GiB of memory"]
         facts = {
             "processor": _listed(
@@ -102,19 +78,19 @@ class Machine:
             "date": self.when,
         }
         if self.is_busy:
-            facts["load"] += ": this machine is busy, and the figures are worth less"
+            facts["load"] += ": this machine is busy, so the times are less reliable"
         return {name: text for name, text in facts.items() if text}
 
     def lines(self) -> list[str]:
-        """Return the lines that it prints as."""
+        """Return the facts as lines of text."""
         return [line for name, text in self.facts().items() for line in fact(name, text)]
 
 
 def fact(name: str, text: str) -> list[str]:
-    """Return something that is known as lines of at most 100 columns."""
+    """Return a fact as lines of at most 100 columns."""
     indent = " " * 13
-    # What a file says, or an error, has no say over the terminal.
-    plain = "".join(letter if letter.isprintable() else " " for letter in text)
+    # Text from files and errors must not send control characters to the terminal.
+    plain = "".join(char if char.isprintable() else " " for char in text)
     return textwrap.wrap(
         plain, 99, initial_indent=f"  {name:<11}", subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
@@ -126,19 +102,13 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def look(contenders: Iterable[Contender]) -> Machine:
-    """Return what this machine is, once the backends are loaded.
-
-    Parameters
-    ----------
-    contenders : iterable of Contender
-        The backends that are measured on it.
-    """
+    """Describe this machine, once the backends are loaded."""
     contenders = list(contenders)
     threads = {"polyattn": thread_count()}
     libraries: dict[str, str] = {}
     for contender in contenders:
-        own = contender.stem == registry.ARRAY_API
-        modules = ("numpy",) if own else registry.spec_of(contender.stem).requires
+        is_core = contender.stem == registry.ARRAY_API
+        modules = ("numpy",) if is_core else registry.spec_of(contender.stem).requires
         libraries |= {module: _version(module) for module in modules}
         libraries |= contender.backend.engines()
     for pool in sorted(threadpoolctl.threadpool_info(), key=lambda pool: pool["prefix"]):
@@ -156,7 +126,7 @@ def look(contenders: Iterable[Contender]) -> Machine:
         libraries=libraries,
         devices=_devices(contenders),
         environment={
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(TELLING)
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)
         },
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         when=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -174,38 +144,38 @@ def processor() -> str:
 
 
 def versions() -> str:
-    """Return the versions of the array libraries that are here."""
-    found = []
+    """Return the versions of the installed array libraries."""
+    installed = []
     for package in PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            installed.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(installed)
 
 
 def _version(module: str) -> str:
-    """Return the version of a module that is loaded, which CuPy's package does not tell by name."""
+    """Return the version of a loaded module: CuPy's distribution name is not its module name."""
     return str(getattr(sys.modules.get(module), "__version__", "of unknown version"))
 
 
 def _memory() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # Windows has none, and others not these
+    except (AttributeError, OSError, ValueError):  # not on Windows and some other systems
         return None
 
 
 def _devices(contenders: Iterable[Contender]) -> dict[str, str]:
-    """Return what the backends know of each device that is not the processor, by its name."""
-    found: dict[str, str] = {}
+    """Return a description of each device other than the processor."""
+    devices: dict[str, str] = {}
     for contender in contenders:
         if contender.device is not None and contender.hardware != "cpu":
             known = dict(contender.backend.hardware(contender.device))
             memory = known.pop("memory", None)
-            said = [str(known.pop("name", ""))]
-            said += [] if memory is None else [f"{int(memory) / 2**30:.0f} GiB"]
-            said += [f"{name.replace('_', ' ')} {value}" for name, value in known.items()]
-            text = ", ".join(filter(None, said))
-            found[contender.hardware] = max(found.get(contender.hardware, ""), text, key=len)
-    return found
+            parts = [str(known.pop("name", ""))]
+            parts += [] if memory is None else [f"{int(memory) / 2**30:.0f} GiB"]
+            parts += [f"{name.replace('_', ' ')} {value}" for name, value in known.items()]
+            text = ", ".join(filter(None, parts))
+            devices[contender.hardware] = max(devices.get(contender.hardware, ""), text, key=len)
+    return devices

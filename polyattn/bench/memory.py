@@ -1,8 +1,8 @@
-"""What a call needs beside its inputs and output.
+"""Measure the peak memory of a call, without its inputs and output.
 
-The backend is asked, whose library may count it. Where none does, on the host, it is how far the
-process grew while the call ran, as the operating system counts it. What a library keeps from one
-call to the next, such as scratch memory, was there before and is not seen.
+The backend reports it if its library counts it. Otherwise, on the host, it is the growth of the
+process during the call as the operating system counts it. Memory that a library keeps between
+calls, such as scratch memory, was allocated before and is not counted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_memory(running: Running, output: int) -> int | None:
-    """Return the bytes that a call needs at its peak beside inputs and output, or None if unknown.
-
-    Parameters
-    ----------
-    running : Running
-        The call; it has run before, so that nothing is compiled or loaded.
-    output : int
-        The bytes of its output.
-    """
+    """Return the peak bytes of a call, without inputs and output, or None if unknown."""
     contender = running.contender
     counted = contender.backend.peak_memory(contender.device, running.function, *running.arrays)
     if counted is not None or contender.hardware != "cpu":
@@ -40,13 +32,13 @@ def peak_memory(running: Running, output: int) -> int | None:
 
 
 def host_peak(call: Callable[[], Any]) -> int | None:
-    """Return by how many bytes the process grew while a call ran, or None where nobody counts."""
+    """Return the growth of the process during a call in bytes, or None if unknown."""
     gc.collect()
-    with suppress(AttributeError, OSError):  # only glibc has it
-        # Memory that was freed and not given back would be used again, unseen.
+    with suppress(AttributeError, OSError):  # only glibc has malloc_trim
+        # Freed memory that the process still holds would be reused without growth.
         ctypes.CDLL(None).malloc_trim(0)
     try:
-        _RESET.write_text("5", encoding="ascii")  # the peak is what there is now
+        _RESET.write_text("5", encoding="ascii")  # sets the peak to the current size
         before = _status("VmRSS")
         output = call()
         after = _status("VmHWM")

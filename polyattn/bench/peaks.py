@@ -1,6 +1,7 @@
-"""How fast the hardware is, by the same libraries: the roofline that attention stands under.
+"""Measure the speed of the hardware with the same libraries: the roofline of attention.
 
-A device's rates are the largest that any backend reached on it, so that all are held to one.
+The rates of a device are the largest that any backend reached on it, so that all backends are
+compared with the same limits.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from polyattn.plugin import Array
 
 __all__ = ["Peak", "measure", "roof", "roofs"]
 
-SIDES = (512, 1024, 2048, 4096, 8192)  # of the squares that are multiplied
-LONG = 0.03  # seconds a product, beyond which a larger one says no more
-SMALLEST, LARGEST = 2**28, 2**31  # bytes that are summed: beyond the caches
+SIDES = (512, 1024, 2048, 4096, 8192)  # sides of the square matrices
+LONG = 0.03  # seconds of a product after which a larger one is no faster
+SMALLEST, LARGEST = 2**28, 2**31  # bytes that are summed: more than the caches hold
 PARTS = 8
-BRIEF = 0.002  # seconds a sum, below which starting it counts
-FOR = 0.05  # seconds that each is measured
+BRIEF = 0.002  # seconds of a sum below which its start-up time matters
+FOR = 0.05  # seconds of each measurement
 NARROW = ("float16", "bfloat16")
 
 
@@ -34,15 +35,13 @@ class Peak:
     Attributes
     ----------
     backend : str
-        What reached the product's.
+        The backend that reached the rate of the product.
     device : str
         The device, by the name that all libraries share.
     product : float
-        Of a product of two square matrices of the call's dtype, in floating-point operations a
-        second.
+        Floating-point operations per second in a product of square matrices of the call's dtype.
     bandwidth : float
-        Of the sum of two large float32 arrays into the first of them, in bytes read and written a
-        second.
+        Bytes read and written per second when a large float32 array is added to another in place.
     """
 
     backend: str
@@ -60,19 +59,19 @@ def measure(contender: Contender, dtype: str) -> Peak:
 
 def roofs(peaks: Iterable[Peak]) -> dict[str, Peak]:
     """Return the largest rates of each device."""
-    found: dict[str, Peak] = {}
+    largest: dict[str, Peak] = {}
     for peak in peaks:
-        so_far = found.get(peak.device, peak)
-        best = max(so_far, peak, key=lambda one: one.product)
+        so_far = largest.get(peak.device, peak)
+        best = max(so_far, peak, key=lambda peak: peak.product)
         bandwidth = max(so_far.bandwidth, peak.bandwidth)
-        found[peak.device] = Peak(best.backend, best.device, best.product, bandwidth)
-    return found
+        largest[peak.device] = Peak(best.backend, best.device, best.product, bandwidth)
+    return largest
 
 
 def roof(peak: Peak, workload: Workload, length: int) -> float:
-    """Return the rate that a call cannot exceed: the products' or the memory's.
+    """Return the rate that a call cannot exceed, limited by the products or by the memory.
 
-    Of the memory's traffic only inputs and output are counted, each once.
+    Memory traffic counts inputs and output once.
     """
     intensity = workload.flops(length) / workload.bytes(length)
     return min(peak.product, intensity * peak.bandwidth)
@@ -87,9 +86,9 @@ def _product(contender: Contender, dtype: str) -> float:
 
 
 def _product_by(contender: Contender, multiply: Callable[..., Array], dtype: str) -> float:
-    """Return the largest rate over squares that grow until one takes long."""
+    """Return the largest rate over squares that grow until a product takes long."""
     backend, fastest = contender.backend, 0.0
-    # Random numbers: a GPU draws less power for ones, and runs faster than it would at work.
+    # Random numbers: on ones a GPU draws less power and runs faster than on real data.
     block = np.random.default_rng(0).standard_normal((SIDES[0], SIDES[0]), np.float32)
     for side in SIDES:
         square = np.tile(block, (side // SIDES[0],) * 2).astype(dtype)
@@ -116,18 +115,18 @@ def _bandwidth(contender: Contender) -> float:
         ]
 
         def call(pairs: list[list[Array]] = pairs) -> None:
-            # On as many threads as attention takes, for one alone may not fill the memory's width.
+            # On as many threads as attention uses: one may not reach the full bandwidth.
             backend.each(lambda pair: _keep(pair, compiled(*pair)), pairs)
             backend.synchronize(contender.device)
 
         seconds = _least(call)
         if seconds > BRIEF or size >= LARGEST:
-            return 1.5 * size / seconds  # both are read, and one is written
+            return 1.5 * size / seconds  # both arrays are read and one is written
         size *= 2
 
 
 def _least(call: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of some calls: the others had to wait for something."""
+    """Return the seconds of the fastest call: the others were delayed by other work."""
     call()  # the first may compile
     fastest, end = float("inf"), time.perf_counter() + FOR
     while True:
@@ -140,7 +139,7 @@ def _least(call: Callable[[], None]) -> float:
 
 
 def _add(a: Array, b: Array) -> Array:
-    a += b  # in place where the library can, so that no new memory is touched
+    a += b  # in place if the library can, so that no new memory is touched
     return a
 
 

@@ -1,12 +1,11 @@
-"""Rates against length, under the roof of each device.
+"""Plot rates against length, with the roofline of each device.
 
-What must hold true: the lines are told apart by colour, by readers with a colour vision deficiency
-too, and by their markers; nothing is written over anything else; pyplot does not hold the figure.
+Lines differ in marker and in colour, also for readers with a colour vision deficiency. Labels do
+not overlap. pyplot does not keep the figure.
 """
 
 from __future__ import annotations
 
-import importlib
 import textwrap
 from collections.abc import Iterable, Sequence
 from io import StringIO
@@ -15,30 +14,20 @@ from typing import Any
 from polyattn.bench.peaks import roof
 from polyattn.bench.report import Report, Row
 from polyattn.bench.table import rate_unit
+from polyattn.extras import require_matplotlib
 
 __all__ = ["DPI", "draw", "svg"]
 
 DPI = 130
-# Okabe and Ito's colours, less black, which the roofs have; yellow last, for it is faint on white.
+# Okabe and Ito's colours without black, which the roofs have; yellow, faint on white, is last.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")
 MARKERS = "osD^vPX*"
 ROOFS = ("--", ":", "-.", (0, (1, 3)))
 
 
 def draw(report: Report) -> Any:
-    """Return a figure of a report: a line for each backend, its band from quartile to quartile.
-
-    Parameters
-    ----------
-    report : Report
-        What was measured.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        The figure.
-    """
-    figures = importlib.import_module("matplotlib.figure")
+    """Return a matplotlib figure: a line for each backend, and a band between its quartiles."""
+    figures = require_matplotlib("figure")
     figure = figures.Figure(figsize=(7.4, 5.6), layout="constrained")
     axes = figure.add_subplot()
     unit, scale = rate_unit(report)
@@ -46,21 +35,16 @@ def draw(report: Report) -> Any:
     lengths = sorted({row.length for row in timed})
     for number, (device, peak) in enumerate(report.roofs.items()):
         rates = [roof(peak, report.workload, length) / scale for length in lengths]
-        if len(lengths) == 1:  # a line of one point would not be seen
-            axes.axhline(
-                rates[0], color="0.25", linestyle=ROOFS[number % len(ROOFS)], linewidth=1.2,
-                label=f"roof of {device}",
-            )  # fmt: skip
-            continue
-        axes.plot(
-            lengths, rates, color="0.25", linestyle=ROOFS[number % len(ROOFS)], linewidth=1.2,
-            label=f"roof of {device}",
-        )  # fmt: skip
+        look = {"color": "0.25", "linestyle": ROOFS[number % len(ROOFS)], "linewidth": 1.2}
+        if len(lengths) == 1:  # a line of one point would be invisible
+            axes.axhline(rates[0], label=f"roof of {device}", **look)
+        else:
+            axes.plot(lengths, rates, label=f"roof of {device}", **look)
     for number, name in enumerate(dict.fromkeys(row.backend for row in timed)):
         own = [row for row in timed if row.backend == name]
         colour = COLOURS[number % len(COLOURS)]
         _line(axes, report, own, scale, color=colour, marker=MARKERS[number % len(MARKERS)])
-    if timed:  # of nothing there is no logarithm
+    if timed:  # logarithmic axes need data
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _ticks(axes, lengths)
@@ -75,9 +59,9 @@ def draw(report: Report) -> Any:
 
 
 def svg(report: Report) -> str:
-    """Return the figure as the element of a page."""
-    matplotlib, text = importlib.import_module("matplotlib"), StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "polyattn"}):  # so that ids are the same each time
+    """Return the figure as an SVG element."""
+    matplotlib, text = require_matplotlib(), StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "polyattn"}):  # the same ids each time
         draw(report).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
@@ -98,14 +82,14 @@ def _line(axes: Any, report: Report, rows: Sequence[Row], scale: float, **look: 
 
 
 def _columns(axes: Any) -> int:
-    """Return how many columns of names fit below."""
+    """Return how many columns the legend has room for."""
     longest = max(map(len, axes.get_legend_handles_labels()[1]))
     return max(1, min(4, 90 // (longest + 8)))
 
 
 def _ticks(axes: Any, lengths: Sequence[int]) -> None:
-    """Name the lengths that were measured, as many as there is room for, and round rates."""
-    ticker = importlib.import_module("matplotlib.ticker")
+    """Label the measured lengths, as many as fit, and round rates."""
+    ticker = require_matplotlib("ticker")
     shown, last = [], 0.0
     for length in lengths:
         if length >= 1.35 * last:
@@ -117,7 +101,7 @@ def _ticks(axes: Any, lengths: Sequence[int]) -> None:
     plain = ticker.FuncFormatter(lambda rate, _: f"{rate:g}")
     axes.yaxis.set_major_formatter(plain)
     low, high = axes.get_ylim()
-    narrow = high / low < 30  # where the powers of ten alone would be too few
+    narrow = high / low < 30  # powers of ten would be too few
     axes.yaxis.set_minor_locator(ticker.LogLocator(subs=(2, 5) if narrow else (5,)))
     axes.yaxis.set_minor_formatter(plain if narrow else ticker.NullFormatter())
 

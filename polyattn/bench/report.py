@@ -1,4 +1,4 @@
-"""What was measured, as a value: it goes to JSON and comes back the same."""
+"""Hold the results of a run, and write and read them as JSON."""
 
 from __future__ import annotations
 
@@ -20,70 +20,31 @@ FORMAT, VERSION = "polyattn bench", 1
 
 @dataclass(frozen=True)
 class Row:
-    """A backend at a length.
-
-    Attributes
-    ----------
-    length : int
-        The length.
-    backend, device : str
-        The backend, and its device by the name that all libraries share.
-    kernel : str or None
-        Which kernel ran.
-    seconds, low, high : float or None
-        The median of a call over the rounds, and the quartiles.
-    rounds : int
-        How many there were.
-    first : float or None
-        The seconds of the first call, in which a library may compile.
-    error : float or None
-        The largest error against float64; None if it is no number.
-    memory : int or None
-        The bytes beside inputs and output, if that can be told.
-    note : str or None
-        Why there is no time, or what is to be known of it.
-    """
+    """A backend at a length."""
 
     length: int
     backend: str
-    device: str
+    device: str  # by the name that all libraries share
     kernel: str | None = None
-    seconds: float | None = None
-    low: float | None = None
+    seconds: float | None = None  # the median of a call over the rounds
+    low: float | None = None  # the quartiles
     high: float | None = None
     rounds: int = 0
-    first: float | None = None
-    error: float | None = None
-    memory: int | None = None
-    note: str | None = None
+    first: float | None = None  # seconds of the first call, in which a library may compile
+    error: float | None = None  # the largest against float64; None if it is not finite
+    memory: int | None = None  # bytes without inputs and output, if known
+    note: str | None = None  # why there is no time, or a remark on it
 
     @property
     def spread(self) -> Spread:
-        """The times of a row that has one."""
+        """The median and the quartiles; only for a row with times."""
         assert self.seconds is not None
-        # A row that has the one has the others.
         return Spread(self.seconds, self.low or self.seconds, self.high or self.seconds)
 
 
 @dataclass
 class Report:
-    """What was measured, on what, and how to repeat it.
-
-    Attributes
-    ----------
-    machine : Machine
-        What it ran on.
-    workload : Workload
-        The call.
-    command : str
-        What repeats it.
-    peaks : list of Peak
-        What each backend reached in a matrix product and a sum.
-    rows : list of Row
-        A row for each length and backend.
-    interrupted : bool
-        Whether it was stopped before its end.
-    """
+    """The results, the machine, and the command to repeat the run."""
 
     machine: Machine
     workload: Workload
@@ -98,23 +59,23 @@ class Report:
         return roofs(self.peaks)
 
     def rate(self, row: Row) -> float | None:
-        """Return the operations a second that a row reached; only visible scores count."""
+        """Return a row's operations per second; only visible scores count."""
         return None if row.seconds is None else self.workload.flops(row.length) / row.seconds
 
     def of_product(self, row: Row) -> float | None:
-        """Return a row's rate as a share of the matrix product's on its device."""
+        """Return a row's rate as a share of a matrix product's on its device."""
         rate, peak = self.rate(row), self.roofs.get(row.device)
         return None if rate is None or peak is None else rate / peak.product
 
     def of_roof(self, row: Row) -> float | None:
-        """Return a row's rate as a share of the roof over its length."""
+        """Return a row's rate as a share of the roofline at its length."""
         rate, peak = self.rate(row), self.roofs.get(row.device)
         if rate is None or peak is None:
             return None
         return rate / roof(peak, self.workload, row.length)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything in plain types, for JSON, with the shares that follow from it."""
+        """Return everything in plain types, for JSON, with the derived rates and shares."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -140,45 +101,34 @@ class Report:
         return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Report:
+    def from_dict(cls, data: dict[str, Any]) -> Report:
         """Return the report that `as_dict` describes."""
         names = Row.__dataclass_fields__
         return cls(
-            machine=Machine(**given["machine"]),
-            workload=Workload.from_dict(given["workload"]),
-            command=given["command"],
-            peaks=[Peak(**peak) for peak in given["peaks"]],
-            rows=[Row(**{name: row[name] for name in names}) for row in given["rows"]],
-            interrupted=given["interrupted"],
+            machine=Machine(**data["machine"]),
+            workload=Workload.from_dict(data["workload"]),
+            command=data["command"],
+            peaks=[Peak(**peak) for peak in data["peaks"]],
+            rows=[Row(**{name: row[name] for name in names}) for row in data["rows"]],
+            interrupted=data["interrupted"],
         )
 
 
 def read(file: Path) -> Report:
-    """Return the report of a file that ``polyattn bench --json`` wrote.
-
-    Parameters
-    ----------
-    file : pathlib.Path
-        The file.
-
-    Raises
-    ------
-    ValueError
-        If it cannot be read, is none of ours, or of a version that is not known here.
-    """
+    """Return the report of a file that ``polyattn bench --json`` wrote."""
     try:
-        given = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
-        form, version = given["format"], given["version"]
-        if form != FORMAT:
-            raise KeyError(form)
+        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        kind, version = data["format"], data["version"]
+        if kind != FORMAT:
+            raise KeyError(kind)
         if version == VERSION:
-            return _checked(Report.from_dict(given))
+            return _checked(Report.from_dict(data))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        raise ValueError(f"{file} is not what polyattn bench --json wrote") from None
+        raise ValueError(f"{file} was not written by polyattn bench --json") from None
     raise ValueError(
-        f"{file} is of version {version!r}, and this polyattn reads version {VERSION}: compare with"
+        f"{file} has version {version!r}, and this polyattn reads version {VERSION}: compare with"
         " the release that wrote it, or measure again"
     )
 
@@ -188,7 +138,7 @@ def _refuse(name: str) -> None:
 
 
 def _checked(report: Report) -> Report:
-    """Return a report of which all that is read again is what it should be."""
+    """Return the report, or raise if one of its values has the wrong type or range."""
     report.machine.lines()
     for row in report.rows:
         times = (row.seconds, row.low, row.high)
@@ -202,5 +152,5 @@ def _checked(report: Report) -> Report:
 
 
 def number(value: float) -> float | None:
-    """Return a number for JSON, which has neither infinity nor NaN."""
+    """Return the number, or None for infinity and NaN, which JSON lacks."""
     return value if math.isfinite(value) else None

@@ -1,8 +1,8 @@
-"""The whole of a measurement, within a budget of time.
+"""Measure all backends at all lengths within a time budget.
 
-Short lengths come first, so that there is something to see soon. What is left of the budget is
-shared among the lengths that are left, the longer the more; a backend that would burst its share
-sits out, and the report says so.
+Lengths are measured in order. The remaining budget is shared among the remaining lengths, more for
+the longer ones. A backend that would exceed its share at a length is left out there, with a note
+in the report.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
 __all__ = ["measure", "measure_peaks"]
 
-# The fewest that a row takes: to compile, to look at, for its memory, and the rounds.
+# Least number of calls for a row: to compile, to estimate, for the memory, and the rounds.
 CALLS = 3 + FEWEST
-# Seconds for the rounds of the first of several lengths, so that there is soon something to see.
+# Seconds for the rounds of the first of several lengths, so that rows are printed soon.
 SOON = 1.0
-# How much more of the budget a length has than the one before.
+# Budget of a length relative to the one before.
 GROWTH = 1.5
-# How much faster than a product that was measured on a busy machine a call may be at the most.
+# Most by which a call may be faster than a matrix product measured on a busy machine.
 DOUBT = 10.0
-# Seconds that a backend has at a length however little is left, so that short calls never sit out.
+# Least seconds of a backend at a length, so that short calls are never left out.
 LEAST = 1.0
 
 Say = Callable[[str], None]
 
 
 class Started(NamedTuple):
-    """A call that has run, the row that it will have, and about how many seconds it takes."""
+    """A call that has run once, its row without times, and about how many seconds it takes."""
 
     running: Running
     row: Row
@@ -47,11 +47,11 @@ class Started(NamedTuple):
 
 
 def measure_peaks(report: Report, contenders: Sequence[Contender], say: Say) -> None:
-    """Measure the rates of each backend; one that fails here has none."""
+    """Measure the hardware rates by each backend; one that fails is skipped."""
     for contender in contenders:
         say(f"{contender.name}, a matrix product and a sum")
         time.sleep(REST)
-        with suppress(Exception):  # such as too little memory; the call itself may do with less
+        with suppress(Exception):  # such as too little memory: the call may need less
             report.peaks.append(peaks.measure(contender, report.workload.dtype))
 
 
@@ -62,28 +62,17 @@ def measure(
     deadline: float,
     say: Say,
 ) -> Iterator[list[Row]]:
-    """Measure every length, and yield its rows when they are in the report.
+    """Add the rows of each length to the report and yield them.
 
-    Parameters
-    ----------
-    report : Report
-        What the rows are added to.
-    contenders : sequence of Contender
-        The backends.
-    lengths : sequence of int
-        The lengths, in order.
-    deadline : float
-        When all of it should be done, as far as that can be foreseen, by `time.perf_counter`.
-    say : callable
-        Is told what is being done.
+    The `deadline` is a time of `time.perf_counter`; it is kept as far as times can be predicted.
     """
     roofs, before = report.roofs, 0
     bounds = {
         one.name: DOUBT * roofs[one.hardware].product for one in contenders if one.hardware in roofs
     }
-    speeds = dict(bounds)  # operations a second at the length before
+    speeds = dict(bounds)  # operations per second at the length before
     for done, length in enumerate(lengths):
-        if length > 2 * before:  # much shorter calls say little of this one
+        if length > 2 * before:  # the speed of much shorter calls predicts little
             speeds = dict(bounds)
         before = length
         share = (deadline - time.perf_counter()) * _share(len(lengths) - done)
@@ -120,27 +109,29 @@ def _measure_length(
         arrays = workload.arrays(length)
         exact = exact_rows(workload, arrays, length)
     except Exception as error:  # such as too little memory
-        return [replace(row, note=row.note or _said(error)) for row in rows.values()]
+        return [replace(row, note=row.note or _first_line(error)) for row in rows.values()]
     started: dict[str, Started] = {}
     for contender in contenders:
         name = contender.name
         say(f"{length}: {name}, first calls")
         try:
             started[name] = _start(report, contender, rows[name], arrays, exact)
-        except Exception as error:  # such as too little memory, which says nothing of the others
-            rows[name] = replace(rows[name], note=_said(error))
+        except Exception as error:  # such as too little memory: the others go on
+            rows[name] = replace(rows[name], note=_first_line(error))
     left = share - (time.perf_counter() - began)
     rows |= _timed_rows(started, left, most, lambda text: say(f"{length}: {text}"))
     return list(rows.values())
 
 
 def _timed_rows(started: dict[str, Started], left: float, most: float, say: Say) -> dict[str, Row]:
-    """Return the rows of calls that have run, with the times of as many rounds as there is time."""
+    """Return the rows of started calls, timed for as many rounds as the time allows."""
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
     failed: dict[str, Exception] = {}
     calls = {
-        name: _kept(name, one.running, failed) for name, one in started.items() if name not in slow
+        name: _stop_on_error(name, one.running, failed)
+        for name, one in started.items()
+        if name not in slow
     }
     expected = {name: one.seconds for name, one in started.items()}
     times = alternate(calls, expected, min(left, most), say)
@@ -148,9 +139,9 @@ def _timed_rows(started: dict[str, Started], left: float, most: float, say: Say)
     for name, one in started.items():
         own = times.get(name, [one.seconds])
         median, low, high = spread_of(own)
-        note = "one call alone, for a lack of time" if name in slow else None
+        note = "only one call, for lack of time" if name in slow else None
         rows[name] = (
-            replace(one.row, note=_said(failed[name]))
+            replace(one.row, note=_first_line(failed[name]))
             if name in failed
             else replace(one.row, seconds=median, low=low, high=high, rounds=len(own), note=note)
         )
@@ -160,7 +151,7 @@ def _timed_rows(started: dict[str, Started], left: float, most: float, say: Say)
 def _start(
     report: Report, contender: Contender, row: Row, arrays: Sequence[Any], exact: list[Rows]
 ) -> Started:
-    """Return a call that has run, with all that is known of it but its time."""
+    """Run the call of a contender and measure everything except its time."""
     running = contender.start(report.workload, arrays)
     first, output = _timed(running)
     error = largest_error(running.fetched(output), exact)
@@ -171,8 +162,8 @@ def _start(
     return Started(running, row, seconds)
 
 
-def _kept(name: str, running: Running, failed: dict[str, Exception]) -> Callable[[], None]:
-    """Return the call as one that fails once, keeps why, and stops no other."""
+def _stop_on_error(name: str, running: Running, failed: dict[str, Exception]) -> Callable[[], None]:
+    """Return the call, wrapped to record its first error and do nothing after it."""
 
     def call() -> None:
         if name not in failed:
@@ -184,9 +175,9 @@ def _kept(name: str, running: Running, failed: dict[str, Exception]) -> Callable
     return call
 
 
-def _said(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     lines = f"{type(error).__name__}: {error}".splitlines()
-    return "".join(letter for letter in lines[0] if letter.isprintable())
+    return "".join(char for char in lines[0] if char.isprintable())
 
 
 def _timed(running: Running) -> tuple[float, Any]:
@@ -196,10 +187,10 @@ def _timed(running: Running) -> tuple[float, Any]:
 
 
 def _share(left: int) -> float:
-    """Return the first share of a whole that is cut for the lengths left, each above the last."""
+    """Return the share of the remaining budget for the next of `left` lengths."""
     return 1 / sum(GROWTH**n for n in range(left))
 
 
 def _left_out(seconds: float) -> str:
     about = digits(seconds)
-    return f"left out: a call would take about {about} s or more; raise --seconds to have it"
+    return f"left out: a call would take about {about} s or more; raise --seconds to include it"

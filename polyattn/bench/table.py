@@ -1,4 +1,4 @@
-"""The report in a terminal, 100 columns wide, a group of rows at a time."""
+"""Print the report in a terminal, 100 columns wide, one group of rows at a time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from polyattn import text_table
 from polyattn.bench.machine import fact
 from polyattn.bench.report import Report, Row
 
@@ -20,6 +21,7 @@ __all__ = [
     "head",
     "heading",
     "rate_unit",
+    "roof_texts",
     "share",
 ]
 
@@ -27,33 +29,38 @@ WIDTH = 100
 COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
 WIDTHS = (7, 15, 7, 7, 5, 7, 10)
 LEGEND = (
-    "ms: the median of a call, and its quartiles; product, roof: the rate as a share of a matrix"
-    " product's and of the roof; error: the largest against float64; memory: beside inputs and"
-    " output."
+    "ms: the median time of a call, and its quartiles; product, roof: the rate as a share of a"
+    " matrix product's and of the roofline; error: the largest against float64; memory: peak,"
+    " without inputs and output."
 )
 
 
 def head(report: Report) -> list[str]:
-    """Return the lines that say what is run, on what, and how to repeat it."""
+    """Return the first lines: the call, the machine and the command to repeat the run."""
     lines = [f"polyattn bench: {report.workload}", *report.machine.lines()]
     return [*lines, *fact("repeat", report.command)]
 
 
 def heading(report: Report, names: Iterable[str]) -> list[str]:
-    """Return the lines that stand above the rows: the roof of each device, and the columns."""
-    unit, scale = rate_unit(report)
+    """Return the lines above the rows: the roof of each device and the column titles."""
     lines = [
         line
-        for device, peak in report.roofs.items()
-        for line in fact(
-            "roof",
-            f"{device}: {digits(peak.product / scale)} {unit} in a matrix product"
-            f" ({peak.backend}), {digits(peak.bandwidth / 1e9)} GB/s",
-        )
+        for device, text in roof_texts(report).items()
+        for line in fact("roof", f"{device}: {text}")
     ]
     titles = [*COLUMNS]
-    titles[2] = unit
+    titles[2] = rate_unit(report)[0]
     return [*lines, "", _line("length", "backend", "kernel", titles, _room(names))]
+
+
+def roof_texts(report: Report) -> dict[str, str]:
+    """Return the measured limits of each device as text."""
+    unit, scale = rate_unit(report)
+    return {
+        device: f"{digits(peak.product / scale)} {unit} in a matrix product ({peak.backend}),"
+        f" {digits(peak.bandwidth / 1e9)} GB/s"
+        for device, peak in report.roofs.items()
+    }
 
 
 def group(report: Report, rows: Sequence[Row], names: Iterable[str]) -> list[str]:
@@ -85,7 +92,7 @@ def _row(report: Report, row: Row, room: int) -> list[str]:
 
 
 def cells_of(report: Report, row: Row) -> list[str]:
-    """Return what stands in the columns of a row that has a time."""
+    """Return the cells of a row that has a time."""
     middle, low, high = row.spread
     _, scale = rate_unit(report)
     rate, of_product, of_roof = report.rate(row), report.of_product(row), report.of_roof(row)
@@ -95,24 +102,23 @@ def cells_of(report: Report, row: Row) -> list[str]:
         digits((rate or 0) / scale),
         share(of_product),
         share(of_roof),
-        "no number" if row.error is None else f"{row.error:.1e}",
+        "not finite" if row.error is None else f"{row.error:.1e}",
         _size(row.memory),
     ]
 
 
 def _line(length: str, name: str, kernel: str, cells: Sequence[str], room: int) -> str:
-    right = "  ".join(f"{cell:>{n}}" for cell, n in zip(cells, WIDTHS, strict=True))
-    return f"  {length:>6}  {name:<{room}}  {kernel:<6}  {right}"
+    return text_table.line((length, name, kernel, *cells), (6, -room, -6, *WIDTHS))
 
 
 def rate_unit(report: Report) -> tuple[str, float]:
-    """Return the unit that suits the fastest device, and what it is in operations a second."""
+    """Return the rate unit for the fastest device and its size in operations per second."""
     fastest = max((peak.product for peak in report.roofs.values()), default=0.0)
     return ("TFLOP/s", 1e12) if fastest >= 2e12 else ("GFLOP/s", 1e9)
 
 
 def duration(seconds: float) -> str:
-    """Return some seconds as milliseconds, three digits of them at least."""
+    """Return seconds as milliseconds with at least three digits."""
     return digits(1e3 * seconds)
 
 
@@ -121,14 +127,14 @@ def _size(memory: int | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """Return a share as a percentage, of two digits at least."""
+    """Return a share as a percentage with at least two digits."""
     if part is None:
         return "-"
     return f"{part:.0%}" if part >= 0.0995 else f"{part:.1%}"
 
 
 def digits(value: float) -> str:
-    """Return a number with three digits, or with all that stand before the point."""
+    """Return a number with three significant digits, or with all digits before the point."""
     if not value:
         return "0"
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"

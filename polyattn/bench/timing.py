@@ -1,19 +1,19 @@
-"""Times that may be compared: those of calls that took turns.
+"""Time calls in turns, so that their times can be compared.
 
-A shared machine's milliseconds are worth little, and those of what ran side by side a great deal.
-So every call gets a window in turn, the order is reversed each round, and before each window there
-is a rest, in which threads that spin for more work give up: OpenBLAS's do so for a tenth of a
-second, and would slow whoever comes next.
+On a shared machine only times measured side by side are comparable. Every call runs in a window of
+each round, and the order is reversed from one round to the next. A rest before each window lets
+idle threads stop spinning: those of OpenBLAS spin for a tenth of a second and would slow down the
+next call.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["FEWEST", "REST", "Spread", "alternate", "spread_of", "window"]
+__all__ = ["FEWEST", "REST", "Spread", "alternate", "ratios", "rounds", "spread_of", "window"]
 
 REST = 0.1  # seconds
 WINDOW = 0.04  # seconds
@@ -21,7 +21,7 @@ FEWEST, MOST = 3, 7  # rounds
 
 
 class Spread(NamedTuple):
-    """The median of some times and their quartiles, in seconds a call."""
+    """The median and the quartiles of times, in seconds per call."""
 
     median: float
     low: float
@@ -34,57 +34,75 @@ def alternate(
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, list[float]]:
-    """Return seconds a call, by round, of calls that take turns.
+    """Return seconds per call in each round, for calls that run in turns.
 
-    Parameters
-    ----------
-    calls : mapping of str to callable
-        What is timed; each has run before.
-    expected : mapping of str to float
-        About how many seconds each takes.
-    seconds : float
-        How long all of it may take; three rounds are made even so.
-    say : callable
-        Is told what is being done.
+    Each call has run before and is `expected` to take that many seconds. The rounds stop after
+    `seconds`, but there are at least three.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    start = time.perf_counter()
-    for done in range(MOST):
-        began = time.perf_counter()
-        for name in order:
-            say(f"{name}, round {done + 1}")
-            time.sleep(REST)
-            found[name].append(window(calls[name], WINDOW, expected[name]))
-        order.reverse()
-        now = time.perf_counter()
-        if done + 1 >= FEWEST and now - start + (now - began) > seconds:
+
+    def measure(name: str) -> float:
+        say(name)
+        time.sleep(REST)
+        return window(calls[name], WINDOW, expected[name])
+
+    start = began = time.perf_counter()
+    turns = rounds(calls, measure, MOST)
+    for done in range(1, MOST + 1):
+        times, now = next(turns), time.perf_counter()
+        if done >= FEWEST and now - start + (now - began) > seconds:
             break
-    return found
+        began = now
+    return times
 
 
-def window(call: Callable[[], Any], seconds: float = WINDOW, expected: float = 0.0) -> float:
-    """Return seconds a call over a window of calls, after half a one to warm up.
+def rounds(
+    names: Iterable[str], measure: Callable[[str], float], most: int
+) -> Iterator[dict[str, list[float]]]:
+    """Measure by turns, in reversed order every other round; yield all times after each round."""
+    order = list(names)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for _ in range(most):
+        for name in order:
+            times[name].append(measure(name))
+        order.reverse()
+        yield times
 
-    A call that is expected to fill the window gains nothing by warming up, and has none.
+
+def ratios(times: Mapping[str, list[float]], reference: str) -> dict[str, Spread]:
+    """Return the times divided by those of a reference in the same rounds."""
+    return {
+        name: spread_of([a / b for a, b in zip(own, times[reference], strict=True)])
+        for name, own in times.items()
+    }
+
+
+def window(
+    call: Callable[[], Any],
+    seconds: float = WINDOW,
+    expected: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return seconds per call over a window of calls, after half a window to warm up.
+
+    A call that is expected to fill the window is not warmed up.
     """
     if expected < seconds:
-        _seconds_a_call(call, seconds / 2)
-    return _seconds_a_call(call, seconds)
+        _seconds_per_call(call, seconds / 2, clock)
+    return _seconds_per_call(call, seconds, clock)
 
 
-def _seconds_a_call(call: Callable[[], Any], seconds: float) -> float:
-    calls, start = 0, time.perf_counter()
+def _seconds_per_call(call: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+    calls, start = 0, clock()
     while True:
         call()
         calls += 1
-        elapsed = time.perf_counter() - start
+        elapsed = clock() - start
         if elapsed >= seconds:
             return elapsed / calls
 
 
 def spread_of(times: list[float]) -> Spread:
-    """Return the median and the quartiles of some times."""
+    """Return the median and the quartiles of the times."""
     if len(times) == 1:
         return Spread(times[0], times[0], times[0])
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")

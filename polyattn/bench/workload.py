@@ -1,4 +1,4 @@
-"""The call that is timed: its arrays, its options, and what it costs at the least."""
+"""Describe the call that is timed: its arrays, its options and its operations and bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Workload"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of `polyattn.attention`, but for its length.
+    """A call of `polyattn.attention` without its length.
 
     Attributes
     ----------
@@ -22,13 +22,13 @@ class Workload:
     dtype : str
         Of query, key and value.
     causal : bool
-        Whether a row sees no key after its own.
+        Whether a query sees no later key.
     window : tuple of (int or None, int or None), optional
-        How many keys a row sees before and after its own.
+        Number of visible keys before and after each query.
     decode : bool
-        Whether the query is one token, and the length that of the keys alone.
+        Whether there is one query; the length is then that of the keys.
     kernel : str, optional
-        The kernel that is insisted on.
+        The required kernel.
     """
 
     batch: int = 1
@@ -42,13 +42,13 @@ class Workload:
     kernel: str | None = None
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Workload:
+    def from_dict(cls, fields: dict[str, Any]) -> Workload:
         """Return the workload that `as_dict` describes."""
-        window = given["window"]
-        return cls(**{**given, "window": None if window is None else tuple(window)})
+        window = fields["window"]
+        return cls(**{**fields, "window": None if window is None else tuple(window)})
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it in plain types, for JSON."""
+        """Return the workload in plain types, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -80,29 +80,29 @@ class Workload:
         ]
 
     def options(self) -> dict[str, Any]:
-        """Return what the call is given beside arrays and backend."""
+        """Return the options of the call, without the backend."""
         return {"is_causal": self.causal, "window": self.window, "kernel": self.kernel}
 
     def flops(self, length: int) -> int:
-        """Return the operations of both products over the scores that are visible."""
+        """Return the operations of both matrix products over the visible scores."""
         first, last = self._visible(length)
         visible = int(np.maximum(last - first + 1, 0).sum())
         return 2 * visible * 2 * self.size * self.batch * self.heads
 
     def bytes(self, length: int) -> int:
-        """Return the bytes of query and output, and of the keys and values that some row sees."""
+        """Return the bytes of query, output, and the keys and values that any query sees."""
         first, last = self._visible(length)
         seen = int(last.max() - first.min() + 1)
         elements = 2 * self.heads * first.size + 2 * self.key_heads * seen
         return int(self.batch * elements * self.size * np.dtype(self.dtype).itemsize)
 
     def output_bytes(self, length: int) -> int:
-        """Return the bytes of the output, which is as large as the query."""
+        """Return the bytes of the output, which has the size of the query."""
         query, _ = self.shapes(length)
         return math.prod(query) * int(np.dtype(self.dtype).itemsize)
 
     def _visible(self, length: int) -> tuple[Any, Any]:
-        """Return the first and the last key that each row sees."""
+        """Return the first and the last visible key of each row."""
         rows = 1 if self.decode else length
         position = np.arange(rows) + length - rows
         left, right = self.window or (None, None)

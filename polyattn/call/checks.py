@@ -1,4 +1,4 @@
-"""What must hold among the arguments of a call.
+"""Checks of a call as a whole.
 
 A check sees shapes, dtypes, libraries and options, never the values of an array.
 """

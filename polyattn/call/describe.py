@@ -1,6 +1,6 @@
-"""Call: what the caller gave, less the arrays' values, each option checked by itself.
+"""Describe a call: the facts of its arrays and its options, each option checked by itself.
 
-Options are checked here one by one; what must hold among the arrays is for `problem` to check.
+`polyattn.call.problem` checks what must hold among them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ __all__ = ["Call", "Operands", "describe"]
 
 
 class Operands(NamedTuple):
-    """The arrays and functions of one call, heads before length, query, key and value of rank 3 up.
+    """The arrays and functions of one call, heads before length, query, key and value of rank >= 3.
 
     Attributes
     ----------
     query, key, value : Array
         Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E).
     mask : Array of bool, Mask, callable or None
-        Broadcasts to (..., H, L, S), or a value or function of (b, h, i, j).
+        An array broadcasts to (..., H, L, S); a function takes (b, h, i, j).
     bias : Array or None
         Broadcasts to (..., H, L, S).
     query_offset : int, Array or None
         An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
     score_mod : Score, callable or None
-        A value or function of (score, b, h, i, j).
+        A function takes (score, b, h, i, j).
     sinks : Array or None
         Shape (H,).
     similarity : Similarity or None
-        What stands in place of q·k.
+        What replaces q·k.
     seed : int, Array or None
-        What decides, with the indices, which weights are dropped.
+        The seed of dropout.
     known_logsumexp : Array or None
-        Of a call for weights, the logsumexp that they are to be measured by, shape (..., H, L).
+        In a call for weights, the logsumexp to divide them by, shape (..., H, L).
     """
 
     query: Array
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What the caller gave, less the arrays' values: the key that a decision is remembered by."""
+    """The facts of a call without the values of its arrays. Plans are remembered by it."""
 
     query: ArrayFacts
     key: ArrayFacts
@@ -94,7 +94,7 @@ class Call(NamedTuple):
         return given if self.value is None else [*given, ("value", self.value)]
 
     def arrays(self) -> list[tuple[str, ArrayFacts]]:
-        """Return the name and facts of each array that was given, ``mask.key_ids`` inside one."""
+        """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
         found: list[tuple[str, ArrayFacts]] = []
         for name, given in zip(self._fields, self, strict=True):
             if isinstance(given, ArrayFacts):
@@ -129,8 +129,8 @@ def describe(
 ) -> tuple[Call, Operands]:
     """Return the facts of a call, its options checked one by one, and its operands.
 
-    What a value says that an option of its own says too is moved there, so that every kernel that
-    knows the option knows the value. `examine` checks the whole.
+    A part of an expression that has an option of its own is moved to the option, so that every
+    kernel that supports the option supports it. `examine` checks the whole.
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
@@ -186,7 +186,9 @@ def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
         return mask.spec(facts)
     _check_place("mask", mask)
     if isinstance(mask, str):
-        raise TypeError(f"mask is an array, a function or a value of polyattn.masks; {got(mask)}")
+        raise TypeError(
+            f"mask must be an array, a function, or an expression of polyattn.masks; {got(mask)}"
+        )
     if not callable(mask):
         return facts(mask, "mask")
     check_signature("the mask function", mask, "b, h, i, j")
@@ -200,7 +202,7 @@ def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any
         _check_place("score_mod", score_mod)
     if not callable(score_mod):
         raise TypeError(
-            "score_mod must be a function (score, b, h, i, j) -> score, or a value of"
+            "score_mod must be a function (score, b, h, i, j) -> score, or an expression of"
             f" polyattn.scores; {got(score_mod)}"
         )
     if not isinstance(score_mod, Score):
@@ -213,7 +215,7 @@ def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any
 
 
 def _check_place(name: str, given: Any) -> None:
-    """Refuse a value that goes in another argument."""
+    """Raise if an expression belongs in another argument."""
     if isinstance(given, Expression):
         place = next(place for kind, place in _PLACES.items() if isinstance(given, kind))
         raise TypeError(f"{given!r} goes in {place}=, not in {name}=")
@@ -231,7 +233,7 @@ _PLACES = {
 def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
     if given is not None and not isinstance(given, kind):
         raise TypeError(
-            f"{name} must be a value of polyattn.scores such as {example}; {got(given)}"
+            f"{name} must be an expression of polyattn.scores such as {example}; {got(given)}"
         )
 
 

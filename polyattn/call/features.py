@@ -7,8 +7,8 @@ __all__ = ["DTYPES", "FEATURES", "MASKING"]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-#: What a call can ask of a kernel. A kernel declares which of these it computes, and is never
-#: given a problem that needs another.
+#: What a call can ask of a kernel. A kernel declares which of these it computes, and is never given
+#: a problem that needs another.
 FEATURES: dict[str, str] = {
     "batch_broadcast": "batch axes of query, key and value that differ",
     "bias": "bias=, added to the scores",
@@ -18,14 +18,14 @@ FEATURES: dict[str, str] = {
     "logsumexp": "the logsumexp of each row beside the output",
     "mask": "mask= as an array",
     "mask_mod": "mask= as a function",
-    "mask_expression": "mask= as a value of polyattn.masks that no other option says",
+    "mask_expression": "mask= as a mask expression that no other option expresses",
     "normalizer": "normalizer=, in place of softmax",
     "query_offset": "query_offset= as a number other than S − L",
     "query_offset_array": "query_offset= as an array",
     "scale": "scale= other than 1/√D",
     "score_mod": "score_mod= as a function",
     "score_norm": "scale=scores.by_norm()",
-    "score_expression": "score_mod= as a value of polyattn.scores that no other option says",
+    "score_expression": "score_mod= as a score expression that no other option expresses",
     "similarity": "similarity=, in place of q·k",
     "sinks": "sinks=",
     "softcap": "softcap=",
@@ -34,7 +34,7 @@ FEATURES: dict[str, str] = {
 }
 
 
-#: Those by which a key may be absent.
+#: Features that can mask keys.
 MASKING = frozenset(
     {
         "bias",

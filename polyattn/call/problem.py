@@ -1,8 +1,7 @@
-"""Problem: a call in the letters of the semantics, once all that must hold of it is checked.
+"""Examine a call: check it as a whole and state its facts in the letters of the semantics.
 
-A check sees shapes, dtypes, libraries and options, never an array's values, so that all of them
-work on traced and lazy arrays and cost no device a wait. Each refusal quotes what the caller gave
-and says how to mend it, and comes before any conversion or device work.
+Only shapes, dtypes, libraries and options are looked at, never the values of an array, so that
+checks work on traced and lazy arrays and wait for no device. They come before any conversion.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ __all__ = ["Problem", "examine"]
 
 
 class Problem(NamedTuple):
-    """The facts of a checked call, in the letters of the semantics: all that a kernel may ask.
+    """The facts of a checked call, in the letters of the semantics.
 
     Attributes
     ----------
     library, device, dtype : str
-        Where the kernel finds the arrays, and of what they are; an empty device is not known.
+        The library, device and dtype of the arrays; the device is empty if it is not known.
     batch : tuple of int
         The batch axes, broadcast.
     heads, key_heads : int
@@ -53,7 +52,7 @@ class Problem(NamedTuple):
     query_offset : int or None
         The position of the first row; None if an array gives it. S − L where none matters.
     scale : float
-        What multiplies q·k.
+        The factor of q·k.
     softcap : float or None
         The bound of the scores.
     mask, bias : tuple of int or None
@@ -74,9 +73,9 @@ class Problem(NamedTuple):
         The values given for mask, score_mod and similarity, with facts in place of arrays, and
         compiled masks without their tables.
     score_norm : ByNorm or None
-        What divides each row's scores by their norm.
+        The rule that divides the scores of each row by their norm.
     normalizer : Normalizer or None
-        What stands in place of softmax.
+        What replaces softmax.
     dropout : float
         The rate at which weights are dropped.
     """
@@ -145,18 +144,7 @@ class Problem(NamedTuple):
 
 
 def examine(call: Call) -> Problem:
-    """Check a call as a whole and return its Problem.
-
-    Parameters
-    ----------
-    call : Call
-        The facts of the call.
-
-    Returns
-    -------
-    Problem
-        The same facts in the letters of the semantics.
-    """
+    """Check a call as a whole and return its Problem."""
     check_dtypes(call)
     check_known_lengths(call)
     check_range(call)

@@ -1,10 +1,10 @@
-"""The proof that kernels agree, and a tool for whoever writes one.
+"""Check that kernels compute attention as it is defined.
 
-An oracle evaluates the semantics beyond doubt, cases cover every row of them, and tolerances are
-measured from the textbook formula. What is checked is a backend on the arrays of a library: by
-pytest (`suite`), or by ``polyattn check``, which prints a table and needs no test runner.
+An oracle evaluates the semantics exactly, cases cover every sentence of them, and tolerances are
+measured from the textbook formula. A backend is checked on the arrays of a library: by pytest
+(`suite`), or by ``polyattn check``, which prints a table and needs no test runner.
 
-It needs more than the rest of the package: ``pip install "polyattn[testing]"``.
+It needs ``pip install "polyattn[testing]"``.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The command-line option of the suite that needs no code; brought by ``pytest -p``."""
+"""Define the pytest options of the suite that needs no code; load them with ``pytest -p``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ BACKEND, LIBRARY = "--polyattn-backend", "--polyattn-library"
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Say which backend is checked."""
+    """Return the header line that names the backend."""
     library = config.getoption(LIBRARY)
     where = f" on arrays of {library}" if library else ""
     return f"polyattn backend: {config.getoption(BACKEND)}{where}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add what says which backend to check, on which library's arrays."""
+    """Add the options for the backend and the library of the arrays."""
     group = parser.getgroup("polyattn", "conformance of a polyattn backend")
     group.addoption(BACKEND, metavar="NAME", default="numpy", help="the backend to check")
     group.addoption(
-        LIBRARY, metavar="MODULE", help="whose arrays, such as jax.numpy (the backend's own)"
+        LIBRARY,
+        metavar="MODULE",
+        help="library of the arrays, such as jax.numpy",
     )

@@ -1,4 +1,4 @@
-"""The suite for the backend that the command line names, NumPy's if it names none."""
+"""Run the suite on the backend that the command line names (default: numpy)."""
 
 from __future__ import annotations
 

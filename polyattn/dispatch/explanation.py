@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
+from polyattn.text_table import table
 
-__all__ = ["Candidate", "Explanation", "table"]
+__all__ = ["Candidate", "Explanation"]
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,3 @@ class Explanation:
             f"selected by {self.source}",
             *table(cells),
         ]
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the rows as lines, each column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

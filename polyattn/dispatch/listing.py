@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from polyattn.dispatch import registry
-from polyattn.dispatch.explanation import table
+from polyattn.text_table import table
 
 __all__ = ["BackendInfo", "BackendTable", "list_backends"]
 

@@ -1,8 +1,7 @@
-"""Immutable values that describe a step of attention, and may carry arrays and functions.
+"""Expressions: immutable objects that describe a step of attention and may carry arrays.
 
-A value is compared by what it says, prints as the code that makes it, and never reads an array but
-to compare it or to print it. Its *form*, the same value with facts in place of arrays, is what a
-decision may be remembered by.
+Expressions compare by content and print as the code that makes them. `spec()` replaces each array
+by its shape and dtype, so the result can be a cache key. Arrays are read only to compare or print.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ __all__ = ["FUNCTION", "Expression", "has_function", "named"]
 
 V = TypeVar("V", bound="Expression")
 
-#: What stands in a form where a function was.
+#: The placeholder for a function in a spec.
 FUNCTION = "function"
-# Arrays of more elements print as what they are of.
+# Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
 
 
 class Expression:
-    """A frozen dataclass whose fields are plain, or arrays, functions, values, tuples of values.
+    """A frozen dataclass whose fields are plain, arrays, functions, expressions, or tuples of them.
 
     Attributes
     ----------
     module, name : str
-        What makes it: ``module.name(fields)``.
+        The code that makes it is ``module.name(fields)``.
     """
 
     module: ClassVar[str]
@@ -37,17 +36,11 @@ class Expression:
     __match_args__: ClassVar[tuple[str, ...]] = ()
 
     def map(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the value with each array and function that it carries replaced.
-
-        Parameters
-        ----------
-        change : callable
-            Given the name and the array or function, what is to stand in its place.
-        """
+        """Return the expression with each array and function replaced by `change(name, object)`."""
         return self._map(change, lambda table: table)
 
     def _map(self: V, change: Callable[[str, Any], Any], other: Callable[[bytes], bytes]) -> V:
-        """Return the value with each array and function replaced, and each table of bytes."""
+        """Replace each array and function, and each table of bytes."""
 
         def changed(name: str, field: Any) -> Any:
             if is_array(field) or (callable(field) and not isinstance(field, Expression)):
@@ -61,7 +54,7 @@ class Expression:
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
     def carried(self) -> list[tuple[str, Any]]:
-        """Return the name of each array and function that it carries, and the thing itself."""
+        """Return the name and the object of each array and function in the expression."""
         found: list[tuple[str, Any]] = []
 
         def note(name: str, thing: Any) -> Any:
@@ -72,25 +65,13 @@ class Expression:
         return found
 
     def spec(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
-        """Return the value with facts in place of arrays, no functions, and tables that are empty.
-
-        Parameters
-        ----------
-        facts : callable
-            What gives the facts of an array, and says its name where there are none.
-        """
+        """Return the expression with facts for arrays, and without functions and tables."""
         return self._map(
             lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
         )
 
     def filled(self: V, value: Expression) -> V:
-        """Return a form with the tables of the value that it is of.
-
-        Parameters
-        ----------
-        value : Value
-            The value.
-        """
+        """Return a spec with the tables of the expression that it was made from."""
         tables: list[bytes] = []
 
         def note(table: bytes) -> bytes:
@@ -117,12 +98,12 @@ class Expression:
         return f"{self.module}.{self.name}({', '.join(given)})"
 
 
-# What no field is.
+# Unequal to every field.
 _NOTHING = object()
 
 
 def has_function(value: Any) -> bool:
-    """Say whether a form had a function of the caller's in it."""
+    """Return whether the expression that a spec was made from has a function."""
     if isinstance(value, Expression):
         return any(has_function(getattr(value, name)) for name in value.__match_args__)
     if isinstance(value, tuple) and not is_array(value):
@@ -131,7 +112,7 @@ def has_function(value: Any) -> bool:
 
 
 def named(value: Expression | None, of: str) -> Iterator[tuple[str, ArrayFacts]]:
-    """Yield the name and facts of each array in a form: the argument's name and the field's."""
+    """Yield the name ``argument.field`` and the facts of each array in a spec."""
     if value is not None:
         for name, thing in value.carried():
             yield f"{of}.{name}", thing
@@ -146,7 +127,7 @@ def _same(one: Any, other: Any) -> bool:
         return bool(type(one) is type(other) and one == other)
     facts = facts_of(one), facts_of(other)
     if any(fact.traced for fact in facts) or facts[0] != facts[1]:
-        return False  # what has no values yet is equal to itself alone
+        return False  # a traced array equals only itself
     return bool(library_of(one).xp.all(one == other))
 
 
@@ -157,7 +138,7 @@ def _key(field: Any) -> Any:
 
 
 def shown(field: Any) -> str:
-    """Return a field as it is written in code, where that is short enough to read."""
+    """Return a field as code, or as its shape and dtype if the code would be long."""
     if isinstance(field, ArrayFacts):
         return f"<{field.shape} {field.dtype}>"
     if isinstance(field, str) and field == FUNCTION:

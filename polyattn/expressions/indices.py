@@ -26,7 +26,7 @@ INDEX_LIMIT = 2**30
 
 
 def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
-    """Return offset + shift, limited to ±FAR, although neither may fit in `dtype`.
+    """Return offset + shift, limited to ±INDEX_LIMIT, although neither may fit in `dtype`.
 
     An offset given as an array may be anything that its own dtype holds, and a window is a Python
     integer of any size. Only their sum says which keys are seen.
@@ -50,20 +50,12 @@ def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
 
 
 def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
-    """Whether the first axis of a mask could be batch or heads; where all are 1 both are the same.
-
-    Parameters
-    ----------
-    mask : tuple of int
-        The shape of the mask.
-    rank : int
-        How many axes the scores have.
-    """
+    """Return whether the first axis of a mask array could be batch or heads."""
     return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
 
 
 class ScoreDims(NamedTuple):
-    """The lengths of a call, for a value to check itself against.
+    """The lengths of a call, which an expression checks itself against.
 
     Attributes
     ----------
@@ -83,7 +75,7 @@ class ScoreDims(NamedTuple):
 
     @property
     def items(self) -> int:
-        """How many batch items there are."""
+        """The number of batch items."""
         return math.prod(self.batch)
 
     @property
@@ -92,33 +84,13 @@ class ScoreDims(NamedTuple):
         return (*self.batch, self.heads, self.query_length, self.key_length)
 
     def check_per_item(self, name: str, facts: ArrayFacts | int | None) -> None:
-        """Refuse an array that does not hold an integer for each batch item.
-
-        Parameters
-        ----------
-        name : str
-            What an error calls it.
-        facts : ArrayFacts, int or None
-            The facts of an array; a number or None is fine.
-        """
+        """Raise unless an array holds an integer for each batch item."""
         if isinstance(facts, ArrayFacts):
             _check_integers(name, facts)
             self._check_batch(name, facts.shape, facts.shape, "(...,)")
 
     def check_per_token(self, name: str, facts: ArrayFacts, letter: str, length: int) -> None:
-        """Refuse an array that does not hold an integer for each token of each batch item.
-
-        Parameters
-        ----------
-        name : str
-            What an error calls it.
-        facts : ArrayFacts
-            The facts of the array.
-        letter : str
-            L or S.
-        length : int
-            How many tokens there are.
-        """
+        """Raise unless an array holds an integer for each token of each batch item."""
         _check_integers(name, facts)
         if not facts.shape or facts.shape[-1] != length:
             raise ValueError(f"{name} must have {letter} = {length} ids; got {facts.shape}")
@@ -162,102 +134,38 @@ class ScoreIndices(Protocol):
     def column(self) -> Array: ...
 
     def position(self, shift: int = 0) -> Array:
-        """Return where the rows stand among the keys.
-
-        Parameters
-        ----------
-        shift : int
-            What is added to it.
-        """
+        """Return the positions of the rows among the keys, plus `shift`."""
 
     def away_from_row(self, modulus: int | None = None) -> Array:
-        """Return how far after the row's position the keys are.
-
-        Parameters
-        ----------
-        modulus : int, optional
-            Where given, the remainder by this number is enough.
-        """
+        """Return key minus position, or only its remainder by `modulus`."""
 
     def per_item(self, numbers: int | Array) -> Any:
-        """Return what is given for each batch item.
-
-        Parameters
-        ----------
-        numbers : int or Array
-            A number for all, or an array of the batch axes.
-        """
+        """Return the number of each batch item, from one for all or an array (...,)."""
 
     def per_head(self, numbers: Array) -> Array:
-        """Return what is given for each query head.
-
-        Parameters
-        ----------
-        numbers : Array
-            Shape (H,).
-        """
+        """Return the number of each query head, from an array (H,)."""
 
     def per_row(self, numbers: Array) -> Array:
-        """Return what is given for each query row.
-
-        Parameters
-        ----------
-        numbers : Array
-            Shape (..., L).
-        """
+        """Return the number of each query row, from an array (..., L)."""
 
     def per_key(self, numbers: Array) -> Array:
-        """Return what is given for each key.
-
-        Parameters
-        ----------
-        numbers : Array
-            Shape (..., S).
-        """
+        """Return the number of each key, from an array (..., S)."""
 
     def of_scores(self, array: Array) -> Array:
-        """Return what of an array is for the place.
-
-        Parameters
-        ----------
-        array : Array
-            It broadcasts to the scores, (..., H, L, S).
-        """
+        """Return the entries of an array that broadcasts to (..., H, L, S)."""
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
-        """Return entries of a table.
-
-        Parameters
-        ----------
-        table : Array
-            The table.
-        *indices : Array
-            Indices of each of its axes, which broadcast with one another.
-        """
+        """Return the entries of a table at arrays of indices, one for each axis."""
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
-        """Return what a mask function says.
-
-        Parameters
-        ----------
-        rule : callable
-            A function of (b, h, i, j).
-        """
+        """Call a mask function (b, h, i, j)."""
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
-        """Return what a score function makes of scores.
-
-        Parameters
-        ----------
-        rule : callable
-            A function of (score, b, h, i, j).
-        scores : Array
-            The scores of the place.
-        """
+        """Call a score function (score, b, h, i, j)."""
 
 
 class PointIndices:
-    """The place that a function in FlexAttention's form is called at.
+    """Single indices, as a function in FlexAttention's form is called with.
 
     Parameters
     ----------
@@ -284,7 +192,7 @@ class PointIndices:
         self.xp = library_of(j, "the indices").xp
 
     def position(self, shift: int = 0) -> Array:
-        """Return where the rows stand among the keys, moved by `shift`."""
+        """Return the positions of the rows among the keys, plus `shift`."""
         offset = self._offset
         if not isinstance(offset, int):
             offset = offset[self.batch]
@@ -292,7 +200,7 @@ class PointIndices:
         return self.row if isinstance(by, int) and by == 0 else self.row + by
 
     def away_from_row(self, modulus: int | None = None) -> Array:
-        """Return how far after the row's position the keys are."""
+        """Return key minus position, or only its remainder by `modulus`."""
         if modulus is None:
             return self.column - self.position()
         offset = self._offset
@@ -302,25 +210,25 @@ class PointIndices:
 
     @property
     def _dtype(self) -> Any:
-        """The dtype of positions: Python integers as indices are int64."""
+        """The dtype of positions."""
         return self.column.dtype
 
     def per_item(self, numbers: Any) -> Any:
-        """Return what is given for each batch item."""
+        """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
         return cast(self.xp, self._of_item(numbers, ()), self._dtype)
 
     def per_head(self, numbers: Array) -> Array:
-        """Return what is given for each query head."""
+        """Return the number of each query head, from an array (H,)."""
         return numbers[self.head]
 
     def per_row(self, numbers: Array) -> Array:
-        """Return what is given for each row."""
+        """Return the number of each query row, from an array (..., L)."""
         return self._of_item(numbers, (self.row,))
 
     def per_key(self, numbers: Array) -> Array:
-        """Return what is given for each key."""
+        """Return the number of each key, from an array (..., S)."""
         return self._of_item(numbers, (self.column,))
 
     def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
@@ -335,7 +243,7 @@ class PointIndices:
         return self.xp.reshape(array, (-1, *own))[(self.batch, *rest)]
 
     def of_scores(self, array: Array) -> Array:
-        """Return what of an array that broadcasts to the scores is for this place."""
+        """Return the entries of an array that broadcasts to (..., H, L, S)."""
         shape = (1,) * (3 - len(array.shape)) + tuple(array.shape)
         indices = (self.head, self.row, self.column)
         rest = tuple([i for i, n in zip(indices, shape[-3:], strict=True) if n != 1])
@@ -343,11 +251,11 @@ class PointIndices:
         return self._of_item(self.xp.reshape(array, (*shape[:-3], *own)), rest)
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
-        """Return the entries of a table at arrays of indices."""
+        """Return the entries of a table at arrays of indices, one for each axis."""
         return table[indices]
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
-        """Return what a mask function says."""
+        """Call a mask function (b, h, i, j)."""
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):
             return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
@@ -360,6 +268,6 @@ class PointIndices:
         return seen
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
-        """Return what a score function makes of scores."""
+        """Call a score function (score, b, h, i, j)."""
         changed = rule(scores, self.batch, self.head, self.row, self.column)
         return cast(self.xp, changed, scores.dtype)

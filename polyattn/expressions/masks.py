@@ -26,39 +26,39 @@ __all__ = ["And", "Dense", "Joined", "Mask", "Not", "Or", "Rule", "as_mask"]
 
 
 class Mask(Expression):
-    """Which keys each row may see: a value that composes by ``&``, ``|`` and ``~``.
+    """Which keys each row may see. Masks compose by ``&``, ``|`` and ``~``.
 
-    It is what `polyattn.masks` makes and ``mask=`` takes. Called as ``mask(b, h, i, j)`` it is a
+    `polyattn.masks` makes them and ``mask=`` takes them. Called as ``mask(b, h, i, j)`` it is a
     mask function in FlexAttention's form, the rows counted from the first key.
     """
 
     module: ClassVar[str] = "masks"
     positional: ClassVar[bool] = False
-    # NumPy's arrays would else take & and | as theirs, element by element.
+    # Otherwise NumPy arrays would apply & and | element by element.
     __array_ufunc__: ClassVar[None] = None
 
     def seen(self, at: ScoreIndices) -> Array:
-        """Return which keys take part, by arrays that broadcast to the scores of a place.
+        """Return which keys take part, as an array that broadcasts to the scores.
 
         Parameters
         ----------
         at : ScoreIndices
-            Where.
+            The batch items, heads, rows and keys.
         """
         raise NotImplementedError
 
     def coverage(self, block: Block) -> Coverage:
-        """Return what can be said of a block as a whole.
+        """Return how much of a block is visible, without looking at each key.
 
         Parameters
         ----------
         block : Block
-            Which one.
+            The block.
 
         Returns
         -------
         Coverage
-            Whether any key of it may be seen, and whether all surely are.
+            Whether any key may be visible, and whether all surely are.
         """
         fields = [getattr(self, name) for name in self.__match_args__]
         if not block.reads and any(is_array(field) for field in fields):
@@ -72,11 +72,11 @@ class Mask(Expression):
 
     @property
     def has_rule(self) -> bool:
-        """Whether part of it is a function that no table tells of."""
+        """Whether the coverage of some part is unknown because it is a function."""
         return False
 
     def check(self, dims: ScoreDims) -> None:
-        """Refuse a call that the mask does not fit, by facts alone.
+        """Raise if the mask does not fit a call.
 
         Parameters
         ----------
@@ -94,13 +94,13 @@ class Mask(Expression):
         query_length, key_length : int, optional
             L and S; by default those of the mask's arrays, or 64.
         **options : Any
-            As `polyattn.plot.mask` takes them: ``query_offset``, ``tile``, ``batch``,
+            As for `polyattn.plot.mask`: ``query_offset``, ``tile``, ``batch``,
             ``item``, ``head``, ``like``, ``axes``.
 
         Returns
         -------
         matplotlib.axes.Axes
-            What was drawn on; nothing is shown.
+            The axes; nothing is shown.
         """
         from polyattn.plot.mask_picture import draw_mask
 
@@ -129,7 +129,7 @@ class Mask(Expression):
 
 
 def as_mask(thing: Any) -> Mask:
-    """Return a mask value as it is, and a function or a bool array as the value that means it."""
+    """Return a mask; a function or a bool array becomes one."""
     if isinstance(thing, Mask):
         return thing
     if callable(thing) and not isinstance(thing, Expression):

@@ -33,7 +33,7 @@ class Similarity(Expression):
     entrywise: ClassVar[bool] = True
 
     def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
-        """Return how alike queries and keys are.
+        """Return the similarity of queries and keys.
 
         Parameters
         ----------
@@ -54,7 +54,7 @@ class Similarity(Expression):
         raise NotImplementedError
 
     def check(self, head_size: int) -> None:
-        """Refuse a call that it does not fit.
+        """Raise if the similarity does not fit a call.
 
         Parameters
         ----------

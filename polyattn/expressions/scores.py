@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Score(Expression):
-    """What is done to scores: a value that composes by ``>>``.
+    """A modification of scores. Modifications compose by ``>>``.
 
     Called as ``score(s, b, h, i, j)`` it is a score function in FlexAttention's form, the rows
     counted from the first key.
@@ -33,19 +33,19 @@ class Score(Expression):
     module: ClassVar[str] = "scores"
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
-        """Return what becomes of scores.
+        """Return the modified scores.
 
         Parameters
         ----------
         scores : Array
-            The scores of a place.
+            The scores.
         at : ScoreIndices
-            Where.
+            Their batch items, heads, rows and keys.
         """
         raise NotImplementedError
 
     def check(self, dims: ScoreDims) -> None:
-        """Refuse a call that it does not fit, by facts alone.
+        """Raise if the modification does not fit a call.
 
         Parameters
         ----------
@@ -195,7 +195,7 @@ class RelativeBias(Score):
 
 
 def _steps(exact: int, each: int, most: int) -> list[int]:
-    """Return from which distance on each bucket beyond the exact ones begins.
+    """Return the first distance of each bucket after the exact ones.
 
     By T5's rule, ``exact + floor(log(n / exact) / log(most / exact) · (each − exact))``.
     """

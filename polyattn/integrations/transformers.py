@@ -1,14 +1,14 @@
-"""polyattn inside Hugging Face transformers: ``attn_implementation="polyattn"``.
+"""Integrate polyattn into Hugging Face transformers: ``attn_implementation="polyattn"``.
 
-What must hold: a model computes what it computes with ``"eager"``, at every token that is not
-padding. What a model asks for is honoured or refused, and the masks are registered together with
-the attention, for without a mask function transformers hands down no masks at all.
+Requirements: at every token that is not padding, a model computes the same as with ``"eager"``. An
+option is honoured or refused. The mask function is registered together with the attention, because
+transformers passes no masks without one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -23,11 +23,12 @@ from transformers.masking_utils import (
 from polyattn.api.attention import attention
 from polyattn.api.explain import explain
 from polyattn.api.weights import attention_weights
+from polyattn.integrations import subclasses
 from polyattn.plugin import Kernel
 
 __all__ = ["register"]
 
-#: What some models hand down that would change the result, and that is not done here.
+#: Options of some models that would change the result and are not supported.
 REFUSED = {
     "cache": "a paged cache, as of continuous batching",
     "head_mask": "a head_mask",
@@ -43,13 +44,12 @@ def register(
 ) -> None:
     """Make ``attn_implementation=name`` work in transformers.
 
-    Called again with the same name, it replaces what the name stood for, in models that have it
-    too.
+    A second call with the same name replaces the first, also in existing models.
 
     Parameters
     ----------
     name : str
-        The name: letters, digits and underscores, and none of transformers' own.
+        A name of letters, digits and underscores that does not contain one of transformers' own.
     backend : str or sequence of str, optional
         As for `polyattn.attention`.
     kernel : str or polyattn.plugin.Kernel, optional
@@ -58,15 +58,15 @@ def register(
     Raises
     ------
     TypeError
-        If an argument is of the wrong kind.
+        If an argument has the wrong type.
     ValueError
-        If the name is one that transformers has a meaning for.
+        If the name has a meaning in transformers.
     UnknownBackendError
-        If no plugin has a backend's name.
+        If no plugin provides a backend.
 
     See Also
     --------
-    polyattn.attention : What the models call then.
+    polyattn.attention : The function that the models call.
 
     Examples
     --------
@@ -91,11 +91,11 @@ def register(
 def _check_name(name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string such as 'polyattn'; got {name!r}")
-    # transformers looks for these words anywhere in a name.
+    # transformers searches names for these words.
     if not re.fullmatch(r"\w+", name) or re.search("eager|sdpa|flash|flex_attention", name):
         raise ValueError(
-            "name must be of letters, digits and underscores, and none of transformers' own, as"
-            f" 'polyattn' or 'polyattn_tiled'; got {name!r}"
+            "name must consist of letters, digits and underscores, such as 'polyattn_tiled', and"
+            f" contain none of transformers' own names; got {name!r}"
         )
 
 
@@ -114,24 +114,24 @@ def _mask(
     config: Any = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Return which keys each row sees, (batch, 1, L, S), or None where causality says it all."""
+    """Return which keys each row sees, (batch, 1, L, S), or None for a purely causal mask."""
     if config is not None and not torch.compiler.is_compiling():
         _check_reachable(config.model_type)
-    # All rows see the same keys: one row is kept, and repeated without a copy.
-    alike = mask_function is bidirectional_mask_function
+    # If all rows see the same keys, make one row and repeat it without a copy.
+    one_row = mask_function is bidirectional_mask_function
     mask: torch.Tensor | None = sdpa_mask(
-        batch_size, 1 if alike else q_length, kv_length, q_offset, kv_offset,
+        batch_size, 1 if one_row else q_length, kv_length, q_offset, kv_offset,
         mask_function, attention_mask, **options,
     )  # fmt: skip
-    return mask.expand(-1, -1, q_length, -1) if alike and mask is not None else mask
+    return mask.expand(-1, -1, q_length, -1) if one_row and mask is not None else mask
 
 
 @cache
 def _check_reachable(model_type: str) -> None:
-    """Refuse models that take our masks, and whose own attention would misread them."""
+    """Refuse models that ask for our masks but compute attention themselves."""
     models = [
         model
-        for model in _kinds(PreTrainedModel)
+        for model in subclasses(PreTrainedModel)
         if getattr(model.config_class, "model_type", None) == model_type
     ]
     if models and not any(model._can_set_attn_implementation() for model in models):
@@ -141,14 +141,8 @@ def _check_reachable(model_type: str) -> None:
         )
 
 
-def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _kinds(one)
-
-
 def _narrowed(mask: torch.Tensor) -> torch.Tensor:
-    """Return a mask with one of what only repeats along an axis, as a view."""
+    """Return a view of length 1 along the axes on which a mask only repeats."""
     for axis in range(mask.ndim):
         if mask.stride(axis) == 0 and mask.shape[axis] > 1:
             mask = mask.narrow(axis, 0, 1)
@@ -177,15 +171,15 @@ def _attend(
     output_attentions: bool | None = False,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output, (batch, L, H, E), and the weights if they are asked for."""
+    """Return the output, (batch, L, H, E), and the weights if requested."""
     kind = query.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # As it does for torch's own attention: rotary positions leave query and key in float32.
+        # As autocast does for torch's own attention: rotary positions return float32.
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     _check_others(module, attention_mask, others)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    options |= _shown(module, query, key, attention_mask, is_causal, sliding_window)
+    options |= _visibility(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         options["bias"] = position_bias + options.get("bias", 0)
     if dropout and module.training:
@@ -199,7 +193,7 @@ def _attend(
     return output.transpose(1, 2).contiguous(), weights
 
 
-def _shown(
+def _visibility(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -208,7 +202,7 @@ def _shown(
     sliding_window: int | None,
 ) -> dict[str, Any]:
     """Return which keys each row sees, as options of `attention`."""
-    if mask is not None:  # which holds causality and the window too
+    if mask is not None:  # it includes causality and the window
         return {"mask" if mask.dtype == torch.bool else "bias": _narrowed(mask)}
     length, keys = query.shape[-2], key.shape[-2]
     options: dict[str, Any] = {}
@@ -216,15 +210,15 @@ def _shown(
         is_causal = getattr(module, "is_causal", True)
     if is_causal:
         options["is_causal"] = True
-        # The first tokens in a cache of fixed size, whose end is empty yet.
+        # These are the first tokens in a cache of fixed size, whose end is still empty.
         if 1 < length < keys:
             options["query_offset"] = 0
     if sliding_window is not None and sliding_window < keys:
         if not is_causal:
             raise ValueError(
                 f"{type(module).__name__} asks for a sliding window of {sliding_window} among"
-                f" {keys} keys, is not causal and has no mask: which keys a row sees is not said."
-                " Give it the mask of create_bidirectional_sliding_window_mask"
+                f" {keys} keys, is not causal and has no mask, so it is unclear which keys a row"
+                " sees. Give it the mask of create_bidirectional_sliding_window_mask"
             )
         options["window"] = (sliding_window - 1, 0)
     return options
@@ -233,25 +227,25 @@ def _shown(
 def _check_others(
     module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]
 ) -> None:
-    """Refuse what would change the result, and is not done here."""
+    """Refuse unsupported arguments that would change the result."""
     name = type(module).__name__
     tensor = isinstance(mask, torch.Tensor)
     if mask is not None and (not tensor or mask.ndim != 4 or "int" in str(mask.dtype)):
         got = f"of shape {tuple(mask.shape)} and {mask.dtype}" if tensor else repr(mask)
         raise ValueError(
-            f"{name} hands polyattn an attention mask {got}; it must be a tensor of bool, or of"
-            " numbers to add, of the shape (batch, heads, L, S), where 1 may stand for any of them"
+            f"{name} passes polyattn an attention mask {got}; it must be a tensor of bool, or of"
+            " numbers to add, that broadcasts to the four axes (batch, heads, L, S)"
         )
     for option, what in REFUSED.items():
         if others.get(option) is not None:
             raise NotImplementedError(
-                f"{name} hands polyattn {what} ({option}=), which it does not honour; use"
+                f"{name} passes polyattn {what} ({option}=), which is not supported; use"
                 " attn_implementation='eager'"
             )
     packed = others.get("cu_seq_lens_q")
     if mask is None and packed is not None and len(packed) > 2:
         raise NotImplementedError(
-            f"{name} hands polyattn {len(packed) - 1} sequences packed into one by cu_seq_lens_q=,"
-            " and no mask that keeps them apart; give the model position_ids that start anew with"
-            " each"
+            f"{name} passes polyattn {len(packed) - 1} sequences packed into one by"
+            " cu_seq_lens_q=, without a mask that separates them; give the model position_ids that"
+            " restart with each sequence"
         )

@@ -1,4 +1,4 @@
-"""Attention by its formula, one step a line: what every other kernel must equal.
+"""Attention by its formula, one step a line. Every other kernel must equal it.
 
 The letters are those of the semantics: query (..., H, L, D), key (..., G, S, D), value
 (..., G, S, E), scores (..., H, L, S). Comments give the steps of its formula.
@@ -47,7 +47,7 @@ class Dense(Kernel):
 def scaled(problem: Problem, query: Array, xp: Any) -> Array:
     """Return scale · query, at least in float32, the heads of a group folded into its rows."""
     query = cast(xp, query, getattr(xp, problem.accumulator))
-    # Another similarity is scaled when it is known: it need not be linear in the query.
+    # Another similarity need not be linear in the query, so its result is scaled.
     return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, xp)
 
 
@@ -108,7 +108,7 @@ def attend(
     *,
     masked: bool = True,
 ) -> SoftmaxState:
-    """Return what the keys of `columns` give the rows of `rows`, softmax not yet divided.
+    """Return attention of the rows of `rows` to the keys of `columns`, before the division.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""A masked key is absent: nothing that it or its value holds reaches a row that it is masked for.
+"""The weighted sum of values, in which a masked key takes no part.
 
-A score of −inf is how absence is written between the steps. 0 · NaN is NaN, so values need care of
-their own: rows that do not see a key must not meet what its value holds.
+Between the steps a score of −inf marks an absent key. 0 · NaN is NaN, so a value that is not finite
+must be kept from the rows that do not see its key.
 """
 
 from __future__ import annotations
@@ -18,37 +18,23 @@ __all__ = ["hide", "weighted_sum"]
 
 
 def hide(xp: Any, scores: Array, seen: Array) -> Array:
-    """Return scores with −inf wherever a key is not seen, whatever stood there."""
+    """Return scores with −inf wherever a key is not seen."""
     return xp.where(seen, scores, -math.inf)
 
 
 def weighted_sum(
     problem: Problem, backend: Backend, weights: Array, scores: Array, value: Array
 ) -> Array:
-    """Return weights · value, in which an absent key's value takes no part.
+    """Return weights · value; the value of an absent key takes no part.
 
-    Parameters
-    ----------
-    problem, backend
-        As a kernel is given them.
-    weights : Array
-        Weights (..., H, l, s), 0 where a key is absent.
-    scores : Array
-        The scores that they came from, −inf where a key is absent.
-    value : Array
-        Values (..., G, s, E).
-
-    Returns
-    -------
-    Array
-        The sums, (..., H, l, E).
+    Weights (..., H, l, s) are 0 and scores −inf where a key is absent.
     """
     xp = backend.xp
     weights = fold_heads(problem, weights, xp)
     if not problem.masks:
         return unfold_heads(problem, backend.matmul(weights, value), xp)
     if not problem.transforms and backend.is_eager(value):
-        # A value that is not finite spoils its column in every row, weight 0 or not.
+        # A value that is not finite spoils its column in every row, even with weight 0.
         plain = backend.matmul(weights, value)
         if bool(xp.all(xp.isfinite(plain))):
             return unfold_heads(problem, plain, xp)

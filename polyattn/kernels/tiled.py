@@ -1,7 +1,7 @@
-"""The same result in memory for one tile of scores, whatever L and S are.
+"""The same result in memory for one tile of scores, for any L and S.
 
-A fold of `join` over blocks of keys, a block of rows at a time. Tiles that masks leave empty are
-never visited, and full ones are not masked: by static facts, and by arrays that can be read.
+`combine` folds over blocks of keys, for one block of rows at a time. Empty tiles are skipped and
+full tiles are not masked, as far as static facts and readable arrays tell.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Tiled(Kernel):
     """The formula a tile of scores at a time, with memory for one tile beside the output."""
 
     name = "tiled"
-    # Of which a norm, and a normalizer, want a whole row at once.
+    # A norm and a normalizer need a whole row at once.
     features = frozenset(FEATURES) - {"normalizer", "score_norm"}
-    # Over all heads: 4 MiB of float32 with a few copies of it, where calls into the array library
-    # cost little beside their work.
+    # Over all heads: 4 MiB of float32 and a few copies, enough work to make calls into the array
+    # library cheap beside it.
     tile = 2**20
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """One tile is what dense does, with less around it."""
+        """Return why `dense` is preferred: with one tile it does the same with less overhead."""
         if math.prod(problem.scores) <= self.tile:
             return "one tile holds all the scores: dense does the same"
         return None
@@ -66,7 +66,7 @@ class Tiled(Kernel):
 
 
 def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
-    """Return how many rows and how many keys make a tile: about square, wide where rows are few."""
+    """Return the rows and keys of a tile: about square, wider where rows are few."""
     heads = math.prod(problem.batch) * problem.heads
     area = max(tile // heads, min(tile, SMALLEST))
     rows = min(problem.query_length, int(area**0.5))

@@ -1,6 +1,6 @@
-"""The weights themselves, for looking at: whole rows of them, a block of rows at a time.
+"""The weights as an array, for looking at, computed a block of rows at a time.
 
-What is asked for decides what is held: beside it there are a few arrays of one block of rows.
+Memory is needed for the result and for a few arrays of one block of rows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["Weights"]
 
 @dataclass(frozen=True)
 class Weights(Kernel):
-    """What each row makes of each key.
+    """The weight of each key for each row.
 
     Attributes
     ----------
     rows, heads : tuple of Span or None
-        Which of them, in order; None for all. Empty where the call has none.
+        The rows and heads to return, in order; None for all, empty where the call has none.
     top : int or None
         How many of the largest weights of each row to return, with their keys, and no others.
     per_key : bool
-        Whether to return the sums over the rows alone.
+        Whether to return only the sums over the rows.
     """
 
     name: ClassVar[str] = "weights"
@@ -86,12 +86,12 @@ class Weights(Kernel):
         return _joined(xp, found, -2)
 
     def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
-        """Return of a block of rows what is asked for."""
+        """Reduce the weights of a block of rows to what the caller wants."""
         if self.per_key:
             return xp.sum(weights, axis=-2), None
         if self.top is None:
             return weights, None
-        # + 0: an array of its own, where a view would keep the order of all keys in memory.
+        # + 0 makes a copy: a view would keep the order of all keys in memory.
         keys = xp.argsort(weights, axis=-1, descending=True)[..., : self.top] + 0
         return xp.take_along_axis(weights, keys, axis=-1), keys
 
@@ -113,17 +113,7 @@ def _joined(
 
 
 def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Span | None) -> Array:
-    """Return the weights of some rows, (..., H, l, S), 0 where a key is absent.
-
-    Parameters
-    ----------
-    problem, x, backend
-        As a kernel is given them.
-    rows : Span
-        Which rows.
-    heads : Span or None
-        Which query heads x.query holds, if not all.
-    """
+    """Return the weights of some rows, (..., H, l, S), 0 where a key is absent."""
     xp, columns = backend.xp, Span(0, problem.key_length)
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     at = Indices(problem, xp, x, rows, columns, heads=heads)

@@ -1,4 +1,4 @@
-"""Layers around attention, for any array library: small enough to read in one sitting.
+"""Provide the layers around attention, for any array library.
 
 Parameters are plain arrays in frozen dataclasses, and the functions are pure.
 """

@@ -1,4 +1,4 @@
-"""Multi-head attention: projections around `polyattn.attention`."""
+"""Define multi-head attention: projections around `polyattn.attention`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from polyattn.api.weights import attention_weights
 from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.nn.cache import KVCache
-from polyattn.nn.layers import Linear, Norm, draws
-from polyattn.nn.module import Draws, Module
+from polyattn.nn.layers import Linear, Norm, initializer
+from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import Rotary
 
 __all__ = ["MultiHeadAttention"]
@@ -19,24 +19,24 @@ __all__ = ["MultiHeadAttention"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MultiHeadAttention(Module):
-    """Attention of several heads, each with queries, keys and values of its own.
+    """Attention with several heads.
 
     Attributes
     ----------
     query, key, value : Linear or None
-        From tokens to all heads' queries, keys and values; None where they are fused.
+        Maps from tokens to the queries, keys and values of all heads; None if `fused` is given.
     output : Linear or None
-        From all heads' outputs to tokens; None to return them side by side.
+        Map from the concatenated outputs of the heads to tokens; None to return them unmapped.
     heads, key_heads : int
         H and G: query head h reads key/value head h // (H // G).
     fused : Linear or None
-        One map to queries, keys and values, side by side in that order.
+        One map to queries, keys and values, concatenated in that order.
     head_size : int
-        D, of queries and keys.
+        D, the size of queries and keys.
     query_norm, key_norm : LayerNorm, RMSNorm or None
-        What normalises each head's queries and keys, before they are turned.
+        Normalisation of each head's queries and keys, before `rotary`.
     rotary : Rotary or None
-        What turns queries and keys by their positions.
+        Rotation of queries and keys by their positions.
     """
 
     query: Linear | None
@@ -58,11 +58,12 @@ class MultiHeadAttention(Module):
             )
         if self.rotary is not None and self.rotary.size > self.head_size:
             raise ValueError(
-                f"rotary turns {self.rotary.size} numbers, and a head has {self.head_size}"
+                f"rotary.size must be at most the head size {self.head_size}; got"
+                f" {self.rotary.size}"
             )
         separate = [self.query, self.key, self.value]
         if (self.fused is None) == any(linear is None for linear in separate):
-            raise ValueError("give query, key and value, or fused alone")
+            raise ValueError("give either query, key and value, or only fused")
 
     @classmethod
     def init(
@@ -71,7 +72,7 @@ class MultiHeadAttention(Module):
         heads: int,
         *,
         like: Array,
-        seed: int | Draws = 0,
+        seed: int | Initializer = 0,
         key_heads: int | None = None,
         head_size: int | None = None,
         value_size: int | None = None,
@@ -82,37 +83,30 @@ class MultiHeadAttention(Module):
         key_norm: Norm | None = None,
         rotary: Rotary | None = None,
     ) -> MultiHeadAttention:
-        """Begin with Glorot's uniform weights and biases of 0.
+        """Create a layer with Glorot's uniform weights and biases of 0.
 
         Parameters
         ----------
         size : int
-            Of a token's vector.
+            Size of a token's vector.
         heads : int
             H.
-        like : Array
-            An array of the library, device and dtype that the parameters are to have.
-        seed : int or Draws
-            The same one gives the same weights in every library.
+        like, seed
+            As for `Linear.init`.
         key_heads : int, optional
             G, H by default; 1 is multi-query attention.
         head_size, value_size : int, optional
-            D and E: size / H by default, and D.
+            D and E; by default size / H and D.
         context_size : int, optional
-            The size of the tokens that are attended to, if it is another.
+            Size of the tokens that are attended to, `size` by default.
         bias : bool
             Whether the maps have biases.
         fused : bool
-            Whether queries, keys and values come of one map.
+            Whether one map computes queries, keys and values.
         query_norm, key_norm : LayerNorm or RMSNorm, optional
-            Such as ``RMSNorm.init(head_size, like=like)``, of which the layer has a copy.
+            Such as ``RMSNorm.init(head_size, like=like)``; the layer copies it.
         rotary : Rotary, optional
             Such as ``Rotary(head_size)``.
-
-        Returns
-        -------
-        MultiHeadAttention
-            The layer.
 
         Examples
         --------
@@ -128,18 +122,18 @@ class MultiHeadAttention(Module):
         if head_size is None:
             if size % heads:
                 raise ValueError(
-                    f"{heads} heads do not divide a size of {size}: give head_size, or others"
+                    f"{heads} heads do not divide a size of {size}: give head_size, or other heads"
                 )
             head_size = size // heads
         key_heads = heads if key_heads is None else key_heads
         value_size = head_size if value_size is None else value_size
         context_size = size if context_size is None else context_size
         if fused and context_size != size:
-            raise ValueError("a fused map takes tokens of one size; drop context_size")
-        draw = draws(like, seed)
+            raise ValueError("a fused map takes tokens of one size; omit context_size")
+        create = initializer(like, seed)
 
         def linear(inputs: int, outputs: int) -> Linear:
-            return Linear.init(inputs, outputs, like=like, seed=draw, bias=bias)
+            return Linear.init(inputs, outputs, like=like, seed=create, bias=bias)
 
         widths = (heads * head_size, key_heads * head_size, key_heads * value_size)
         return cls(
@@ -165,27 +159,27 @@ class MultiHeadAttention(Module):
         positions: Array | None = None,
         **options: Any,
     ) -> Any:
-        """Attend.
+        """Attend from tokens to tokens.
 
         Parameters
         ----------
         x : Array
             Tokens, shape (..., L, size).
         context : Array, optional
-            What is attended to, shape (..., S, context_size); `x` itself by default.
+            The tokens to attend to, shape (..., S, context_size); `x` by default.
         cache : KVCache, optional
-            The keys and values of what came before `x`.
+            The keys and values of the tokens before `x`.
         positions : Array of int, optional
-            Where the tokens of `x` stand, shape (L,) or (..., L), for `rotary`; by default they
-            follow what the cache holds.
+            Positions of `x` for `rotary`, shape (L,) or (..., L); by default they follow the
+            cache.
         **options : Any
-            As `polyattn.attention` takes them: mask, bias, is_causal, window, scale, softcap,
+            Options of `polyattn.attention`: mask, bias, is_causal, window, scale, softcap,
             score_mod, sinks, dropout, similarity, normalizer, backend, kernel.
 
         Returns
         -------
         Array, or tuple of Array and KVCache
-            Shape (..., L, size); with a cache, the pair of that and the cache that is next.
+            Tokens, shape (..., L, size); with a cache, the pair of tokens and the next cache.
 
         Raises
         ------
@@ -193,12 +187,12 @@ class MultiHeadAttention(Module):
             If `x` or `context` does not fit the maps, or a context is given with a cache or to a
             layer with rotary positions.
         """
-        query, key, value = self._ready(x, context, positions, cache)
+        query, key, value = self._project(x, context, positions, cache)
         if cache is not None:
             cache = cache.append(key, value, query=query)
             key, value = cache.keys, cache.values
             options = cache.options(query.shape[-2], options)
-        output = self._joined(attention(query, key, value, **options))
+        output = self._merge(attention(query, key, value, **options))
         return output if cache is None else (output, cache)
 
     def weights(
@@ -209,30 +203,26 @@ class MultiHeadAttention(Module):
         positions: Array | None = None,
         **options: Any,
     ) -> Any:
-        """Return the weights that it attends with, for looking at.
+        """Return the attention weights, to inspect them.
 
         Parameters
         ----------
-        x : Array
-            Tokens, shape (..., L, size).
-        context : Array, optional
-            What is attended to, shape (..., S, context_size); `x` itself by default.
-        positions : Array of int, optional
-            Where the tokens stand, for `rotary`.
+        x, context, positions : Array
+            As in a call of the layer.
         **options : Any
-            As `polyattn.attention_weights` takes them.
+            Options of `polyattn.attention_weights`.
 
         Returns
         -------
         Array or TopWeights
-            Shape (..., H, L, S), unless an option asks for a part.
+            Shape (..., H, L, S), unless an option selects a part.
         """
-        query, key, _ = self._ready(x, context, positions, None)
+        query, key, _ = self._project(x, context, positions, None)
         return attention_weights(query, key, **options)
 
     @property
     def value_size(self) -> int:
-        """E, of a head's values."""
+        """E, the size of a head's values."""
         if self.fused is None:
             assert self.value is not None
             return int(self.value.weight.shape[1]) // self.key_heads
@@ -245,7 +235,7 @@ class MultiHeadAttention(Module):
         Parameters
         ----------
         capacity : int
-            How many tokens there is memory for.
+            Number of tokens to allocate memory for.
         like : Array
             An array of the library, device and dtype of the keys and values.
         batch : tuple of int
@@ -254,7 +244,7 @@ class MultiHeadAttention(Module):
         Returns
         -------
         KVCache
-            For the first call's ``cache=``.
+            The ``cache=`` of the first call.
         """
         return KVCache.init(
             *(self.key_heads, self.head_size, capacity),
@@ -263,68 +253,61 @@ class MultiHeadAttention(Module):
             value_size=self.value_size,
         )
 
-    def _ready(
+    def _project(
         self, x: Array, context: Array | None, positions: Array | None, cache: KVCache | None
     ) -> tuple[Array, Array, Array]:
-        """Return queries, keys and values as they meet, normalised and turned."""
+        """Return queries, keys and values, normalised and rotated."""
         if context is not None and (cache is not None or self.rotary is not None):
             raise ValueError(
-                "a cache and rotary positions are of the tokens' own sequence, and a context is"
-                " another: give one of them"
+                "a cache and rotary positions describe the sequence of x, and context is another"
+                " sequence: give context to a layer without rotary, and without a cache"
             )
         if len(x.shape) < 2:
             raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
-        query, key, value = self._projected(x, x if context is None else context)
+        query, key, value = self._apply_maps(x, x if context is None else context)
         if self.query_norm is not None:
             query = self.query_norm(query)
         if self.key_norm is not None:
             key = self.key_norm(key)
         if self.rotary is not None:
             if positions is None:
-                positions = _positions(query, cache)
+                positions = index_range(library_of(query).xp, 0, query.shape[-2], query)
+                positions = positions if cache is None else positions + cache.next_position
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         return query, key, value
 
-    def _projected(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
+    def _apply_maps(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
         """Return queries (..., H, L, D), keys (..., G, S, D) and values (..., G, S, E)."""
         if self.fused is None:
             assert self.query is not None
             assert self.key is not None
             assert self.value is not None
-            return (
-                _split(self.query(x), self.heads),
-                _split(self.key(context), self.key_heads),
-                _split(self.value(context), self.key_heads),
-            )
-        ends = (self.heads * self.head_size, (self.heads + self.key_heads) * self.head_size)
-        if context is x:
-            all_three = self.fused(x)
-            query, key, value = (
-                all_three[..., : ends[0]],
-                all_three[..., ends[0] : ends[1]],
-                all_three[..., ends[1] :],
-            )
+            query, key, value = self.query(x), self.key(context), self.value(context)
         else:
-            query = _part(self.fused, 0, ends[0])(x)
-            both = _part(self.fused, ends[0], None)(context)
-            width = ends[1] - ends[0]
-            key, value = both[..., :width], both[..., width:]
+            width, key_width = self.heads * self.head_size, self.key_heads * self.head_size
+            if context is x:
+                fused = self.fused(x)
+                query, rest = fused[..., :width], fused[..., width:]
+            else:
+                query = _columns(self.fused, 0, width)(x)
+                rest = _columns(self.fused, width, None)(context)
+            key, value = rest[..., :key_width], rest[..., key_width:]
         return (
             _split(query, self.heads),
             _split(key, self.key_heads),
             _split(value, self.key_heads),
         )
 
-    def _joined(self, heads: Array) -> Array:
+    def _merge(self, heads: Array) -> Array:
+        """Map the outputs of the heads, shape (..., H, L, E), to tokens."""
         xp = library_of(heads).xp
         rank = len(heads.shape)
-        side_by_side = xp.permute_dims(heads, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
-        *lead, count, size = side_by_side.shape
-        flat = xp.reshape(side_by_side, (*lead, count * size))
+        x = xp.permute_dims(heads, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
+        flat = xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
         return flat if self.output is None else self.output(flat)
 
 
-def _part(linear: Linear, start: int, stop: int | None) -> Linear:
+def _columns(linear: Linear, start: int, stop: int | None) -> Linear:
     bias = None if linear.bias is None else linear.bias[start:stop]
     return Linear(linear.weight[:, start:stop], bias)
 
@@ -335,8 +318,3 @@ def _split(x: Array, heads: int) -> Array:
     rank = len(x.shape)
     split = xp.reshape(x, (*x.shape[:-1], heads, x.shape[-1] // heads))
     return xp.permute_dims(split, (*range(rank - 2), rank - 1, rank - 2, rank))
-
-
-def _positions(query: Array, cache: KVCache | None) -> Array:
-    indices = index_range(library_of(query).xp, 0, query.shape[-2], query)
-    return indices if cache is None else indices + cache.next_position

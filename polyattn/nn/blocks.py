@@ -1,7 +1,7 @@
-"""Blocks: attention and feed-forward, each with a residual connection and a normalisation.
+"""Define blocks: attention and feed-forward layers with residual connections and norms.
 
-With ``pre_norm`` the normalisation stands before each part (GPT-2, Llama, ViT), otherwise after the
-sum (the original Transformer, BERT).
+With ``pre_norm`` the norm precedes each part (GPT-2, Llama, ViT); otherwise it follows the sum (the
+original Transformer, BERT).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.cache import KVCache
-from polyattn.nn.layers import FeedForward, LayerNorm, Norm, draws
-from polyattn.nn.module import Draws, Module
+from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
+from polyattn.nn.module import Initializer, Module
 
 __all__ = ["DecoderBlock", "EncoderBlock", "Stack"]
 
@@ -23,18 +23,18 @@ __all__ = ["DecoderBlock", "EncoderBlock", "Stack"]
 class EncoderBlock(Module):
     """Self-attention, then feed-forward.
 
-    A decoder without an encoder is made of these too, called with ``is_causal=True``.
+    A decoder without an encoder consists of these too, called with ``is_causal=True``.
 
     Attributes
     ----------
     attention : MultiHeadAttention
-        Of the tokens to one another.
+        Self-attention.
     feed_forward : FeedForward
-        For each token.
+        Applied to each token.
     attention_norm, feed_forward_norm : LayerNorm or RMSNorm
-        The normalisation of each.
+        The norm of each part.
     pre_norm : bool
-        Whether it comes before its part rather than after the sum.
+        Whether a norm precedes its part rather than following the sum.
     """
 
     attention: MultiHeadAttention
@@ -50,7 +50,7 @@ class EncoderBlock(Module):
         heads: int,
         *,
         like: Array,
-        seed: int | Draws = 0,
+        seed: int | Initializer = 0,
         inner: int | None = None,
         activation: str = "gelu",
         gated: bool = False,
@@ -59,27 +59,20 @@ class EncoderBlock(Module):
         pre_norm: bool = True,
         **attention: Any,
     ) -> EncoderBlock:
-        """Begin with Glorot's uniform weights.
+        """Create a block with Glorot's uniform weights.
 
         Parameters
         ----------
-        size, heads, like, seed
-            As of `MultiHeadAttention.init`.
+        size, heads, like, seed, bias
+            As for `MultiHeadAttention.init`.
         inner, activation, gated
-            As of `FeedForward.init`.
-        bias : bool
-            Whether maps have biases.
+            As for `FeedForward.init`.
         norm : {LayerNorm, RMSNorm}
-            The kind of normalisation.
+            The class of the norms.
         pre_norm : bool
-            Whether it comes before each part.
+            Whether a norm precedes its part rather than following the sum.
         **attention : Any
-            What else `MultiHeadAttention.init` takes.
-
-        Returns
-        -------
-        EncoderBlock
-            The block.
+            Further arguments of `MultiHeadAttention.init`.
 
         Examples
         --------
@@ -89,24 +82,23 @@ class EncoderBlock(Module):
         >>> nn.EncoderBlock.init(64, 8, like=x)(x, is_causal=True).shape
         (2, 5, 64)
         """
-        draw = draws(like, seed)
-        shape: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias}
+        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
         return cls(
-            MultiHeadAttention.init(size, heads, like=like, seed=draw, bias=bias, **attention),
-            FeedForward.init(size, inner, like=like, seed=draw, **shape),
+            MultiHeadAttention.init(size, heads, **shared, **attention),
+            FeedForward.init(size, inner, activation=activation, gated=gated, **shared),
             norm.init(size, like=like),
             norm.init(size, like=like),
             pre_norm,
         )
 
     def __call__(self, x: Array, *, cache: KVCache | None = None, **options: Any) -> Any:
-        """Map tokens (..., L, size) to the same; options as `MultiHeadAttention` takes them.
+        """Map tokens (..., L, size) to the same shape; options as for `MultiHeadAttention`.
 
-        With a cache, return the pair of tokens and the cache that is next.
+        With a cache, return the pair of tokens and the next cache.
         """
-        attend = _attending(self.attention, cache, options)
-        x, cache = _with_residual(x, attend, self.attention_norm, self.pre_norm)
-        x, _ = _with_residual(x, _plainly(self.feed_forward), self.feed_forward_norm, self.pre_norm)
+        norms = self.attention_norm, self.feed_forward_norm
+        x, cache = _add(x, self.attention, norms[0], self.pre_norm, cache=cache, **options)
+        x, _ = _add(x, self.feed_forward, norms[1], self.pre_norm)
         return x if cache is None else (x, cache)
 
 
@@ -117,13 +109,13 @@ class DecoderBlock(Module):
     Attributes
     ----------
     attention, cross_attention : MultiHeadAttention
-        Of the tokens to those before them, and to the encoder's.
+        Attention to the previous tokens, and to the encoder's.
     feed_forward : FeedForward
-        For each token.
+        Applied to each token.
     attention_norm, cross_attention_norm, feed_forward_norm : LayerNorm or RMSNorm
-        The normalisation of each.
+        The norm of each part.
     pre_norm : bool
-        Whether it comes before its part rather than after the sum.
+        Whether a norm precedes its part rather than following the sum.
     """
 
     attention: MultiHeadAttention
@@ -141,30 +133,24 @@ class DecoderBlock(Module):
         heads: int,
         *,
         like: Array,
-        seed: int | Draws = 0,
+        seed: int | Initializer = 0,
+        context_size: int | None = None,
+        bias: bool = True,
         inner: int | None = None,
         activation: str = "gelu",
         gated: bool = False,
-        bias: bool = True,
         norm: type[Norm] = LayerNorm,
         pre_norm: bool = True,
-        context_size: int | None = None,
         **attention: Any,
     ) -> DecoderBlock:
-        """Begin with Glorot's uniform weights.
+        """Create a block with Glorot's uniform weights.
 
         Parameters
         ----------
-        size, heads, like, seed, inner, activation, gated, bias, norm, pre_norm, **attention
-            As of `EncoderBlock.init`.
+        size, heads, like, seed, bias, inner, activation, gated, norm, pre_norm, **attention
+            As for `EncoderBlock.init`; ``rotary`` applies to the self-attention only.
         context_size : int, optional
-            The size of the encoder's tokens, if it is another. Their positions are their own: what
-            is rotary turns the self-attention alone.
-
-        Returns
-        -------
-        DecoderBlock
-            The block.
+            Size of the encoder's tokens, `size` by default.
 
         Examples
         --------
@@ -174,15 +160,12 @@ class DecoderBlock(Module):
         >>> nn.DecoderBlock.init(64, 8, like=x)(x, context).shape
         (2, 5, 64)
         """
-        draw = draws(like, seed)
-        shape: dict[str, Any] = {"activation": activation, "gated": gated, "bias": bias}
-        make = MultiHeadAttention.init
-        attention = attention | {"bias": bias}
-        across = attention | {"context_size": context_size, "rotary": None}
+        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
+        cross = attention | {"context_size": context_size, "rotary": None}
         return cls(
-            make(size, heads, like=like, seed=draw, **attention),
-            make(size, heads, like=like, seed=draw, **across),
-            FeedForward.init(size, inner, like=like, seed=draw, **shape),
+            MultiHeadAttention.init(size, heads, **shared, **attention),
+            MultiHeadAttention.init(size, heads, **shared, **cross),
+            FeedForward.init(size, inner, activation=activation, gated=gated, **shared),
             norm.init(size, like=like),
             norm.init(size, like=like),
             norm.init(size, like=like),
@@ -198,7 +181,7 @@ class DecoderBlock(Module):
         context_mask: Any = None,
         **options: Any,
     ) -> Any:
-        """Map tokens (..., L, size) to the same.
+        """Map tokens to tokens of the same shape.
 
         Parameters
         ----------
@@ -211,52 +194,51 @@ class DecoderBlock(Module):
         context_mask : optional
             Which of the encoder's tokens take part, as ``mask=`` of `polyattn.attention`.
         **options : Any
-            Of the self-attention, as `MultiHeadAttention` takes them; causal unless
-            ``is_causal=False``. ``backend`` and ``kernel`` are of both.
+            Options of the self-attention, as for `MultiHeadAttention`; it is causal unless
+            ``is_causal=False``. ``backend`` and ``kernel`` apply to the cross-attention too.
 
         Returns
         -------
         Array, or tuple of Array and KVCache
-            With a cache, the pair of tokens and the cache that is next.
+            Tokens; with a cache, the pair of tokens and the next cache.
         """
-        attend = _attending(self.attention, cache, {"is_causal": True} | options)
-        x, cache = _with_residual(x, attend, self.attention_norm, self.pre_norm)
-        where = {name: options[name] for name in ("backend", "kernel") if name in options}
-        given = {"context": context, "mask": context_mask} | where
-        across = _attending(self.cross_attention, None, given)
-        x, _ = _with_residual(x, across, self.cross_attention_norm, self.pre_norm)
-        x, _ = _with_residual(x, _plainly(self.feed_forward), self.feed_forward_norm, self.pre_norm)
+        options = {"is_causal": True, "cache": cache} | options
+        x, cache = _add(x, self.attention, self.attention_norm, self.pre_norm, **options)
+        cross = {"context": context, "mask": context_mask}
+        cross |= {name: options[name] for name in ("backend", "kernel") if name in options}
+        x, _ = _add(x, self.cross_attention, self.cross_attention_norm, self.pre_norm, **cross)
+        x, _ = _add(x, self.feed_forward, self.feed_forward_norm, self.pre_norm)
         return x if cache is None else (x, cache)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stack(Module):
-    """Blocks one after another, and a last normalisation.
+    """A sequence of blocks, and a final norm.
 
     Attributes
     ----------
     blocks : tuple of EncoderBlock or DecoderBlock
         The blocks.
     norm : LayerNorm, RMSNorm or None
-        What comes after them, where theirs come before their parts.
+        The final norm, for blocks with ``pre_norm``.
     """
 
     blocks: tuple[EncoderBlock | DecoderBlock, ...]
     norm: Norm | None = None
 
     def __post_init__(self) -> None:
-        # The parameters of a list would not be found.
+        # A module does not look for parameters in a list.
         object.__setattr__(self, "blocks", tuple(self.blocks))
 
     def __call__(
         self, x: Array, *context: Array, caches: tuple[KVCache, ...] | None = None, **options: Any
     ) -> Any:
-        """Map tokens (..., L, size) to the same; context and options go to every block.
+        """Map tokens (..., L, size) to the same shape; context and options go to every block.
 
-        With `caches`, one for each block, return the pair of tokens and the caches that are next.
+        With `caches`, one for each block, return the pair of tokens and the next caches.
         """
         if "cache" in options:
-            raise TypeError("each block has a cache of its own: pass them all as caches=")
+            raise TypeError("each block has its own cache: pass all of them as caches=")
         if caches is not None and len(caches) != len(self.blocks):
             raise ValueError(
                 f"each of the {len(self.blocks)} blocks has a cache; got {len(caches)} caches"
@@ -272,27 +254,10 @@ class Stack(Module):
         return x if caches is None else (x, tuple(following))
 
 
-Part = Callable[[Array], tuple[Array, KVCache | None]]
-
-
-def _with_residual(
-    x: Array, part: Part, norm: Norm, pre_norm: bool
+def _add(
+    x: Array, part: Callable[..., Any], norm: Norm, pre_norm: bool, /, **options: Any
 ) -> tuple[Array, KVCache | None]:
-    y, cache = part(norm(x) if pre_norm else x)
+    """Add a part to its input, with the norm, and return the next cache if the part has one."""
+    y = part(norm(x) if pre_norm else x, **options)
+    y, cache = y if isinstance(y, tuple) else (y, None)
     return (x + y if pre_norm else norm(x + y)), cache
-
-
-def _attending(
-    attention: MultiHeadAttention, cache: KVCache | None, options: dict[str, Any]
-) -> Part:
-    def attend(x: Array) -> tuple[Array, KVCache | None]:
-        if cache is None:
-            return attention(x, **options), None
-        result: tuple[Array, KVCache] = attention(x, cache=cache, **options)
-        return result
-
-    return attend
-
-
-def _plainly(layer: Callable[[Array], Array]) -> Part:
-    return lambda x: (layer(x), None)

@@ -1,10 +1,9 @@
-"""KVCache: the keys and values of the tokens so far, for decoding one after another.
+"""Define KVCache: the keys and values of the tokens so far, for decoding token by token.
 
-A cache is a value: what it holds never changes. Where arrays can be written to, the next cache
-shares its memory, as long as it is the only one to follow; a second one that would write to the
-same place takes a copy, and so does one whose arrays came from elsewhere. Where they cannot (JAX,
-a graph of gradients) it makes new arrays of the same shape, so that a compiled step is compiled
-once.
+A cache is immutable. If its arrays are writable, the next cache writes to the same memory. Only one
+cache may do so: a second one that would write to the same place copies the memory, and so does one
+that was made from the user's arrays. If arrays are not writable (JAX, a graph of gradients), the
+next cache consists of new arrays of the same shape, so that a compiled step is compiled once.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ __all__ = ["KVCache"]
 
 
 class _Buffer:
-    """Arrays that a cache made for itself, and how far the caches that share them wrote."""
+    """Arrays that a cache allocated, and how far the caches that share them have written."""
 
     def __init__(self, key: Array, value: Array, filled: int) -> None:
         self.key, self.value = key, value
         self.ends = {filled}  # empty while a cache writes
 
     def claim(self, cache: KVCache, at: int) -> bool:
-        """Return whether the cache may write from `at` on, which only one cache may."""
+        """Return whether the cache may write from `at` on; only one cache may."""
         if self.key is not cache.key or self.value is not cache.value:
-            return False  # a cache that was made of this one, with other arrays
+            return False  # a cache derived from this one, with other arrays
         try:
             self.ends.remove(at)  # atomic, so that only one thread succeeds
         except KeyError:
@@ -43,7 +42,7 @@ class _Buffer:
         self.ends.add(filled)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copy and pickle as None: nobody knows with whom the new arrays share their memory."""
+        """Copy and pickle as None: whether the new arrays share memory is unknown."""
         return type(None), ()
 
 
@@ -54,16 +53,16 @@ class KVCache:
     Attributes
     ----------
     key, value : Array
-        Memory for them, shapes (..., G, capacity, D) and (..., G, capacity, E).
+        The memory, shapes (..., G, capacity, D) and (..., G, capacity, E).
     length : int or Array of int
-        How many tokens are held; an array of no axes where the library traces.
+        Number of tokens in the cache; a scalar array where the library traces.
     first : int
-        Where in the memory the first of them is.
+        Index of the first token in the memory.
     dropped : int
-        How many came before those and are held no more.
+        Number of tokens before the first one that the cache no longer holds.
     buffer : object, optional
-        Who may write to the memory, which the caches that share it have in common. Without it the
-        memory is never written to: the next cache takes a copy.
+        Shared by the caches of one memory; decides which of them may write. Without it nothing is
+        written to the memory: the next cache copies it.
     """
 
     key: Array
@@ -84,28 +83,21 @@ class KVCache:
         batch: tuple[int, ...] = (),
         value_size: int | None = None,
     ) -> KVCache:
-        """Make memory for tokens.
+        """Return an empty cache.
 
         Parameters
         ----------
-        heads : int
-            G.
-        size : int
-            D.
+        heads, size : int
+            G and D.
         capacity : int
-            How many tokens there is memory for. More take new memory, but where the library
-            traces and nobody knows how many are held: what is beyond the capacity is lost there.
+            Number of tokens to allocate memory for. The memory grows as needed, except in a traced
+            function, where the length is unknown: tokens beyond the capacity are lost there.
         like : Array
             An array of the library, device and dtype of the keys and values.
         batch : tuple of int
             The batch axes.
         value_size : int, optional
-            E, if it is not D.
-
-        Returns
-        -------
-        KVCache
-            An empty one.
+            E, D by default.
 
         Examples
         --------
@@ -117,92 +109,92 @@ class KVCache:
         (2, 8, 1, 64)
         """
         library_of(like, "like")
-        shape = (*batch, heads, 1, 1)
-        one = like[(0,) * len(like.shape)]
-        one = library_of(like).xp.broadcast_to(one, shape)
-        key, value = _empty(one, capacity, size), _empty(one, capacity, value_size or size)
-        # torch.compile cannot return a buffer that it made.
+        number = like[(0,) * len(like.shape)]
+        example = library_of(like).xp.broadcast_to(number, (*batch, heads, 1, 1))
+        key, value = (_zeros(example, capacity, width) for width in (size, value_size or size))
+        # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
 
     @property
     def capacity(self) -> int:
-        """How many tokens there is memory for."""
+        """Number of tokens that fit into the memory."""
         return int(self.key.shape[-2])
 
     @property
     def next_position(self) -> int | Array:
-        """The position of the token that comes next."""
+        """The position of the next token."""
         return self.dropped + self.length
 
     @property
     def keys(self) -> Array:
         """The keys, shape (..., G, length, D); where the library traces, all of the memory."""
-        return self._counted()._held(self.key)
+        return self._counted()._filled(self.key)
 
     @property
     def values(self) -> Array:
         """The values, shape (..., G, length, E); where the library traces, all of the memory."""
-        return self._counted()._held(self.value)
+        return self._counted()._filled(self.value)
 
     def _counted(self) -> KVCache:
-        """Return the same with a number for its length, where it can be known."""
+        """Return the cache with its length as a Python integer, unless it is traced."""
         length = _known(self.length)
         return self if length is self.length else replace(self, length=length)
 
-    def _held(self, memory: Array) -> Array:
+    def _filled(self, memory: Array) -> Array:
         if is_array(self.length):
             return memory[..., self.first :, :]
         return memory[..., self.first : self.first + self.length, :]
 
-    def options(self, new: int, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of attention to what is held, by the newest tokens.
+    def options(self, rows: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options for attention from the newest tokens to `keys` and `values`.
 
         Parameters
         ----------
-        new : int
-            How many rows there are: those of the tokens that came last.
-        given : dict
-            What else attention is given.
+        rows : int
+            Number of query rows, which are those of the newest tokens.
+        options : dict
+            Further options of `polyattn.attention`.
 
         Returns
         -------
         dict
-            `given`, and what hides the memory that is not filled.
+            `options`, with a mask that hides unused memory.
         """
         if not is_array(_known(self.length)):
-            return given
-        held = padding(self.length)
-        mask = held if given.get("mask") is None else held & as_mask(given["mask"])
-        return {"query_offset": self.length - new} | given | {"mask": mask}
+            return options
+        mask = padding(self.length)
+        if options.get("mask") is not None:
+            mask = mask & as_mask(options["mask"])
+        return {"query_offset": self.length - rows} | options | {"mask": mask}
 
     def append(self, key: Array, value: Array, *, query: Array | None = None) -> KVCache:
-        """Return the cache with more tokens after those that it holds.
+        """Return a cache with more tokens at the end; this cache does not change.
 
         Parameters
         ----------
         key, value : Array
-            Theirs, shapes (..., G, n, D) and (..., G, n, E).
+            Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E).
         query : Array, optional
-            The queries that meet them: where these have a gradient, what they met must stay.
+            The queries that attend to them. If these need a gradient, nothing is overwritten.
 
         Returns
         -------
         KVCache
-            The next one; this one holds what it held.
+            The next cache.
 
         Raises
         ------
         ValueError
             If the shapes do not fit.
         TypeError
-            If the library or dtype is another.
+            If the library or dtype differs.
         """
         for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
-            own, its = library_of(memory).name, library_of(new, name).name
-            if (own, memory.dtype) != (its, new.dtype):
+            libraries = library_of(memory).name, library_of(new, name).name
+            if libraries[0] != libraries[1] or memory.dtype != new.dtype:
                 raise TypeError(
-                    f"{name} must be {memory.dtype} of {own}, as the cache is; got {new.dtype} of"
-                    f" {its}"
+                    f"{name} must be {memory.dtype} of {libraries[0]}, as the cache is; got"
+                    f" {new.dtype} of {libraries[1]}"
                 )
             *lead, _, size = memory.shape
             if (*new.shape[:-2], *new.shape[-1:]) != (*lead, size) or len(new.shape) < 2:
@@ -218,150 +210,142 @@ class KVCache:
         cache = self._counted()
         new = [array for array in (key, value, query) if array is not None]
         if is_array(cache.length) or not _is_writable(new, [self.key, self.value]):
-            return cache._joined_anew(key, value)
-        return cache._written(key, value)
+            return cache._replace_memory(key, value)
+        return cache._write_to_memory(key, value)
 
-    def _written(self, key: Array, value: Array) -> KVCache:
+    def _write_to_memory(self, key: Array, value: Array) -> KVCache:
         assert isinstance(self.length, int)
         more, at, cache = key.shape[-2], self.first + self.length, self
         if self.buffer is None or at + more > self.capacity or not self.buffer.claim(self, at):
-            cache, at = self._moved(more), self.length
+            cache, at = self._copy_to_buffer(more), self.length
         cache.key[..., at : at + more, :] = key
         cache.value[..., at : at + more, :] = value
         assert cache.buffer is not None
         cache.buffer.release(at + more)
         return replace(cache, length=self.length + more)
 
-    def _moved(self, more: int) -> KVCache:
-        """Return the same in memory of its own, with room for more, which nobody else may fill."""
+    def _copy_to_buffer(self, more: int) -> KVCache:
+        """Return a copy with room for more tokens, whose memory this thread has claimed."""
         assert isinstance(self.length, int)
-        room, memory = self._room(more), []
-        for held in (self.keys, self.values):
-            new = _empty(held, room, held.shape[-1])
-            new[..., : self.length, :] = held
+        capacity, memory = self._enlarged(more), []
+        for filled in (self.keys, self.values):
+            new = _zeros(filled, capacity, filled.shape[-1])
+            new[..., : self.length, :] = filled
             memory.append(new)
         buffer = _Buffer(memory[0], memory[1], self.length + more)
         return replace(self, key=memory[0], value=memory[1], first=0, buffer=buffer)
 
-    def _joined_anew(self, key: Array, value: Array) -> KVCache:
-        """Return a cache of new arrays of the same shape, made without writing to any."""
-        more, cache = key.shape[-2], self
-        if not is_array(self.length) and self.first + self.length + more > self.capacity:
-            cache = self._moved_anew(more)
-        memory = [
-            _with_rows(held, new, cache.first + cache.length)
-            for held, new in ((cache.key, key), (cache.value, value))
-        ]
-        length = cache.length + more
-        # A graph of gradients may hold the new arrays, so that nobody may write to them.
-        return replace(cache, key=memory[0], value=memory[1], length=length, buffer=None)
-
-    def _moved_anew(self, more: int) -> KVCache:
-        """Return the same in arrays of its own, with room for more, without writing to any."""
-        assert isinstance(self.length, int)
-        xp, room = library_of(self.key).xp, self._room(more) - self.length
+    def _replace_memory(self, key: Array, value: Array) -> KVCache:
+        """Return a cache of new arrays, made without writing to an array."""
+        more, first, memory = key.shape[-2], self.first, [self.key, self.value]
+        if not is_array(self.length) and first + self.length + more > self.capacity:
+            xp, unused = library_of(key).xp, self._enlarged(more) - self.length
+            memory = [
+                xp.concat((filled, _zeros(filled, unused, filled.shape[-1])), axis=-2)
+                for filled in (self.keys, self.values)
+            ]
+            first = 0
         key, value = (
-            xp.concat((held, _empty(held, room, held.shape[-1])), axis=-2)
-            for held in (self.keys, self.values)
+            _with_rows(array, rows, first + self.length)
+            for array, rows in zip(memory, (key, value), strict=True)
         )
-        return replace(self, key=key, value=value, first=0, buffer=None)
+        # A graph of gradients may hold the new arrays, so no cache may write to them.
+        length = self.length + more
+        return replace(self, key=key, value=value, length=length, first=first, buffer=None)
 
-    def _room(self, more: int) -> int:
-        """Return how many tokens to make room for, so that these and more fit."""
+    def _enlarged(self, more: int) -> int:
+        """Return the capacity, doubled until more tokens fit."""
         assert isinstance(self.length, int)
-        room = max(self.capacity, 16)
-        while room < self.length + more:
-            room *= 2
-        return room
+        capacity = max(self.capacity, 16)
+        while capacity < self.length + more:
+            capacity *= 2
+        return capacity
 
     def truncate(self, length: int) -> KVCache:
-        """Return the cache of the first `length` of the tokens that it holds.
+        """Return a cache of the first `length` tokens; this cache does not change.
 
         Parameters
         ----------
         length : int
-            How many to keep.
+            Number of tokens to keep.
 
         Returns
         -------
         KVCache
-            The next one; this one holds what it held.
+            The next cache.
         """
-        kept, held = _known(length), _known(self.length)
-        if is_array(kept) or is_array(held):
-            return replace(self, length=kept)
-        if not 0 <= check_int("length", kept) <= held:
-            raise ValueError(f"there are {held} tokens to keep; got {length}")
-        return replace(self, length=kept)
+        new, current = _known(length), _known(self.length)
+        traced = is_array(new) or is_array(current)
+        if not traced and not 0 <= check_int("length", new) <= current:
+            raise ValueError(f"length must be from 0 to the cache's {current} tokens; got {length}")
+        return replace(self, length=new)
 
     def slide(self, window: int) -> KVCache:
-        """Return the cache of the newest tokens, `window` of them at most.
+        """Return a cache of the newest `window` tokens; this cache does not change.
 
         Parameters
         ----------
         window : int
-            How many to keep.
+            Number of tokens to keep at most.
 
         Returns
         -------
         KVCache
-            The next one; this one holds what it held.
+            The next cache.
 
         Raises
         ------
         ValueError
-            If it is below 0, or the library traces, so that nobody knows how many there are.
+            If `window` is below 0, or the length is unknown because the library traces.
         """
-        held = _known(self.length)
+        length = _known(self.length)
         if check_int("window", window) < 0:
             raise ValueError(f"window must be at least 0; got {window}")
-        if is_array(held):
+        if is_array(length):
             raise ValueError(
-                "inside a traced function nobody knows how many tokens a cache holds, so that it"
-                " cannot slide there; give attention window= instead"
+                "inside a traced function the length of a cache is unknown, so it cannot slide;"
+                " give attention window= instead"
             )
-        over = max(held - window, 0)
+        drop = max(length - window, 0)
         return replace(
-            self, first=self.first + over, length=held - over, dropped=self.dropped + over
+            self, first=self.first + drop, length=length - drop, dropped=self.dropped + drop
         )
 
 
-def _empty(like: Array, room: int, width: int) -> Array:
-    """Return an array of zeros for so many tokens, of its own memory."""
+def _zeros(like: Array, capacity: int, width: int) -> Array:
+    """Return zeros in new memory, shape (..., capacity, width) with the leading axes of `like`."""
     xp = library_of(like).xp
     zero = xp.reshape(index_range(xp, 0, 1, like), (1,) * len(like.shape)) * 0
-    whole = xp.broadcast_to(zero, (*like.shape[:-2], room, width))
+    whole = xp.broadcast_to(zero, (*like.shape[:-2], capacity, width))
     return xp.astype(whole, like.dtype)  # always a copy
 
 
 def _with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
     """Return `memory` with `rows` in place of those from `at` on."""
     xp = library_of(memory).xp
-    places = index_range(xp, 0, memory.shape[-2], memory) - at
-    last = rows.shape[-2] - 1
-    new = (places >= 0) & (places <= last)
-    chosen = xp.where(new, places, xp.zeros_like(places))
-    spread = xp.take(rows, chosen, axis=-2)
+    indices = index_range(xp, 0, memory.shape[-2], memory) - at
+    new = (indices >= 0) & (indices < rows.shape[-2])
+    spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)
     return xp.where(new[:, None], spread, memory)
 
 
 def _known(length: Any) -> Any:
-    """Return a length as a number, unless it is traced."""
+    """Return a length as a Python integer, unless it is traced."""
     if not is_array(length) or is_compiling():
         return length
     try:
         return operator.index(length)
-    except TypeError:  # a tracer of JAX says so too
+    except TypeError:  # a tracer of JAX raises it
         return length
 
 
 def _is_writable(new: list[Array], memory: list[Array]) -> bool:
-    """Whether rows can be written into memory without a trace or a graph losing sight of them."""
+    """Return whether rows can be written without breaking a trace or a graph of gradients."""
     library = library_of(memory[0])
     if library.name != "torch":
         return library.name in ("numpy", "cupy")
     if is_compiling() or torch_transforms():
         return False
-    # Memory of inference mode takes nothing from outside of it.
-    outside = any(held.is_inference() for held in memory) and not new[0].is_inference()
+    # Memory made in inference mode cannot be written to outside of it.
+    outside = any(array.is_inference() for array in memory) and not new[0].is_inference()
     return not (outside or any(array.requires_grad for array in (*new, *memory)))

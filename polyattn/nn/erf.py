@@ -1,7 +1,7 @@
-"""The error function, which the array API standard lacks and the exact GELU needs.
+"""Compute the error function, which the array API standard lacks and the exact GELU needs.
 
-Rational functions, to within a few roundings of float32 and float64; a library's own where its
-namespace has one.
+A library's own function is used where its namespace has one, otherwise rational functions with an
+error of a few roundings in float32 and float64.
 
 References
 ----------
@@ -18,14 +18,14 @@ from polyattn.arrays import Array, cast, library_of
 
 __all__ = ["erf"]
 
-# For float32, of x² and to be multiplied with x: as Eigen and XLA have it.
+# For float32, a function of x² to be multiplied by x, as in Eigen and XLA.
 _NARROW = (
     (-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
      -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02),
     (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
      -1.42647390514189e-02),
 )  # fmt: skip
-# For float64, Cody's: near 0 of x², up to 4 of x, beyond it of 1 / x².
+# For float64, Cody's functions: of x² near 0, of x up to 4, of 1 / x² beyond.
 _NEAR = (
     (1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2,
      3.20937758913846947e3),
@@ -53,7 +53,7 @@ def erf(x: Array) -> Array:
     library = library_of(x)
     xp = library.xp
     if library.name == "jax":
-        # Where there is an array of JAX, JAX is imported.
+        # An array of JAX exists, so JAX has been imported.
         return sys.modules["jax"].lax.erf(x)
     if hasattr(xp, "erf"):
         return xp.erf(x)
@@ -64,9 +64,9 @@ def erf(x: Array) -> Array:
 
 def _narrow(x: Array, xp: Any) -> Array:
     x = xp.minimum(xp.maximum(x, -4.0), 4.0)
-    found = _ratio(_NARROW, x * x)
-    found *= x
-    return found
+    result = _ratio(_NARROW, x * x)
+    result *= x
+    return result
 
 
 def _wide(x: Array, xp: Any) -> Array:
@@ -81,16 +81,16 @@ def _wide(x: Array, xp: Any) -> Array:
     beyond = xp.where(
         size > 4, tail * xp.exp(-far * far), _ratio(_MIDDLE, middle) * xp.exp(-middle * middle)
     )
-    found = xp.where(size <= 0.46875, near, 1 - beyond)
-    found = xp.where(x < 0, -found, found)
-    return xp.where(xp.isnan(x), x, found)
+    result = xp.where(size <= 0.46875, near, 1 - beyond)
+    result = xp.where(x < 0, -result, result)
+    return xp.where(xp.isnan(x), x, result)
 
 
 def _ratio(polynomials: tuple[tuple[float, ...], ...], x: Array) -> Array:
-    """Return the ratio of two polynomials, the highest power first."""
-    above, below = (_polynomial(one, x) for one in polynomials)
-    above /= below
-    return above
+    """Return the ratio of two polynomials, whose coefficients begin with the highest power."""
+    numerator, denominator = (_polynomial(coefficients, x) for coefficients in polynomials)
+    numerator /= denominator
+    return numerator
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
@@ -98,7 +98,7 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     total = x * first
     total += second
     for coefficient in rest:
-        # In place where the library has places, which spares NumPy the half of its time.
+        # In place where the library can: this halves NumPy's time.
         total *= x
         total += coefficient
     return total

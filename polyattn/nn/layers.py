@@ -1,4 +1,4 @@
-"""What stands around attention: linear maps, norms, activations, feed-forward, embeddings."""
+"""Define the layers around attention: linear maps, norms, feed-forward layers, embeddings."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from polyattn.arrays import Array, cast, facts_of, library_of
 from polyattn.nn.erf import erf
-from polyattn.nn.module import Draws, Module
-from polyattn.nn.passes import by_rows, mapped
+from polyattn.nn.module import Initializer, Module
+from polyattn.nn.passes import affine, by_rows
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,28 +19,30 @@ __all__ = [
     "Linear",
     "Norm",
     "RMSNorm",
-    "draws",
+    "initializer",
 ]
 
 
-def draws(like: Array, seed: int | Draws) -> Draws:
-    """Return what draws first parameters, so that the parts of a module can share one."""
-    return seed if isinstance(seed, Draws) else Draws(like, library_of(like, "like").xp, seed)
+def initializer(like: Array, seed: int | Initializer) -> Initializer:
+    """Return an initializer for a seed; the parts of a module share one."""
+    if isinstance(seed, Initializer):
+        return seed
+    return Initializer(like, library_of(like, "like").xp, seed)
 
 
-def _check(what: str, x: Array, weight: Array) -> None:
+def _check(layer: str, x: Array, weight: Array) -> None:
     """Raise unless `x` is of the weight's library and its last axis is the weight's first."""
-    library, own = library_of(x, "x"), library_of(weight)
-    if library.name != own.name or not x.shape or x.shape[-1] != weight.shape[0]:
+    library, expected = library_of(x, "x"), library_of(weight)
+    if library.name != expected.name or not x.shape or x.shape[-1] != weight.shape[0]:
         raise ValueError(
-            f"{what} takes {own.name} arrays whose last axis is {weight.shape[0]};"
+            f"{layer} takes {expected.name} arrays whose last axis is {weight.shape[0]};"
             f" got {facts_of(x)} of {library.name}"
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Linear(Module):
-    """A linear map of the last axis, ``x · weight + bias``.
+    """Map the last axis linearly, ``x · weight + bias``.
 
     Attributes
     ----------
@@ -55,9 +57,15 @@ class Linear(Module):
 
     @classmethod
     def init(
-        cls, inputs: int, outputs: int, *, like: Array, seed: int | Draws = 0, bias: bool = True
+        cls,
+        inputs: int,
+        outputs: int,
+        *,
+        like: Array,
+        seed: int | Initializer = 0,
+        bias: bool = True,
     ) -> Linear:
-        """Begin with Glorot's uniform weights and a bias of 0.
+        """Create a layer with Glorot's uniform weights and a bias of 0.
 
         Parameters
         ----------
@@ -65,19 +73,15 @@ class Linear(Module):
             The sizes of the last axis before and after.
         like : Array
             An array of the library, device and dtype that the parameters are to have.
-        seed : int or Draws
-            The same one gives the same weights in every library.
+        seed : int or Initializer
+            Equal seeds give equal weights in every library. The parts of a model share the
+            initializer that it makes from its seed.
         bias : bool
             Whether there is a bias.
-
-        Returns
-        -------
-        Linear
-            The map.
         """
-        draw = draws(like, seed)
-        weight = draw.uniform((inputs, outputs), math.sqrt(6 / (inputs + outputs)))
-        return cls(weight, draw.fill((outputs,), 0.0) if bias else None)
+        create = initializer(like, seed)
+        weight = create.uniform((inputs, outputs), math.sqrt(6 / (inputs + outputs)))
+        return cls(weight, create.fill((outputs,), 0.0) if bias else None)
 
     def __call__(self, x: Array) -> Array:
         """Map the last axis of `x`, shape (..., inputs), to (..., outputs)."""
@@ -87,7 +91,7 @@ class Linear(Module):
                 f"this map has {facts_of(self.weight).dtype} parameters; got x in"
                 f" {facts_of(x).dtype}: cast one of them"
             )
-        return mapped(x, self.weight, self.bias)
+        return affine(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -97,11 +101,11 @@ class LayerNorm(Module):
     Attributes
     ----------
     weight : Array
-        What multiplies the result, shape (size,).
+        Multiplies the result, shape (size,).
     bias : Array or None
-        What is added to it, shape (size,).
+        Added to the product, shape (size,).
     epsilon : float
-        What is added to the variance.
+        Added to the variance.
     """
 
     weight: Array
@@ -110,9 +114,9 @@ class LayerNorm(Module):
 
     @classmethod
     def init(cls, size: int, *, like: Array, epsilon: float = 1e-5) -> LayerNorm:
-        """Begin with a weight of 1 and a bias of 0, in the library, device and dtype of `like`."""
-        draw = draws(like, 0)
-        return cls(draw.fill((size,), 1.0), draw.fill((size,), 0.0), epsilon)
+        """Create a layer with a weight of 1 and a bias of 0; `like` as for `Linear.init`."""
+        create = initializer(like, 0)
+        return cls(create.fill((size,), 1.0), create.fill((size,), 0.0), epsilon)
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
@@ -135,11 +139,11 @@ class RMSNorm(Module):
     Attributes
     ----------
     weight : Array
-        What multiplies the result, shape (size,).
+        Multiplies the result, shape (size,).
     epsilon : float
-        What is added to the mean square.
+        Added to the mean square.
     offset : float
-        What is added to the weight; 1 for models that store how far it is from 1.
+        Added to the weight; 1 for models that store the weight minus 1.
 
     References
     ----------
@@ -152,8 +156,8 @@ class RMSNorm(Module):
 
     @classmethod
     def init(cls, size: int, *, like: Array, epsilon: float = 1e-6) -> RMSNorm:
-        """Begin with a weight of 1, in the library, device and dtype of `like`."""
-        return cls(draws(like, 0).fill((size,), 1.0), epsilon)
+        """Create a layer with a weight of 1; `like` as for `Linear.init`."""
+        return cls(initializer(like, 0).fill((size,), 1.0), epsilon)
 
     def __call__(self, x: Array) -> Array:
         """Normalise the last axis of `x`, at least in float32."""
@@ -190,7 +194,7 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 def _silu(x: Array) -> Array:
-    # By tanh, which overflows nowhere: x times the logistic function of x.
+    # x times the logistic function of x, by tanh, which never overflows.
     return x * (library_of(x).xp.tanh(x / 2) + 1) / 2
 
 
@@ -200,14 +204,14 @@ ACTIVATIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _s
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FeedForward(Module):
-    """Two linear maps with an activation between them; with a gate, SwiGLU and its like.
+    """Apply two linear maps with an activation between them; with a gate, SwiGLU and its kin.
 
     Attributes
     ----------
     up, down : Linear
         To the inner size and back.
     gate : Linear or None
-        Where there is one, its activation multiplies what `up` gives.
+        If not None, its activated output multiplies the output of `up`.
     activation : str
         One of `ACTIVATIONS`.
 
@@ -234,44 +238,37 @@ class FeedForward(Module):
         inner: int | None = None,
         *,
         like: Array,
-        seed: int | Draws = 0,
+        seed: int | Initializer = 0,
         activation: str = "gelu",
         gated: bool = False,
         bias: bool = True,
     ) -> FeedForward:
-        """Begin with Glorot's uniform weights.
+        """Create a layer with Glorot's uniform weights.
 
         Parameters
         ----------
         size : int
-            The size of the last axis, before and after.
+            Size of the last axis, before and after.
         inner : int, optional
-            Between the two maps, 4 · size by default.
-        like : Array
-            An array of the library, device and dtype that the parameters are to have.
-        seed : int or Draws
-            The same one gives the same weights in every library.
+            Size between the two maps, 4 · size by default.
+        like, seed
+            As for `Linear.init`.
         activation : {"gelu", "gelu_tanh", "relu", "silu"}
             The activation.
         gated : bool
             Whether there is a gate; with ``"silu"`` that is SwiGLU.
         bias : bool
             Whether the maps have biases.
-
-        Returns
-        -------
-        FeedForward
-            The layer.
         """
-        draw = draws(like, seed)
+        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
         inner = 4 * size if inner is None else inner
-        up = Linear.init(size, inner, like=like, seed=draw, bias=bias)
-        down = Linear.init(inner, size, like=like, seed=draw, bias=bias)
-        gate = Linear.init(size, inner, like=like, seed=draw, bias=bias) if gated else None
+        up = Linear.init(size, inner, **shared)
+        down = Linear.init(inner, size, **shared)
+        gate = Linear.init(size, inner, **shared) if gated else None
         return cls(up, down, gate, activation)
 
     def __call__(self, x: Array) -> Array:
-        """Map the last axis of `x`, shape (..., size), to the same."""
+        """Map `x`, shape (..., size), to an array of the same shape."""
         up = self.up if self.gate is None else self.gate
         inner = by_rows(ACTIVATIONS[self.activation], up(x))
         if self.gate is not None:
@@ -281,7 +278,7 @@ class FeedForward(Module):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Embedding(Module):
-    """A vector for each token.
+    """Look up a vector for each token.
 
     Attributes
     ----------
@@ -292,24 +289,25 @@ class Embedding(Module):
     weight: Array
 
     @classmethod
-    def init(cls, tokens: int, size: int, *, like: Array, seed: int | Draws = 0) -> Embedding:
-        """Begin with uniform vectors of variance 1 / size, as `Linear.init` draws its weights."""
+    def init(cls, tokens: int, size: int, *, like: Array, seed: int | Initializer = 0) -> Embedding:
+        """Create uniform vectors of variance 1 / size; `like` and `seed` as for `Linear.init`."""
         bound = math.sqrt(3 / size)
-        return cls(draws(like, seed).uniform((tokens, size), bound))
+        return cls(initializer(like, seed).uniform((tokens, size), bound))
 
     def __call__(self, ids: Array) -> Array:
         """Return the vectors of token ids of any shape (...), shape (..., size)."""
-        library, own = library_of(ids, "ids"), library_of(self.weight)
-        if library.name != own.name or not own.xp.isdtype(ids.dtype, "integral"):
+        library, expected = library_of(ids, "ids"), library_of(self.weight)
+        xp = expected.xp
+        if library.name != expected.name or not xp.isdtype(ids.dtype, "integral"):
             raise TypeError(
-                f"ids must be an integer array of {own.name}; got {facts_of(ids)} of {library.name}"
+                f"ids must be an integer array of {expected.name}; got {facts_of(ids)} of"
+                f" {library.name}"
             )
-        xp = own.xp
         rows = xp.take(self.weight, xp.reshape(ids, (-1,)), axis=0)
         return xp.reshape(rows, (*ids.shape, self.weight.shape[1]))
 
     def logits(self, x: Array) -> Array:
-        """Return how like each token's vector others are: logits, where the output map is tied.
+        """Return the dot products with the vectors: the logits of a model with tied weights.
 
         Parameters
         ----------

@@ -1,7 +1,7 @@
-"""Transformer: tokens to vectors, blocks over them, and logits: encoder, decoder, or both in turn.
+"""Define Transformer: an embedding, blocks and an output map, as an encoder or a decoder.
 
-An encoder–decoder is two of them: the second, of `DecoderBlock`, is called with what the first one
-made of the source.
+An encoder–decoder is two of them: the second consists of `DecoderBlock` and is called with the
+output of the first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
-from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, draws
-from polyattn.nn.module import Draws, Module
+from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer
+from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import LearnedPositions, Sinusoidal
 
 __all__ = ["Transformer"]
@@ -31,17 +31,17 @@ class Transformer(Module):
     stack : Stack
         The blocks.
     positions : LearnedPositions, Sinusoidal or None
-        What is added for where a token stands; None where attention itself knows (rotary, ALiBi).
+        Added for a token's position; None where attention encodes it (rotary, ALiBi).
     segments : Embedding or None
-        What is added for the kind of a token, as BERT has it.
+        Added for a token's segment, as in BERT.
     embedding_norm : LayerNorm, RMSNorm or None
-        What normalises the sum.
+        Norm of the sum.
     output : Linear or None
-        From the last vectors to logits.
+        Map from the last vectors to logits.
     tied : bool
-        Whether logits are made with the embedding's own vectors.
+        Whether the embedding computes the logits.
     embedding_scale : float
-        What multiplies the tokens' vectors.
+        Multiplies the tokens' vectors.
     """
 
     embedding: Embedding
@@ -55,7 +55,9 @@ class Transformer(Module):
 
     def __post_init__(self) -> None:
         if self.tied and self.output is not None:
-            raise ValueError("logits come of the embedding (tied) or of output, not of both")
+            raise ValueError(
+                "either the embedding (tied) or output computes the logits: give one of them"
+            )
 
     @classmethod
     def init(
@@ -66,7 +68,7 @@ class Transformer(Module):
         layers: int,
         *,
         like: Array,
-        seed: int | Draws = 0,
+        seed: int | Initializer = 0,
         positions: int | LearnedPositions | Sinusoidal | None = None,
         cross: bool = False,
         norm: type[Norm] = LayerNorm,
@@ -75,39 +77,28 @@ class Transformer(Module):
         tied: bool = False,
         **block: Any,
     ) -> Transformer:
-        """Begin with Glorot's uniform weights.
+        """Create a model with Glorot's uniform weights.
 
         Parameters
         ----------
         tokens : int
-            How many there are to tell apart.
-        size, heads : int
-            Of a token's vector, and of each block.
+            Number of different tokens.
         layers : int
-            How many blocks.
-        like : Array
-            An array of the library, device and dtype that the parameters are to have.
-        seed : int or Draws
-            The same one gives the same weights in every library.
+            Number of blocks.
+        size, heads, like, seed, norm
+            As for `EncoderBlock.init`.
         positions : int, Sinusoidal or LearnedPositions, optional
-            How many learned positions there are, or what is to be added.
+            The number of learned positions, or the vectors to add.
         cross : bool
-            Whether blocks attend to another model's tokens too.
-        norm : {LayerNorm, RMSNorm}
-            The kind of normalisation.
+            Whether the blocks also attend to another model's tokens.
         pre_norm : bool
-            Whether it comes before each part; then one more comes last.
+            Whether a norm precedes each part; another one is then the last layer.
         logits : bool
             Whether there is an output map.
         tied : bool
             Whether the embedding is that map.
         **block : Any
-            What else `EncoderBlock.init` or `DecoderBlock.init` takes.
-
-        Returns
-        -------
-        Transformer
-            The model.
+            Further arguments of `EncoderBlock.init` or `DecoderBlock.init`.
 
         Examples
         --------
@@ -118,18 +109,18 @@ class Transformer(Module):
         >>> gpt(np.asarray([[5, 7, 11]]), is_causal=True).shape
         (1, 3, 100)
         """
-        draw = draws(like, seed)
-        embedding = Embedding.init(tokens, size, like=like, seed=draw)
+        create = initializer(like, seed)
+        embedding = Embedding.init(tokens, size, like=like, seed=create)
         if not (positions is None or isinstance(positions, LearnedPositions | Sinusoidal)):
             number = check_int("positions", positions, "an integer, or positions as a module")
-            positions = LearnedPositions.init(number, size, like=like, seed=draw)
+            positions = LearnedPositions.init(number, size, like=like, seed=create)
         kind = DecoderBlock if cross else EncoderBlock
-        shared = {"like": like, "seed": draw, "norm": norm, "pre_norm": pre_norm} | block
+        shared = {"like": like, "seed": create, "norm": norm, "pre_norm": pre_norm} | block
         blocks = tuple([kind.init(size, heads, **shared) for _ in range(layers)])
         stack = Stack(blocks, norm.init(size, like=like) if pre_norm else None)
         output = None
         if logits and not tied:
-            output = Linear.init(size, tokens, like=like, seed=draw, bias=False)
+            output = Linear.init(size, tokens, like=like, seed=create, bias=False)
         return cls(embedding, stack, positions, output=output, tied=tied)
 
     def __call__(
@@ -148,21 +139,21 @@ class Transformer(Module):
         ids : Array of int
             Tokens, shape (..., L).
         *context : Array
-            What `DecoderBlock` attends to, shape (..., S, size).
+            The tokens that `DecoderBlock` attends to, shape (..., S, size).
         caches : tuple of KVCache, optional
-            A cache for each block: `ids` follow what they hold.
+            A cache for each block, with the tokens before `ids`.
         segments : Array of int, optional
-            The kind of each token, shape (..., L); 0 by default.
+            The segment of each token, shape (..., L); 0 by default.
         positions : Array of int, optional
-            Where the tokens stand, shape (L,) or (..., L); by default they follow the caches.
+            Positions of the tokens, shape (L,) or (..., L); by default they follow the caches.
         **options : Any
-            As the blocks take them: ``mask``, ``is_causal``, ``score_mod``, ``backend`` and so on.
+            Options of the blocks: ``mask``, ``is_causal``, ``score_mod``, ``backend`` and so on.
 
         Returns
         -------
         Array, or tuple of Array and tuple of KVCache
             Logits, shape (..., L, tokens), or without an output map the vectors, (..., L, size);
-            with caches, the pair of that and the caches that are next.
+            with caches, the pair of this array and the next caches.
         """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
         if positions is not None:
@@ -180,16 +171,12 @@ class Transformer(Module):
         segments: Array | None = None,
         positions: Array | None = None,
     ) -> Array:
-        """Return the vectors that enter the blocks.
+        """Return the input vectors of the blocks.
 
         Parameters
         ----------
-        ids : Array of int
-            Tokens, shape (..., L).
-        caches : tuple of KVCache, optional
-            What the tokens follow.
-        segments, positions : Array of int, optional
-            As the model is called with them.
+        ids, caches, segments, positions : Array, tuple of KVCache, Array, Array
+            As in a call of the model.
 
         Returns
         -------
@@ -213,7 +200,7 @@ class Transformer(Module):
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def logits(self, x: Array) -> Array:
-        """Return the logits of the last vectors, or these where there is no output map.
+        """Return the logits of the last vectors, or `x` itself if there is no output map.
 
         Parameters
         ----------
@@ -230,19 +217,17 @@ class Transformer(Module):
         return x if self.output is None else self.output(x)
 
     def caches(self, capacity: int, *, batch: tuple[int, ...] = ()) -> tuple[KVCache, ...]:
-        """Make a cache for each block.
+        """Return an empty cache for each block.
 
         Parameters
         ----------
-        capacity : int
-            How many tokens there is memory for.
-        batch : tuple of int
-            The batch axes.
+        capacity, batch : int, tuple of int
+            As for `KVCache.init`.
 
         Returns
         -------
         tuple of KVCache
-            For the first call's ``caches=``.
+            The ``caches=`` of the first call.
         """
         like = self.embedding.weight
         layers = [block.attention for block in self.stack.blocks]

@@ -1,7 +1,7 @@
-"""Fewer passes over memory, on all threads, where NumPy makes a pass for each step of a formula.
+"""Compute row-wise formulas block by block on all threads, in NumPy.
 
-Rows are taken in blocks of which the steps stay in a core's cache. Other libraries fuse the steps
-or spread the work themselves: for them the formula is computed as it is.
+NumPy passes over memory once for each step of a formula; a block of rows stays in a core's cache.
+Other libraries fuse the steps or use all threads themselves, so their arrays are not split.
 """
 
 from __future__ import annotations
@@ -12,36 +12,28 @@ from typing import Any
 from polyattn.arrays import Array, library_of
 from polyattn.dispatch.transfer import backend_of
 
-__all__ = ["by_rows", "mapped"]
+__all__ = ["affine", "by_rows"]
 
-# Of what each step reads and writes; a core's own cache is several times as large.
+# What each step reads and writes at a time; a core's own cache is several times as large.
 BLOCK_BYTES = 2**18
-# Rows of a product: so few that threads share them, so many that BLAS is as fast as on all.
+# Rows of a matrix product: few enough to share among threads, enough to keep BLAS at full speed.
 BLOCK_ROWS = 256
 
 
 def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
-    """Return a function of each row of `x`, its last axis, and of no other row.
-
-    Parameters
-    ----------
-    function : callable
-        From rows (..., n) to as many of the same length.
-    x : Array
-        Shape (..., n).
-    """
+    """Apply a function that maps each row of `x`, its last axis, to a row of the same length."""
     if library_of(x).name != "numpy" or x.nbytes <= BLOCK_BYTES:
         return function(x)
 
     def write(rows: Array, out: Array) -> None:
         out[...] = function(rows)
 
-    most = max(1, BLOCK_BYTES // (x.shape[-1] * x.itemsize))
+    max_rows = max(1, BLOCK_BYTES // (x.shape[-1] * x.itemsize))
     dtype = function(x.reshape(-1, x.shape[-1])[:1]).dtype
-    return _in_blocks(write, x, (x.shape[-1], dtype), most)
+    return _in_blocks(write, x, (x.shape[-1], dtype), max_rows)
 
 
-def mapped(x: Array, weight: Array, bias: Array | None) -> Array:
+def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
     library = library_of(x)
     matmul = library.xp.matmul
@@ -58,13 +50,13 @@ def mapped(x: Array, weight: Array, bias: Array | None) -> Array:
 
 
 def _in_blocks(
-    write: Callable[[Array, Array], None], x: Array, kind: tuple[int, Any], most: int
+    write: Callable[[Array, Array], None], x: Array, output: tuple[int, Any], max_rows: int
 ) -> Array:
-    """Return rows of a width and dtype, written by blocks of no more than so many rows of `x`."""
-    width, dtype = kind
+    """Return rows of the output's width and dtype, written for blocks of `max_rows` at most."""
+    width, dtype = output
     rows = x.reshape(-1, x.shape[-1])
     out = library_of(x).xp.empty((len(rows), width), dtype=dtype)
-    step = -(-len(rows) // -(-len(rows) // most))
+    step = -(-len(rows) // -(-len(rows) // max_rows))
 
     def work(start: int) -> None:
         write(rows[start : start + step], out[start : start + step])

@@ -1,15 +1,16 @@
-"""What tells a model where a token stands: added to it, or turned into its queries and keys."""
+"""Encode positions: vectors added to tokens, and rotations of queries and keys."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from polyattn import scores
 from polyattn.arrays import Array, cast, library_of, numbers_like
 from polyattn.expressions.scores import Score
-from polyattn.nn.layers import Embedding, draws
-from polyattn.nn.module import Draws, Module
+from polyattn.nn.layers import Embedding, initializer
+from polyattn.nn.module import Initializer, Module
 
 __all__ = [
     "LearnedPositions",
@@ -24,12 +25,12 @@ __all__ = [
 
 @dataclass(frozen=True, repr=False)
 class Sinusoidal(Module):
-    """Sines and cosines of positions, to be added to the tokens there.
+    """Sines and cosines of positions, to be added to the tokens.
 
     Attributes
     ----------
     size : int
-        Of a token's vector, even.
+        Size of a token's vector, even.
     base : float
         The longest wavelength over 2π.
 
@@ -49,16 +50,15 @@ class Sinusoidal(Module):
     base: float = 10000.0
 
     def __post_init__(self) -> None:
-        if self.size % 2 or self.size < 2:
-            raise ValueError(f"size must be even and at least 2; got {self.size}")
+        _check_even(self.size)
 
     def check(self, length: int) -> None:
-        """Accept a sequence of any length.
+        """Accept any length.
 
         Parameters
         ----------
         length : int
-            Of the sequence.
+            Number of tokens.
         """
 
     def __call__(self, positions: Array, *, like: Array) -> Array:
@@ -69,26 +69,22 @@ class Sinusoidal(Module):
         positions : Array of int
             Shape (...).
         like : Array
-            An array of the dtype that is wanted.
+            An array of the dtype that the result is to have.
 
         Returns
         -------
         Array
-            Shape (..., size): sines at even places, cosines at odd ones.
+            Shape (..., size): sines at even indices, cosines at odd ones.
         """
         xp = library_of(positions, "positions").xp
-        wide = like.dtype if like.dtype == xp.float64 else xp.float32
-        places = cast(xp, positions, wide)
-        angles = places[..., None] * numbers_like(
-            xp, frequencies_of(self.size, self.base), wide, positions
-        )
+        angles = _angles(xp, positions, frequencies_of(self.size, self.base), like.dtype, positions)
         both = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-1)
         return cast(xp, xp.reshape(both, (*positions.shape, self.size)), like.dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LearnedPositions(Module):
-    """A vector for each position, to be added to the token there.
+    """Learned vectors for positions, to be added to the tokens.
 
     Attributes
     ----------
@@ -100,18 +96,18 @@ class LearnedPositions(Module):
 
     @classmethod
     def init(
-        cls, positions: int, size: int, *, like: Array, seed: int | Draws = 0
+        cls, positions: int, size: int, *, like: Array, seed: int | Initializer = 0
     ) -> LearnedPositions:
-        """Begin with small uniform vectors, as BERT and GPT-2 begin with small normal ones."""
-        return cls(draws(like, seed).uniform((positions, size), 0.02 * math.sqrt(3)))
+        """Create small uniform vectors; `like` and `seed` as for `Linear.init`."""
+        return cls(initializer(like, seed).uniform((positions, size), 0.02 * math.sqrt(3)))
 
     def check(self, length: int) -> None:
-        """Refuse a sequence that is longer than there are positions.
+        """Raise ValueError if a sequence is longer than the number of positions.
 
         Parameters
         ----------
         length : int
-            Of the sequence.
+            Number of tokens.
         """
         if length > self.weight.shape[0]:
             raise ValueError(
@@ -125,16 +121,16 @@ class LearnedPositions(Module):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RelativeBias(Module):
-    """A number for each head and how far a key is away, to be added to the scores, as T5 has it.
+    """Learned biases by head and distance of the key, to be added to the scores, as in T5.
 
     Attributes
     ----------
     weight : Array
-        Shape (buckets, H); near keys have buckets of their own, far ones share them.
+        Shape (buckets, H); each near distance has its own bucket, far ones share buckets.
     bidirectional : bool
-        Whether keys before and after a row have buckets of their own.
+        Whether keys before and after a row have separate buckets.
     max_distance : int
-        From where on all keys share one.
+        The distance from which on all keys share one bucket.
 
     References
     ----------
@@ -162,37 +158,26 @@ class RelativeBias(Module):
         buckets: int = 32,
         *,
         like: Array,
-        seed: int | Draws = 0,
+        seed: int | Initializer = 0,
         bidirectional: bool = True,
         max_distance: int = 128,
     ) -> RelativeBias:
-        """Begin with small uniform numbers.
+        """Create small uniform biases, for one block or, as in T5, for all blocks of a model.
 
         Parameters
         ----------
-        heads : int
-            H.
-        buckets : int
-            How many distances are told apart.
-        like : Array
-            An array of the library, device and dtype that the parameters are to have.
-        seed : int or Draws
-            The same one gives the same weights in every library.
-        bidirectional : bool
-            Whether keys before and after a row have buckets of their own.
-        max_distance : int
-            From where on all keys share one.
-
-        Returns
-        -------
-        RelativeBias
-            For all blocks of a model, as T5 has it, or for one.
+        heads, buckets : int
+            The shape of the weight is (buckets, heads).
+        like, seed
+            As for `Linear.init`.
+        bidirectional, max_distance
+            As in the class.
         """
-        weight = draws(like, seed).uniform((buckets, heads), 0.02 * math.sqrt(3))
+        weight = initializer(like, seed).uniform((buckets, heads), 0.02 * math.sqrt(3))
         return cls(weight, bidirectional, max_distance)
 
     def __call__(self) -> Score:
-        """Return the value for ``score_mod=``, which composes with others by ``>>``."""
+        """Return the score modification for ``score_mod=``; ``>>`` composes it with others."""
         return scores.relative_bias(
             self.weight, bidirectional=self.bidirectional, max_distance=self.max_distance
         )
@@ -203,22 +188,22 @@ class RelativeBias(Module):
 
 @dataclass(frozen=True, repr=False)
 class Rotary(Module):
-    """Turn pairs of numbers of queries and keys by angles that grow with the position.
+    """Rotate pairs of components of queries and keys by angles that grow with the position.
 
     Attributes
     ----------
     size : int
-        How many numbers of each vector are turned, from the first on; even.
+        How many components of each vector are rotated, from the first on; even.
     base : float
         The longest wavelength over 2π.
     pairing : {"halves", "neighbours"}
-        What makes a pair: number n and n + size / 2 (Llama in transformers, GPT-NeoX), or 2n and
-        2n + 1 (the paper, GPT-J, Llama as published).
+        Which components form a pair: n and n + size / 2 (Llama in transformers, GPT-NeoX), or 2n
+        and 2n + 1 (the paper, GPT-J, Llama as published).
     frequencies : tuple of float, optional
-        The angle a pair turns by from one position to the next, size / 2 of them, where it is not
+        The angle between neighbouring positions for each of the size / 2 pairs, by default
         base ** (−2n / size): see `linear_scaling`, `ntk_scaling` and `yarn_scaling`.
     magnitude : float
-        What multiplies the turned vectors, for YaRN.
+        Multiplies the rotated components, for YaRN.
 
     References
     ----------
@@ -228,12 +213,11 @@ class Rotary(Module):
     size: int
     base: float = 10000.0
     pairing: str = "halves"
-    frequencies: tuple[float, ...] | None = field(default=None)
+    frequencies: tuple[float, ...] | None = None
     magnitude: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.size % 2 or self.size < 2:
-            raise ValueError(f"size must be even and at least 2; got {self.size}")
+        _check_even(self.size)
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing must be 'halves' or 'neighbours'; got {self.pairing!r}")
         if self.frequencies is not None and len(self.frequencies) != self.size // 2:
@@ -243,58 +227,65 @@ class Rotary(Module):
             )
 
     def __call__(self, x: Array, positions: Array) -> Array:
-        """Turn vectors.
+        """Rotate vectors.
 
         Parameters
         ----------
         x : Array
             Queries or keys, shape (..., H, L, D), D at least `size`.
         positions : Array of int
-            Where the tokens stand, shape (L,) or (..., L).
+            The tokens' positions, shape (L,) or (..., L).
 
         Returns
         -------
         Array
-            The shape and dtype of `x`.
+            An array of the shape and dtype of `x`.
         """
         xp = library_of(x).xp
-        wide = x.dtype if x.dtype == xp.float64 else xp.float32
-        places = cast(xp, positions, wide)
-        angles = places[..., None] * numbers_like(xp, self._all_frequencies(), wide, x)
+        frequencies = self.frequencies or frequencies_of(self.size, self.base)
+        angles = _angles(xp, positions, frequencies, x.dtype, x)
         if len(positions.shape) > 1:
             angles = angles[..., None, :, :]
         cosine, sine = (cast(xp, f(angles) * self.magnitude, x.dtype) for f in (xp.cos, xp.sin))
-        turned, rest = x[..., : self.size], x[..., self.size :]
-        half = self.size // 2
-        if self.pairing == "halves":
-            one, other = turned[..., :half], turned[..., half:]
-            result = xp.concat((one * cosine - other * sine, other * cosine + one * sine), axis=-1)
+        rotated, rest = x[..., : self.size], x[..., self.size :]
+        half, adjacent = self.size // 2, self.pairing == "neighbours"
+        a = rotated[..., ::2] if adjacent else rotated[..., :half]
+        b = rotated[..., 1::2] if adjacent else rotated[..., half:]
+        pairs = (a * cosine - b * sine, b * cosine + a * sine)
+        if adjacent:
+            result = xp.reshape(xp.stack(pairs, axis=-1), rotated.shape)
         else:
-            one, other = turned[..., ::2], turned[..., 1::2]
-            pairs = (one * cosine - other * sine, other * cosine + one * sine)
-            result = xp.reshape(xp.stack(pairs, axis=-1), turned.shape)
+            result = xp.concat(pairs, axis=-1)
         return xp.concat((result, rest), axis=-1) if rest.shape[-1] else result
 
-    def _all_frequencies(self) -> tuple[float, ...]:
-        return (
-            frequencies_of(self.size, self.base) if self.frequencies is None else self.frequencies
-        )
+
+def _check_even(size: int) -> None:
+    if size % 2 or size < 2:
+        raise ValueError(f"size must be even and at least 2; got {size}")
+
+
+def _angles(
+    xp: Any, positions: Array, frequencies: tuple[float, ...], dtype: Any, like: Array
+) -> Array:
+    """Return positions times frequencies, shape (..., size / 2), in float32 at least."""
+    wide = dtype if dtype == xp.float64 else xp.float32
+    return cast(xp, positions, wide)[..., None] * numbers_like(xp, frequencies, wide, like)
 
 
 def frequencies_of(size: int, base: float = 10000.0) -> tuple[float, ...]:
-    """Return the angle that each pair turns by from one position to the next."""
+    """Return the angle of each pair between neighbouring positions."""
     return tuple([base ** (-2 * n / size) for n in range(size // 2)])
 
 
 def linear_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[float, ...]:
-    """Return frequencies for sequences `factor` times as long: positions are pressed together.
+    """Return frequencies for sequences `factor` times as long, by interpolating positions.
 
     Parameters
     ----------
     size : int
-        Of what is turned.
+        How many components are rotated.
     factor : float
-        How many times as long.
+        The new length over the length of training.
     base : float
         The longest wavelength over 2π.
 
@@ -312,21 +303,18 @@ def linear_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[
 
 
 def ntk_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[float, ...]:
-    """Return frequencies for sequences `factor` times as long: fast pairs keep theirs.
+    """Return frequencies for sequences `factor` times as long, by a larger base.
 
     Parameters
     ----------
-    size : int
-        Of what is turned.
-    factor : float
-        How many times as long.
-    base : float
-        The longest wavelength over 2π.
+    size, factor, base : int, float, float
+        As for `linear_scaling`.
 
     Returns
     -------
     tuple of float
-        For ``Rotary(frequencies=)``: those of the base times factor ** (size / (size − 2)).
+        For ``Rotary(frequencies=)``, with the base times factor ** (size / (size − 2)): the
+        fastest pairs hardly change.
     """
     # The one frequency of a size of 2 is 1 for every base.
     return frequencies_of(size, base * factor ** (size / max(size - 2, 1)))
@@ -341,21 +329,17 @@ def yarn_scaling(
     fast: float = 32.0,
     slow: float = 1.0,
 ) -> tuple[tuple[float, ...], float]:
-    """Return frequencies and magnitude by YaRN, between keeping them and pressing them together.
+    """Return the frequencies and the magnitude of YaRN.
 
     Parameters
     ----------
-    size : int
-        Of what is turned.
-    factor : float
-        How many times as long.
-    base : float
-        The longest wavelength over 2π.
+    size, factor, base : int, float, float
+        As for `linear_scaling`.
     trained : int
         The length that the model was trained on.
     fast, slow : float
-        Pairs that turn more often than `fast` times over that length keep their frequency; those
-        that turn less often than `slow` times have it divided by `factor`.
+        Pairs that make more than `fast` turns over that length keep their frequency; the frequency
+        of those that make fewer than `slow` turns is divided by `factor`; between, both are mixed.
 
     Returns
     -------
@@ -369,13 +353,13 @@ def yarn_scaling(
     .. [1] Peng et al., "YaRN", 2023, arXiv:2309.00071.
     """
 
-    def pair_that_turns(times: float) -> float:
-        return size * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base))
+    def pair_with(turns: float) -> float:
+        return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(pair_that_turns(fast)), 0)
-    high = min(math.ceil(pair_that_turns(slow)), size - 1)
-    found = []
+    low = max(math.floor(pair_with(fast)), 0)
+    high = min(math.ceil(pair_with(slow)), size - 1)
+    frequencies = []
     for n, frequency in enumerate(frequencies_of(size, base)):
-        pressed = min(max((n - low) / max(high - low, 0.001), 0.0), 1.0)
-        found.append(frequency / factor * pressed + frequency * (1 - pressed))
-    return tuple(found), 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        scaled = min(max((n - low) / max(high - low, 0.001), 0.0), 1.0)
+        frequencies.append(frequency / factor * scaled + frequency * (1 - scaled))
+    return tuple(frequencies), 0.1 * math.log(factor) + 1 if factor > 1 else 1.0

@@ -1,5 +1,6 @@
-"""Pictures of attention: the weights of each head, their entropy, and what a mask lets see."""
+"""Draw attention: the weights of each head, their entropy, and the keys that a mask shows."""
 
-from polyattn.plot.weights import attention_map, entropy, mask
+from polyattn.plot.mask_picture import mask
+from polyattn.plot.weights import attention_map, entropy
 
 __all__ = ["attention_map", "entropy", "mask"]

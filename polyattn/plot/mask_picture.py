@@ -1,8 +1,8 @@
-"""The picture of a mask: which keys the rows see, and which tiles are empty, mixed and full.
+"""Draw a mask: which keys the rows see, and which tiles are empty, mixed and full.
 
-What must hold true: the tiles are what the mask itself answers, so that one that can say little is
-drawn mixed; of long sequences the tiles alone are drawn, and nothing as large as the scores is
-made; lightness alone tells the colours apart; nothing is shown or saved.
+Requirements: a tile is drawn as the mask itself classifies it, so it is mixed if the mask cannot
+tell; for long sequences only the tiles are drawn, and no array as large as the scores is made; the
+colours differ in lightness; nothing is shown or saved.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from polyattn.arrays import (
@@ -25,21 +25,73 @@ from polyattn.arrays import (
 from polyattn.call.describe import Operands, describe
 from polyattn.call.problem import Problem, examine
 from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import And, Dense, Mask, Not, Or
+from polyattn.expressions.masks import And, Dense, Mask, Not, Or, as_mask
 from polyattn.expressions.patterns import Padding, Prefix, Segments
+from polyattn.extras import require_matplotlib
 from polyattn.tiles.compiled import Compiled
 from polyattn.tiles.coverage import TileGrid
 
-__all__ = ["draw_mask"]
+__all__ = ["draw_mask", "mask"]
 
-# Beyond so many scores each has less than a pixel.
-MOST_CELLS = 2**20
-MOST_LINES = 64
-LENGTH = 64
-# The last two of Okabe and Ito's colours; a hidden key of a mixed tile has the light one of it.
+FIGURE = {"figsize": (4.6, 5.5), "layout": "compressed"}
+# With more scores, each would be smaller than a pixel.
+MAX_CELLS = 2**20
+MAX_LINES = 64
+DEFAULT_LENGTH = 64
+# The last two are Okabe and Ito's; a hidden key in a mixed tile has a lighter shade of the third.
 EMPTY, HIDDEN, SEEN, FULL = range(4)
 COLOURS = ("#ffffff", "#fbe3bd", "#e69f00", "#0072b2")
 LINES, FRAME = "#c9cdd4", "#6b7280"
+
+
+def mask(
+    mask: Mask | Array | Callable[..., Array],
+    query_length: int | None = None,
+    key_length: int | None = None,
+    *,
+    axes: Any = None,
+    **options: Any,
+) -> Any:
+    """Draw which keys a mask shows to the rows, and which tiles are empty, mixed and full.
+
+    Parameters
+    ----------
+    mask : Mask, Array of bool or function
+        As ``mask=`` of `polyattn.attention`.
+    query_length, key_length : int, optional
+        L and S; by default the lengths of arrays and tables in the mask, or else 64.
+    axes : matplotlib.axes.Axes, optional
+        Where to draw, by default in a new figure.
+    **options : Any
+        ``query_offset``, the position of the first row among the keys, S − L by default; ``tile``,
+        the number of rows and keys of a tile, by default an eighth of the longer side and at most
+        128; ``batch``, the batch axes; ``item`` and ``head``, the batch item, counted flat, and the
+        query head to draw, both 0 by default; ``like``, as for `polyattn.masks.compile`. What a
+        table in the mask determines is the default.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        The figure of the axes.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    TypeError, ValueError
+        If `mask` is not a mask, or does not fit such a call.
+
+    Examples
+    --------
+    >>> from polyattn import masks, plot
+    >>> figure = plot.mask(masks.causal() & masks.window(16, 0), 64)
+    >>> figure.axes[0].get_title()
+    'masks.causal() & masks.window(16, 0)'
+    """
+    expression = as_mask(mask)
+    if axes is None:
+        axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
+    return draw_mask(expression, query_length, key_length, axes=axes, **options).figure
 
 
 def draw_mask(
@@ -55,81 +107,31 @@ def draw_mask(
     like: Array | None = None,
     axes: Any = None,
 ) -> Any:
-    """Draw which keys the rows see, and which tiles are empty, mixed and full.
-
-    Parameters
-    ----------
-    mask : Mask
-        What to draw.
-    query_length, key_length : int, optional
-        L and S: by default those that arrays and tables in the mask are for, or one as the other,
-        or 64.
-    query_offset : int, optional
-        The position of the first row among the keys, by default the table's, or S − L.
-    tile : int, optional
-        How many rows and keys a tile has: by default as in the table, or an eighth of the longer
-        side, and 128 at most.
-    batch : tuple of int, optional
-        The batch axes, by default those of the mask's arrays.
-    item, head : int
-        Which batch item, counted flat, and which query head to draw.
-    like : Array, optional
-        An array of the library and device where a function in the mask works, as of
-        `polyattn.masks.compile`.
-    axes : matplotlib.axes.Axes, optional
-        Where to draw, by default in a new figure.
-
-    Returns
-    -------
-    matplotlib.axes.Axes
-        What was drawn on.
-
-    Raises
-    ------
-    ImportError
-        If there is no matplotlib.
-    ValueError
-        If the mask is not for such a call.
-
-    Examples
-    --------
-    >>> from polyattn import masks
-    >>> mask = masks.causal() & masks.window(16, 0) | masks.prefix(4)
-    >>> axes = mask.plot(64)
-    >>> axes.get_xlabel(), axes.get_ylabel()
-    ('key j', 'query i')
-    """
-    numpy, pyplot = importlib.import_module("numpy"), _pyplot()
+    """Draw a mask like `polyattn.plot.mask`, by default in a figure of pyplot; return the axes."""
+    numpy, pyplot = importlib.import_module("numpy"), require_matplotlib("pyplot")
     for name, number in (("L", query_length), ("S", key_length), ("tile", tile)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1; got {number!r}")
     call = _call(mask, query_length, key_length, query_offset, batch, item, head)
     size = tile or _tile_size(mask, call)
-    drawn = _Drawn(mask, call, like, numpy)
+    evaluated = _Evaluated(mask, call, like, numpy)
     if axes is None:
-        _, axes = pyplot.subplots(figsize=(4.6, 5.5), layout="compressed")
-    kinds = drawn.tiles(size)
-    whole = call.lengths[0] * call.lengths[1] <= MOST_CELLS
-    _paint(axes, drawn.cells(kinds, size) if whole else kinds, 1 if whole else size, call.lengths)
-    _rule_off(axes, kinds.shape, size)
-    _label(axes, mask, call, size, numpy.bincount(kinds.ravel(), minlength=4), whole)
+        _, axes = pyplot.subplots(**FIGURE)
+    kinds = evaluated.tiles(size)
+    if call.lengths[0] * call.lengths[1] <= MAX_CELLS:
+        _paint(axes, evaluated.cells(kinds, size), 1, call.lengths)
+    else:
+        _paint(axes, kinds, size, call.lengths)
+    _draw_grid(axes, kinds.shape, size)
+    _label(axes, mask, call, size, numpy.bincount(kinds.ravel(), minlength=4))
     return axes
 
 
-def _pyplot() -> Any:
-    try:
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError as error:
-        raise ImportError(
-            f'drawing a mask needs matplotlib: pip install "polyattn[plot]" ({error})'
-        ) from error
-
-
-# ---- which call to draw ------------------------------------------------------------------------
+# ---- the call to draw --------------------------------------------------------------------------
 
 
 class _Call(NamedTuple):
-    """The call that a mask is drawn for, and which item and head of it."""
+    """The call that a mask is drawn for, and the item and head to draw."""
 
     lengths: tuple[int, int]
     query_offset: int
@@ -139,8 +141,8 @@ class _Call(NamedTuple):
     head: int
 
 
-class _Told(NamedTuple):
-    """What an array or table in a mask tells of the calls that it is for."""
+class _Hints(NamedTuple):
+    """Properties of a call that an array or table in a mask determines."""
 
     query_length: int | None = None
     key_length: int | None = None
@@ -159,27 +161,27 @@ def _call(
     item: int,
     head: int,
 ) -> _Call:
-    told = [_told(part) for part in _parts(mask)]
-    rows = query_length or _first(one.query_length for one in told)
-    keys = key_length or _first(one.key_length for one in told)
-    lengths = rows or keys or LENGTH, keys or rows or LENGTH
+    hints = [_hints(part) for part in _parts(mask)]
+    rows = query_length or _first(hint.query_length for hint in hints)
+    keys = key_length or _first(hint.key_length for hint in hints)
+    lengths = rows or keys or DEFAULT_LENGTH, keys or rows or DEFAULT_LENGTH
     if query_offset is None:
-        query_offset = _first(one.query_offset for one in told)
+        query_offset = _first(hint.query_offset for hint in hints)
     offset = lengths[1] - lengths[0] if query_offset is None else query_offset
     if batch is None:
-        batch = broadcast_shapes((), *[one.batch for one in told])
+        batch = broadcast_shapes((), *[hint.batch for hint in hints])
         if batch is None:
-            raise ValueError(f"the batch axes of {mask!r} are not told by its arrays: pass batch=")
-        items = max([item + 1, *[one.items for one in told]])
+            raise ValueError(f"the arrays of {mask!r} do not determine batch axes: pass batch=")
+        items = max([item + 1, *[hint.items for hint in hints]])
         batch = batch or ((items,) if items > 1 else ())
-    heads = max([head + 1, *[one.heads for one in told]])
+    heads = max([head + 1, *[hint.heads for hint in hints]])
     if not 0 <= item < math.prod(batch) or head < 0:
-        raise ValueError(f"there is no item {item} and head {head} of batch {batch}")
+        raise ValueError(f"item {item} or head {head} is out of range for batch {batch}")
     return _Call(lengths, offset, batch, heads, item, head)
 
 
-def _first(found: Iterator[int | None]) -> int | None:
-    return next((number for number in found if number is not None), None)
+def _first(numbers: Iterator[int | None]) -> int | None:
+    return next((number for number in numbers if number is not None), None)
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
@@ -194,28 +196,28 @@ def _parts(mask: Mask) -> Iterator[Mask]:
             yield from _parts(mask.mask)
 
 
-def _told(part: Mask) -> _Told:
+def _hints(part: Mask) -> _Hints:
     match part:
         case Compiled():
             lengths = part.query_length, part.key_length, part.query_offset
-            return _Told(*lengths, items=part.shape[0], heads=part.shape[1])
+            return _Hints(*lengths, items=part.shape[0], heads=part.shape[1])
         case Segments(query_ids, key_ids):
             keys = query_ids if key_ids is None else key_ids
             leads = tuple(query_ids.shape[:-1]), tuple(keys.shape[:-1])
-            return _Told(query_ids.shape[-1], keys.shape[-1], batch=_common(*leads))
+            return _Hints(query_ids.shape[-1], keys.shape[-1], batch=_common(*leads))
         case Dense(array):
             heads, *ends = (1, 1, 1, *array.shape)[-3:]
             rows, keys = (None if length == 1 else length for length in ends)
-            return _Told(rows, keys, batch=tuple(array.shape[:-3]), heads=heads)
+            return _Hints(rows, keys, batch=tuple(array.shape[:-3]), heads=heads)
         case Prefix(lengths):
-            return _Told(batch=_shape(lengths))
+            return _Hints(batch=_shape(lengths))
         case Padding(key_lengths, query_lengths):
-            return _Told(batch=_common(_shape(key_lengths), _shape(query_lengths)))
-    return _Told()
+            return _Hints(batch=_common(_shape(key_lengths), _shape(query_lengths)))
+    return _Hints()
 
 
 def _common(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what shapes broadcast to, or one of those that do not, for a check to refuse."""
+    """Return the broadcast shape, or else the longest one, which a later check refuses."""
     return broadcast_shapes(*shapes) or max(shapes, key=len)
 
 
@@ -229,11 +231,11 @@ def _tile_size(mask: Mask, call: _Call) -> int:
     return next(tables, min(128, eighth))
 
 
-# ---- what is there -----------------------------------------------------------------------------
+# ---- the values of the mask --------------------------------------------------------------------
 
 
-class _Drawn:
-    """A mask in a call, asked in its own library; what it says, in NumPy's arrays."""
+class _Evaluated:
+    """The values of a mask in a call, computed in the mask's library, as NumPy arrays."""
 
     def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
         self._mask, self._call, self._numpy = mask, call, numpy
@@ -253,8 +255,8 @@ class _Drawn:
             for length in call.lengths
         )
 
-        def facts(given: Any, name: str) -> ArrayFacts:
-            return given if isinstance(given, ArrayFacts) else facts_of(given, name)
+        def facts(array: Any, name: str) -> ArrayFacts:
+            return array if isinstance(array, ArrayFacts) else facts_of(array, name)
 
         described, operands = describe(
             query, key, key, mask=self._mask, query_offset=call.query_offset, facts=facts
@@ -265,12 +267,12 @@ class _Drawn:
         """Return which tiles are empty, mixed and full, shape (tiles down, tiles across)."""
         problem, operands = self._problem()
         grid = TileGrid(problem, operands, self._xp, (size, size), self._like)
-        some, every = (self._one(answer) for answer in grid.of(self._mask))
+        any_visible, all_visible = (self._selected(flags) for flags in grid.of(self._mask))
         numpy = self._numpy
-        return numpy.where(every, FULL, numpy.where(some, SEEN, EMPTY))
+        return numpy.where(all_visible, FULL, numpy.where(any_visible, SEEN, EMPTY))
 
     def cells(self, kinds: Any, size: int) -> Any:
-        """Return the same of each score, shape (L, S), the hidden ones of mixed tiles apart."""
+        """Return the kind of each score, shape (L, S): that of its tile, or HIDDEN."""
         call, xp = self._call, self._xp
         b, h = (self._range(n, n + 1, 1, 1) for n in (call.item, call.head))
         i, j = self._range(0, call.lengths[0], -1, 1), self._range(0, call.lengths[1], 1, -1)
@@ -283,23 +285,23 @@ class _Drawn:
     def _range(self, first: int, stop: int, *shape: int) -> Array:
         return self._xp.reshape(index_range(self._xp, first, stop, self._like), shape)
 
-    def _one(self, answer: Array) -> Any:
-        """Return the answer for the item and head to draw."""
+    def _selected(self, flags: Array) -> Any:
+        """Return the flags of the item and head to draw."""
         lead = (*self._call.batch, self._call.heads)
-        whole = self._numpy.broadcast_to(self._host(answer), (*lead, *answer.shape[-2:]))
+        whole = self._numpy.broadcast_to(self._host(flags), (*lead, *flags.shape[-2:]))
         whole = whole.reshape(-1, self._call.heads, *whole.shape[-2:])
         return whole[self._call.item, self._call.head]
 
     def _host(self, array: Array) -> Any:
-        # Lists come from every device; a library without them is one that NumPy can read.
+        # tolist() works on every device; NumPy can read the arrays of a library without it.
         return self._numpy.asarray(array.tolist() if hasattr(array, "tolist") else array)
 
 
-# ---- how it looks ------------------------------------------------------------------------------
+# ---- drawing -----------------------------------------------------------------------------------
 
 
 def _paint(axes: Any, kinds: Any, size: int, lengths: tuple[int, int]) -> None:
-    colours = importlib.import_module("matplotlib.colors")
+    colours = require_matplotlib("colors")
     down, across = kinds.shape
     axes.imshow(
         kinds,
@@ -311,16 +313,16 @@ def _paint(axes: Any, kinds: Any, size: int, lengths: tuple[int, int]) -> None:
         interpolation="antialiased",
         interpolation_stage="rgba",
     )
-    # The last tiles may have fewer rows and keys than the others.
+    # Cut off what the last tiles lack in rows and keys.
     axes.set(xlim=(-0.5, lengths[1] - 0.5), ylim=(lengths[0] - 0.5, -0.5))
 
 
-def _rule_off(axes: Any, tiles: tuple[int, int], size: int) -> None:
-    """Draw the edges of the tiles, if there are not too many."""
-    ticker = importlib.import_module("matplotlib.ticker")
+def _draw_grid(axes: Any, tiles: tuple[int, int], size: int) -> None:
+    """Draw the edges of the tiles, unless there are too many."""
+    ticker = require_matplotlib("ticker")
     for axis, number in ((axes.yaxis, tiles[0]), (axes.xaxis, tiles[1])):
         axis.set_major_locator(ticker.MaxNLocator(6, integer=True, steps=[1, 2, 4, 5, 8, 10]))
-        if number <= MOST_LINES:
+        if number <= MAX_LINES:
             edges = [n * size - 0.5 for n in range(1, number)]
             axis.set_minor_locator(ticker.FixedLocator(edges))
     axes.grid(which="minor", color=LINES, linewidth=0.6)
@@ -329,23 +331,24 @@ def _rule_off(axes: Any, tiles: tuple[int, int], size: int) -> None:
     axes.spines[:].set_color(FRAME)
 
 
-def _label(
-    axes: Any, mask: Mask, call: _Call, size: int, counts: tuple[int, ...], whole: bool
-) -> None:
-    patches = importlib.import_module("matplotlib.patches")
+def _label(axes: Any, mask: Mask, call: _Call, size: int, counts: tuple[int, ...]) -> None:
+    patches = require_matplotlib("patches")
     axes.set(xlabel="key j", ylabel="query i")
     short = mask.map(lambda name, thing: facts_of(thing) if is_array(thing) else thing)
     lines = textwrap.wrap(repr(short), 46, max_lines=2, placeholder=" …", break_long_words=False)
     axes.set_title("\n".join(lines), family="monospace", fontsize="medium")
     names = [(FULL, "full"), (SEEN, "mixed"), (EMPTY, "empty")]
-    said = {kind: f"{name}: {counts[kind]:,}" for kind, name in names}
-    if whole:
-        said[HIDDEN] = "hidden in mixed"
-    key = [patches.Patch(facecolor=COLOURS[k], edgecolor=FRAME, label=said[k]) for k in said]
+    labels = {kind: f"{name}: {counts[kind]:,}" for kind, name in names}
+    if call.lengths[0] * call.lengths[1] <= MAX_CELLS:
+        labels[HIDDEN] = "hidden in mixed"
+    handles = [
+        patches.Patch(facecolor=COLOURS[kind], edgecolor=FRAME, label=label)
+        for kind, label in labels.items()
+    ]
     which = f"item {call.item}, head {call.head}: " if call.batch or call.heads > 1 else ""
     total = sum(counts)
     axes.legend(
-        handles=key,
+        handles=handles,
         title=f"{which}{_share(total - counts[EMPTY], total)} of {total:,} tiles of"
         f" {size} × {size} visited",
         loc="upper center",
@@ -356,7 +359,7 @@ def _label(
 
 
 def _share(part: int, total: int) -> str:
-    """Return a share in percent, with no rounding to all or to nothing."""
+    """Return a share in percent, rounded to 0% or 100% only if that is exact."""
     percent = 100 * part / total
     if 0 < percent < 1:
         return "below 1%"

@@ -1,33 +1,32 @@
-"""Pictures of attention: the weights of each head, their entropy, and which keys a mask lets see.
+"""Draw the weights of each head, and their entropy.
 
-What must hold true: what a figure shows has one scale of colours, even in lightness, which readers
-with a colour vision deficiency tell apart; labels never overlap, however many tokens there are; the
-figure is returned, nothing is shown or saved, and pyplot does not hold it.
+Requirements: a figure has one scale of colours, even in lightness and readable with a colour vision
+deficiency; labels never overlap, however many tokens there are; the figure is returned, nothing is
+shown or saved, and pyplot keeps no reference to it.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyattn.api.weights import WHICH
 from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, is_array, library_of
 from polyattn.dispatch.transfer import convert_like
-from polyattn.expressions.masks import Mask, as_mask
-from polyattn.plot.mask_picture import draw_mask
+from polyattn.extras import require_matplotlib
 
-__all__ = ["attention_map", "entropy", "mask"]
+__all__ = ["attention_map", "entropy"]
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
 COLOURS, NOTHING = "cividis", "#d9dce1"
 FONT = 8  # points
-ROOM = 1.3  # what a label takes, of its own height
+SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
 LONGEST = 16  # characters of a label
-# How a label shows what is blank.
+# How a label shows white space.
 BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
 
 
@@ -47,33 +46,29 @@ def attention_map(
     weights : Array
         Shape (L, S) or (H, L, S), as `polyattn.attention_weights` returns them.
     queries, keys : sequence of str, optional
-        L and S tokens; a string is a sequence of its characters. Where there is no room for all
-        labels, every second one is written, or every third, and so on.
+        L and S tokens; a string is a sequence of characters. If there is no room for all labels,
+        every second one is written, or every third, and so on.
     heads : int, slice or sequence of int, optional
-        Which heads to draw; all by default.
+        The heads to draw; all by default.
     power : float, optional
-        Colours follow the weights to this power: by default 1, and 0.5 for more than 64 keys, where
-        nearly all weights are too small to be told from 0 otherwise.
+        The exponent of the weights in the scale of colours: by default 1, and 0.5 for more than 64
+        keys, where most weights would otherwise look like 0.
     axes : matplotlib.axes.Axes or sequence of them, optional
         Where to draw, one for each head; by default in a new figure.
 
     Returns
     -------
     matplotlib.figure.Figure
-        What was drawn on.
+        The figure of the axes.
 
     Raises
     ------
     ImportError
-        If there is no matplotlib.
+        If matplotlib is not installed.
     IndexError
-        If there is no such head.
+        If a head is out of range.
     TypeError, ValueError
-        If the weights are none, or labels or axes are not as many as there must be.
-
-    See Also
-    --------
-    polyattn.attention_weights : Where the weights come from.
+        If `weights` are not weights, or the number of labels or axes is wrong.
 
     Examples
     --------
@@ -85,7 +80,7 @@ def attention_map(
     >>> [axes.get_title() for axes in figure.axes[:4]]
     ['head 0', 'head 1', 'head 2', 'head 3']
     """
-    figures = _matplotlib("figure")
+    figures = require_matplotlib("figure")
     titles, maps = _maps(weights, heads)
     rows, columns = maps.shape[1:]
     labels = _labels("queries", queries, rows), _labels("keys", keys, columns)
@@ -93,11 +88,11 @@ def attention_map(
         power = 1.0 if columns <= 64 else 0.5
     elif not power > 0:
         raise ValueError(f"power must be above 0; got {power!r}")
-    places = _given(axes, len(maps)) if axes is not None else _grid(figures, maps.shape, labels)
-    colours = _matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
+    places = _grid(figures, maps.shape, labels) if axes is None else _places(axes, len(maps))
+    colours = require_matplotlib("colors").PowerNorm(power, vmin=0, vmax=maps.max() or 1)
     aspect = "equal" if 1 / 3 <= rows / columns <= 3 else "auto"
-    for place, title, one in zip(places, titles, maps, strict=True):
-        image = place.axes.imshow(one, cmap=COLOURS, norm=colours, aspect=aspect)
+    for place, title, head in zip(places, titles, maps, strict=True):
+        image = place.axes.imshow(head, cmap=COLOURS, norm=colours, aspect=aspect)
         if title:
             place.axes.set_title(title, fontsize="medium")
         _write(place.axes.yaxis, "query", labels[0], place.at_left)
@@ -110,9 +105,9 @@ def attention_map(
 def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     """Draw the entropy of the weights for each layer and head, the mean over the rows, in bits.
 
-    It is 0 where a row attends to one key, and log₂ n where it attends to n keys alike. What a row
-    gives to no key, such as to a sink, is left out, and so is a row that sees no key; a head of
-    such rows alone is grey.
+    The entropy is 0 where a row attends to one key, and log₂ n where it attends equally to n keys.
+    Weight on no key, such as on a sink, is ignored, and so is a row that sees no key; a head with
+    only such rows is grey.
 
     Parameters
     ----------
@@ -125,14 +120,14 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     Returns
     -------
     matplotlib.figure.Figure
-        What was drawn on. The colours reach from 0 to log₂ S.
+        The figure of the axes. The colours range from 0 to log₂ S.
 
     Raises
     ------
     ImportError
-        If there is no matplotlib.
+        If matplotlib is not installed.
     TypeError, ValueError
-        If the weights are none, or the layers do not have as many heads as each other.
+        If `weights` are not weights, or the layers have different numbers of heads.
 
     Examples
     --------
@@ -143,15 +138,15 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     >>> figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()
     ('layer', 'head')
     """
-    numpy, figures = importlib.import_module("numpy"), _matplotlib("figure")
+    numpy, figures = importlib.import_module("numpy"), require_matplotlib("figure")
     layers = _layers(weights)
     table = numpy.stack([_mean_entropy(layer, numpy) for layer in layers])
     keys = max(layer.shape[-1] for layer in layers)
     if axes is None:
         size = [2 + 0.42 * min(number, 20) for number in table.shape]
         axes = figures.Figure(figsize=(size[1] + 0.6, size[0]), layout="compressed").add_subplot()
-    colours = _matplotlib("colors").Normalize(0, math.log2(keys) or 1)
-    shades = _matplotlib().colormaps[COLOURS].with_extremes(bad=NOTHING)
+    colours = require_matplotlib("colors").Normalize(0, math.log2(keys) or 1)
+    shades = require_matplotlib().colormaps[COLOURS].with_extremes(bad=NOTHING)
     image = axes.imshow(table, cmap=shades, norm=colours)
     _write(axes.yaxis, "layer", None, True)
     _write(axes.xaxis, "head", None, True)
@@ -160,82 +155,25 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
     return axes.figure
 
 
-def mask(
-    mask: Mask | Array | Callable[..., Array],
-    query_length: int | None = None,
-    key_length: int | None = None,
-    *,
-    axes: Any = None,
-    **options: Any,
-) -> Any:
-    """Draw which keys a mask lets the rows see, and which tiles are empty, mixed and full.
-
-    Parameters
-    ----------
-    mask : Mask, Array of bool or function
-        What ``mask=`` of `polyattn.attention` takes.
-    query_length, key_length : int, optional
-        L and S; by default those of the mask's arrays, or 64.
-    axes : matplotlib.axes.Axes, optional
-        Where to draw, by default in a new figure.
-    **options : Any
-        As `polyattn.plot.mask_picture.draw_mask` takes them: ``query_offset``, ``tile``, ``batch``,
-        ``item``, ``head``, ``like``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        What was drawn on.
-
-    Raises
-    ------
-    ImportError
-        If there is no matplotlib.
-    TypeError, ValueError
-        If it is no mask, or not for such a call.
-
-    Examples
-    --------
-    >>> from polyattn import masks, plot
-    >>> figure = plot.mask(masks.causal() & masks.window(16, 0), 64)
-    >>> figure.axes[0].get_title()
-    'masks.causal() & masks.window(16, 0)'
-    """
-    shown = as_mask(mask)
-    if axes is None:
-        figure = _matplotlib("figure").Figure(figsize=(4.6, 5.5), layout="compressed")
-        axes = figure.add_subplot()
-    return draw_mask(shown, query_length, key_length, axes=axes, **options).figure
-
-
-def _matplotlib(module: str = "") -> Any:
-    try:
-        return importlib.import_module(f"matplotlib.{module}" if module else "matplotlib")
-    except ImportError as error:
-        raise ImportError(
-            f'drawing needs matplotlib: pip install "polyattn[plot]" ({error})'
-        ) from error
-
-
-# ---- what is drawn -----------------------------------------------------------------------------
+# ---- weights -----------------------------------------------------------------------------------
 
 
 def _maps(weights: Array, heads: int | slice | Sequence[int] | None) -> tuple[list[str], Any]:
-    """Return a title for each head that is drawn, and their weights, shape (heads, L, S)."""
+    """Return a title for each head to draw, and the weights, shape (heads, L, S)."""
     _check_rank(weights, {2: "(L, S)", 3: "(H, L, S)"}, "weights")
     if len(weights.shape) == 2:
         if heads is not None:
-            raise ValueError(f"heads={heads!r} is for weights of shape (H, L, S); got (L, S)")
+            raise ValueError(f"heads={heads!r} needs weights of shape (H, L, S); got (L, S)")
         return [""], _host(weights, "weights")[None]
     number = weights.shape[0]
     if heads is None or isinstance(heads, slice):
         chosen = list(range(number)[heads or slice(None)])
     else:
-        many = heads if isinstance(heads, Sequence) else [heads]
-        chosen = [check_int("heads", head, WHICH) for head in many]
+        heads = heads if isinstance(heads, Sequence) else [heads]
+        chosen = [check_int("heads", head, WHICH) for head in heads]
     for head in chosen:
         if not -number <= head < number:
-            raise IndexError(f"heads: there are {number}, and {head} is none of them")
+            raise IndexError(f"heads: index {head} is out of range for {number} heads")
     if not chosen:
         raise ValueError(f"heads must name at least one; got {heads!r}")
     numpy = importlib.import_module("numpy")
@@ -247,17 +185,17 @@ def _layers(weights: Any) -> list[Any]:
     """Return the weights of each layer, shapes (H, L, S)."""
     if is_array(weights):
         _check_rank(weights, {4: "(layers, H, L, S)"}, "weights")
-        given = [weights[number, ...] for number in range(weights.shape[0])]
+        layers = [weights[number, ...] for number in range(weights.shape[0])]
     else:
-        given = list(weights)
-    if not given:
-        raise ValueError("weights must hold a layer to draw; got an empty sequence")
-    for number, layer in enumerate(given):
+        layers = list(weights)
+    if not layers:
+        raise ValueError("weights must contain a layer; got an empty sequence")
+    for number, layer in enumerate(layers):
         _check_rank(layer, {3: "(H, L, S)"}, f"weights[{number}]")
-    heads = [layer.shape[0] for layer in given]
+    heads = [layer.shape[0] for layer in layers]
     if len(set(heads)) != 1:
-        raise ValueError(f"all layers must have as many heads as each other; got {heads}")
-    return [_host(layer, f"weights[{number}]") for number, layer in enumerate(given)]
+        raise ValueError(f"all layers must have the same number of heads; got {heads}")
+    return [_host(layer, f"weights[{number}]") for number, layer in enumerate(layers)]
 
 
 def _check_rank(weights: Any, shapes: dict[int, str], name: str) -> None:
@@ -265,61 +203,61 @@ def _check_rank(weights: Any, shapes: dict[int, str], name: str) -> None:
     shape = tuple(weights.shape)
     if len(shape) not in shapes:
         batch = (
-            f": choose an item of the batch, as of {name}[0]" if len(shape) > max(shapes) else ""
+            f": select an item of the batch, such as {name}[0]" if len(shape) > max(shapes) else ""
         )
         raise ValueError(
             f"{name} must have the shape {' or '.join(shapes.values())}; got {shape}{batch}"
         )
     if 0 in shape:
-        raise ValueError(f"{name} must hold something to draw; got the shape {shape}")
+        raise ValueError(f"{name} must not be empty; got the shape {shape}")
 
 
 def _host(weights: Array, name: str) -> Any:
-    """Return weights as a NumPy array, float32 so that every dtype goes the same way."""
+    """Return weights as a NumPy array of float32, since NumPy lacks some dtypes."""
     numpy, xp = importlib.import_module("numpy"), library_of(weights).xp
     host = convert_like(cast(xp, weights, xp.float32), numpy.zeros(1))
-    # Written so that NaN is refused too.
+    # `not >=` refuses NaN too.
     if not host.min() >= 0 or host.max() == math.inf:
         raise ValueError(
-            f"{name} must be finite and at least 0; got {host.min()} to {host.max()}: pass what"
-            " attention_weights returns, not scores"
+            f"{name} must be finite and at least 0; got {host.min()} to {host.max()}: pass the"
+            " result of attention_weights, not scores"
         )
     return host
 
 
 def _mean_entropy(weights: Any, numpy: Any) -> Any:
     """Return the mean entropy of the rows of each head, NaN where no row sees a key."""
-    given = weights.sum(-1, keepdims=True)
-    some = given > 0
-    shares = numpy.divide(weights, given, out=numpy.zeros_like(weights), where=some)
+    total = weights.sum(-1, keepdims=True)
+    shares = numpy.divide(weights, total, out=numpy.zeros_like(weights), where=total > 0)
     logarithms = numpy.log2(shares, out=numpy.zeros_like(shares), where=shares > 0)
     rows = -(shares * logarithms).sum(-1, dtype="float64")
-    number = some.sum((-2, -1))
+    number = (total > 0).sum((-2, -1))
     return numpy.divide(
         rows.sum(-1), number, out=numpy.full(number.shape, math.nan), where=number > 0
     )
 
 
-# ---- where it is drawn -------------------------------------------------------------------------
+# ---- axes --------------------------------------------------------------------------------------
 
 
 class _Place(NamedTuple):
-    """Axes, and whether they are the ones that the labels of a row or column stand at."""
+    """Axes, and whether they show the labels of their row and column of the grid."""
 
     axes: Any
     at_left: bool = True
     at_bottom: bool = True
 
 
-def _given(axes: Any, number: int) -> list[_Place]:
-    given = [axes] if hasattr(axes, "imshow") else list(getattr(axes, "flat", axes))
-    if len(given) != number:
-        raise ValueError(f"axes must be as many as heads are drawn, {number}; got {len(given)}")
-    return [_Place(one) for one in given]
+def _places(axes: Any, number: int) -> list[_Place]:
+    """Return the caller's axes, if there are as many as heads."""
+    flat = [axes] if hasattr(axes, "imshow") else list(getattr(axes, "flat", axes))
+    if len(flat) != number:
+        raise ValueError(f"there must be one axes for each of the {number} heads; got {len(flat)}")
+    return [_Place(item) for item in flat]
 
 
 def _grid(figures: Any, shape: tuple[int, int, int], labels: Sequence[Any]) -> list[_Place]:
-    """Return places in a new figure, as large as the maps and their labels ask for."""
+    """Return axes in a new figure, whose size fits the maps and their labels."""
     number, *lengths = shape
     across = math.ceil(math.sqrt(number))
     down = math.ceil(number / across)
@@ -339,15 +277,15 @@ def _grid(figures: Any, shape: tuple[int, int, int], labels: Sequence[Any]) -> l
     ]
 
 
-# ---- what is written ---------------------------------------------------------------------------
+# ---- text --------------------------------------------------------------------------------------
 
 
 def _labels(name: str, tokens: Sequence[Any] | None, length: int) -> list[str] | None:
-    """Return tokens as they are written: blanks are seen, and what is long is cut short."""
+    """Return the labels of tokens: white space is made visible, and long tokens are shortened."""
     if tokens is None:
         return None
     if len(tokens) != length:
-        raise ValueError(f"{name} must be the {length} tokens of the weights; got {len(tokens)}")
+        raise ValueError(f"{name} must be {length} tokens, as for the weights; got {len(tokens)}")
     return [_label(str(token)) for token in tokens]
 
 
@@ -360,8 +298,8 @@ def _label(token: str) -> str:
 
 
 def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool) -> None:
-    """Name an axis and its ticks, where they are to be shown."""
-    ticker = _matplotlib("ticker")
+    """Label an axis and its ticks, if they are to be shown."""
+    ticker = require_matplotlib("ticker")
     is_x = axis.axis_name == "x"
     axis.set_tick_params(
         labelsize=FONT, length=2, **{"labelbottom" if is_x else "labelleft": shown}
@@ -370,31 +308,31 @@ def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool) -> None:
     if tokens is None:
         axis.set_major_locator(ticker.MaxNLocator(6, integer=True, min_n_ticks=1))
         return
-    axis.set_major_locator(_thinned(axis, len(tokens), ticker))
-    # A dollar would begin a formula.
+    axis.set_major_locator(_spaced_ticks(axis, len(tokens), ticker))
+    # An unescaped dollar sign would begin a formula.
     texts = {at: token.replace("$", r"\$") for at, token in enumerate(tokens)}
     axis.set_major_formatter(ticker.FuncFormatter(lambda at, _: texts.get(round(at), "")))
     if is_x:
         axis.set_tick_params(rotation=90)
 
 
-def _thinned(axis: Any, number: int, ticker: Any) -> Any:
-    """Return what finds the ticks of so many labels: as many as there is room for."""
+def _spaced_ticks(axis: Any, number: int, ticker: Any) -> Any:
+    """Return a locator that places as many ticks as there is room for."""
 
-    class Thinned(ticker.Locator):  # type: ignore[misc]
+    class SpacedTicks(ticker.Locator):  # type: ignore[misc]
         def __call__(self) -> range:
-            # Asked whenever the figure is drawn, so that it holds for every size and layout.
+            # matplotlib calls this whenever it draws, so it holds for every size and layout.
             box, across = axis.axes.get_window_extent(), axis.axis_name == "x"
             points = (box.width if across else box.height) * 72 / axis.axes.figure.dpi
             first, last = sorted(axis.get_view_interval())
-            step = math.ceil(ROOM * FONT * (last - first) / max(points, 1))
+            step = math.ceil(SPACING * FONT * (last - first) / max(points, 1))
             return range(max(0, math.ceil(first)), min(number, math.floor(last) + 1), max(step, 1))
 
-    return Thinned()
+    return SpacedTicks()
 
 
 def _write_numbers(axes: Any, table: Any, shades: Any) -> None:
-    """Write each number in its cell, if they fit there."""
+    """Write each number into its cell, if the cells are large enough."""
     box = axes.get_window_extent()
     side = min(box.height / table.shape[0], box.width / table.shape[1]) * 72 / axes.figure.dpi
     if side < 3 * FONT:

@@ -54,7 +54,7 @@ from polyattn.tiles.band import band, column_span, full_span, is_full
 from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn.tiles.indices import Indices
-from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
+from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize, or_zero
 
 __all__ = [
     "API_VERSION",
@@ -83,6 +83,7 @@ __all__ = [
     "initial_state",
     "is_full",
     "normalize",
+    "or_zero",
     "thread_count",
     "unfold_heads",
 ]

@@ -36,10 +36,10 @@ class Kernel:
     devices : frozenset of str or None
         The kinds of device that it runs on, or None for all that its backend does.
     only_on : mapping of str to frozenset of str
-        Features that it computes on some of those alone, and on which.
+        Features that it computes on only some of those, and on which.
     tile : int or None
-        Of a kernel that works in tiles, how many scores one holds at most, and what it reads when
-        it is called: `polyattn.conformance` sets it low on a copy, so that small arrays have edges.
+        For a kernel that works in tiles, the most scores in one. The kernel reads it when it is
+        called: `polyattn.conformance` sets it low on a copy, so that small arrays have many tiles.
     """
 
     name: ClassVar[str]
@@ -53,7 +53,7 @@ class Kernel:
     tile: int | None = None
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Say why the kernel cannot take a problem whose features it declares.
+        """Return the reasons why the kernel cannot compute a problem whose features it declares.
 
         Parameters
         ----------
@@ -63,12 +63,12 @@ class Kernel:
         Returns
         -------
         list of str
-            Every reason, each a clause about the kernel; empty if it can.
+            Every reason, each a clause about the kernel; empty if there is none.
         """
         return []
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Say why the kernel runs only if ``kernel=`` names it.
+        """Return why the kernel runs only if ``kernel=`` names it.
 
         Parameters
         ----------
@@ -83,7 +83,7 @@ class Kernel:
         return None
 
     def remark(self, problem: Problem) -> str | None:
-        """Say what a person may want to know of how a problem would run, for `explain` to show.
+        """Return a note for `explain` on how a problem would run.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class Kernel:
 
 
 class Backend(BackendTools):
-    """A library on its hardware: where arrays live, how primitives run, which kernels there are.
+    """A library on its hardware: devices, primitives and kernels.
 
     The methods here serve any library of the standard as it is. A plugin overrides those that it
     can do better, and `place`, `fetch` and `devices` if it can take arrays from elsewhere.
@@ -157,7 +157,7 @@ class Backend(BackendTools):
         return []
 
     def lacks(self, dtype: str) -> str | None:
-        """Say why arrays of a dtype cannot be had at the moment, though the library has it.
+        """Return why the library cannot make arrays of a dtype at the moment.
 
         Parameters
         ----------
@@ -268,38 +268,14 @@ class Backend(BackendTools):
         logsumexp : Array or None
             The whole logsumexp, (..., H, L).
         """
-        outputs, logsumexps = zip(*blocks, strict=True)
-        if len(outputs) == 1:
-            return outputs[0], logsumexps[0]
-        logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
-        return self.xp.concat(outputs, axis=-2), logsumexp
-
-    def write_rows(
-        self,
-        output: Array,
-        logsumexp: Array | None,
-        blocks: Iterable[tuple[Array, Array | None]],
-    ) -> tuple[Array, Array | None]:
-        """Write blocks of rows where they belong, so that none is held twice.
-
-        For `stack_rows` of a library whose arrays can be written to.
-
-        Parameters
-        ----------
-        output : Array
-            Empty, of the shape and dtype of the output.
-        logsumexp : Array or None
-            Empty, of the shape and dtype of the logsumexp, if the problem asks for it.
-        blocks : iterable of (Array, Array or None)
-            As `stack_rows` is given them.
-
-        Returns
-        -------
-        output : Array
-            The same, filled.
-        logsumexp : Array or None
-            The same, filled.
-        """
+        empty = self.empty_result(problem, like)
+        if empty is None:
+            outputs, logsumexps = zip(*blocks, strict=True)
+            if len(outputs) == 1:
+                return outputs[0], logsumexps[0]
+            logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
+            return self.xp.concat(outputs, axis=-2), logsumexp
+        output, logsumexp = empty
         first = 0
         for part, part_logsumexp in blocks:
             stop = first + part.shape[-2]
@@ -309,8 +285,25 @@ class Backend(BackendTools):
             first = stop
         return output, logsumexp
 
+    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
+        """Allocate the result of a call, so that blocks of rows are written in place.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+        like : Array
+            An array of the output's library, dtype and device.
+
+        Returns
+        -------
+        tuple of (Array, Array or None), or None
+            Output and logsumexp, without values; None if arrays cannot be written to here.
+        """
+        return None
+
     def is_eager(self, array: Array) -> bool:
-        """Say whether a value of an array can be read without waiting for a device.
+        """Return whether values of an array can be read without waiting for a device.
 
         Parameters
         ----------
@@ -329,7 +322,7 @@ class Backend(BackendTools):
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel, shielded from the library's own global state.
+        """Run a kernel, shielded from the global state of the library.
 
         Parameters
         ----------

@@ -15,7 +15,7 @@ API_VERSION = 1
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """What is known of a backend before its array library is imported.
+    """The facts of a backend that are known before its array library is imported.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ __all__ = ["BackendTools"]
 
 
 class BackendTools:
-    """The optional part of a backend: no call of attention needs it."""
+    """The optional part of a backend, which no call of attention needs."""
 
     def hardware(self, device: str) -> dict[str, str | int]:
         """Describe a device.
@@ -29,7 +29,7 @@ class BackendTools:
         return {}
 
     def engines(self) -> dict[str, str]:
-        """List what the kernels call beside the library itself.
+        """List the engines that the kernels call, such as cuDNN.
 
         Returns
         -------
@@ -48,7 +48,7 @@ class BackendTools:
         """
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Return a function in the form in which the library's users call it again and again.
+        """Return a function as users of the library call it repeatedly: compiled, if they do that.
 
         `polyattn bench` times what this returns.
 
@@ -67,7 +67,7 @@ class BackendTools:
     def peak_memory(
         self, device: str | None, function: Callable[..., Array], *arrays: Array
     ) -> int | None:
-        """Say how much memory of a device a call needs at its peak, beside arrays and result.
+        """Return the peak memory that a call needs on a device, beside its arrays and result.
 
         Parameters
         ----------
@@ -87,7 +87,7 @@ class BackendTools:
         return None
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Do some work on every item, in any order, on as many threads as are to be used.
+        """Call a function on every item, in any order, on as many threads as attention uses.
 
         Parameters
         ----------

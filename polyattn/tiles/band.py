@@ -1,4 +1,4 @@
-"""What causal and window leave of the rows and keys of a tile, in Python numbers.
+"""The band of visible keys that causal and window leave, in Python numbers.
 
 Masks given as arrays and functions are not looked at here. Ends are clamped to where they can
 matter, so that no library's integers overflow, however far a window or an offset reaches.
@@ -24,7 +24,7 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
     Returns
     -------
     low, high : int or None
-        None where an end hides nothing. Where an array gives the query offset, it is to be added.
+        None where an end hides no key. Where the query offset is an array, add it.
     """
     whole, offset = problem.band, problem.query_offset
     if whole is None:
@@ -57,19 +57,19 @@ def visible_band(problem: Problem) -> Band | None:
 
 
 def column_span(problem: Problem, rows: Span) -> Span:
-    """Return the keys outside which no row of `rows` sees any.
+    """Return the range of keys that some row of `rows` may see.
 
     Parameters
     ----------
     problem : Problem
         The facts of the call.
     rows : Span
-        Some query rows.
+        The query rows.
 
     Returns
     -------
     Span
-        All keys where an array gives the query offset.
+        All keys where the query offset is an array.
     """
     if problem.query_offset is None:
         return Span(0, problem.key_length)
@@ -80,19 +80,19 @@ def column_span(problem: Problem, rows: Span) -> Span:
 
 
 def full_span(problem: Problem, rows: Span) -> Span:
-    """Return the keys of which causal and window hide none from any row of `rows`.
+    """Return the range of keys that every row of `rows` sees, by causal and window.
 
     Parameters
     ----------
     problem : Problem
         The facts of the call.
     rows : Span
-        Some query rows.
+        The query rows.
 
     Returns
     -------
     Span
-        Empty where a band's place is given by an array, so that it cannot be known.
+        Empty where the query offset is an array.
     """
     low, high = band(problem)
     if low is None and high is None:
@@ -107,7 +107,7 @@ def full_span(problem: Problem, rows: Span) -> Span:
 
 
 def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
-    """Say whether causal and window hide nothing of a tile.
+    """Return whether causal and window hide no key of a tile.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
     Returns
     -------
     bool
-        False also where an array gives the query offset, so that it cannot be known.
+        False also where the query offset is an array.
     """
     full = full_span(problem, rows)
     return columns.length == 0 or (full.start <= columns.start and columns.stop <= full.stop)

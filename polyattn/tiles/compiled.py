@@ -75,20 +75,7 @@ class Compiled(Mask):
 
 
 def compile_mask(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> Compiled:
-    """Look at every key of a mask once, and return the mask with the table of its tiles.
-
-    Parameters
-    ----------
-    mask : Mask
-        The mask.
-    dims : ScoreDims
-        The lengths of the calls that it is for.
-    size : int
-        How many rows and keys a tile has.
-    like : Array or None
-        An array of the library and device on which to look; by default one that the mask carries,
-        or else a NumPy array.
-    """
+    """Look at every key of a mask once, and return the mask with the table of its tiles."""
     if isinstance(mask, Compiled):
         mask = mask.mask
     _check_fits(mask, dims)

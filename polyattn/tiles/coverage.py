@@ -21,7 +21,7 @@ __all__ = ["TileGrid", "TileQuery", "combined_mask"]
 
 
 def combined_mask(problem: Problem, x: Operands) -> Mask | None:
-    """Return all that masks in a call as one value, or None if nothing does.
+    """Return causal, window and ``mask=`` as one mask, or None if none of them is given.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
     Returns
     -------
     Mask or None
-        Causal, window and ``mask=`` together; a bias may hide keys beside it.
+        The mask. A bias may hide more keys.
     """
     parts: list[Mask] = [] if problem.band is None else [problem.band]
     if isinstance(x.mask, Mask):
@@ -46,7 +46,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
 
 
 class TileQuery:
-    """One tile, over all batch items and heads, as a mask is asked of it.
+    """A tile over all batch items and heads, which a mask answers for.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class TileQuery:
     rows, columns : Span
         The query rows and the keys.
     reads : bool
-        Whether arrays may be read.
+        Whether the answer may depend on the values of arrays.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TileQuery:
             self._offset = x.query_offset
 
     def of(self, mask: Mask) -> Coverage:
-        """Return what a mask leaves of the tile.
+        """Return how much of the tile a mask shows.
 
         Parameters
         ----------
@@ -82,7 +82,7 @@ class TileQuery:
         Returns
         -------
         Coverage
-            Two bools, of Python's.
+            Two Python bools.
         """
         some, every = mask.coverage(self)
         xp = self._xp
@@ -93,15 +93,15 @@ class TileQuery:
 
     @property
     def positioned(self) -> bool:
-        """Whether it is known where the rows stand among the keys."""
+        """Whether the positions of the rows among the keys are known."""
         return self._offset is not None
 
     def first(self, shift: int = 0) -> Any:
-        """Return the position of the first row, moved by `shift`."""
+        """Return the position of the first row, plus `shift`."""
         return self.rows[0] + self._moved(shift)
 
     def last(self, shift: int = 0) -> Any:
-        """Return the position of the last row, moved by `shift`."""
+        """Return the position of the last row, plus `shift`."""
         return self.rows[1] - 1 + self._moved(shift)
 
     def _moved(self, shift: int) -> Any:
@@ -113,7 +113,7 @@ class TileQuery:
         return index_range(self._xp, 0, 1, like).dtype
 
     def per_item(self, numbers: Any) -> Any:
-        """Return what is given for each batch item."""
+        """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
@@ -121,12 +121,12 @@ class TileQuery:
         return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and greatest of what is given for each row."""
+        """Return the least and the greatest number of the rows, from an array (..., L)."""
         low, high = self._bounds(numbers, 0)
         return self._xp.matrix_transpose(low), self._xp.matrix_transpose(high)
 
     def per_key(self, numbers: Array) -> tuple[Array, Array]:
-        """Return the least and greatest of what is given for each key."""
+        """Return the least and the greatest number of the keys, from an array (..., S)."""
         return self._bounds(numbers, 1)
 
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:
@@ -149,7 +149,7 @@ class TileQuery:
 
 
 class TileGrid(TileQuery):
-    """All tiles of a size, as a mask is asked of them at once.
+    """All tiles of one size, which a mask answers for at once.
 
     Parameters
     ----------
@@ -160,11 +160,11 @@ class TileGrid(TileQuery):
     xp : module
         The standard's namespace of the library.
     size : tuple of int
-        How many rows and keys a tile has; the last ones may have fewer.
+        Rows and keys of a tile; the last tiles may have fewer.
     like : Array
-        An array on the device where the answer is wanted.
+        An array on the device of the answer.
     reads : bool
-        Whether arrays may be made part of it; they may be traced.
+        Whether the answer may depend on arrays; they may be traced.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class TileGrid(TileQuery):
         *,
         reads: bool = True,
     ) -> None:
-        self._lengths, self._size = (problem.query_length, problem.key_length), size
+        self.lengths, self.tile_size = (problem.query_length, problem.key_length), size
         self._like, self._shape = like, (*problem.batch, problem.heads)
-        blocks = tuple(-(-length // n) for length, n in zip(self._lengths, size, strict=True))
+        blocks = tuple(-(-length // n) for length, n in zip(self.lengths, size, strict=True))
         self._blocks = blocks
         rows, columns = (self._edges(xp, axis) for axis in range(2))
         super().__init__(
@@ -190,15 +190,17 @@ class TileGrid(TileQuery):
             columns,  # type: ignore[arg-type]
             reads=reads,
         )
+        # A picture has no query, only the facts of one.
+        self._like_query = like
 
     def _edges(self, xp: Any, axis: int) -> tuple[Array, Array]:
-        size, length = self._size[axis], self._lengths[axis]
+        size, length = self.tile_size[axis], self.lengths[axis]
         first = index_range(xp, 0, self._blocks[axis], self._like) * size
         stop = first + size
         return first, xp.where(stop > length, xp.full_like(stop, length), stop)
 
     def of(self, mask: Mask) -> Coverage:
-        """Return what a mask leaves of the tiles.
+        """Return how much of each tile a mask shows.
 
         Parameters
         ----------
@@ -229,10 +231,10 @@ class TileGrid(TileQuery):
             if seen.shape[-2] != 1:
                 rows = [
                     reduce(seen[..., slice(*span), :], axis=-2, keepdims=True)
-                    for span in Span(0, self._lengths[0]).split(self._size[0])
+                    for span in Span(0, self.lengths[0]).split(self.tile_size[0])
                 ]
             joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
-            found.append(joined if seen.shape[-1] == 1 else self._folded(joined, 1, reduce))
+            found.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
         return found[0], found[1]
 
     def table(self, table: TileTable) -> Coverage:
@@ -268,13 +270,28 @@ class TileGrid(TileQuery):
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
         xp = self._xp
-        low, high = (self._folded(numbers, axis, reduce) for reduce in (xp.min, xp.max))
+        low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
         return low[..., None, None, :], high[..., None, None, :]
 
-    def _folded(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
-        """Reduce each block of the last axis, which is that of rows or keys."""
-        xp, size = self._xp, self._size[axis]
-        missing = -self._lengths[axis] % size
+    def fold_blocks(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
+        """Reduce each block of the last axis of an array.
+
+        Parameters
+        ----------
+        array : Array
+            Its last axis is that of rows or keys.
+        axis : int
+            0 for rows, 1 for keys.
+        reduce : callable
+            A reduction of the library, such as ``xp.any``.
+
+        Returns
+        -------
+        Array
+            The same array with one entry for each block.
+        """
+        xp, size = self._xp, self.tile_size[axis]
+        missing = -self.lengths[axis] % size
         if missing:  # the last once more changes no least, greatest, any or all
             last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
             array = xp.concat((array, last), axis=-1)

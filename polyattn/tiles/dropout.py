@@ -1,4 +1,4 @@
-"""Which weights are dropped: a hash of the seed and the indices, the same bits everywhere.
+"""Which weights dropout keeps: a hash of the seed and the indices, the same bits everywhere.
 
 Philox 4×32-10 makes four words of a counter of four, keyed by the seed. The counter of the weight
 (b, h, i, j) is (j // 4, i, h, b), and its word the one of number j mod 4. So the decision depends
@@ -35,26 +35,7 @@ def keep_mask(
     row: Array,
     blocks: Array,
 ) -> Array:
-    """Return which weights are kept.
-
-    Parameters
-    ----------
-    xp : module
-        The standard's namespace of the library.
-    seed : int, Array or tuple of Array
-        The seed, from 0 to 2**64 − 1, or its low and its high 32 bits in the dtype of words.
-    rate : float
-        Which share of the weights is dropped.
-    batch, head, row : Array
-        Indices of flat batch items, query heads and rows, which broadcast with one another.
-    blocks : Array
-        Numbers of blocks of four keys, shape (n,).
-
-    Returns
-    -------
-    Array of bool
-        Of all their keys in order, shape (..., H, l, 4 · n).
-    """
+    """Return which weights are kept."""
     found = xp.stack(keep_mask_by_word(xp, seed, rate, batch, head, row, blocks), axis=-1)
     return xp.reshape(found, (*found.shape[:-2], -1))
 
@@ -68,18 +49,7 @@ def keep_mask_by_word(
     row: Array,
     blocks: Array,
 ) -> tuple[Array, ...]:
-    """Return which weights are kept: of the first keys of blocks, the second, third and fourth.
-
-    Parameters
-    ----------
-    xp, seed, rate, batch, head, row, blocks
-        As of `kept`.
-
-    Returns
-    -------
-    tuple of Array of bool
-        Each of the shape (..., H, l, n).
-    """
+    """Return which weights are kept: of the first keys of blocks, the second, third and fourth."""
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
     words = philox(counter, _key(xp, seed, dtype))
@@ -88,21 +58,7 @@ def keep_mask_by_word(
 
 
 def philox(counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...]:
-    """Return the four words of Philox 4×32-10.
-
-    Parameters
-    ----------
-    counter : tuple of Array
-        Four words that broadcast with one another, in an integer dtype that holds products of 32
-        bits: uint32 is enough, int64 serves where there is none.
-    key : tuple of (int or Array)
-        Two words.
-
-    Returns
-    -------
-    tuple of Array
-        Four words in that dtype, of the shape that the counter broadcasts to.
-    """
+    """Return the four words of Philox 4×32-10."""
     a, b, c, d = counter
     for number in range(_ROUNDS):
         if number:

@@ -1,7 +1,7 @@
-"""The indices of a tile, and what of masks, scores and bias falls on it.
+"""The indices of a tile, and the parts of masks, scores and bias for it.
 
-Index arrays broadcast to (..., H, l, s) and live where the query lives. They are made when they are
-first asked for: most calls need none.
+Index arrays broadcast to (..., H, l, s) and live where the query lives. They are made on demand:
+most calls need none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Indices"]
 
 
 class Indices:
-    """The (b, h, i, j) of one tile of scores, and what is visible in it.
+    """The indices (b, h, i, j) of one tile of scores, and the keys that are visible in it.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ class Indices:
     # ---- what of an array falls on the tile ----
 
     def cut(self, array: Array) -> Array:
-        """Cut out of an array what falls on the tile.
+        """Return the rows and keys of the tile, cut out of an array.
 
         Parameters
         ----------
@@ -108,7 +108,7 @@ class Indices:
         return array
 
     def of_scores(self, array: Array) -> Array:
-        """Return what of an array that broadcasts to (..., H, L, S) is for the tile.
+        """Return the part of an array (..., H, L, S) for the tile's items, heads, rows and keys.
 
         Parameters
         ----------
@@ -141,7 +141,7 @@ class Indices:
         return array[(*index, items, ...)]
 
     def per_item(self, numbers: Any) -> Any:
-        """Return what is given for each batch item, (..., 1, 1, 1), or the number for all."""
+        """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
@@ -149,15 +149,15 @@ class Indices:
         return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
 
     def per_head(self, numbers: Array) -> Array:
-        """Return what is given for each query head, shape (H, 1, 1)."""
+        """Return the number of each query head, shape (H, 1, 1)."""
         return self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads), ...]
 
     def per_row(self, numbers: Array) -> Array:
-        """Return what is given for each row by an array (..., L), shape (..., 1, l, 1)."""
+        """Return the number of each row from an array (..., L), shape (..., 1, l, 1)."""
         return self._of_items(self.cut(numbers[..., None])[..., None, :, :])
 
     def per_key(self, numbers: Array) -> Array:
-        """Return what is given for each key by an array (..., S), shape (..., 1, 1, s)."""
+        """Return the number of each key from an array (..., S), shape (..., 1, 1, s)."""
         return self._of_items(self.cut(numbers[..., None, :])[..., None, :, :])
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
@@ -184,28 +184,28 @@ class Indices:
     # ---- where the rows stand among the keys ----
 
     def position(self, shift: int = 0) -> Array:
-        """Return where the rows stand among the keys, moved by `shift`.
+        """Return the positions of the rows among the keys, plus `shift`.
 
         Parameters
         ----------
         shift : int
-            By how much.
+            What is added to the positions.
 
         Returns
         -------
         Array
-            Shape (l, 1), or (..., 1, l, 1) where an array gives the query offset.
+            Shape (l, 1), or (..., 1, l, 1) where the query offset is an array.
         """
         row = self.row
         return row + saturating_sum(self._offset(), shift, self.xp, row.dtype)
 
     def away_from_row(self, modulus: int | None = None) -> Array:
-        """Return how far after the row's position the keys are, (..., H, l, s).
+        """Return key minus position of the row, shape (..., H, l, s).
 
         Parameters
         ----------
         modulus : int, optional
-            Where given, the remainder by this number is enough.
+            If given, return only the remainder by this number.
 
         Returns
         -------
@@ -234,7 +234,7 @@ class Indices:
         return found[..., start : start + self._columns.length]
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
-        """Return which weights dropout keeps of blocks of `decided` keys, by place in the block.
+        """Return which weights dropout keeps in blocks of `decided` keys, by place in the block.
 
         Parameters
         ----------
@@ -255,7 +255,7 @@ class Indices:
     # ---- masks and scores ----
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
-        """Say by arrays which keys take part.
+        """Yield bool arrays; a key takes part where all of them hold.
 
         Parameters
         ----------
@@ -265,7 +265,7 @@ class Indices:
         Yields
         ------
         Array of bool
-            Broadcasts to (..., H, l, s); a key takes part where all of them hold.
+            Broadcasts to (..., H, l, s).
         """
         mask = self._x.mask
         if mask is not None:
@@ -278,7 +278,7 @@ class Indices:
             yield shown.seen(self)
 
     def modified(self, scores: Array) -> Array:
-        """Let ``score_mod=`` have the scores.
+        """Apply ``score_mod=`` to scores.
 
         Parameters
         ----------
@@ -288,7 +288,7 @@ class Indices:
         Returns
         -------
         Array
-            What it makes of them, in their dtype, with axes for H, l and s.
+            The modified scores, in their dtype, with axes for H, l and s.
         """
         rule = self._x.score_mod
         if rule is None:
@@ -310,7 +310,7 @@ class Indices:
         Returns
         -------
         Array
-            What it returns, in the scores' dtype, with axes for H, l and s.
+            The result, in the dtype of the scores, with axes for H, l and s.
         """
         result = rule(scores, self.batch, self.head, self.row, self.column)
         facts = self._check("score_mod", result)
@@ -332,7 +332,7 @@ class Indices:
         Returns
         -------
         Array of bool
-            What it returns, which broadcasts to (..., H, l, s).
+            The result, which broadcasts to (..., H, l, s).
         """
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):

@@ -35,7 +35,20 @@ class SoftmaxState(NamedTuple):
 
 
 def or_zero(xp: Any, maximum: Array) -> Array:
-    """Return maximum, and 0 where it is −inf, so that a row with no key computes no inf − inf."""
+    """Return the maximum, and 0 where it is −inf, so that a row without keys computes no inf − inf.
+
+    Parameters
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    maximum : Array
+        The maximum of each row.
+
+    Returns
+    -------
+    Array
+        The same shape.
+    """
     return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
 
 

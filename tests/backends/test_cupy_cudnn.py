@@ -18,7 +18,8 @@ from test_cupy_host import Device, cases, register, stand_in
 
 from polyattn import attention, attention_partial, explain
 from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks import cases as checks
+from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
 from polyattn_cupy import cudnn, graphs, loading, plans, shapes
@@ -203,7 +204,7 @@ def forget():
 
 @pytest.mark.usefixtures("library")
 def test_what_it_declares_is_needed_by_some_case():
-    checks.check_declarations(
+    promises.check_declarations(
         Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0]), CASES
     )
 
@@ -245,8 +246,8 @@ def eights(size):
 def test_it_keeps_to_the_conformance_cases(name, dtype):
     case = CASES[name]
     case = replace(case, dtype=dtype, D=eights(case.D), E=eights(case.E))
-    target, checked = Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0])
-    outcome = checks.check_case(target, checked, case)
+    target, variant = Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0])
+    outcome = checks.check_case(target, variant, case)
     ran = any(handle.log for handle in HANDLES)
     assert ran == (outcome.output is not None)
     refused = 0 in (*case.score_shape, case.D, case.value_size) or case.features >= {"softcap"}
@@ -526,15 +527,15 @@ def test_what_cudnn_would_misread_is_copied(view, monkeypatch):
 # ---- what it refuses ---------------------------------------------------------------------------
 
 REFUSED = {
-    "it takes float16 and bfloat16 alone": {"dtype": "float32"},
-    "multiple of 8": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
-    "a multiple of 8": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
+    "it supports float16 and bfloat16 only": {"dtype": "float32"},
+    "must be a multiple of 8; here are (12, 12)": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
+    "must be a multiple of 8; here are (16, 12)": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
     "empty": {"shapes": ((1, 4, 16), (1, 0, 16), (1, 0, 16))},
-    "a scale above 0": {"scale": -1.0},
-    "scale above 0": {"scale": 0.0},
+    "a scale above 0; here is -1.0": {"scale": -1.0},
+    "a scale above 0; here is 0.0": {"scale": 0.0},
     "it caps scores only": {"softcap": 2.0, "is_causal": True},
     "caps scores only": {"softcap": 2.0, "mask": (100, 300)},
-    "a bias made for it, here of 67,174,400 numbers": {
+    "a bias of 67,174,400 elements, above 67,108,864": {
         "shapes": ((8192, 16), (8200, 16), (8200, 16)),
         "is_causal": True,
         "query_offset": 3,

@@ -17,7 +17,8 @@ from test_cupy_host import cases, register, stand_in
 
 from polyattn import attention, attention_partial, explain
 from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks import cases as checks
+from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
 from polyattn_cupy import fused, products, rows, shapes
@@ -194,7 +195,7 @@ def test_it_keeps_to_the_conformance_cases(name, small_tiles, on_host):
 
 @pytest.mark.usefixtures("on_host")
 def test_what_it_declares_is_needed_by_some_case():
-    checks.check_declarations(
+    promises.check_declarations(
         Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0]), CASES
     )
 
@@ -312,8 +313,8 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
     problem = explain(*shapes, library="numpy", device="cpu", **options).problem
     seen = np.zeros((6, 13 * members), int)
     for block in fused.blocks(problem, tile):
-        seen[slice(*block.units), slice(*block.rows)] += 1
-        assert block.units.length * block.rows.length * block.columns.length <= max(
+        seen[slice(*block.pairs), slice(*block.rows)] += 1
+        assert block.pairs.length * block.rows.length * block.columns.length <= max(
             tile, block.columns.length
         )
         heads = {row // 13 for row in range(*block.rows)}

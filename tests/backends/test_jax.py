@@ -38,7 +38,6 @@ OPTIONS = {
     "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * (h + 1)},
     "mask_mod": {"mask": lambda b, h, i, j: (i + j + b) % 3 != 0},
 }
-CASES = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def in_jax(options):
@@ -58,8 +57,11 @@ def small_tiles(scores=150):
 # ---- the xla kernel ----------------------------------------------------------------------------
 
 
-@CASES
-@pytest.mark.parametrize("kernel", [Xla(), small_tiles()], ids=["one tile", "small tiles"])
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [pytest.param(x, small_tiles(), id=f"{name}, small tiles") for name, x in OPTIONS.items()]
+    + [pytest.param(OPTIONS[name], Xla(), id=f"{name}, one tile") for name in ("causal", "sinks")],
+)
 def test_under_jit(options, kernel):
     options = in_jax(options)
     run = jax.jit(lambda q, k, v: attention_partial(q, k, v, kernel=kernel, **options))
@@ -194,7 +196,7 @@ def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
         for first in loop.first_rows:
             rows += range(first, first + loop.rows)
         assert loop.columns <= keys
-        assert min(loop.first_columns) + loop.steps * loop.columns >= keys
+        assert min(tiles[0] for tiles in loop.first_keys) + loop.steps * loop.columns >= keys
     assert rows == list(range(length))
 
 
@@ -509,7 +511,7 @@ def test_a_single_query_sees_all_keys(calls):
 
 
 REFUSED = {
-    "float32": ({}, "float32", "16-bit"),
+    "float32": ({}, "float32", "float16 and bfloat16 only"),
     "L is not S": ({"is_causal": True, "rows": 5}, "bfloat16", "count from the first key"),
     "an offset": ({"is_causal": True, "query_offset": 3}, "bfloat16", "count from the first key"),
     "a window of both sides": ({"window": (3, 3)}, "bfloat16", "left of a causal row"),
@@ -543,7 +545,7 @@ def test_what_jax_nn_itself_refuses_becomes_the_reason(monkeypatch):
 
 
 def test_on_a_cpu_it_says_where_it_runs():
-    assert "it runs on cuda alone, and JAX would put this on cpu" in str(explain(*BFLOAT16))
+    assert "it runs on cuda only, and JAX would put this on cpu" in str(explain(*BFLOAT16))
     there = [jax.device_put(x, jax.devices()[0]) for x in BFLOAT16]
     assert "it runs on cuda only, and this call is on cpu" in str(explain(*there))
 

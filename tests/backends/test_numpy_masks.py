@@ -8,8 +8,8 @@ import pytest
 import polyattn
 import polyattn_numpy.tiled as module
 from polyattn import attention, attention_partial, masks, scores
-from polyattn_numpy import visibility as sight
 from polyattn_numpy.tiled import Tiled
+from polyattn_numpy.visibility import Visibility
 
 ITEMS, HEADS, GROUPS, LENGTH, KEYS = 2, 4, 2, 300, 413
 RNG = np.random.default_rng(3)
@@ -80,29 +80,29 @@ def looks(monkeypatch):
     """Return the list of the calls, pieces and tiles that are gone through."""
     found = []
 
-    class Watched(sight.Sight):
-        def hidden(self, tile):
-            hidden = super().hidden(tile)
-            if hidden is not None:
-                found.append((self.call, self.piece, tile, hidden))
-            return hidden
+    class Watched(Visibility):
+        def masks(self, tile):
+            masks = super().masks(tile)
+            if masks is not None:
+                found.append((self.call, self.piece, tile, masks))
+            return masks
 
-    monkeypatch.setattr("polyattn_numpy.sweep.Sight", Watched)
+    monkeypatch.setattr("polyattn_numpy.sweep.Visibility", Watched)
     return found
 
 
 @pytest.fixture
-def ways(monkeypatch):
-    """Return the list of the ways that pieces were gone through."""
-    gone = []
+def passes(monkeypatch):
+    """Return the list of the kinds of pass that were made."""
+    kinds = []
 
     class Watched(module.Sweep):
-        def __init__(self, call, piece, memory, *, clean=False, careful=False):
-            gone.append("careful" if careful else "clean" if clean else "plain")
-            super().__init__(call, piece, memory, clean=clean, careful=careful)
+        def __init__(self, call, piece, scratch, kind="fast"):
+            kinds.append(kind)
+            super().__init__(call, piece, scratch, kind)
 
     monkeypatch.setattr(module, "Sweep", Watched)
-    return gone
+    return kinds
 
 
 def seen_by(mask):
@@ -233,20 +233,20 @@ def test_only_mixed_tiles_are_asked_which_keys_they_show():
         assert first // 1000 != last // 1000 or start // 1000 != end // 1000
 
 
-def test_what_lies_in_empty_tiles_is_never_met(ways):
+def test_what_lies_in_empty_tiles_is_never_met(passes):
     x = randn(1, 2, 2048, 16)
     bad = x.copy()
     bad[:, :, 1024:] = math.nan
     mask = masks.prefix(1024) & masks.causal()
     want = attention(x, x, x, mask=mask)
-    ways.clear()
+    passes.clear()
     got = attention(x, bad, bad, mask=mask)
-    assert set(ways) == {"plain"}
+    assert set(passes) == {"fast"}
     assert bits([got]) == bits([want])
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_mixed_tiles_hide_changes_no_bit(poison, ways, small_tiles):
+def test_what_mixed_tiles_hide_changes_no_bit(poison, passes, small_tiles):
     q, k, v = (randn(2, 2, 500, 16, seed=seed) for seed in range(3))
     mask = masks.padding(np.array([333, 480]))
     want = attention_partial(q, k, v, mask=mask, kernel="tiled")
@@ -254,15 +254,15 @@ def test_what_mixed_tiles_hide_changes_no_bit(poison, ways, small_tiles):
     for item, length in enumerate((333, 480)):
         k[item, :, length:], v[item, 1, length] = poison, poison
     got = attention_partial(q, k, v, mask=mask, kernel="tiled")
-    assert "clean" in ways
+    assert "poison_safe" in passes
     assert bits(got) == bits(want)
 
 
-def test_rows_that_see_nothing_are_zero_in_the_plain_way(qkv, small_tiles, ways):
+def test_rows_that_see_nothing_are_zero_in_a_fast_pass(qkv, small_tiles, passes):
     mask = masks.padding(KEY_LENGTHS, np.array([200, 0])) & SEGMENTS
     got = attention_partial(*qkv, mask=mask, kernel="tiled")
     empty = ~seen_by(mask).any(axis=-1)
-    assert set(ways) == {"plain"}
+    assert set(passes) == {"fast"}
     assert 0 < empty[0].sum() < empty[0].size
     assert (got.output[empty] == 0).all()
     assert (got.logsumexp[empty] == -math.inf).all()
@@ -283,11 +283,11 @@ def test_dropout_needs_no_mask(qkv, small_tiles, options):
     assert_close(got, attention_partial(*qkv, kernel="dense", **options))
 
 
-def test_large_scores_with_dropout_need_a_maximum_too(qkv, ways):
+def test_large_scores_with_dropout_need_a_maximum_too(qkv, passes):
     q, k, v = qkv
     options = {"mask": SEGMENTS, "dropout": (0.4, 3)}
     got = attention_partial(q * 100, k, v, kernel="tiled", **options)
-    assert "careful" in ways
+    assert "stable" in passes
     want = attention_partial(q * 100, k, v, kernel="dense", **options)
     np.testing.assert_allclose(got.output, want.output, atol=1e-3)
 

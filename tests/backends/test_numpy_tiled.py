@@ -1,4 +1,4 @@
-"""NumPy's own tiled kernel: its threads, its cuts, the three ways through a piece."""
+"""NumPy's own tiled kernel: its threads, its cuts, the three kinds of pass."""
 
 import contextlib
 import itertools
@@ -371,62 +371,62 @@ def test_a_call_inside_a_call_leaves_it_alone(qkv):
     assert bits([attention(*qkv, score_mod=nested)]) == bits([want])
 
 
-# ---- three ways --------------------------------------------------------------------------------
+# ---- three kinds of pass -----------------------------------------------------------------------
 
 
 @pytest.fixture
-def ways(monkeypatch):
-    """Return the list of the ways that pieces were gone through."""
-    gone = []
+def passes(monkeypatch):
+    """Return the list of the kinds of pass that were made."""
+    kinds = []
 
     class Watched(module.Sweep):
-        def __init__(self, call, piece, memory, *, clean=False, careful=False):
-            gone.append("careful" if careful else "clean" if clean else "plain")
-            super().__init__(call, piece, memory, clean=clean, careful=careful)
+        def __init__(self, call, piece, scratch, kind="fast"):
+            kinds.append(kind)
+            super().__init__(call, piece, scratch, kind)
 
     monkeypatch.setattr(module, "Sweep", Watched)
-    return gone
+    return kinds
 
 
-def test_small_scores_need_no_maximum(qkv, ways):
+def test_small_scores_need_no_maximum(qkv, passes):
     attention(*qkv, is_causal=True)
-    assert set(ways) == {"plain"}
+    assert set(passes) == {"fast"}
 
 
-def test_rows_that_see_nothing_need_no_maximum_either(qkv, ways):
+def test_rows_that_see_nothing_need_no_maximum_either(qkv, passes):
     out = attention(*qkv, mask=np.arange(700)[:, None] > 350 + 0 * np.arange(700))
-    assert set(ways) == {"plain"}
+    assert set(passes) == {"fast"}
     assert (out[:, :, :351] == 0).all()
 
 
-def test_what_is_hidden_is_left_out_in_a_clean_pass(qkv, ways):
+def test_what_is_hidden_is_left_out_in_a_poison_safe_pass(qkv, passes):
     q, k, v = qkv
     want = attention(q, k, v, is_causal=True)
     k, v = k.copy(), v.copy()
     k[0, 1, -1], v[1, 2, -1] = math.nan, math.inf
-    ways.clear()
+    passes.clear()
     got = attention(q, k, v, is_causal=True)
-    assert set(ways) == {"plain", "clean", "careful"}  # the last row sees them
+    assert set(passes) == {"fast", "poison_safe", "stable"}  # the last row sees them
     assert bits([got[:, :, :-1]]) == bits([want[:, :, :-1]])
     assert np.isnan(got[0, 2:4, -1]).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 @pytest.mark.parametrize("size", [64, 128])
-def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, ways):
+def test_a_hidden_value_changes_no_bit_of_a_whole_tile(dtype, size, passes):
     q, k, v = (randn(1, 2, 512, size, seed=seed).astype(dtype) for seed in range(3))
     want = attention(q, k, v, is_causal=True)
     v[0, 0, 300], v[0, 1, 511] = math.nan, -math.inf
     got = attention(q, k, v, is_causal=True)
-    assert "clean" in ways
+    assert "poison_safe" in passes
     assert bits([got[:, 0, :300], got[:, 1, :511]]) == bits([want[:, 0, :300], want[:, 1, :511]])
     assert not np.isfinite(got[:, 0, 300:]).any()
 
 
-def test_large_scores_need_a_maximum(qkv, ways):
+def test_large_scores_need_a_maximum(qkv, passes):
     q, k, v = qkv
     attention(q * 100, k, v)
-    assert set(ways) == {"plain", "careful"}
+    assert set(passes) == {"fast", "stable"}
 
 
 def test_a_row_with_large_scores_changes_no_bit_of_another(qkv):
@@ -441,11 +441,11 @@ def test_a_row_with_large_scores_changes_no_bit_of_another(qkv):
     assert not np.array_equal(got[~others], want[~others])
 
 
-def test_values_near_the_end_of_the_range(qkv, ways):
+def test_values_near_the_end_of_the_range(qkv, passes):
     q, k, v = qkv
     v = v / np.abs(v).max() * np.float32(1e35)
     got = attention(q * 4, k, v)
-    assert set(ways) == {"plain", "careful"}
+    assert set(passes) == {"fast", "stable"}
     np.testing.assert_allclose(got / 1e35, attention(q * 4, k, v / 1e35), atol=1e-5)
 
 
@@ -488,7 +488,7 @@ def test_tiles_hold_every_visible_key_once(length, keys, heads, band):
                     slice(*piece.batch), slice(*part.heads), slice(*part.rows), slice(*part.columns)
                 ]
                 times[inside] += 1
-                assert part.ragged or visible[inside[2:]].all()
+                assert part.crosses_band or visible[inside[2:]].all()
                 assert part.width > 0
         assert (times[..., visible] == 1).all()
         assert times.max(initial=0) <= 1

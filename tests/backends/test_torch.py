@@ -133,7 +133,7 @@ def test_a_bias_that_cuda_would_misread_is_refused():
         Q.shape, K.shape, V.shape, bias=(6, 9), dtype="bfloat16", library="torch", device="cuda:0"
     ).problem._replace(bias_dtype="float32")
     kernel = polyattn.dispatch.registry.loaded("torch").kernels[0]
-    assert "a bias in another dtype" in kernel.reasons_against(problem)[0]
+    assert "a bias of another dtype" in kernel.reasons_against(problem)[0]
 
 
 def test_a_mask_too_large_to_make_goes_to_tiled():

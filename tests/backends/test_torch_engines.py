@@ -1,4 +1,4 @@
-"""torch's engines without their hardware: quirks by made-up facts, operators by stand-ins.
+"""torch's engines without their hardware: quirks on invented devices, operators as stand-ins.
 
 A stand-in computes on the CPU what the operator's documentation says, and refuses what it refuses.
 """
@@ -15,21 +15,20 @@ import polyattn
 from polyattn import attention, attention_partial, explain
 from polyattn.dispatch import plans
 from polyattn.plugin import Operands
-from polyattn_torch import device_info as facts_module
-from polyattn_torch import engine_report as remark
-from polyattn_torch import engines, flex, route, sdpa, selftest
+from polyattn_torch import device_info, engine_report, engines, flex, route, sdpa, selftest
 from polyattn_torch.backend import TorchBackend
-from polyattn_torch.device_info import Facts, facts_of
+from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.flex import Flex
-from polyattn_torch.quirks import QUIRKS, Reroute
+from polyattn_torch.quirks import QUIRKS, Workaround
 from polyattn_torch.sdpa import Sdpa
+from polyattn_torch.workarounds import EngineInputs
 
 RNG = torch.Generator().manual_seed(0)
-CPU = Facts("cpu", (2, 13))
-HOPPER = Facts("cuda", (2, 12), (9, 20, 0), (9, 0))
-AMPERE = Facts("cuda", (2, 12), (9, 20, 0), (8, 0))
-BLACKWELL = Facts("cuda", (2, 12), (9, 20, 0), (10, 0))
-MPS = Facts("mps", (2, 13))
+CPU = DeviceInfo("cpu", (2, 13))
+HOPPER = DeviceInfo("cuda", (2, 12), (9, 20, 0), (9, 0))
+AMPERE = DeviceInfo("cuda", (2, 12), (9, 20, 0), (8, 0))
+BLACKWELL = DeviceInfo("cuda", (2, 12), (9, 20, 0), (10, 0))
+MPS = DeviceInfo("mps", (2, 13))
 
 
 def randn(*shape, dtype=torch.float32):
@@ -68,13 +67,13 @@ def on(monkeypatch):
         return genuine(query, key, value, **options)
 
     def forget():
-        route._remembered.cache_clear()
+        route._cached_route.cache_clear()
         plans._plans.clear()
 
-    def pass_for(facts):
+    def pass_for(device):
         forget()
         for module in (route, sdpa):
-            monkeypatch.setattr(module, "facts_of", lambda device: facts)
+            monkeypatch.setattr(module, "describe_device", lambda _: device)
         monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
         return seen
 
@@ -84,31 +83,31 @@ def on(monkeypatch):
     forget()
 
 
-# ---- the facts ----
+# ---- what is known of a device ----
 
 
-def test_the_facts_of_a_device_that_is_not_here_say_so():
+def test_a_device_that_is_absent_is_described():
     major, minor = map(int, torch.__version__.split(".")[:2])
-    assert facts_of("cpu") == Facts("cpu", (major, minor))
-    assert facts_of("mps:0").device == "mps"
+    assert describe_device("cpu") == DeviceInfo("cpu", (major, minor))
+    assert describe_device("mps:0").kind == "mps"
     if not torch.cuda.is_available():
-        assert facts_of("cuda:0") == Facts("cuda", (major, minor))
+        assert describe_device("cuda:0") == DeviceInfo("cuda", (major, minor))
 
 
-def test_the_facts_of_a_cuda_device_are_torchs(monkeypatch):
+def test_a_cuda_device_is_described_by_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92001)
-    found = facts_module._facts_of.__wrapped__("cuda:1")
-    assert (found.device, found.cudnn, found.capability) == ("cuda", (9, 20, 1), (9, 0))
+    found = device_info._describe_device.__wrapped__("cuda:1")
+    assert (found.kind, found.cudnn, found.capability) == ("cuda", (9, 20, 1), (9, 0))
     assert found.prefers_cudnn
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert facts_module._facts_of.__wrapped__("cuda:1")[2:] == (None, None)
-    assert facts_module._facts_of.__wrapped__("cuda:1").device == "hip"
+    assert device_info._describe_device.__wrapped__("cuda:1")[2:] == (None, None)
+    assert device_info._describe_device.__wrapped__("cuda:1").kind == "hip"
 
 
 @pytest.mark.parametrize(
-    ("facts", "prefers"),
+    ("device", "prefers"),
     [
         (HOPPER, True),
         (BLACKWELL, True),
@@ -119,8 +118,8 @@ def test_the_facts_of_a_cuda_device_are_torchs(monkeypatch):
         (HOPPER._replace(capability=(12, 0)), False),
     ],
 )
-def test_cudnn_comes_first_on_hopper_and_blackwell(facts, prefers):
-    assert facts.prefers_cudnn is prefers
+def test_cudnn_comes_first_on_hopper_and_blackwell(device, prefers):
+    assert device.prefers_cudnn is prefers
 
 
 # ---- the table of quirks ----
@@ -132,9 +131,9 @@ GROUPED = problem(key=(2, 2, 64, 16))
 CAUSAL = problem(is_causal=True)
 ODD = (2, 4, 65, 16)
 
-# By upstream and reroute: where the row holds, and where next to that it does not.
+# By upstream and workaround: where the row holds, and where next to that it does not.
 ROWS = {
-    ("pytorch#191612", Reroute.REFUSE): (
+    ("pytorch#191612", Workaround.REFUSE): (
         [(HALF_BIAS, HOPPER), (HALF_BIAS, MPS), (HALF_BIAS._replace(bias_dtype="float64"), HOPPER)],
         [
             (HALF_BIAS, CPU),
@@ -143,7 +142,7 @@ ROWS = {
             (MASKED, HOPPER),
         ],
     ),
-    ("pytorch#196678", Reroute.AVOID_CUDNN): (
+    ("pytorch#196678", Workaround.AVOID_CUDNN): (
         [
             (problem(mask=(64, 64), requires_grad=True), HOPPER),
             (problem(bias=(64, 64), requires_grad=True), BLACKWELL),
@@ -159,7 +158,7 @@ ROWS = {
             (problem(is_causal=True, requires_grad=True), HOPPER),
         ],
     ),
-    ("cudnn-frontend#262, #943", Reroute.CLEAR_EMPTY_ROWS): (
+    ("cudnn-frontend#262, #943", Workaround.CLEAR_EMPTY_ROWS): (
         [
             (MASKED, HOPPER),
             (problem(bias=(64, 64)), HOPPER),
@@ -174,7 +173,7 @@ ROWS = {
             (CAUSAL, HOPPER),
         ],
     ),
-    ("pytorch#193893", Reroute.REPEAT_HEADS): (
+    ("pytorch#193893", Workaround.REPEAT_HEADS): (
         [(GROUPED, BLACKWELL)],
         [
             (GROUPED, HOPPER),
@@ -184,11 +183,11 @@ ROWS = {
             (problem((2, 16, 64, 16), (2, 8, 64, 16)), BLACKWELL),
         ],
     ),
-    ("pytorch#191937", Reroute.CONTIGUOUS): (
+    ("pytorch#191937", Workaround.CONTIGUOUS): (
         [(problem(ODD, mask=(65, 65)), AMPERE), (problem(ODD, window=(1, 1)), HOPPER)],
         [(problem(ODD), AMPERE), (MASKED, AMPERE), (problem(ODD, mask=(65, 65)), CPU)],
     ),
-    ("pytorch#162588", Reroute.REFUSE): (
+    ("pytorch#162588", Workaround.REFUSE): (
         [(problem(LONG, mask=(2**16, 2**16)), AMPERE)],
         [
             (problem(LONG), AMPERE),
@@ -196,11 +195,11 @@ ROWS = {
             (problem((1, 1, 2**15, 16), mask=(2**15, 2**15)), AMPERE),
         ],
     ),
-    ("pytorch#174861", Reroute.REFUSE): (
+    ("pytorch#174861", Workaround.REFUSE): (
         [(problem(), MPS._replace(torch=(2, 10)))],
         [(problem(), MPS._replace(torch=(2, 11))), (problem(), HOPPER._replace(torch=(2, 10)))],
     ),
-    ("pytorch#195910", Reroute.EXPLICIT_MASK): (
+    ("pytorch#195910", Workaround.EXPLICIT_MASK): (
         [
             (CAUSAL, MPS._replace(torch=(2, 12))),
             (problem(is_causal=True, dtype="float16"), MPS._replace(torch=(2, 11))),
@@ -213,28 +212,28 @@ ROWS = {
             (problem((2, 4, 1, 16), is_causal=True), MPS._replace(torch=(2, 12))),
         ],
     ),
-    ("pytorch#176767", Reroute.PAD): (
+    ("pytorch#176767", Workaround.PAD): (
         [(problem(value=(2, 4, 64, 8)), MPS)],
         [(problem(), MPS), (problem(value=(2, 4, 64, 8)), HOPPER)],
     ),
-    ("pytorch#181133", Reroute.CONTIGUOUS): ([(problem(), MPS)], [(problem(), HOPPER)]),
-    ("pytorch#184180", Reroute.EXPAND_MASK): (
+    ("pytorch#181133", Workaround.CONTIGUOUS): ([(problem(), MPS)], [(problem(), HOPPER)]),
+    ("pytorch#184180", Workaround.EXPAND_MASK): (
         [(MASKED, MPS), (CAUSAL, MPS._replace(torch=(2, 12)))],
         [(problem(), MPS), (CAUSAL, MPS), (MASKED, HOPPER)],
     ),
-    ("no report; a precaution", Reroute.BIAS): (
+    ("no report; a precaution", Workaround.BIAS): (
         [(MASKED, MPS)],
         [(problem(), MPS), (MASKED, HOPPER)],
     ),
-    ("pytorch#184122", Reroute.REFUSE): (
+    ("pytorch#184122", Workaround.REFUSE): (
         [(problem(scale=0.5), MPS)],
         [(problem(), MPS), (problem(scale=0.5), HOPPER)],
     ),
-    ("pytorch#149132", Reroute.REPEAT_HEADS): (
+    ("pytorch#149132", Workaround.REPEAT_HEADS): (
         [(GROUPED, MPS)],
         [(problem(), MPS), (GROUPED, HOPPER)],
     ),
-    ("seen in torch 2.13", Reroute.CLEAR_EMPTY_ROWS): (
+    ("seen in torch 2.13", Workaround.CLEAR_EMPTY_ROWS): (
         [
             (problem(mask=(64, 64), logsumexp=True), CPU),
             (problem(bias=(64, 64), logsumexp=True), AMPERE),
@@ -247,7 +246,7 @@ ROWS = {
             (problem(mask=(64, 64), logsumexp=True), MPS),
         ],
     ),
-    ("seen in torch 2.13", Reroute.PAD): (
+    ("seen in torch 2.13", Workaround.PAD): (
         [
             (problem(value=(2, 4, 64, 8), dtype="float32"), CPU),
             (problem(value=(2, 4, 64, 24), dtype="float64"), CPU),
@@ -264,33 +263,32 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("quirk", QUIRKS, ids=lambda q: f"{q.upstream}-{q.reroute.name}")
+@pytest.mark.parametrize("quirk", QUIRKS, ids=lambda q: f"{q.upstream}-{q.workaround.name}")
 def test_a_quirk_holds_where_it_should_and_not_next_to_it(quirk):
-    holds, does_not = ROWS[quirk.upstream, quirk.reroute]
-    for met, facts in holds:
-        assert quirk.predicate(met, facts), (met, facts)
-    for other, facts in does_not:
-        assert not quirk.predicate(other, facts), (other, facts)
+    holds, does_not = ROWS[quirk.upstream, quirk.workaround]
+    for met, device in holds:
+        assert quirk.predicate(met, device), (met, device)
+    for other, device in does_not:
+        assert not quirk.predicate(other, device), (other, device)
 
 
 def test_each_quirk_has_one_row_of_tests():
-    assert sorted(ROWS, key=str) == sorted(((q.upstream, q.reroute) for q in QUIRKS), key=str)
+    assert sorted(ROWS, key=str) == sorted(((q.upstream, q.workaround) for q in QUIRKS), key=str)
 
 
 def test_a_quirk_refused_names_its_upstream(on):
     on(HOPPER)
     assert Sdpa().reasons_against(HALF_BIAS) == [
-        "it reads the bits of a bias in another dtype than the scores' as 16-bit numbers"
-        " (pytorch#191612)"
+        "it reads the bits of a bias of another dtype as 16-bit numbers (pytorch#191612)"
     ]
     on(MPS)
     assert Sdpa().reasons_against(problem(scale=0.5)) == [
-        "it takes the scale of an earlier call on MPS (pytorch#184122)"
+        "it uses the scale of an earlier call on MPS (pytorch#184122)"
     ]
     assert Sdpa().reasons_against(problem()) == []
 
 
-# ---- the ways round, on the CPU in another's place ----
+# ---- the workarounds, on the CPU in another's place ----
 
 
 def agrees(q, k, v, *, tolerance=None, **options):
@@ -302,10 +300,10 @@ COARSE = {"rtol": 2e-2, "atol": 2e-2}
 SQUARE = (Q, K[:, :, :6], V[:, :, :6])
 
 
-def test_the_plain_call_takes_no_detour(on):
+def test_the_plain_call_needs_no_workaround(on):
     seen = on(HOPPER)
-    for facts in (HOPPER, CPU):
-        on(facts)
+    for device in (HOPPER, CPU):
+        on(device)
         agrees(Q, K, K)
         agrees(Q, K[:, :, :6], K[:, :, :6], is_causal=True)
     for call, is_causal in zip(seen, (False, True) * 2, strict=True):
@@ -413,9 +411,9 @@ def test_this_torch_has_all_operators(name):
 )
 def test_an_engine_whose_operator_is_absent_is_not_called(on, monkeypatch, name, engine):
     asked = problem(logsumexp=True, dtype="float32" if engine == "FLASH_CPU" else "bfloat16")
-    assert getattr(engines, engine).against(asked, HOPPER) is None
+    assert getattr(engines, engine).reason_against(asked, HOPPER) is None
     monkeypatch.setattr(engines, name, None)
-    assert "does not have it" in getattr(engines, engine).against(asked, HOPPER)
+    assert "does not have it" in getattr(engines, engine).reason_against(asked, HOPPER)
 
 
 def test_without_engines_the_logsumexp_is_left_to_the_array_api_kernels(on, monkeypatch):
@@ -631,10 +629,10 @@ def cuda(on, monkeypatch):
 
         return call
 
-    def pass_for(facts):
+    def pass_for(device):
         for operator in (flash, cudnn, efficient):
             monkeypatch.setattr(engines, f"_{operator.__name__}", stand_in(operator))
-        on(facts)
+        on(device)
         return called
 
     return pass_for
@@ -681,31 +679,32 @@ def test_flash_is_given_vectors_in_rows(cuda):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"dtype": "float32"}, "16-bit"),
+        ({"dtype": "float32"}, "float16 and bfloat16 only"),
         ({"query": (2, 4, 64, 264)}, "up to 256"),
         ({"mask": (64, 64)}, "no mask"),
-        ({"query_offset": (2,), "is_causal": True}, "a band that lies so"),
-        ({"window": (2, 0), "query_offset": 70}, "a band that lies so"),
+        ({"query_offset": (2,), "is_causal": True}, "cannot express this band"),
+        ({"window": (2, 0), "query_offset": 70}, "cannot express this band"),
         ({"query": (2, 4, 0, 16)}, "no empty"),
         ({"query": (2, 4, 9, 16), "key": (2, 4, 5, 16), "window": (1, None), "query_offset": 0},
-         "a band that lies so"),
+         "cannot express this band"),
     ],
 )  # fmt: skip
 def test_flash_says_what_it_cannot(options, reason):
-    assert reason in engines.FLASH.against(problem(**options), HOPPER)
-    assert engines.FLASH.against(problem(window=(3, 0)), HOPPER) is None
+    assert reason in engines.FLASH.reason_against(problem(**options), HOPPER)
+    assert engines.FLASH.reason_against(problem(window=(3, 0)), HOPPER) is None
 
 
 def test_flash_needs_its_hardware_and_a_derivative(monkeypatch):
     banded = problem(window=(3, 0))
-    assert "8.0" in engines.FLASH.against(banded, AMPERE._replace(capability=(7, 5)))
-    assert "8.0" in engines.FLASH.against(banded, Facts("cuda", (2, 13)))
-    assert "torch.func" in engines.FLASH.against(banded._replace(transforms={"vmap"}), AMPERE)
+    assert "8.0" in engines.FLASH.reason_against(banded, AMPERE._replace(capability=(7, 5)))
+    assert "8.0" in engines.FLASH.reason_against(banded, DeviceInfo("cuda", (2, 13)))
+    mapped = banded._replace(transforms={"vmap"})
+    assert "torch.func" in engines.FLASH.reason_against(mapped, AMPERE)
     differentiated = banded._replace(requires_grad=True)
-    assert engines.FLASH.against(differentiated, AMPERE) is None
+    assert engines.FLASH.reason_against(differentiated, AMPERE) is None
     monkeypatch.setattr(engines, "_flash_backward", None)
-    assert engines.FLASH.against(banded, AMPERE) is None
-    assert "does not have it" in engines.FLASH.against(differentiated, AMPERE)
+    assert engines.FLASH.reason_against(banded, AMPERE) is None
+    assert "does not have it" in engines.FLASH.reason_against(differentiated, AMPERE)
 
 
 CUDA_LOGSUMEXP = {
@@ -718,7 +717,7 @@ CUDA_LOGSUMEXP = {
 
 
 @pytest.mark.parametrize(
-    ("facts", "dtype", "size", "engine"),
+    ("device", "dtype", "size", "engine"),
     [
         (HOPPER, torch.bfloat16, 8, "cudnn"),
         (HOPPER, torch.float16, 12, "efficient"),
@@ -729,8 +728,8 @@ CUDA_LOGSUMEXP = {
     ],
 )
 @pytest.mark.parametrize("case", CUDA_LOGSUMEXP)
-def test_logsumexp_on_cuda(cuda, case, facts, dtype, size, engine):
-    called = cuda(facts)
+def test_logsumexp_on_cuda(cuda, case, device, dtype, size, engine):
+    called = cuda(device)
     q, k, v = (
         randn(2, heads, length, size).to(dtype) for heads, length in ((4, 6), (2, 9), (2, 9))
     )
@@ -756,12 +755,12 @@ def test_cudnn_is_given_aligned_arrays(cuda):
 
 
 def test_logsumexp_of_square_causal_scores_on_cuda(cuda):
-    for facts, dtype, engine in (
+    for device, dtype, engine in (
         (HOPPER, torch.bfloat16, "cudnn"),
         (AMPERE, torch.bfloat16, "flash"),
         (AMPERE, torch.float32, "efficient"),
     ):
-        called = cuda(facts)
+        called = cuda(device)
         called.clear()
         q, k = randn(2, 4, 6, 8).to(dtype), randn(2, 2, 6, 8).to(dtype)
         found = attention_partial(q, k, k, is_causal=True, kernel="sdpa")
@@ -771,35 +770,35 @@ def test_logsumexp_of_square_causal_scores_on_cuda(cuda):
 
 
 @pytest.mark.parametrize(
-    ("options", "facts", "reason"),
+    ("options", "device", "reason"),
     [
         ({"dtype": "float64"}, HOPPER, "efficient: it does not take float64"),
         ({"requires_grad": True}, HOPPER, "no derivative"),
         ({}, MPS, "no engine of torch gives the logsumexp here"),
-        ({}, Facts("hip", (2, 13)), "no engine of torch gives the logsumexp here"),
-        ({}, Facts("cuda", (2, 13)), "efficient: there is no such device here"),
+        ({}, DeviceInfo("hip", (2, 13)), "no engine of torch gives the logsumexp here"),
+        ({}, DeviceInfo("cuda", (2, 13)), "efficient: no such device is available"),
         ({"query": (2, 4, 0, 16)}, HOPPER, "cudnn: it takes no empty arrays"),
     ],
 )
-def test_logsumexp_is_refused_where_no_engine_has_it(on, options, facts, reason):
-    on(facts)
+def test_logsumexp_is_refused_where_no_engine_has_it(on, options, device, reason):
+    on(device)
     asked = problem(logsumexp=True, **options)
     assert reason in "".join(Sdpa().reasons_against(asked))
 
 
 @pytest.mark.parametrize(
-    ("options", "facts", "reason"),
+    ("options", "device", "reason"),
     [
-        ({"query": (2, 4, 64, 136)}, HOPPER, "up to 128, by 8"),
-        ({"value": (2, 4, 64, 12)}, HOPPER, "up to 128, by 8"),
+        ({"query": (2, 4, 64, 136)}, HOPPER, "up to 128 numbers, in multiples of 8"),
+        ({"value": (2, 4, 64, 12)}, HOPPER, "up to 128 numbers, in multiples of 8"),
         ({"key": (2, 4, 1, 16)}, HOPPER, "no single key"),
-        ({"dtype": "float32"}, HOPPER, "16-bit"),
+        ({"dtype": "float32"}, HOPPER, "float16 and bfloat16 only"),
         ({}, AMPERE, "does not prefer"),
         ({"requires_grad": True}, HOPPER, "inference"),
     ],
 )
-def test_cudnn_says_what_it_cannot(options, facts, reason):
-    assert reason in engines.CUDNN.against(problem(**options), facts)
+def test_cudnn_says_what_it_cannot(options, device, reason):
+    assert reason in engines.CUDNN.reason_against(problem(**options), device)
 
 
 def test_a_gradient_that_cudnn_would_spoil_is_the_efficient_engines(cuda):
@@ -821,7 +820,7 @@ def test_a_gradient_that_no_engine_computes_is_refused(on, monkeypatch):
     monkeypatch.setattr(engines, "_efficient", None)
     on(HOPPER)
     (reason,) = Sdpa().reasons_against(differentiated)
-    assert "no engine of torch is to be trusted here (efficient: this release" in reason
+    assert "no engine of torch can be trusted here (efficient: this release" in reason
     assert Sdpa().reasons_against(problem(mask=(64, 64))) == []
 
 
@@ -847,7 +846,7 @@ def test_the_genuine_operators_take_what_they_are_given(engine, options, require
     )
     q.requires_grad_(requires_grad)
     mask = torch.empty(1, 1, 6, 9, device="meta", dtype=torch.bool) if "mask" in options else None
-    output, logsumexp = engine.call(asked, q, k, k, mask)
+    output, logsumexp = engine.call(asked, EngineInputs(q, k, k, mask))
     assert output.shape == (2, 4, 6, 16)
     assert output.dtype == torch.bfloat16
     assert output.requires_grad is requires_grad
@@ -925,13 +924,13 @@ def test_on_cuda_the_others_are_told_apart(monkeypatch):
         cannot(f"Flash attention kernel not used because:{where}", f"It has no masks.{where}"),
     )
     monkeypatch.setattr(backends, "can_use_efficient_attention", cannot(f"No groups.{where}"))
-    asked = remark.StandIns(Q, K, K, MASK, 0.0, False, True)
-    assert list(remark._why_not(asked, "math")) == [
+    asked = engine_report.StandIns(Q, K, K, MASK, 0.0, False, True)
+    assert list(engine_report._why_not(asked, "math")) == [
         "flash: It has no masks",
         "efficient: No groups",
     ]
-    assert list(remark._why_not(asked, "flash")) == ["efficient: No groups"]
-    monkeypatch.setattr(remark, "_stand_ins", lambda problem, route: asked)
+    assert list(engine_report._why_not(asked, "flash")) == ["efficient: No groups"]
+    monkeypatch.setattr(engine_report, "_stand_ins", lambda problem, route: asked)
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: 3)
     said = Sdpa().remark(problem(dtype="float32"))
     assert said == (
@@ -1073,7 +1072,7 @@ def test_a_device_that_fails_its_self_test_is_refused(on, monkeypatch):
 
     monkeypatch.setattr(selftest, "try_out", try_out)
     monkeypatch.setattr(sdpa, "TESTED", frozenset({"cpu"}))
-    selftest._disagreement.cache_clear()
+    selftest._self_test.cache_clear()
     on(CPU)
     try:
         for options in ({}, {"is_causal": True}, {"mask": MASK}):
@@ -1082,9 +1081,9 @@ def test_a_device_that_fails_its_self_test_is_refused(on, monkeypatch):
             assert "its self-test on cpu is off by 1" in str(explanation)
         assert tried == ["cpu"]
     finally:
-        selftest._disagreement.cache_clear()
+        selftest._self_test.cache_clear()
     assert "mps" in selftest.TESTED
-    assert selftest.disagreement("no such device", Sdpa()) is None
+    assert selftest.self_test("no such device", Sdpa()) is None
 
 
 COMPILED_SELF_TEST = """
@@ -1097,7 +1096,7 @@ compiled = torch.compile(
     lambda q: attention(q, q, q, kernel="sdpa"), fullgraph=True, backend="eager"
 )
 torch.testing.assert_close(compiled(q), attention(q, q, q, kernel="dense"))
-assert selftest._disagreement.cache_info().misses == 1
+assert selftest._self_test.cache_info().misses == 1
 """
 
 

@@ -314,6 +314,12 @@ def test_a_comparison_with_peers_says_how_it_is_used(name):
     assert "--rounds" in told
 
 
+def test_the_comparison_of_masks_runs():
+    command = [sys.executable, str(BENCH / "peers" / "masks.py"), "--quick"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
+
+
 def test_the_example_of_a_new_benchmark_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (BENCH / "README.md").read_text(), re.DOTALL)
     names = {"__name__": "benchmarks.cross", "__package__": "benchmarks"}
@@ -370,7 +376,7 @@ def test_backends_stand_side_by_side(tmp_path, capsys):
         (("seconds", {}, [0.0123]), ["name: 12.3 ms"]),
         (("bytes", {"backend": ["numpy"]}, [2.5e6]), ["name, MB (ratio to numpy)"]),
         (("error", {"backend": ["numpy"]}, [2e-7]), ["name, error (ratio to numpy)"]),
-        (("s", {"backend": ["cupy"]}, [None]), ["name: no backend that it is for is here"]),
+        (("s", {"backend": ["cupy"]}, [None]), ["name: no backend for it is installed"]),
         (("s", {}, None), ["name: - s"]),
     ],
 )
@@ -444,7 +450,7 @@ def test_what_was_not_asked_for_is_neither_shown_nor_missed(asv, capsys):
         ["2048", "80", "(1.00)"],
     ]
     assert run.main(["--quick", "-b", "it.*numpy"]) == 1
-    assert capsys.readouterr().err.strip() == "time_it gave nothing for numpy 256"
+    assert capsys.readouterr().err.strip() == "time_it has no result for numpy 256"
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])
@@ -452,7 +458,7 @@ def test_a_backend_that_is_here_and_gave_nothing_fails_the_run(asv, capsys, valu
     unit, axes, numbers = TIMES
     asv.benchmarks = {"time_it": (unit, axes, [numbers[0], value, *numbers[2:]])}
     assert run.main(["--quick"]) == 1
-    assert "time_it gave nothing for numpy 2048" in capsys.readouterr().err
+    assert "time_it has no result for numpy 2048" in capsys.readouterr().err
 
 
 def test_a_failure_of_asv_fails_the_run(asv, capsys):
@@ -469,7 +475,7 @@ def test_a_run_of_nothing_fails(asv, capsys):
 
 def test_a_benchmark_without_backends_must_have_its_number():
     failed = report.Benchmark("timeraw_it", "seconds", 0.0, (), {(): None})
-    assert list(run.missing([failed], [])) == ["timeraw_it gave nothing for its only case"]
+    assert list(run.missing([failed], [])) == ["timeraw_it has no result for its only case"]
 
 
 def test_results_are_not_labelled_with_a_commit_that_they_are_not_of(asv, monkeypatch, capsys):

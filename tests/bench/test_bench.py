@@ -386,7 +386,7 @@ def test_a_backend_that_would_burst_the_budget_sits_out_and_the_row_says_so(quic
     monkeypatch.setattr(run, "LEAST", 0.0)
     quick.peaks.clear()
     first, second = measured(quick, [NUMPY], (32, 64), 0.0)
-    assert first[0].note == "one call alone, for a lack of time"
+    assert first[0].note == "only one call, for lack of time"
     assert first[0].rounds == 1
     assert first[0].low == first[0].seconds == first[0].high
     assert second[0].seconds is None

@@ -26,11 +26,19 @@ class TestTorch(BackendSuite):
     backend = "torch"
 
 
+class TestArrayApi(BackendSuite):
+    """The core's kernels on NumPy's arrays, where all cases are tried."""
+
+    backend = "array-api"
+    library = "numpy"
+
+
 class TestStrict(BackendSuite):
     """At its strictest: no shape may depend on the values of an array."""
 
     backend = "array-api"
     library = "array_api_strict"
+    thorough = False
 
     @pytest.fixture(autouse=True)
     def strictest(self):
@@ -41,22 +49,28 @@ class TestStrict(BackendSuite):
 
 
 class TestJax(BackendSuite):
-    """With and without jit: `test_lazy` is under it."""
+    """With and without jit: `test_lazy` is under it.
+
+    A covering choice is not slow: the plugin's kernel compiles itself, and the core's do under jit,
+    without which each of their operations is compiled for each shape.
+    """
 
     backend = "jax"
     thorough = False
+    quick = (
+        "test_case[xla",
+        "test_lazy[dense",
+        "test_lazy[tiled, small tiles",
+        "test_gradients[xla-",
+    )
 
     def pytest_generate_tests(self, metafunc):
         with jax.enable_x64(True):
             super().pytest_generate_tests(metafunc)
 
-    @pytest.mark.slow
-    def test_lazy(self, lazy_target, checked, case):
-        super().test_lazy(lazy_target, checked, case)
-
-    @pytest.mark.slow
-    def test_gradients(self, lazy_target, checked, case):
-        super().test_gradients(lazy_target, checked, case)
+    def _marks(self, name):
+        slow = "-" in name and not name.startswith(self.quick)
+        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):
@@ -71,8 +85,8 @@ class TestDask(BackendSuite):
     thorough = False
 
     @pytest.mark.slow
-    def test_lazy(self, lazy_target, checked, case):
-        super().test_lazy(lazy_target, checked, case)
+    def test_lazy(self, lazy_target, variant, case):
+        super().test_lazy(lazy_target, variant, case)
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():

@@ -1,4 +1,4 @@
-"""Functions of others under our cases: what departs is found and read, and the page says so."""
+"""Check functions of others with our cases: differences are found and explained, as docs say."""
 
 import importlib.util
 import re
@@ -113,7 +113,7 @@ def test_what_is_right_agrees():
         wrong = {n for n, f in row.findings.items() if f.status == RAISES}
         # NumPy broadcasts neither of these as the semantics do.
         assert wrong <= {"broadcast batch", "S = 0, rank 2", "no head"}
-        assert row.readings == {}
+        assert row.interpretations == {}
 
 
 TOP_LEFT = "rows count from the first key (query_offset=0)"
@@ -162,18 +162,18 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_departure_is_read(name):
-    faults, case, reading = FAULTS[name]
+def test_a_difference_is_interpreted(name):
+    faults, case, interpretation = FAULTS[name]
     case = CASES[case] if isinstance(case, str) else make_case(name, **case)
     assert check(attention_with("leak"), case).status == AGREES or case.poison is not None
     finding = check(attention_with(*faults), case)
-    assert (finding.status, finding.reading) == (DIFFERS, reading)
+    assert (finding.status, finding.interpretation) == (DIFFERS, interpretation)
     assert finding.deviation.units > 10
 
 
-def test_what_nothing_explains_has_no_reading():
+def test_an_unexplained_difference_has_no_interpretation():
     finding = check(lambda q, k, v: attention_with()(q, k, v) + q, CASES["plain"])
-    assert (finding.status, finding.reading) == (DIFFERS, "")
+    assert (finding.status, finding.interpretation) == (DIFFERS, "")
     assert "limit" in finding.deviation.fault
 
 
@@ -184,16 +184,16 @@ def writes(query, key, value):
 
 
 @pytest.mark.parametrize(
-    ("function", "reading"),
+    ("function", "interpretation"),
     [
         (writes, "an input is written to"),
         (lambda *x: attention_with()(*x).astype("float64"), "the output is float64"),
         (lambda *x: attention_with()(*x)[..., :1], "the output has another shape"),
     ],
 )
-def test_beyond_the_numbers(function, reading):
+def test_beyond_the_numbers(function, interpretation):
     finding = check(function, CASES["plain"])
-    assert (finding.status, finding.reading) == (DIFFERS, reading)
+    assert (finding.status, finding.interpretation) == (DIFFERS, interpretation)
 
 
 def test_a_function_that_raises():
@@ -217,7 +217,7 @@ def test_our_own_dialect_of_torch():
         elif finding.status == DIFFERS:
             assert "causal" in case.features
             assert case.L != case.S
-            assert finding.reading == TOP_LEFT
+            assert finding.interpretation == TOP_LEFT
         elif finding.status == NO_ARGUMENT:
             assert finding.missing
         elif case.features == {"causal"} and case.L and case.S:
@@ -290,7 +290,7 @@ def test_load():
         ("no_such_module.py:norm", "leave out the .py"),
         ("numpy:no_such.norm", "'numpy' has no 'no_such.norm'"),
         ("numpy:matmull", "did you mean 'matmul'"),
-        ("numpy:pi", "'numpy:pi' is no function; it is 3.14"),
+        ("numpy:pi", "'numpy:pi' is not a function; it is 3.14"),
     ],
 )
 def test_load_says_what_is_wrong(spec, reason):

@@ -118,16 +118,17 @@ TORCH_KERNELS = [variant for variant in TORCH.kernels if variant.kernel.name != 
 
 
 @pytest.mark.parametrize("variant", TORCH_KERNELS, ids=str)
-@pytest.mark.parametrize("case", GRADIENT_CASES.values(), ids=str)
-def test_torch(variant, case):
-    refused = not case.features <= variant.kernel.features
-    assert (check_gradients(TORCH, variant, case) is None) == refused
+def test_torch_differentiates_every_kernel_that_takes_the_call(variant):
+    """How exact the gradients are, the suite of torch checks."""
+    for case in (CASES["plain"], CASES["many"], CASES["score value"]):
+        refused = not case.features <= variant.kernel.features
+        assert (check_gradients(TORCH, variant, case) is None) == refused
 
 
 @pytest.mark.parametrize("name", ["score_mod", "broadcast batch", "S = 0", "score value"])
 def test_jax(name):
-    (dense,) = (variant for variant in JAX.kernels if variant.kernel.name == "dense")
-    assert check_gradients(JAX, dense, CASES[name])
+    (dense,) = (variant for variant in JITTED.kernels if variant.kernel.name == "dense")
+    assert check_gradients(JITTED, dense, CASES[name])
 
 
 @pytest.mark.parametrize("name", ["many", "bias as mask", "mask hides some rows, sinks"])
@@ -177,7 +178,7 @@ def test_a_failure_says_what_and_how_much():
     fault = r"^plain: gradient of key\[\d, \d, \d+, \d\] is 0, .* units, limit .* textbook"
     with pytest.raises(AssertionError, match=fault):
         check_gradients(TORCH, KernelVariant(Detached()), CASES["plain"])
-    with pytest.raises(AssertionError, match="plain: the output has lost the graph"):
+    with pytest.raises(AssertionError, match="plain: the output does not require a gradient"):
         check_gradients(TORCH, KernelVariant(WithoutGraph()), CASES["plain"])
 
 

@@ -81,7 +81,7 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
     assert cells["softcap"] == "–"
     assert float(cells["causal"]) > 0
     assert cells["NaN and infinity"] == "not declared"
-    assert "Everything agrees" in text
+    assert "All cases agree" in text
     assert "causal" in capsys.readouterr().out
 
 
@@ -91,7 +91,7 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
         (["nunpy"], 2, "no plugin provides the backend 'nunpy'; did you mean 'numpy'"),
         (["torch:cuda:9"], 2, "the backend 'torch' has no device 'cuda:9' here; it has cpu"),
         (["numpy", "--kernel", "desne"], 2, "numpy has no kernel 'desne'; it has tiled, dense"),
-        (["numpy", "--html", "/no/such/folder/x.html"], 2, "in a folder that is there; got /no"),
+        (["numpy", "--html", "/no/such/folder/x.html"], 2, "in an existing folder; got /no"),
         (["numpy", "--html", "/tmp"], 2, "--html needs a file"),
         (["auto"], 2, "one backend is checked at a time"),
         (["array-api", "--library", "nothing"], 2, "there is no module 'nothing'"),
@@ -152,7 +152,7 @@ def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     assert Page(page.read_text(encoding="utf-8")).outside == []
     assert main(["check", "--callable", "mine:deaf", "--quick", "--json"]) == 1
     rows = {row["name"]: row for row in strict_json(capsys.readouterr().out)}
-    assert rows["scale"]["cases"]["scale"]["reading"] == "scale is ignored"
+    assert rows["scale"]["cases"]["scale"]["interpretation"] == "scale is ignored"
     (tmp_path / "mine.py").write_text(FUNCTIONS + BLANK, encoding="utf-8")
     monkeypatch.delitem(sys.modules, "mine")
     importlib.invalidate_caches()
@@ -252,7 +252,7 @@ def test_a_declaration_that_nothing_exercises_is_a_failure(feature):
     cases = [case for case in ESSENTIAL.values() if case.poison is None]
     found = run.run([run.Step(section, variant, case) for case in cases])
     assert [failure.charged for failure in found.sections[0].failures] == [feature]
-    assert "no case that it takes needs it" in str(found)
+    assert "no case that it supports needs it" in str(found)
 
 
 def test_a_kernel_that_takes_nothing_is_a_failure():
@@ -266,7 +266,7 @@ def test_a_kernel_that_takes_nothing_is_a_failure():
     section = report.Section(Target("numpy"), (variant,))
     found = run.run([run.Step(section, variant, CASES["plain"])])
     assert found.failed == 1
-    assert "no case is taken by absent" in str(found)
+    assert "absent supports no case" in str(found)
 
 
 def test_a_terminal_without_the_letters_shows_something():

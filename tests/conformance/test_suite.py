@@ -15,7 +15,7 @@ from polyattn.call.features import DTYPES
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.case import arrays_in
 from polyattn.conformance.cases.catalogue import TOPICS
-from polyattn.conformance.checks.kernel import cases_for, check_case, covering, takes
+from polyattn.conformance.checks.cases import cases_for, check_case, covering, takes
 from polyattn.kernels import Dense
 from polyattn.plugin import FEATURES
 
@@ -231,7 +231,9 @@ def test_the_report_finds_the_same(python):
     assert {failure["charged"] for failure in failures} == {"bias"}
     assert "as if bias is ignored" in failures[0]["text"]
     assert found["failed"] == len(failures) + 1  # and its spec imports NumPy
-    assert found["backends"][0]["plugin"]["finding the plugin imports no array library"] == "no"
+    assert (
+        found["backends"][0]["plugin"]["loading the plugin's spec imports no array library"] == "no"
+    )
     assert len(ESSENTIAL) >= kernel["rows"]["float32"]["agreed"] > 50
 
 
@@ -248,7 +250,7 @@ def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
 @pytest.mark.parametrize(
     "name", ["mask value", "score value", "additive", "dropout, seed of an array"]
 )
-def test_the_arrays_in_a_value_are_of_the_library_that_is_checked(name):
+def test_the_arrays_in_an_expression_are_of_the_checked_library(name):
     case = CASES[name]
     for library in ("numpy", "torch"):
         _, options = Target("array-api", library).arguments(case)

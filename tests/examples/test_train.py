@@ -172,11 +172,11 @@ def test_the_seed_and_the_temperature_draw_the_letters():
     logits = np.log(np.asarray([0.7, 0.2, 0.1]))
     random = np.random.default_rng(0)
     for temperature in (1, 0.5):
-        found = [writing.draw(logits, temperature, random) for _ in range(4000)]
+        found = [writing.sample(logits, temperature, random) for _ in range(4000)]
         shares = np.exp(logits / temperature)
         expected = shares / shares.sum()
         np.testing.assert_allclose(np.bincount(found, minlength=3) / 4000, expected, atol=0.03)
-    assert writing.draw(logits, 0, random) == 0
+    assert writing.sample(logits, 0, random) == 0
 
 
 # ---- the program ----

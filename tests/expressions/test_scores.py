@@ -329,7 +329,7 @@ def test_what_an_option_says_goes_to_that_option():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: scores.softcap(0), ValueError, "above 0, of float32; got 0"),
+        (lambda: scores.softcap(0), ValueError, "above 0 in the range of float32; got 0"),
         (lambda: scores.temperature(math.nan), ValueError, "nan"),
         (lambda: scores.temperature(1e-300), ValueError, "1e-300"),
         (lambda: scores.temperature(2.0) and scores.alibi(2), TypeError, ">>"),

@@ -218,8 +218,8 @@ class Slow(np.ndarray):
 
 
 def test_of_threads_that_follow_one_cache_each_has_its_own_tokens(monkeypatch):
-    empty = cache_module._empty
-    monkeypatch.setattr(cache_module, "_empty", lambda *given: empty(*given).view(Slow))
+    zeros = cache_module._zeros
+    monkeypatch.setattr(cache_module, "_zeros", lambda *args: zeros(*args).view(Slow))
     tokens = [TOKEN + number for number in range(8)]
     cache, start = filled(np.asarray, 2), Barrier(len(tokens), timeout=60)
 
@@ -328,8 +328,8 @@ def test_values_may_have_a_size_of_their_own():
             lambda c: c.append(np.ones((2, 3, 1, 4)), np.ones((2, 3, 2, 4))),
             "as many values as keys",
         ),
-        (lambda c: c.truncate(4), "3 tokens to keep; got 4"),
-        (lambda c: c.truncate(-1), "3 tokens to keep; got -1"),
+        (lambda c: c.truncate(4), "3 tokens; got 4"),
+        (lambda c: c.truncate(-1), "3 tokens; got -1"),
         (lambda c: c.slide(-1), "at least 0; got -1"),
     ],
 )
@@ -369,7 +369,7 @@ def test_a_slid_cache_decodes_in_a_compiled_step_as_it_does_outside():
     # Outside again it is known how many tokens there are.
     assert after[0].slide(2).length == 2
     assert after[0].keys.shape[-2] == 4
-    with pytest.raises(ValueError, match="4 tokens to keep; got 12"):
+    with pytest.raises(ValueError, match="4 tokens; got 12"):
         after[0].truncate(12)
 
 
@@ -397,7 +397,7 @@ def test_lengths_may_be_arrays_of_one_number(to):
         filled(np.asarray, 6).truncate(np.int64(5)).append(TOKENS[:, :, 5:8], TOKENS[:, :, 5:8] + 1)
     )
     holds(np.asarray, grown, TOKENS[:, :, :8])
-    with pytest.raises(ValueError, match="5 tokens to keep; got 6"):
+    with pytest.raises(ValueError, match="5 tokens; got 6"):
         grown.truncate(5).truncate(to(6))
 
 

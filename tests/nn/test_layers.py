@@ -290,11 +290,11 @@ MHA = nn.MultiHeadAttention.init
         (lambda: MHA(24, 5, like=X), "5 heads do not divide a size of 24"),
         (lambda: MHA(24, 4, key_heads=3, like=X), "multiple of key_heads"),
         (lambda: MHA(24, 4, fused=True, context_size=5, like=X), "one size"),
-        (lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6), "or fused alone"),
+        (lambda: nn.MultiHeadAttention(None, None, None, None, 4, 4, 6), "or only fused"),
         (lambda: nn.FeedForward.init(8, like=X, activation="tanh"), "one of relu, gelu.*'tanh'"),
         (lambda: nn.Linear.init(4, 4, like=X, seed=-1), "seed must be at least 0"),
         (lambda: nn.Sinusoidal(5), "must be even.*got 5"),
-        (lambda: MHA(24, 4, rotary=nn.Rotary(8), like=X), "turns 8 numbers, and a head has 6"),
+        (lambda: MHA(24, 4, rotary=nn.Rotary(8), like=X), "at most the head size 6; got 8"),
         (lambda: nn.Rotary(7), "must be even.*got 7"),
         (lambda: nn.Rotary(8, pairing="both"), "'halves' or 'neighbours'; got 'both'"),
         (lambda: nn.Rotary(8, frequencies=(1.0,)), "4 frequencies; got 1"),
@@ -322,15 +322,15 @@ def test_what_does_not_fit_a_map_is_refused():
 
 def test_one_cache_for_all_blocks_is_refused():
     gpt = nn.Transformer.init(9, 24, 4, 2, like=X, positions=5)
-    with pytest.raises(TypeError, match="pass them all as caches="):
+    with pytest.raises(TypeError, match="pass all of them as caches="):
         gpt(np.array([[1, 2]]), cache=gpt.caches(5, batch=(1,)))
 
 
 def test_a_context_goes_with_neither_a_cache_nor_rotary_positions():
     layer = nn.MultiHeadAttention.init(24, 4, like=X)
-    with pytest.raises(ValueError, match="own sequence"):
+    with pytest.raises(ValueError, match="another sequence"):
         layer(X, X[:, :3], cache=layer.cache(9, like=X, batch=(2,)))
-    with pytest.raises(ValueError, match="own sequence"):
+    with pytest.raises(ValueError, match="another sequence"):
         nn.MultiHeadAttention.init(24, 4, rotary=nn.Rotary(6), like=X)(X, X[:, :3])
     block = nn.DecoderBlock.init(24, 4, rotary=nn.Rotary(6), like=X)
     assert block.attention.rotary is not None
@@ -454,7 +454,7 @@ def test_logits_are_tied_to_the_embedding_or_have_a_map_of_their_own():
     assert tied.output is None
     vectors = tied.stack(tied.embedding(IDS))
     close(tied(IDS), vectors @ tied.embedding.weight.T, 1e-12)
-    with pytest.raises(ValueError, match="not of both"):
+    with pytest.raises(ValueError, match="give one of them"):
         nn.Transformer(tied.embedding, tied.stack, output=nn.Linear(like), tied=True)
 
 

@@ -9,7 +9,7 @@ import torch
 
 import polyattn
 from polyattn import nn
-from polyattn.nn.passes import BLOCK_BYTES, BLOCK_ROWS, by_rows, mapped
+from polyattn.nn.passes import BLOCK_BYTES, BLOCK_ROWS, affine, by_rows
 
 RNG = np.random.default_rng(0)
 # More than a block of rows, and no whole number of blocks.
@@ -27,7 +27,7 @@ def test_a_map_in_blocks_is_the_product(threads, bias, shape):
     x, weight = numbers(*shape), numbers(24, 16)
     offset = numbers(16) if bias else None
     with polyattn.use_threads(threads):
-        found = mapped(x, weight, offset)
+        found = affine(x, weight, offset)
     expected = x.astype(np.float64) @ weight + (0 if offset is None else offset)
     assert found.shape == expected.shape
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
@@ -36,11 +36,11 @@ def test_a_map_in_blocks_is_the_product(threads, bias, shape):
 
 def test_a_map_of_rows_that_are_not_side_by_side_is_the_product():
     x, weight = numbers(24, ROWS).T, numbers(24, 16)
-    np.testing.assert_allclose(mapped(x, weight, None), x @ weight, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(affine(x, weight, None), x @ weight, rtol=0, atol=1e-5)
 
 
 def test_a_map_of_another_dtype_is_promoted_as_numpy_does():
-    found = mapped(numbers(ROWS, 24), numbers(24, 16, dtype=np.float64), None)
+    found = affine(numbers(ROWS, 24), numbers(24, 16, dtype=np.float64), None)
     assert found.dtype == np.float64
 
 

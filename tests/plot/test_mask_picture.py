@@ -210,8 +210,8 @@ def test_nothing_is_shown_and_the_figure_is_the_callers():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"item": 4}, "no item 4 and head 0 of batch"),
-        ({"item": -1}, "no item -1"),
+        ({"item": 4}, "item 4 or head 0 is out of range for batch"),
+        ({"item": -1}, "item -1 or"),
         ({"head": -1}, "head -1"),
         ({"batch": (3,)}, "must broadcast to the batch axes"),
         ({"tile": 0}, "tile must be at least 1"),

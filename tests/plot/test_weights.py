@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from polyattn import attention_weights, masks, plot
 from polyattn.plot.mask_picture import draw_mask
+from polyattn.plot.weights import COLOURS
 
 matplotlib.use("Agg")
 WORDS = ["the", "cat", "drank", "the", "milk", "because", "it", "was", "so", "sweet"]
@@ -299,7 +300,7 @@ def test_nothing_is_left_with_pyplot(name):
 
 
 def test_the_colours_grow_lighter_step_by_step_for_every_reader():
-    shades = matplotlib.colormaps[plot.COLOURS](np.linspace(0, 1, 64))[:, :3]
+    shades = matplotlib.colormaps[COLOURS](np.linspace(0, 1, 64))[:, :3]
     lightness = shades @ (0.2126, 0.7152, 0.0722)
     assert (np.diff(lightness) > 0).all()
     assert lightness[-1] - lightness[0] > 0.6
@@ -329,7 +330,7 @@ NAN = np.full((2, 2), np.nan)
 @pytest.mark.parametrize(
     ("call", "kind", "says"),
     [
-        (lambda: plot.attention_map(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): choose an item"),
+        (lambda: plot.attention_map(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
         (
             lambda: plot.attention_map(np.ones(3)),
             ValueError,
@@ -343,17 +344,21 @@ NAN = np.full((2, 2), np.nan)
         (
             lambda: plot.attention_map(weights(), WORDS),
             ValueError,
-            "queries must be the 5 .* got 10",
+            "queries must be 5 tokens.* got 10",
         ),
         (
             lambda: plot.attention_map(weights(), None, "ab"),
             ValueError,
-            "keys must be the 7 .* got 2",
+            "keys must be 7 tokens.* got 2",
         ),
-        (lambda: plot.attention_map(weights(2), heads=2), IndexError, "there are 2, and 2 is none"),
+        (
+            lambda: plot.attention_map(weights(2), heads=2),
+            IndexError,
+            "index 2 is out of range for 2",
+        ),
         (lambda: plot.attention_map(weights(2), heads=1.5), TypeError, "heads must be .* got 1.5"),
         (lambda: plot.attention_map(weights(2), heads=[]), ValueError, r"at least one; got \[\]"),
-        (lambda: plot.attention_map(weights(), heads=0), ValueError, r"heads=0 is for weights of"),
+        (lambda: plot.attention_map(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
         (
             lambda: plot.attention_map(weights(2), power=0),
             ValueError,
@@ -362,7 +367,7 @@ NAN = np.full((2, 2), np.nan)
         (
             lambda: plot.attention_map(weights(3), axes=Figure().subplots(1, 2)),
             ValueError,
-            "as many as heads are drawn, 3; got 2",
+            "each of the 3 heads; got 2",
         ),
         (
             lambda: plot.entropy(weights(2)),
@@ -370,13 +375,17 @@ NAN = np.full((2, 2), np.nan)
             r"shape \(layers, H, L, S\); got \(2, 5, 7\)",
         ),
         (lambda: plot.entropy([weights()]), ValueError, r"weights\[0\] must have .* got \(5, 7\)"),
-        (lambda: plot.entropy([]), ValueError, "a layer to draw"),
+        (lambda: plot.entropy([]), ValueError, "must contain a layer"),
         (
             lambda: plot.entropy([weights(2), -weights(2)]),
             ValueError,
             r"weights\[1\] must be finite",
         ),
-        (lambda: plot.entropy([weights(2), weights(3)]), ValueError, r"each other; got \[2, 3\]"),
+        (
+            lambda: plot.entropy([weights(2), weights(3)]),
+            ValueError,
+            r"same number of heads; got \[2, 3\]",
+        ),
         (lambda: plot.mask("causal"), TypeError, "got a str"),
     ],
 )

@@ -1,1 +1,1 @@
-"""The calls that kernels are held to."""
+"""The calls that kernels are checked with."""

@@ -1,6 +1,6 @@
-"""A case: one call of attention, made from its name and fields alone.
+"""Define a case: one call of attention, made only from its name and fields.
 
-Two runs, on any machine, make the same arrays: the seed is a checksum of the name.
+The arrays are the same in every run, on every machine: the seed is a checksum of the name.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -29,9 +29,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Generated:
-    """An array among the options, or a value that carries some: `make(case, rng)`.
+    """An option that is an array, or an expression with arrays: `make(case, rng)`.
 
-    It is cast to the inputs' dtype if it is real, or to a dtype of its own.
+    Floating-point arrays are cast to `dtype`, or to the dtype of the inputs.
     """
 
     make: Callable[[Any, Any], Any]
@@ -39,33 +39,24 @@ class Generated:
 
 
 def with_arrays(option: Any, change: Callable[[Any], Any]) -> Any:
-    """Return an option of a call with each array that is in it replaced.
-
-    Parameters
-    ----------
-    option : Any
-        An array, a value that carries some, a pair of a rate and a seed; or anything else, which
-        stays as it is.
-    change : callable
-        Given an array, what is to stand in its place.
-    """
+    """Return an option of a call with its arrays replaced."""
     if isinstance(option, Expression):
         return option.map(lambda _, x: change(x) if is_array(x) else x)
     if isinstance(option, tuple):
-        return tuple([with_arrays(one, change) for one in option])
+        return tuple([with_arrays(item, change) for item in option])
     return change(option) if is_array(option) else option
 
 
 def arrays_in(option: Any) -> list[Any]:
-    """Return the arrays that are in an option, in the order in which `with_arrays` meets them."""
-    found: list[Any] = []
+    """Return the arrays in an option, in the order of `with_arrays`."""
+    arrays: list[Any] = []
 
     def note(array: Any) -> Any:
-        found.append(array)
+        arrays.append(array)
         return array
 
     with_arrays(option, note)
-    return found
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -75,33 +66,33 @@ class Case:
     Attributes
     ----------
     name : str
-        What it is called, and the seed of its arrays.
+        The name, which is also the seed of the arrays.
     topic : str
-        What of the semantics it is about: one of `TOPICS`.
+        The part of the semantics that it checks: one of `TOPICS`.
     dtype : str
-        Of query, key and value.
+        The dtype of query, key and value.
     batch, key_batch, value_batch : tuple of int
-        The batch axes of query, key and value; None for the query's.
+        The batch axes of query, key and value; None means those of the query.
     H, G, L, S, D, E : int
-        The lengths; G is H and E is D where they are None.
+        The lengths; None means H for G and D for E.
     one_head : bool
         Whether the arrays have no axis of heads.
     layout : str
         The order of heads and length.
     values : str
-        How query, key and value are drawn.
+        The distribution of query, key and value.
     view : str or None
-        How arrays lie in memory; None for contiguous ones.
+        The memory layout of the arrays; None for contiguous ones.
     viewed : str or None
-        Which array does; None for all.
+        The array that has this layout; None for all.
     poison : float or None
-        What some rows of the arrays `poison_in` hold.
+        NaN or infinity, which fills some rows of the arrays in `poison_in`.
     poisoned : tuple of int
-        Which rows.
+        The rows that it fills.
     poison_in : tuple of str
-        Of which of query, key and value.
+        The arrays among query, key and value.
     rows : tuple of int or None
-        The query rows that are held to the oracle; None for all. Long cases are sampled.
+        The query rows that are checked; None for all. Long cases check a sample.
     options : tuple of (str, object)
         The other arguments of the call.
     """
@@ -146,7 +137,7 @@ class Case:
 
     @property
     def value_size(self) -> int:
-        """E, or D where it is that."""
+        """E, or D if E is None."""
         return self.D if self.E is None else self.E
 
     @property
@@ -165,12 +156,12 @@ class Case:
         return q, k, v
 
     def arguments(self, poisoned: bool = True) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
-        """Make the arguments of the call, fresh ones each time.
+        """Make new arguments of the call.
 
         Parameters
         ----------
         poisoned : bool
-            Whether with the poison, or clean.
+            Whether the arrays contain the poison.
 
         Returns
         -------
@@ -187,29 +178,28 @@ class Case:
         arrays = {name: x.astype(dtype) for name, x in arrays.items()}
         if self.layout == "...LHD":
             arrays = {n: np.ascontiguousarray(np.swapaxes(x, -3, -2)) for n, x in arrays.items()}
-        query, key, value = (self._lying(name, x) for name, x in arrays.items())
+        query, key, value = (self._laid_out(name, x) for name, x in arrays.items())
         options: dict[str, Any] = {}
         for name, option in self.options:
             if isinstance(option, Generated):
-                own = np.dtype(option.dtype or dtype)
-                change = partial(self._drawn, name, own)
+                change = partial(self._cast, name, np.dtype(option.dtype or dtype))
                 option = with_arrays(option.make(self, rng), change)
             options[name] = option
         if self.layout != "...HLD":
             options["layout"] = self.layout
         return (query, key, value), options
 
-    def _drawn(self, name: str, dtype: Any, x: Array) -> Array:
-        """An array that was drawn, in its dtype and as it is to lie."""
-        return self._lying(name, x.astype(dtype) if x.dtype.kind == "f" else x)
+    def _cast(self, name: str, dtype: Any, x: Array) -> Array:
+        """Return a generated array in its dtype and memory layout."""
+        return self._laid_out(name, x.astype(dtype) if x.dtype.kind == "f" else x)
 
-    def _lying(self, name: str, x: Array) -> Array:
-        """An argument as it is to lie in memory."""
+    def _laid_out(self, name: str, x: Array) -> Array:
+        """Return an argument in its memory layout."""
         return VIEWS[self.view](x) if self.viewed in (None, name) else x
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """Which of `polyattn.plugin.FEATURES` the call needs."""
+        """The features of `polyattn.plugin.FEATURES` that the call needs."""
         arrays, options = self.arguments()
         return explain(*arrays, **options, backend="numpy").problem.features
 
@@ -247,7 +237,7 @@ def large(case: Case, rng: Any) -> tuple[Any, ...]:
 
 
 def cancelling(case: Case, rng: Any) -> tuple[Any, ...]:
-    """Large values of both signs that all but cancel in the sum."""
+    """Large values of both signs that nearly cancel in the sum."""
     query, key, value = normal(case, rng)
     signs = 1 - 2 * (np.arange(case.S)[:, None] % 2)
     return 0.01 * query, key, value + 1000.0 * signs
@@ -265,14 +255,14 @@ VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
 }
 
 
-# Views: the same numbers, lying otherwise in memory
+# Views: the same numbers in other memory layouts
 
 
 def spaced(x: Array, axis: int = -1) -> Array:
-    """Every other entry of an array twice as long."""
-    at = [slice(None)] * x.ndim
-    at[axis] = slice(None, None, 2)
-    return np.repeat(x, 2, axis)[tuple(at)]
+    """Return every other entry of an array twice as long."""
+    index = [slice(None)] * x.ndim
+    index[axis] = slice(None, None, 2)
+    return np.repeat(x, 2, axis)[tuple(index)]
 
 
 def read_only(x: Array) -> Array:
@@ -281,7 +271,7 @@ def read_only(x: Array) -> Array:
 
 
 def zero_stride(x: Array) -> Array:
-    """The first batch item in place of every other."""
+    """Replace every batch item by the first, with stride 0."""
     return np.broadcast_to(x[:1], x.shape) if x.ndim > 3 else x
 
 
@@ -304,7 +294,7 @@ def make_case(name: str, **fields: Any) -> Case:
     name : str
         What it is called, and the seed of its arrays.
     **fields : Any
-        Fields of `Case`; any other is an option of the call, as a `Generated` where it has arrays.
+        Fields of `Case`; others are options of the call, as a `Generated` if they have arrays.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The cases: what of the semantics they are about, and the names and fields of each."""
+"""List the cases by topic: their names and fields."""
 
 # ruff: noqa: N806 -- the letters are those of the semantics
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case
-from polyattn.conformance.cases.expression_cases import STEPS, make_value_cases
+from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.cases.generators import (
     alibi,
     bent,
@@ -233,8 +233,8 @@ ADVERSARIAL: Group = {
     "cancelling values": {"values": "cancelling values", "S": 32},
 }
 
-# The hidden keys 3 and 4 are hidden from every row; the others from some rows, whose results
-# must not change, while the rows that see them must turn NaN.
+# Keys 3 and 4 are hidden from every row. Other poisoned keys are hidden from some rows, whose
+# results must not change; the rows that see them must become NaN.
 HIDDEN: Group = {
     "mask array": {"mask": mask_without(3, 4)},
     "mask function": {"mask": without_3_and_4},
@@ -248,7 +248,7 @@ POISONED: Group = {
     for poison in (math.nan, math.inf, -math.inf)
     for name, fields in HIDDEN.items()
 }
-# Alone, where no other NaN hides what becomes of it.
+# In one array only, so that no other NaN hides the effect.
 POISONED |= {
     f"{poison} in a {name} under {how}": {**fields, "poison_in": (name,)}
     for poison, name in ((math.nan, "key"), (math.inf, "value"))
@@ -283,7 +283,7 @@ POISONED |= {
     },
 }
 
-# A tile edge lies somewhere among these, whatever the size of a tile.
+# For every tile size an edge of a tile is near one of these.
 LENGTHS = (1, 2, 7, 31, 33, 63, 64, 65, 127, 129)
 EDGES = [(n, n) for n in LENGTHS]
 EDGES += [p for n, m in pairwise(LENGTHS) for p in ((n, m), (m, n))]
@@ -312,7 +312,7 @@ LAYOUTS: Group = {
     for name in (*ARRAYS, "mask")
 }
 
-#: What a case can be about, and the cases of one sentence of it each.
+#: The topics, with the cases that each show one sentence of the semantics.
 TOPICS: dict[str, Group] = {
     "formula": PAIRED | ALONE,
     "rows without a visible key": EMPTY_ROWS,
@@ -358,7 +358,7 @@ def make_long_cases() -> Iterator[Case]:
 
 
 def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
-    """Every case in float32; those with one feature, and the hard ones, in every other dtype."""
+    """Yield all cases in float32; those of one feature and the hard ones also in other dtypes."""
     for case in cases:
         yield case
         if " x " not in case.name and not case.name.startswith("long"):
@@ -367,10 +367,10 @@ def in_every_dtype(cases: Iterable[Case]) -> Iterator[Case]:
                     yield replace(case, name=f"{case.name}, {dtype}", dtype=dtype)
 
 
-#: All cases by their names.
-CASES = {case.name: case for case in (*in_every_dtype(make_cases()), *make_value_cases())}
+#: All cases by name.
+CASES = {case.name: case for case in (*in_every_dtype(make_cases()), *make_expression_cases())}
 
-#: One feature or corner at a time: for libraries where every call is dear.
+#: One case for each feature and corner: for libraries with slow calls.
 ESSENTIAL = {
     name: CASES[name]
     for name in (

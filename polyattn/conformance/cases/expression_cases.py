@@ -1,4 +1,4 @@
-"""Cases of what is given as a value, and of dropout: masks, scores, and what replaces a step."""
+"""List the cases with mask and score expressions, replaced steps, and dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
 from polyattn.conformance.cases.generators import bent, offsets, random_mask, two_in_three
 
-__all__ = ["STEPS", "make_value_cases"]
+__all__ = ["STEPS", "make_expression_cases"]
 
 Fields = dict[str, Any]
 Group = dict[str, Fields]
@@ -20,13 +20,13 @@ Group = dict[str, Fields]
 # ---- masks -------------------------------------------------------------------------------------
 
 
-def counts(case: Case, *those: int) -> Any:
-    """A number for each batch item."""
-    return np.resize(those, case.full_batch)
+def counts(case: Case, *numbers: int) -> Any:
+    """Return a number for each batch item."""
+    return np.resize(numbers, case.full_batch)
 
 
 def documents(case: Case, rng: Any, length: int) -> Any:
-    """Ids of documents that follow one another, others in each batch item."""
+    """Return ids of consecutive documents, different in each batch item."""
     return np.sort(rng.integers(0, 4, size=(*case.full_batch, length)), axis=-1)
 
 
@@ -39,7 +39,7 @@ def packed(case: Case, rng: Any) -> Any:
 
 
 def packed_apart(case: Case, rng: Any) -> Any:
-    """Segments that queries and keys have in no order, without a batch axis."""
+    """Return unordered segments of queries and keys, without a batch axis."""
     queries, keys = (rng.integers(0, 3, size=length) for length in (case.L, case.S))
     return masks.segments(queries, keys)
 
@@ -53,7 +53,7 @@ def per_head(case: Case, rng: Any) -> Any:
 
 
 def by_head(case: Case, rng: Any) -> Any:
-    """A mask that says the same of each head's tiles, and in them shows each other keys."""
+    """Return a mask with the same coverage of tiles for each head, but different keys."""
     return masks.prefix(case.S - 1) & masks.rule(two_in_three)
 
 
@@ -96,7 +96,7 @@ def additive(case: Case, rng: Any) -> Any:
 
 # ---- the cases ---------------------------------------------------------------------------------
 
-#: One case for each of these features, which is asked in every dtype.
+#: One case for each of these features, in every dtype.
 STEPS: Group = {
     "mask value": {"mask": Generated(prefix_of_items)},
     "score value": {"score_mod": Generated(relative)},
@@ -239,7 +239,7 @@ LENGTHS: Group = {
     "65 x 700, prefix": {"mask": masks.causal() | masks.prefix(30), "L": 65, "S": 700},
     "150 x 150, packed documents": {"mask": Generated(packed), "L": 150, "S": 150},
     "150 x 150, composed masks": {"mask": Generated(composed), "L": 150, "S": 150},
-    # Whole blocks of rows see no key by position, and a mask is looked at all the same.
+    # Whole blocks of rows see no key by position, and the mask is evaluated nevertheless.
     "150 x 40, causal and padding": {
         "mask": Generated(padded),
         "is_causal": True,
@@ -274,8 +274,8 @@ LENGTHS: Group = {
 }
 
 
-# Lengths at which a kernel may change its way. A few rows of each are held to the oracle: the first
-# and the last, those beside them and some at the edges of blocks.
+# Lengths at which a kernel may change its algorithm. Only a few rows are checked: the first and the
+# last, their neighbours, and some at the edges of blocks.
 VERY_LONG: Group = {
     "4096 x 4096, window, padding": {
         **{"mask": Generated(padded), "window": (700, 5), "L": 4096, "S": 4096},
@@ -313,8 +313,8 @@ VERY_LONG: Group = {
 }
 
 
-def make_value_cases() -> Iterator[Case]:
-    """Make what there is beside one case for each feature, in float32."""
+def make_expression_cases() -> Iterator[Case]:
+    """Make the other cases of these features, in float32."""
     for name, fields in VERY_LONG.items():
         yield make_case(name, topic="lengths", **LONG | {"H": 1} | fields)
     for first, a in STEPS.items():

@@ -1,7 +1,7 @@
-"""What cases are made of: masks, biases, offsets, and functions of the indices.
+"""Generate masks, biases, offsets and functions of the indices for cases.
 
-Functions use operators only (and a cast or a choice where an index meets a score), so that they run
-on the arrays of every library.
+The functions use only operators, and a cast or `where` to combine an index with a score, so that
+they run on the arrays of every library.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def mask_with_empty_rows(case: Case, rng: Any) -> Any:
 
 
 def mask_without(*hidden: int) -> Generated:
-    """A mask `(L, S)` that hides some keys from every row."""
+    """Return a mask `(L, S)` that hides some keys from every row."""
 
     def make(case: Case, rng: Any) -> Any:
         return np.broadcast_to(~np.isin(np.arange(case.S), hidden), (case.L, case.S)).copy()
@@ -59,7 +59,7 @@ def mask_without(*hidden: int) -> Generated:
 
 
 def bias_with(hide: Callable[[Any, Any], Any]) -> Generated:
-    """A bias that is -inf where `hide(i, j)` and normal elsewhere."""
+    """Return a bias that is -inf where `hide(i, j)` and normal elsewhere."""
 
     def make(case: Case, rng: Any) -> Any:
         i, j = np.arange(case.L)[:, None], np.arange(case.S)
@@ -69,7 +69,7 @@ def bias_with(hide: Callable[[Any, Any], Any]) -> Generated:
 
 
 def padding(case: Case, rng: Any) -> Any:
-    """A mask `(batch, 1, 1, S)`: each batch item has a length of its own."""
+    """Return a mask `(batch, 1, 1, S)`: each batch item has its own length."""
     lengths = rng.integers(1, max(case.S, 1) + 1, size=(*case.full_batch, 1, 1, 1))
     mask = np.arange(case.S) < lengths
     return mask[0, 0] if case.one_head else mask
@@ -80,12 +80,12 @@ def offsets(case: Case, rng: Any) -> Any:
 
 
 def like(score: Any, index: Any) -> Any:
-    """An index as numbers that may meet a score: the standard mixes no kinds of dtype."""
+    """Cast an index to the dtype of a score: the standard does not mix kinds of dtypes."""
     return cast(library_of(score).xp, index, score.dtype)
 
 
 def bent(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Not linear in the score, so that its place in the order of the steps shows."""
+    """Change the score nonlinearly, so that the order of the steps matters."""
     near = like(score, (i - j) * (i - j) < 9)
     head = like(score, 1 + h + 2 * b)
     return 0.25 * score * score + score / head + near
@@ -96,7 +96,7 @@ def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
 
 
 def hidden(score: Any, where: Any) -> Any:
-    """Scores that are -inf somewhere."""
+    """Set scores to -inf where the condition holds."""
     xp = library_of(score).xp
     return xp.where(where, xp.full_like(score, -math.inf), score)
 

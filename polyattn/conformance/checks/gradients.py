@@ -1,4 +1,4 @@
-"""The gradients that a library's own differentiation gives, held against the textbook's."""
+"""Check the gradients of a library's own differentiation against the textbook's."""
 
 from __future__ import annotations
 
@@ -21,84 +21,61 @@ __all__ = ["GRADIENT_CASES", "POISONED_GRADIENT_CASES", "check_gradients", "has_
 
 
 def has_gradients(target: Target) -> bool:
-    """Say whether the subject's library differentiates, as far as this module knows.
-
-    Parameters
-    ----------
-    target : Target
-        The backend.
-    """
+    """Return whether this module can differentiate in the library of the target."""
     return target.library.partition(".")[0] in BY
 
 
 def check_gradients(
     target: Target, variant: KernelVariant, case: Case
 ) -> dict[str, Deviation] | None:
-    """Hold a kernel to gradients as accurate as the textbook's.
-
-    Parameters
-    ----------
-    target : Target
-        The backend.
-    variant : KernelVariant
-        Its kernel.
-    case : Case
-        The call; one of `GRADIENT_CASES`.
-
-    Returns
-    -------
-    dict of str to Deviation, or None
-        How far each gradient is off; None if the library has no gradients, or the kernel refuses
-        the call or the gradients of it.
-
-    Raises
-    ------
-    AssertionError
-        If an element is off by more than its limit.
-    """
-    given = target.arguments(case)
-    by = BY.get(facts_of(given[0][0]).library)
-    found = None if by is None else by(target, case, variant.for_case(case), given)
-    if found is None:
+    """Check that the gradients are as accurate as the textbook's; None if the call is refused."""
+    arguments = target.arguments(case)
+    by = BY.get(facts_of(arguments[0][0]).library)
+    gradients = None if by is None else by(target, case, variant.for_case(case), arguments)
+    if gradients is None:
         return None
     deviations = {}
     for name, yard in gradient_yardsticks(case).items():
-        off = deviation(target.back(found[name]), yard, f"{case}: gradient of {name}")
+        off = deviation(target.back(gradients[name]), yard, f"{case}: gradient of {name}")
         assert off.fault is None, off.fault
         deviations[name] = off
     return deviations
 
 
-Given = tuple[list[Any], dict[str, Any]]
+Arguments = tuple[list[Any], dict[str, Any]]
 
 
 def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that have gradients, by name."""
+    """Return the arguments that have gradients, by name."""
     named = dict(zip(("query", "key", "value"), arrays, strict=True))
     return named | {name: options[name] for name in ("bias", "sinks") if name in options}
 
 
-def by_torch(target: Target, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
-    """The gradients by torch's autograd, or None if the kernel refuses."""
+def by_torch(
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+) -> dict[str, Any] | None:
+    """Return the gradients by torch's autograd, or None if the kernel refuses."""
     torch = importlib.import_module("torch")
-    arrays, options = given
+    arrays, options = arguments
     inputs = differentiable(arrays, options)
     for x in inputs.values():
         x.requires_grad_()
     if explain(*arrays, **options, backend=target.backend, kernel=kernel).chosen is None:
         return None
-    output = target.call(case, kernel, given=given)
-    assert output.requires_grad, f"{case}: the output has lost the graph of its gradients"
+    output = target.call(case, kernel, arguments=arguments)
+    assert output.requires_grad, f"{case}: the output does not require a gradient"
     along = target.to(cotangent(case))
-    found = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
+    gradients = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
     return {
         name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(inputs.items(), found, strict=True)
+        for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
     }
 
 
-def by_jax(target: Target, case: Case, kernel: Kernel, given: Given) -> dict[str, Any] | None:
-    """The same by JAX's."""
+def by_jax(
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+) -> dict[str, Any] | None:
+    """Return the gradients by JAX, or None if the kernel refuses."""
     jax = importlib.import_module("jax")
     along = target.to(cotangent(case))
 
@@ -109,11 +86,11 @@ def by_jax(target: Target, case: Case, kernel: Kernel, given: Given) -> dict[str
         return back(along)[0]
 
     try:
-        found: dict[str, Any] = target.call(case, kernel, differentiated, given)
+        gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)
     except UnsupportedError:
-        # Nothing tells that an array of JAX is to be differentiated until it is.
+        # An array of JAX does not show beforehand that it will be differentiated.
         return None
-    return found
+    return gradients
 
 
 BY = {"torch": by_torch, "jax": by_jax}
@@ -160,10 +137,10 @@ def in_both_dtypes(names: Iterable[str]) -> Iterator[Case]:
         yield replace(CASES[name], name=f"{name}, float64", dtype="float64")
 
 
-#: Calls whose gradients are worth checking, by their names.
+#: Cases whose gradients are checked, by name.
 GRADIENT_CASES = {case.name: case for case in in_both_dtypes(NAMES)}
 
-#: Calls with NaN or infinity in keys and values that no row sees: no gradient may change.
+#: Cases with NaN or infinity in hidden keys and values: no gradient may change.
 POISONED_GRADIENT_CASES = {
     name: CASES[name]
     for name in (

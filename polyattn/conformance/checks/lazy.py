@@ -1,7 +1,7 @@
-"""Calls that stay lazy: nothing is computed while one is traced or its graph is built.
+"""Make calls that fail if anything is computed while they are traced or their graph is built.
 
-`array_api_extra.testing` patches the functions of a module: under JAX they are jitted, under dask
-they may not compute. This module holds one for it.
+`array_api_extra.testing` patches functions of a module: it jits them under JAX and forbids
+computing under dask. This module has one function for it to patch.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ LAZY = ("jax", "dask")
 
 
 def is_lazy(target: Target) -> bool:
-    """Whether the subject's library can evaluate lazily, as far as this module knows."""
+    """Return whether the library of the target is known to evaluate lazily."""
     return target.library.partition(".")[0] in LAZY
 
 
 def lazily(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of lists and dictionaries of arrays that fails if it computes anything.
-
-    It is a transform for a `Target`.
-    """
-    here: Any = sys.modules[__name__]
-    request: Any = SimpleNamespace(module=here)
+    """Return a function of arrays that fails if it computes anything; a transform for `Target`."""
+    module: Any = sys.modules[__name__]
+    request: Any = SimpleNamespace(module=module)
 
     def run(arrays: list[Any], options: dict[str, Any]) -> Any:
         xp = importlib.import_module(library_of(arrays[0]).xp.__name__)
         with patch_lazy_xp_functions(request, xp=xp):
-            return here.call(function, arrays, options)
+            return module.call(function, arrays, options)
 
     return run
 
 
 def call(function: Callable[..., Any], arrays: list[Any], options: dict[str, Any]) -> Any:
-    """Call it: the function that is patched."""
+    """Call the function; this is what is patched."""
     return function(arrays, options)
 
 

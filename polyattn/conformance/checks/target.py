@@ -1,7 +1,7 @@
-"""What is checked: a backend, on the arrays of one library, and each of its kernels.
+"""Describe what is checked: a backend, on the arrays of one library, and each of its kernels.
 
-NumPy arrays go to the library and come back bit for bit, so that every subject is given the same
-numbers and is held to the same results.
+NumPy arrays are converted to the library and back bit for bit, so that every target gets the same
+numbers and is compared with the same results.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ CALLS_REMEMBERED = 100
 
 
 class KernelVariant(NamedTuple):
-    """A kernel as it is checked: as it is, or with tiles so small that short arrays have many.
+    """A kernel, with its own tiles or with tiles so small that short arrays have many.
 
     Attributes
     ----------
     kernel : Kernel
         The kernel.
     small_tiles : bool
-        Whether with small tiles.
+        Whether its tiles are small.
     """
 
     kernel: Kernel
@@ -74,20 +74,20 @@ class Target:
     Parameters
     ----------
     backend : str
-        What ``backend=`` is to be: ``name`` or ``name:device``.
+        The value of ``backend=``: ``name`` or ``name:device``.
     library : str, optional
         The module that makes the arrays, such as ``"jax.numpy"``. By default the backend's own
         library, and NumPy for ``array-api``.
     transform : callable, optional
-        What every call goes through, such as ``jax.jit``: it takes a function of arrays, and
-        dictionaries of arrays, and returns one.
+        A wrapper of every call, such as ``jax.jit``: it takes and returns a function of a list and
+        a dictionary of arrays.
 
     Raises
     ------
     UnknownBackendError
         If no plugin has the name.
     BackendUnavailableError
-        If the backend cannot be loaded here; it says why, and how to mend that.
+        If the backend cannot be loaded here; the message says why and how to fix it.
     """
 
     def __init__(
@@ -100,22 +100,22 @@ class Target:
         if "," in backend or stem == "auto":
             raise ValueError(f"one backend is checked at a time, by its name; got {backend!r}")
         shape = (1, 2)
-        explain(shape, shape, shape, backend=stem)  # refuses a name that nobody has
+        explain(shape, shape, shape, backend=stem)  # refuses an unknown name
         self.backend, self.transform, self.device = backend, transform, None
         if stem == registry.ARRAY_API:
-            self._plugin, own = None, "numpy"
+            self._plugin, default = None, "numpy"
         else:
             failure = registry.load(stem)
             if failure is not None:
                 raise BackendUnavailableError(f"the backend {stem!r} cannot be used: {failure}")
-            self._plugin, own = registry.loaded(stem), registry.spec_of(stem).namespaces[0]
+            self._plugin, default = registry.loaded(stem), registry.spec_of(stem).namespaces[0]
             self.device = registry.device_of(stem, device) if device else None
             if device and self.device is None:
-                here = ", ".join(registry.devices_of(stem)) or "none that it can name"
+                names = ", ".join(registry.devices_of(stem)) or "no device with a name"
                 raise BackendUnavailableError(
-                    f"the backend {stem!r} has no device {device!r} here; it has {here}"
+                    f"the backend {stem!r} has no device {device!r} here; it has {names}"
                 )
-        self.library = library or own
+        self.library = library or default
         self._known: dict[str, bool] = {}
         self._calls = 0
         self.mover = self._find_mover()
@@ -133,14 +133,14 @@ class Target:
         return self.backend.partition(":")[0]
 
     def _find_mover(self) -> Any:
-        """The backend whose plugin takes the library's arrays in and out, or None."""
+        """Return the plugin that converts arrays to the library and back, or None."""
         for name in registry.serving(self.library):
             if registry.load(name) is None:
                 return registry.loaded(name)
         return None
 
     def to(self, array: Any) -> Any:
-        """Bring an array to the library.
+        """Convert an array to the library.
 
         Parameters
         ----------
@@ -150,14 +150,14 @@ class Target:
         Returns
         -------
         Array
-            The same numbers, on the device that is checked.
+            The same numbers, on the checked device.
         """
         if self.mover is None:
             return self._asarray(array)
         return self.mover.place(array, self.device)
 
     def back(self, array: Any) -> Any:
-        """Bring an array back.
+        """Convert an array of the library to NumPy.
 
         Parameters
         ----------
@@ -173,22 +173,22 @@ class Target:
 
     @cached_property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes that the library has, and the backend takes."""
+        """The dtypes that the library has and the backend supports."""
         taken = DTYPES if self._plugin is None else registry.spec_of(self._stem).dtypes
         return tuple(dtype for dtype in taken if self.has(dtype))
 
     def has(self, dtype: str) -> bool:
-        """Say whether the library has a dtype.
+        """Return whether the library has a dtype.
 
         Parameters
         ----------
         dtype : str
-            Its name.
+            The name of the dtype.
 
         Returns
         -------
         bool
-            Whether an array of it goes there and keeps it.
+            Whether an array keeps the dtype when it is converted.
         """
         if dtype not in self._known:
             self._known[dtype] = self._keeps(dtype)
@@ -196,41 +196,39 @@ class Target:
 
     def _keeps(self, dtype: str) -> bool:
         try:
-            there = self.to(np.ones((1, 2), dtype))
-        except Exception:
-            # A library refuses a dtype that it has not in its own way, a warning turned error
-            # among them.
+            converted = self.to(np.ones((1, 2), dtype))
+        except Exception:  # libraries refuse unknown dtypes in many ways, such as warnings
             return False
-        return facts_of(there).dtype == dtype
+        return facts_of(converted).dtype == dtype
 
     @cached_property
     def kernels(self) -> tuple[KernelVariant, ...]:
-        """The backend's kernels, and those that work in tiles once more, with small ones."""
+        """The kernels of the backend, and the tiled ones once more with small tiles."""
         kernels = [k for k in registry.kernels_of(self._plugin) if k not in self.elsewhere]
         small = [KernelVariant(kernel, True) for kernel in kernels if kernel.tile is not None]
         return (*map(KernelVariant, kernels), *small)
 
     @cached_property
     def elsewhere(self) -> tuple[Kernel, ...]:
-        """The backend's kernels that run on none of the devices at hand, so cannot be checked."""
+        """The kernels of the backend that cannot run on the devices of this machine."""
         kernels = (k for k in self.own if k.devices is not None)
         return tuple(k for k in kernels if not (k.devices or frozenset()) & self.kinds)
 
     @property
     def own(self) -> tuple[Kernel, ...]:
-        """The kernels that the backend brings itself."""
+        """The kernels of the plugin itself, without the core's."""
         return () if self._plugin is None else self._plugin.kernels
 
     @cached_property
     def kinds(self) -> frozenset[str]:
-        """The kinds of device that are checked; none where they cannot be named."""
+        """The kinds of device that are checked; empty where they have no names."""
         if self._plugin is None:
             return frozenset()
         at_hand = [self.device] if self.device else registry.devices_of(self._stem)
         return frozenset(device.partition(":")[0] for device in at_hand)
 
     def declared(self, kernel: Kernel) -> frozenset[str]:
-        """Return the features that a kernel declares for the kinds of device that are checked.
+        """Return the features that a kernel declares for the checked kinds of device.
 
         Parameters
         ----------
@@ -240,7 +238,7 @@ class Target:
         Returns
         -------
         frozenset of str
-            Those, of `FEATURES`.
+            A subset of `FEATURES`.
         """
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
         return frozenset(kernel.features) - elsewhere
@@ -266,7 +264,7 @@ class Target:
         }
 
     def explain(self, case: Case, kernel: Kernel, *, logsumexp: bool = False) -> Explanation:
-        """Say what would become of a call that insists on a kernel.
+        """Explain a call that requires a kernel.
 
         Parameters
         ----------
@@ -275,12 +273,12 @@ class Target:
         kernel : Kernel
             The kernel.
         logsumexp : bool
-            Whether the logsumexp is asked for, too.
+            Whether the logsumexp is required as well.
 
         Returns
         -------
         Explanation
-            As of `polyattn.explain`.
+            The result of `polyattn.explain`.
         """
         arrays, options = self.arguments(case)
         return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
@@ -290,7 +288,7 @@ class Target:
         case: Case,
         kernel: Kernel,
         function: Callable[..., Any] = attention,
-        given: tuple[list[Any], dict[str, Any]] | None = None,
+        arguments: tuple[list[Any], dict[str, Any]] | None = None,
     ) -> Any:
         """Make the call of a case.
 
@@ -299,11 +297,11 @@ class Target:
         case : Case
             The call.
         kernel : Kernel
-            The kernel to insist on.
+            The required kernel.
         function : callable
-            One with the signature of `attention`.
-        given : tuple, optional
-            The arguments, as of `arguments`, if they are there already.
+            A function with the signature of `attention`.
+        arguments : tuple, optional
+            The result of `arguments`; made if it is not given.
 
         Returns
         -------
@@ -311,35 +309,30 @@ class Target:
             What the function returns.
         """
         self._forget_compiled()
-        arrays, options = given or self.arguments(case)
-        traced = {name: found for name, x in options.items() if (found := arrays_in(x))}
+        arrays, options = arguments or self.arguments(case)
+        traced = {name: inner for name, x in options.items() if (inner := arrays_in(x))}
 
         def run(arrays: Any, traced: Any) -> Any:
-            given = options | {
-                name: _around(options[name], found) for name, found in traced.items()
-            }
-            return function(*arrays, **given, backend=self.backend, kernel=kernel)
+            replaced = {name: _around(options[name], inner) for name, inner in traced.items()}
+            return function(*arrays, **options | replaced, backend=self.backend, kernel=kernel)
 
         return (self.transform or (lambda f: f))(run)(arrays, traced)
 
     def _forget_compiled(self) -> None:
-        """Let JAX forget what it compiled for calls long ago, each with memory maps of its own.
-
-        A process has no more than so many of those.
-        """
+        """Clear the caches of JAX now and then: a process may have only so many memory maps."""
         self._calls += 1
         if self._calls % CALLS_REMEMBERED == 0 and self.library.partition(".")[0] == "jax":
             importlib.import_module("jax").clear_caches()
 
 
 def _around(option: Any, arrays: Iterable[Any]) -> Any:
-    """An option with other arrays in place of its own, which a transform has made of them."""
+    """Return an option with its arrays replaced by those of a transform, in order."""
     others = iter(arrays)
     return with_arrays(option, lambda _: next(others))
 
 
 def _maker(library: str) -> Callable[[Any], Any]:
-    """The function that makes a library's arrays."""
+    """Return the function that makes arrays of a library."""
     try:
         module: Any = importlib.import_module(library)
     except ImportError as error:

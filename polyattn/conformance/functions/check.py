@@ -1,6 +1,6 @@
-"""Any function of the shape of torch's SDPA, held to the cases: where it departs, and how far.
+"""Check any function with the signature of torch's SDPA: where it differs, and by how much.
 
-A departure is read: `readings` has the other meanings that are tried.
+A result that differs is compared with the other meanings of `interpretations`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
 from polyattn.conformance.checks.target import Target
-from polyattn.conformance.functions.interpretations import Options, read
+from polyattn.conformance.functions.interpretations import Options, interpret
 from polyattn.conformance.reference.oracle import Array
 from polyattn.conformance.reference.tolerance import Deviation, deviation, output_yardstick
 
@@ -31,7 +31,7 @@ __all__ = [
     "arguments_for",
     "check_callable",
     "load",
-    "subject_of",
+    "target_of",
 ]
 
 AGREES, DIFFERS, RAISES, NO_ARGUMENT = "agrees", "differs", "raises", "no argument"
@@ -40,31 +40,31 @@ Function = Callable[..., Any]
 
 
 class NoArgumentError(Exception):
-    """Raised by an adapter that its function has no argument for what it was given."""
+    """Raised by an adapter whose function has no argument for an option."""
 
 
 class Finding(NamedTuple):
-    """What became of a case.
+    """The result of a case.
 
     Attributes
     ----------
     status : str
         ``agrees``, ``differs``, ``raises`` or ``no argument``.
     deviation : Deviation or None
-        How far the output is off; None if there is none.
+        The error of the output; None if there is no output.
     error : str
-        The type and the first line of what was raised.
+        The type and the first line of the error that was raised.
     missing : str
-        What there is no argument for.
-    reading : str
-        The other meaning that a result which differs agrees with; empty if none was found.
+        The options that the function has no argument for.
+    interpretation : str
+        The other meaning that a differing result agrees with; empty if none was found.
     """
 
     status: str
     deviation: Deviation | None = None
     error: str = ""
     missing: str = ""
-    reading: str = ""
+    interpretation: str = ""
 
 
 def load(spec: str) -> Function:
@@ -83,7 +83,7 @@ def load(spec: str) -> Function:
     Raises
     ------
     ValueError
-        If it is written otherwise, or there is no such function.
+        If it has another form, or there is no such function.
 
     Examples
     --------
@@ -97,47 +97,47 @@ def load(spec: str) -> Function:
     if not module or not name:
         raise ValueError(refusal)
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
     except (ImportError, TypeError) as error:  # TypeError: a relative name
         hint = "; leave out the .py" if module.endswith(".py") else ""
         raise ValueError(f"the module {module!r} cannot be imported: {error}{hint}") from error
     try:
-        found = functools.reduce(getattr, name.split("."), found)
+        function = functools.reduce(getattr, name.split("."), function)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, dir(found), n=1)
+        near = difflib.get_close_matches(name, dir(function), n=1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"the module {module!r} has no {name!r}{meant}") from error
-    if not callable(found):
-        raise ValueError(f"{spec!r} is no function; it is {found!r:.80}")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ValueError(f"{spec!r} is not a function; it is {function!r:.80}")
+    return function  # type: ignore[no-any-return]
 
 
-def subject_of(spec: str, library: str | None) -> Target:
-    """Return the subject whose arrays a function is given.
+def target_of(spec: str, library: str | None) -> Target:
+    """Return the target that makes the arrays for a function.
 
     Parameters
     ----------
     spec : str
         The function, as for `load`.
     library : str or None
-        The module that makes the arrays; None for that of the function, or else NumPy.
+        The module that makes the arrays; None for the function's own library, or NumPy.
 
     Returns
     -------
     Target
-        It takes NumPy arrays to the library and back.
+        Converts NumPy arrays to the library and back.
     """
     root = spec.partition(":")[0].partition(".")[0]
     library = library or {"torch": "torch", "jax": "jax.numpy"}.get(root, "numpy")
     return Target("array-api", library)
 
 
-#: What torch's function takes, which has no signature to inspect.
+#: The parameters of torch's function, which has no signature to inspect.
 _OF_TORCH = frozenset(["attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"])
 
 
 def _parameters(function: Function) -> tuple[frozenset[str], bool]:
-    """The names that a function takes, and whether it takes any other."""
+    """Return the parameters of a function, and whether it has ``**kwargs``."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -147,20 +147,20 @@ def _parameters(function: Function) -> tuple[frozenset[str], bool]:
 
 
 def arguments_for(function: Function, options: Options, *, grouped: bool = False) -> Options:
-    """Return the options of a call of `polyattn.attention` as a function takes them.
+    """Return options of `polyattn.attention` as the keyword arguments of a function.
 
-    An option goes to the parameter of its own name. A mask array and a bias without one go to
-    `attn_mask`, together as the bias, -inf where the mask is False. What is left goes to
-    ``**kwargs``.
+    An option goes to the parameter with its name. A mask array and a bias without such a parameter
+    go to `attn_mask`; both together become the bias, -inf where the mask is False. The other
+    options go to ``**kwargs``.
 
     Parameters
     ----------
     function : callable
         The function.
     options : dict
-        The options, arrays among them.
+        The options.
     grouped : bool
-        Whether there are fewer key/value heads than query heads, which `enable_gqa` allows.
+        Whether `enable_gqa` is needed: there are fewer key/value heads than query heads.
 
     Returns
     -------
@@ -170,27 +170,27 @@ def arguments_for(function: Function, options: Options, *, grouped: bool = False
     Raises
     ------
     NoArgumentError
-        If an option is left over; it names all of them.
+        If there is no parameter for an option; the message names all such options.
     """
     names, others = _parameters(function)
     left = dict(options)
-    given = {name: left.pop(name) for name in options if name in names}
+    keywords = {name: left.pop(name) for name in options if name in names}
     if "attn_mask" in names:
         mask = None if callable(left.get("mask")) else left.pop("mask", None)
         bias = left.pop("bias", None)
         if mask is not None and bias is not None:
-            given["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
+            keywords["attn_mask"] = np.where(mask, bias, np.asarray(-np.inf, bias.dtype))
         elif mask is not None or bias is not None:
-            given["attn_mask"] = bias if mask is None else mask
+            keywords["attn_mask"] = bias if mask is None else mask
     if left and not others:
         function_of = {"mask": "mask as a function"} if callable(left.get("mask")) else {}
         raise NoArgumentError(", ".join(function_of.get(name, name) for name in left))
     if grouped and "enable_gqa" in names:
-        given["enable_gqa"] = True
-    return given | left
+        keywords["enable_gqa"] = True
+    return keywords | left
 
 
-#: The features that an option can make a call need, where they are not named as it is.
+#: The features that an option can require, where their names differ.
 _FEATURES_OF = {
     "is_causal": ("causal",),
     "mask": ("mask", "mask_mod", "mask_expression"),
@@ -200,8 +200,8 @@ _FEATURES_OF = {
 }
 
 
-def _asked(function: Function, case: Case, options: Options) -> Options:
-    """The options, less those that ask for nothing and that the function has no parameter for."""
+def _needed(function: Function, case: Case, options: Options) -> Options:
+    """Return the options without those that change nothing and have no parameter."""
     names, others = _parameters(function)
     return {
         name: option
@@ -216,29 +216,29 @@ def _asked(function: Function, case: Case, options: Options) -> Options:
 def check_callable(
     function: Function, case: Case, to: Callable[[Any], Any], back: Callable[[Any], Any]
 ) -> Finding:
-    """Hold a function to a case.
+    """Check a function with a case.
 
     Parameters
     ----------
     function : callable
-        Takes query, key and value, and options by the names of torch's
-        `scaled_dot_product_attention` or of `polyattn.attention`; see `arguments_for`.
+        A function of query, key and value, with options named as in torch's
+        `scaled_dot_product_attention` or in `polyattn.attention`; see `arguments_for`.
     case : Case
         The call.
     to : callable
-        Makes an array of the function's library of a NumPy array.
+        Converts a NumPy array to the library of the function.
     back : callable
         The inverse.
 
     Returns
     -------
     Finding
-        What became of it.
+        The result.
 
     Raises
     ------
     ValueError
-        If the case is one of dropout.
+        If the case has dropout.
 
     Examples
     --------
@@ -246,23 +246,23 @@ def check_callable(
     >>> from polyattn.conformance import CASES
     >>> from polyattn.conformance.functions.check import check_callable
     >>> from polyattn.dialects import scaled_dot_product_attention as sdpa
-    >>> found = check_callable(sdpa, CASES["causal x L < S"], np.asarray, np.asarray)
-    >>> found.status, found.reading
+    >>> finding = check_callable(sdpa, CASES["causal x L < S"], np.asarray, np.asarray)
+    >>> finding.status, finding.interpretation
     ('differs', 'rows count from the first key (query_offset=0)')
     """
     if "dropout" in case.features:
-        raise ValueError(f"{case}: what dropout draws is no function's to agree with")
+        raise ValueError(f"{case}: other functions draw different dropout masks")
     arrays, options = case.arguments()
     try:
-        options = _asked(function, case, options)
+        options = _needed(function, case, options)
         options = arguments_for(function, options, grouped="grouped_heads" in case.features)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given = [to(x) for x in arrays]
+            inputs = [to(x) for x in arrays]
             keywords = {name: with_arrays(option, to) for name, option in options.items()}
-            held = given + [x for option in keywords.values() for x in arrays_in(option)]
+            held = inputs + [x for option in keywords.values() for x in arrays_in(option)]
             before = [_bits(back(x)) for x in held]
-            output = np.array(back(function(*given, **keywords)))
+            output = np.array(back(function(*inputs, **keywords)))
             after = [_bits(back(x)) for x in held]
     except NoArgumentError as error:
         return Finding(NO_ARGUMENT, missing=str(error))
@@ -285,7 +285,7 @@ def _judge(case: Case, output: Array, written: bool) -> Finding:
     if output.shape != yard.exact.shape:
         wrong.append("the output has another shape")
     elif off.fault is not None:
-        wrong.append(read(case, output))
+        wrong.append(interpret(case, output))
     if not wrong:
         return Finding(AGREES, off)
-    return Finding(DIFFERS, off, reading="; ".join(filter(None, wrong)))
+    return Finding(DIFFERS, off, interpretation="; ".join(filter(None, wrong)))

@@ -1,7 +1,7 @@
-"""Other meanings of a call, which a result that departs from ours may agree with.
+"""Find the other meaning of a call that a differing result agrees with.
 
-A reading is a call that, by ours, gives what the function gives. The oracle and the textbook
-formula evaluate that call, so that every meaning is held to a yardstick of its own.
+An interpretation is a call whose result, by our semantics, is that of the function. The oracle and
+the textbook formula evaluate that call, so that every interpretation has its own error limits.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -22,25 +22,25 @@ from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
-__all__ = ["INTERPRETATIONS", "Interpretation", "read"]
+__all__ = ["INTERPRETATIONS", "Interpretation", "interpret"]
 
 Options = dict[str, Any]
 Arguments = tuple[tuple[Array, Array, Array], Options]
 
 
 class Interpretation(NamedTuple):
-    """Another meaning: the call that, by ours, gives what a call gives by it.
+    """Another meaning of a call, as the call that has its result by our semantics.
 
     Attributes
     ----------
     name : str
-        The meaning, as a sentence.
+        A sentence.
     applies : callable
-        Whether it makes anything else of a case than ours does.
+        Whether it can change the result of a case.
     call : callable
-        Takes the arguments of the case's call and returns those of the other one.
+        Changes the arguments of the case to those of the other call.
     dtype : str or None
-        What it computes in; None for the dtype of the semantics.
+        The dtype to compute in; None for that of the semantics.
     """
 
     name: str
@@ -50,39 +50,29 @@ class Interpretation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Reread(Case):
-    """A case whose call is that of other meanings of it."""
+class _Interpreted(Case):
+    """A case with its arguments changed by interpretations."""
 
-    readings: tuple[Interpretation, ...] = ()
+    interpretations: tuple[Interpretation, ...] = ()
 
     def arguments(self, poisoned: bool = True) -> Arguments:
         arguments = _in_plain_terms(super().arguments(poisoned))
-        for reading in self.readings:
-            arguments = reading.call(arguments)
+        for interpretation in self.interpretations:
+            arguments = interpretation.call(arguments)
         return arguments
 
 
 @np.errstate(all="ignore")
-def read(case: Case, output: Array, most: int = 2) -> str:
-    """Return the meanings that a result agrees with, together; empty if none do.
-
-    Parameters
-    ----------
-    case : Case
-        The call.
-    output : numpy.ndarray
-        What a function gave for it.
-    most : int
-        How many of them to try together.
-    """
-    those = [reading for reading in INTERPRETATIONS if reading.applies(case)]
+def interpret(case: Case, output: Array, most: int = 2) -> str:
+    """Return the interpretations, at most `most` together, that a result agrees with, or ""."""
+    applicable = [other for other in INTERPRETATIONS if other.applies(case)]
     own = {field.name: getattr(case, field.name) for field in fields(case)}
-    together = (combinations(those, n) for n in range(1, most + 1))
-    for readings in chain.from_iterable(together):
-        dtype = next((r.dtype for r in readings if r.dtype), None)
-        yard = output_yardstick(_Reread(**own, readings=readings), dtype)
+    together = (combinations(applicable, n) for n in range(1, most + 1))
+    for interpretations in chain.from_iterable(together):
+        dtype = next((r.dtype for r in interpretations if r.dtype), None)
+        yard = output_yardstick(_Interpreted(**own, interpretations=interpretations), dtype)
         if deviation(output, yard, "").fault is None:
-            return " and ".join(reading.name for reading in readings)
+            return " and ".join(interpretation.name for interpretation in interpretations)
     return ""
 
 
@@ -99,7 +89,7 @@ def _changed(**options: Any) -> Callable[[Arguments], Arguments]:
 
 
 def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
-    """The batch, H, L and S of a call."""
+    """Return the batch, H, L and S of a call."""
     (query, key, value), options = arguments
     layout = options.get("layout", "...HLD")
     q, k, v = (heads_first(x, layout).shape for x in (query, key, value))
@@ -107,7 +97,7 @@ def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
 
 
 def _in_plain_terms(arguments: Arguments) -> Arguments:
-    """The same call, in which no mask and no score is a value."""
+    """Return the same call without mask and score expressions."""
     arrays, options = arguments
     batch, *ends = _lengths(arguments)
     rows = Rows(batch, (ends[0], ends[1], ends[2]), options.get("query_offset"))
@@ -116,13 +106,13 @@ def _in_plain_terms(arguments: Arguments) -> Arguments:
 
 
 def _spread(arguments: Arguments, x: Any) -> Array:
-    """Broadcast to (batch, H, L, S), the batch flat, as functions of the indices see it."""
+    """Broadcast to (batch, H, L, S) with a flat batch, as index functions expect."""
     batch, H, L, S = _lengths(arguments)
     return np.broadcast_to(x, (*batch, H, L, S)).reshape(math.prod(batch), H, L, S)
 
 
 def _visible(arguments: Arguments) -> Array:
-    """Which keys each row sees, (batch, H, L, S), by all but `score_mod`."""
+    """Return which keys each row sees, (batch, H, L, S), without `score_mod`."""
     options = arguments[1]
     batch, H, L, S = _lengths(arguments)
     b, h, i, j = np.ogrid[: math.prod(batch), :H, :L, :S]
@@ -144,7 +134,7 @@ def _visible(arguments: Arguments) -> Array:
 
 
 def _empty_rows(score: float) -> Callable[[Arguments], Arguments]:
-    """Let rows without a key see all keys, but those of a bias of -inf if others are left."""
+    """Let rows without a key see all keys, except those with a bias of -inf if others remain."""
 
     def call(arguments: Arguments) -> Arguments:
         arrays, options = arguments
@@ -219,7 +209,7 @@ def _all_nan(arguments: Arguments) -> Arguments:
 
 
 def _all_poisoned(arguments: Arguments) -> Arguments:
-    """Let every row see the infinities of the values, or NaN where there are none."""
+    """Let every row see the infinities of the values, or NaN without infinities."""
     (query, key, value), options = arguments
     spoilt = value[~np.isfinite(lift(value))]
     poison = spoilt[0] if spoilt.size else np.asarray(np.nan, value.dtype)
@@ -247,7 +237,7 @@ def _float32_scale(root: bool) -> Callable[[Arguments], Arguments]:
 
 
 def _windows() -> Iterable[Interpretation]:
-    """The window, wider or narrower by one key."""
+    """Yield windows that are wider or narrower by one key."""
     ends = {"to the left": (1, 0), "to the right": (0, 1), "to either side": (1, 1)}
     for by, how in ((-1, "less"), (1, "more")):
         for where, (left, right) in ends.items():
@@ -266,7 +256,7 @@ def _windows() -> Iterable[Interpretation]:
 
 
 def _ignored() -> Iterable[Interpretation]:
-    """An option has no effect."""
+    """Yield the interpretations that ignore an option."""
     nothing = {"is_causal": False}
     names = ("is_causal", "window", "query_offset", "mask", "bias", "scale", "softcap")
     for name in (*names, "score_mod", "sinks", "dropout", "similarity", "normalizer"):
@@ -280,7 +270,7 @@ def _ignored() -> Iterable[Interpretation]:
 _DTYPES = ("float64", "float16", "bfloat16")
 _HIDING = frozenset(["causal", "window", "mask", "mask_mod", "mask_expression", "bias"])
 
-#: Other meanings. Two of them are applied in this order.
+#: The other meanings; two together are applied in this order.
 INTERPRETATIONS = (
     Interpretation(
         "rows count from the first key (query_offset=0)",

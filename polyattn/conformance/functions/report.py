@@ -1,4 +1,4 @@
-"""What was found of a function in all cases, as a table for people: a row shows one thing."""
+"""Summarise the results of a function in all cases as a table: a row for each feature."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from polyattn.conformance.functions.check import (
     Function,
     check_callable,
 )
-from polyattn.dispatch.explanation import table
 from polyattn.expressions.expression import Expression
+from polyattn.text_table import table
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 
 
 class Row(NamedTuple):
-    """What became of the cases that show one thing.
+    """The results of the cases about one feature, dtype or topic.
 
     Attributes
     ----------
     kind : str
         ``feature``, ``arrays``, ``dtype`` or ``topic``.
     name : str
-        Which of them.
+        The name of the feature, dtype or topic.
     findings : dict of str to Finding
-        By the names of the cases.
+        The results by case name.
     """
 
     kind: str
@@ -42,12 +42,12 @@ class Row(NamedTuple):
     findings: dict[str, Finding]
 
     def count(self, status: str) -> int:
-        """Count the cases of a status.
+        """Count the cases with a status.
 
         Parameters
         ----------
         status : str
-            One of those of `Finding`.
+            A status of `Finding`.
 
         Returns
         -------
@@ -58,17 +58,19 @@ class Row(NamedTuple):
 
     @property
     def worst(self) -> float | None:
-        """The largest error of those that ran, in units; None if none did."""
+        """The largest error in units; None if no case ran."""
         units = [f.deviation.units for f in self.findings.values() if f.deviation is not None]
         return max(units, default=None)
 
     @property
-    def readings(self) -> dict[str, int]:
-        """How many of the cases that differ each reading explains, the empty one none of them."""
-        return dict(Counter(f.reading for f in self.findings.values() if f.status == DIFFERS))
+    def interpretations(self) -> dict[str, int]:
+        """The number of differing cases by the interpretation that explains them ("" if none)."""
+        return dict(
+            Counter(f.interpretation for f in self.findings.values() if f.status == DIFFERS)
+        )
 
 
-#: What a row can be about.
+#: The rows: kinds and names.
 _ROWS = (
     *(("feature", name) for name in FEATURES if name not in ("logsumexp", "dropout")),
     ("arrays", "rank"),
@@ -79,14 +81,14 @@ _ROWS = (
 
 
 def _row_of(case: Case) -> tuple[str, str] | None:
-    """What a case shows: a corner, or the one thing that sets it apart from a plain call."""
-    if _is_ours(case):
+    """Return the row of a case, which differs from a plain call in one thing; None for others."""
+    if _is_only_ours(case):
         return None
     if case.topic != "formula":
         return ("topic", case.topic) if case.dtype == "float32" else None
     apart = [("feature", name) for name in case.features]
     if len(apart) == 2 and ("feature", "causal") in apart:
-        # An offset shows where positions matter and nowhere else.
+        # An offset changes only calls where positions matter.
         apart = [x for x in apart if x[1].startswith("query_offset")] or apart
     if (case.one_head or len(case.batch) != 1) and "batch_broadcast" not in case.features:
         apart.append(("arrays", "rank"))
@@ -97,10 +99,10 @@ def _row_of(case: Case) -> tuple[str, str] | None:
     return apart[0] if len(apart) == 1 and apart[0] in _ROWS else None
 
 
-def _is_ours(case: Case) -> bool:
-    """Whether a call has a value or dropout in it, which are no function's but ours to take."""
-    given = case.arguments()[1].values()
-    return "dropout" in case.features or any(isinstance(option, Expression) for option in given)
+def _is_only_ours(case: Case) -> bool:
+    """Return whether a call has expressions or dropout, which only polyattn takes."""
+    options = case.arguments()[1].values()
+    return "dropout" in case.features or any(isinstance(x, Expression) for x in options)
 
 
 def summarise(
@@ -110,23 +112,23 @@ def summarise(
     back: Callable[[Any], Any],
     progress: Callable[[Iterable[Case]], Iterable[Case]] | None = None,
 ) -> list[Row]:
-    """Hold a function to the cases that show one thing each, and sort what was found by it.
+    """Check a function with the cases about one thing each, and group the results.
 
     Parameters
     ----------
     function : callable
         As for `check_callable`.
     cases : iterable of Case
-        Where to choose from.
+        The cases to choose from.
     to, back : callable
         As for `check_callable`.
     progress : callable, optional
-        Wraps the cases as they are gone through, as `tqdm` does.
+        Wraps the iteration over the cases, as `tqdm` does.
 
     Returns
     -------
     list of Row
-        One for each feature, each property of arrays, each dtype and each topic that a case shows.
+        One for each feature, array property, dtype and topic that has cases.
     """
     chosen = [(case, row) for case in cases if (row := _row_of(case)) is not None]
     rows = {row: Row(*row, {}) for row in _ROWS}
@@ -142,20 +144,20 @@ def lines(rows: Iterable[Row]) -> list[str]:
     Parameters
     ----------
     rows : iterable of Row
-        What `summarise` returned.
+        The result of `summarise`.
 
     Returns
     -------
     list of str
-        A line for each, and below them what they mean.
+        A line for each row, and a legend.
     """
     cells = [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
-    legend = "  Errors in units of eps · Σ w|v|; inf: not exact where it must be."
+    legend = "  Errors are in units of eps · Σ w|v|; inf: not exact where it must be."
     return [*table(cells), "", legend]
 
 
 def summary(row: Row) -> tuple[str, str, str]:
-    """Return what to show of a row.
+    """Return the cells of a row.
 
     Parameters
     ----------
@@ -165,7 +167,7 @@ def summary(row: Row) -> tuple[str, str, str]:
     Returns
     -------
     agree, units, remarks : str
-        How many agree, the largest error, and what to say of those that do not.
+        The number that agree, the largest error, and remarks on those that do not.
     """
     able = len(row.findings) - row.count(NO_ARGUMENT)
     units = "-" if row.worst is None else f"{row.worst:.2g}"
@@ -196,8 +198,8 @@ def as_dict(row: Row) -> dict[str, object]:
 
 
 def _remarks(row: Row) -> Iterator[str]:
-    for reading, count in row.readings.items():
-        yield f"{reading or 'no reading explains it'} ({count})"
+    for interpretation, count in row.interpretations.items():
+        yield f"{interpretation or 'no other meaning explains it'} ({count})"
     errors = Counter(f.error for f in row.findings.values() if f.status == RAISES)
     yield from (f"{error} ({count})" for error, count in errors.most_common(2))
     missing = {f.missing for f in row.findings.values() if f.status == NO_ARGUMENT}

@@ -1,6 +1,6 @@
-"""What mask and score values mean: tables and functions of NumPy, by the fields of a value alone.
+"""Evaluate mask and score expressions in NumPy, only from their fields.
 
-No code of a value is called, so that what it computes can be held against this.
+No method of an expression is called, so that its results can be checked against these.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -22,24 +22,12 @@ Array = np.ndarray[Any, Any]
 
 
 class Rows(NamedTuple):
-    """Where the rows of a call stand.
+    """The shape of a call, the positions of its rows, and which of them to compute."""
 
-    Attributes
-    ----------
-    batch : tuple of int
-        The batch axes, broadcast.
-    shape : tuple of int
-        H, L and S.
-    offset : int, Array or None
-        ``query_offset=`` as the call has it.
-    sampled : tuple of int or None
-        The query rows to compute; None for all L.
-    """
-
-    batch: tuple[int, ...]
-    shape: tuple[int, int, int]
-    offset: Any = None
-    sampled: tuple[int, ...] | None = None
+    batch: tuple[int, ...]  # broadcast
+    shape: tuple[int, int, int]  # H, L and S
+    offset: Any = None  # query_offset=
+    sampled: tuple[int, ...] | None = None  # the rows to compute; None for all
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -53,30 +41,18 @@ class Rows(NamedTuple):
         return array[..., self.sampled, :]
 
     def each(self, numbers: Any, *ends: int) -> Array:
-        """What is given for each batch item, the batch flat; `ends` are the axes that it has."""
+        """Broadcast an array of axes `ends` to all batch items, with a flat batch."""
         items = math.prod(self.batch)
         return np.broadcast_to(np.asarray(numbers), (*self.batch, *ends)).reshape(items, *ends)
 
     def positions(self, b: Any, i: Any) -> Any:
-        """Where rows stand among the keys."""
+        """Return the positions of rows among the keys."""
         _, L, S = self.shape
         return i + self.each(S - L if self.offset is None else self.offset)[b]
 
 
 def plainly(mask: Any, score_mod: Any, rows: Rows) -> tuple[Any, Any]:
-    """Put an array in place of a mask value and a function in place of a score value.
-
-    Parameters
-    ----------
-    mask, score_mod : Any
-        As of `polyattn.attention`, with NumPy's arrays.
-    rows : Rows
-        Where the rows stand.
-
-    Returns
-    -------
-    mask, score_mod : Any
-        The same, a mask array of the sampled rows only; a function stays as it is.
+    """Replace a mask expression by an array and a score expression by a function.
 
     Examples
     --------
@@ -132,11 +108,11 @@ def _sees(mask: masks.Mask, rows: Rows, b: Any, h: Any, i: Any, j: Any) -> Any:
             return function(b, h, i, j)
         case compiled.Compiled(within):
             return _sees(within, rows, b, h, i, j)
-    raise TypeError(f"nothing says what {mask!r} means")
+    raise TypeError(f"{mask!r} is not a known mask")
 
 
 def _function(score: scores.Score, rows: Rows) -> Callable[..., Any]:
-    """A score value as a function of (score, b, h, i, j)."""
+    """Return a score expression as a function of (score, b, h, i, j)."""
     match score:
         case scores.Chain(parts):
             functions = [_function(part, rows) for part in parts]
@@ -168,11 +144,11 @@ def _function(score: scores.Score, rows: Rows) -> Callable[..., Any]:
             return relative
         case scores.Function(rule):
             return rule
-    raise TypeError(f"nothing says what {score!r} means")
+    raise TypeError(f"{score!r} is not a known score")
 
 
 def _published_slopes(heads: int) -> Array:
-    """The slopes of ALiBi's authors, by their recursion over the powers of two."""
+    """Return the slopes of ALiBi's authors, by their recursion over the powers of two."""
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
     if heads > whole:
@@ -181,7 +157,7 @@ def _published_slopes(heads: int) -> Array:
 
 
 def _bucket(away: Any, buckets: int, both_ways: bool, most: int) -> Any:
-    """T5's bucket by its logarithm, which is nudged where rounding would miss a whole number."""
+    """Return T5's bucket by its logarithm, corrected where it rounds below a whole number."""
     after = away > 0
     if both_ways:
         buckets, distance = buckets // 2, abs(away)
@@ -190,5 +166,5 @@ def _bucket(away: Any, buckets: int, both_ways: bool, most: int) -> Any:
     exact = buckets // 2
     ratio = np.log(np.maximum(distance, exact) / exact) / math.log(most / exact)
     beyond = exact + np.floor(ratio * (buckets - exact) + 1e-9).astype(int)
-    found = np.where(distance < exact, distance, np.minimum(beyond, buckets - 1))
-    return found + np.where(after & both_ways, buckets, 0)
+    bucket = np.where(distance < exact, distance, np.minimum(beyond, buckets - 1))
+    return bucket + np.where(after & both_ways, buckets, 0)

@@ -1,9 +1,9 @@
-"""How wrong a gradient may be: as wrong as the textbook's in the same dtype, and no more.
+"""Compute the limits for the error of gradients, from the textbook's in the same dtype.
 
-The gradient of sum(output · cotangent), by the formula and in no library's autograd. In
-`numpy.longdouble` it is the exact result; in the inputs' dtype it is the textbook, whose error is
-the yardstick as in `tolerance`. The unit is eps(dtype) times the condition of the element: the same
-formula of absolute values, with what errors in the scores can do to each weight.
+The gradients are of sum(output · cotangent), by the formula and without autograd. In
+`numpy.longdouble` they are the exact result; in the inputs' dtype they are the textbook's, whose
+error is the yardstick as in `tolerance`. The unit is eps(dtype) times the condition of the element:
+the same formula of absolute values, with the effect of errors in the scores on each weight.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Order(NamedTuple):
-    """Choices of the order of evaluation: what they change is rounding and nothing else."""
+    """Choices of the order of evaluation: they change only the rounding."""
 
     reversed_sums: bool = False
     sums_in_turn: bool = False
@@ -44,21 +44,21 @@ class Order(NamedTuple):
     through_maxima: bool = False
 
     def product(self, a: Array, b: Array) -> Array:
-        """The matrix product, summed in this order."""
+        """Return the matrix product, summed in this order."""
         if self.reversed_sums:
             a, b = a[..., ::-1], b[..., ::-1, :]
         result: Array = product_of(a, b, self.sums_in_turn)
         return result
 
 
-#: The options of `gradients` that change the order of evaluation and nothing else.
+#: The options of `gradients` that change only the order of evaluation.
 ORDERS = Order._fields
 
 
 class Steps(NamedTuple):
-    """What the gradients are made of, heads first, a key for each query head.
+    """The factors of the gradients, heads first, with keys repeated for each query head.
 
-    A sink is one key more, the last, whose key and value are 0.
+    A sink is an additional last key, with key and value 0.
     """
 
     query: Array
@@ -74,7 +74,7 @@ class Steps(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What remains to be summed: by the weights, by the logits and by scale · q·k."""
+    """The terms to sum: gradients by the weights, by the logits and by scale · q·k."""
 
     weights: Array
     logits: Array
@@ -82,7 +82,7 @@ class Parts(NamedTuple):
 
 
 def cotangent(case: Case) -> Array:
-    """What the output is multiplied with before the sum that is differentiated."""
+    """Return the gradient of the loss by the output."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} cotangent".encode()))
     drawn = rng.normal(size=(*case.score_shape[:-1], case.value_size)).astype(case.dtype)
     return np.swapaxes(drawn, -3, -2).copy() if case.layout == "...LHD" else drawn
@@ -90,22 +90,10 @@ def cotangent(case: Case) -> Array:
 
 @np.errstate(all="ignore")
 def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
-    """Differentiate sum(output · cotangent) by the formula.
+    """Differentiate sum(output · cotangent) by the formula, with all intermediates in a dtype.
 
-    Parameters
-    ----------
-    case : Case
-        The call; without dropout, similarity, norm and normalizer, and its poison is left out.
-    dtype : dtype_like
-        The dtype of every intermediate.
-    **order : bool
-        Of `ORDERS`.
-
-    Returns
-    -------
-    dict of str to numpy.ndarray
-        The gradients by query, key and value, and by bias and sinks where there are any, each of
-        its argument's shape.
+    The result has the gradients by query, key, value, and bias and sinks if there are any. Dropout,
+    similarity, norm and normalizer are not supported, and poison is left out.
     """
     how = Order(**order)
     x = steps(case, np.dtype(dtype), how)
@@ -125,14 +113,14 @@ def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
 
 @np.errstate(all="ignore")
 def conditions(case: Case) -> dict[str, Array]:
-    """How far relative errors of 1 on the way could move each element of the gradients."""
+    """Return how far relative errors of 1 in each step could move the gradients."""
     how = Order()
     x = steps(case, np.dtype(np.longdouble), how)
-    # A weight moves with its own score, and with all of its row's through the denominator.
+    # A weight depends on its own score, and on all scores of the row by the denominator.
     spread = x.weights * (1 + x.condition)
     moved = spread + x.weights * row_sums(how, spread)
-    # What moves a weight meets the products as they differ from their mean: what is common to a
-    # row's products cancels in exact arithmetic, whatever the weights. Their own rounding does not.
+    # An error of a weight is multiplied by the difference of a product from the mean of its row:
+    # what the products have in common cancels exactly. Their own rounding errors do not.
     products = x.cotangent @ x.value.mT
     apart = np.abs(products - row_sums(how, x.weights * products))
     sizes = np.abs(x.cotangent) @ np.abs(x.value.mT)
@@ -149,10 +137,10 @@ def conditions(case: Case) -> dict[str, Array]:
 
 
 def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
-    """The gradient by the maximum that some of the keys have subtracted from their scores.
+    """Return the gradient by the maximum that is subtracted from the scores of some keys.
 
-    It is 0 but for rounding, which falls on the key that has the maximum. This is how automatic
-    differentiation goes: once in a plain softmax, and for each of its tiles in a running one.
+    It is 0 except for rounding, which goes to the key with the maximum. Automatic differentiation
+    has this term once for a plain softmax, and for each tile of an online softmax.
     """
     how, weights = Order(), x.weights[keys]
     output = how.product(weights, x.value.mT[keys].mT)
@@ -163,7 +151,7 @@ def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
 
 
 def steps(case: Case, dtype: Any, how: Order) -> Steps:
-    """Evaluate the formula as far as the weights."""
+    """Evaluate the formula up to the weights."""
     arrays, options = case.arguments(poisoned=False)
 
     def rounded(x: Any) -> Any:
@@ -186,7 +174,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     for part in score_steps(options):
         _, mod = plainly(None, part, rows)
         if isinstance(part, Softcap):
-            # Anyone takes the slope from the result, whose rounding cancels where it is near 1.
+            # The slope is usually computed from the result, with cancellation where it is near 1.
             t = np.tanh(s / rounded(part.cap))
             own = 1 - t * t
             moved = 1 + t * t + 2 * np.abs(t) * own * c / rounded(part.cap)
@@ -229,16 +217,16 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
 
 
 def score_steps(options: dict[str, Any]) -> list[Any]:
-    """What is done to the scores before the bias, a step at a time, as `plainly` takes it."""
-    found: list[Any] = [Softcap(options["softcap"])] if "softcap" in options else []
+    """Return the steps that change the scores before the bias, as `plainly` takes them."""
+    parts: list[Any] = [Softcap(options["softcap"])] if "softcap" in options else []
     mod = options.get("score_mod")
     if isinstance(mod, Chain):
-        return found + list(mod.parts)
-    return found if mod is None else [*found, mod]
+        return parts + list(mod.parts)
+    return parts if mod is None else [*parts, mod]
 
 
 def hidden_keys(options: dict[str, Any], offset: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Where mask, causal and window hide a key; broadcasts to (..., H, L, S)."""
+    """Return where mask, causal and window hide keys; broadcasts to (..., H, L, S)."""
     position = i + np.asarray(offset)[..., None, None, None]
     left, right = options.get("window", (None, None))
     hidden = np.zeros((1, 1, 1), bool)
@@ -255,48 +243,48 @@ def hidden_keys(options: dict[str, Any], offset: Any, b: Any, h: Any, i: Any, j:
 
 
 def derivative(mod: Callable[..., Any], s: Array, *indices: Any) -> Array:
-    """The derivative of a score function by the score: a step along the imaginary axis.
+    """Return the derivative of a score function by the score, by a complex step.
 
-    No difference is taken, so nothing cancels: it is as exact as the function itself.
+    No difference is computed, so nothing cancels: it is as exact as the function itself.
     """
-    # Its square underflows in no dtype, and is lost beside any score.
+    # Small enough to change no score, large enough that its square does not underflow.
     step = np.sqrt(np.finfo(s.dtype).smallest_normal)
     result: Array = (np.imag(mod(s + 1j * step, *indices)) / step).astype(s.dtype)
     return result
 
 
 def row_sums(how: Order, x: Array) -> Array:
-    """The sums over the last axis, which is kept."""
+    """Return the sums over the last axis, keeping the axis."""
     return how.product(x, np.ones_like(x, shape=(x.shape[-1], 1)))
 
 
 def summed(case: Case, x: Steps, parts: Parts, how: Order) -> dict[str, Array]:
-    """The gradients, each summed to the shape of its argument."""
+    """Return the gradients, each summed to the shape of its argument."""
     arrays, options = case.arguments(poisoned=False)
     before, after = (x.scale, 1) if how.scale_first else (1, x.scale)
     scores = parts.scores * before
     S = case.S
-    found = {
+    gradients = {
         "query": how.product(scores, x.key) * after,
         "key": (how.product(scores.mT, x.query) * after)[..., :S, :],
         "value": how.product(parts.weights.mT, x.cotangent)[..., :S, :],
     }
-    for (name, gradient), given in zip(found.items(), arrays, strict=True):
-        like = heads_first(given, case.layout)
+    for (name, gradient), array in zip(gradients.items(), arrays, strict=True):
+        like = heads_first(array, case.layout)
         *batch, heads, rows, size = gradient.shape
         G = like.shape[-3]
         groups = gradient.reshape(*batch, G, heads // G, rows, size)
         whole = sum_to(like.shape, groups.sum(axis=-3))
-        found[name] = as_called(whole, given.ndim, case.layout)
+        gradients[name] = as_called(whole, array.ndim, case.layout)
     if "bias" in options:
-        found["bias"] = sum_to(options["bias"].shape, parts.logits[..., :S])
+        gradients["bias"] = sum_to(options["bias"].shape, parts.logits[..., :S])
     if "sinks" in options:
-        found["sinks"] = sum_to(options["sinks"].shape, parts.logits[..., S].sum(axis=-1))
-    return found
+        gradients["sinks"] = sum_to(options["sinks"].shape, parts.logits[..., S].sum(axis=-1))
+    return gradients
 
 
 def sum_to(shape: Sequence[int], x: Array) -> Array:
-    """The sum over the axes along which an array of this shape was broadcast."""
+    """Sum over the axes along which an array of this shape was broadcast."""
     x = x.sum(axis=tuple(range(x.ndim - len(shape))))
     broadcast = tuple(n for n, length in enumerate(shape) if length == 1)
     return np.asarray(x.sum(axis=broadcast, keepdims=True))
@@ -304,15 +292,10 @@ def sum_to(shape: Sequence[int], x: Array) -> Array:
 
 @cache
 def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
-    """What the gradients of a case are held against, by the names of the arguments.
+    """Return the yardsticks of the gradients of a case, by argument.
 
-    Where `numpy.longdouble` is no wider than the case's dtype, the textbook is without error by its
-    own account and the other orders of evaluation alone tell how far off it may be.
-
-    Parameters
-    ----------
-    case : Case
-        The call.
+    If `numpy.longdouble` is no wider than the dtype of the case, the measured error of the textbook
+    is 0, and only the other orders of evaluation set the limit.
     """
     exact, condition = gradients(case, np.longdouble), conditions(case)
     orders = [{}, *({order: True} for order in ORDERS)]

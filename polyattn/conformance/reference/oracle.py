@@ -1,8 +1,8 @@
-"""What attention means, to be believed: the exact result of a call, and how hard it was to get.
+"""Compute the exact result of a call, and its condition numbers.
 
-It must be right beyond doubt: one loop for each letter of the formula, exactly rounded sums, a
-masked key never looked at. It shares no arithmetic with any kernel. Python's floats serve for all
-dtypes but float64 itself, which is held against an arithmetic of more digits.
+The oracle must be right beyond doubt: one loop for each letter of the formula, exactly rounded
+sums, masked keys never read. It shares no arithmetic with any kernel. Python's floats are exact
+enough for all dtypes except float64, which uses an arithmetic with more digits.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -21,7 +21,18 @@ import numpy as np
 
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.philox import keep_mask
-from polyattn.expressions import replacements
+from polyattn.expressions.replacements import (
+    Additive,
+    ByNorm,
+    Cosine,
+    Distance,
+    LongSequence,
+    Normalizer,
+    ScaleRule,
+    Sigmoid,
+    Similarity,
+    Sparsemax,
+)
 
 __all__ = ["Oracle", "oracle"]
 
@@ -29,7 +40,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Arithmetic(NamedTuple):
-    """The numbers that the formula is evaluated in."""
+    """The arithmetic that the formula is evaluated in."""
 
     number: Callable[[float], Any]
     exp: Callable[[Any], Any]
@@ -40,7 +51,7 @@ class Arithmetic(NamedTuple):
 
 
 def total(terms: Iterable[float]) -> float:
-    """The sum, exactly rounded; by IEEE addition where a term is NaN or infinite."""
+    """Return the exactly rounded sum; by IEEE addition if a term is NaN or infinite."""
     terms = list(terms)
     return math.fsum(terms) if all(map(math.isfinite, terms)) else float(sum(terms))
 
@@ -54,21 +65,21 @@ EXTENDED = Arithmetic(
 
 
 class Oracle(NamedTuple):
-    """The exact results, and how far relative errors of 1 on the way could move each of them.
+    """The exact results, and how far relative errors of 1 in each step could move them.
 
     Attributes
     ----------
     output, logsumexp : numpy.ndarray
         The results, (..., H, L, E) and (..., H, L) in the caller's layout.
     condition : numpy.ndarray
-        ``sum_j w_ij |v_je|``: what errors in the weights could do to the output. Here and below,
-        the values are what dropout makes of them.
+        ``sum_j w_ij |v_je|``: the effect of errors in the weights on the output. Here and below,
+        the values include dropout.
     sensitivity : numpy.ndarray
-        ``sum_j w_ij c_ij |v_je - o_ie|``: what errors in the scores could, whose own condition c_ij
-        is the sum of ``|scale q_id k_jd|`` and of their size after each further step. By a
-        normalizer that is not softmax, what they could do to its weights instead.
+        ``sum_j w_ij c_ij |v_je - o_ie|``: the effect of errors in the scores. Their condition c_ij
+        is the sum of ``|scale q_id k_jd|`` and of their size after each further step. Other
+        normalizers than softmax have the effect on their weights instead.
     logsumexp_condition : numpy.ndarray
-        ``1 + |lse_i| + sum_j w_ij c_ij``, by the same reasoning.
+        ``1 + |lse_i| + sum_j w_ij c_ij``, for the same reason.
     """
 
     output: Array
@@ -88,13 +99,13 @@ def oracle(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
-    scale: float | replacements.ScaleRule | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[float, Any] | None = None,
-    similarity: replacements.Similarity | None = None,
-    normalizer: replacements.Normalizer | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     extended: bool = False,
@@ -104,7 +115,7 @@ def oracle(
     Parameters
     ----------
     query, key, value : array_like
-        As for `polyattn.attention`, of any dtype that it takes.
+        As for `polyattn.attention`, of any supported dtype.
     mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks : optional
         As for `polyattn.attention`.
     dropout, similarity, normalizer, layout : optional
@@ -112,13 +123,13 @@ def oracle(
     rows : tuple of int, optional
         The query rows to compute; the results have these only. All by default.
     extended : bool
-        Whether to compute with 48 digits and return `numpy.longdouble` rather than float64, which
-        is slow and takes finite numbers and no `score_mod`.
+        Whether to compute with 48 digits and return `numpy.longdouble` instead of float64. This is
+        slow and supports only finite numbers without `score_mod`.
 
     Returns
     -------
     Oracle
-        Output and logsumexp, and the conditions that errors are measured against.
+        Output and logsumexp, and the condition numbers that limit their errors.
 
     Examples
     --------
@@ -166,30 +177,30 @@ def oracle(
     length = len(sampled.indices)
     output, condition, sensitivity = np.zeros((3, *batch, H, length, E), dtype)
     logsumexp, logsumexp_condition = np.zeros((2, *batch, H, length, 1), dtype)
-    places = product(enumerate(np.ndindex(*batch)), range(H), enumerate(sampled.indices))
-    for (b, item), h, (n, i) in places:
+    elements = product(enumerate(np.ndindex(*batch)), range(H), enumerate(sampled.indices))
+    for (b, item), h, (n, i) in elements:
         at, g = (*item, h, n), h // (H // G)
         p = i + int(offsets[item])
         q_i, keys, values = (numbers(a, x) for x in (q[item][h, i], k[item][g], v[item][g]))
         biases = [a.number(0.0)] * S if bias is None else numbers(a, bias[item][h, i])
         shown = [j for j in range(S) if is_shown(b, h, i, j, p)]
         products = [scaled(alike(a, similarity, q_i, keys[j]), factor) for j in shown]
-        if isinstance(scale, replacements.ByNorm):
+        if isinstance(scale, ByNorm):
             products = over_their_norm(a, products, scale.factor)
         scored = [
             (j, score(s, c, b, h, i, j, biases[j]))
             for j, (s, c) in zip(shown, products, strict=True)
             if biases[j] != -math.inf
         ]
-        # Where score_mod returns -inf the key is absent, too.
+        # A key is also absent where score_mod returns -inf.
         scored = [(j, (s, c)) for j, (s, c) in scored if s != -math.inf]
         columns = [[values[j][e] for j, _ in scored] for e in range(E)]
         if keeps is not None:
             times = [int(keeps[at][j]) / (1 - a.number(rate)) for j, _ in scored]
             columns = [list(map(mul, column, times)) for column in columns]
         sink = None if sinks is None else a.number(float(sinks[h]))
-        found = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
-        row = (rounded(x) if extended else x for x in found)
+        results = attend(a, weigh(a, normalizer, [s for _, s in scored], sink), columns)
+        row = (rounded(x) if extended else x for x in results)
         output[at], condition[at], sensitivity[at], logsumexp[at], logsumexp_condition[at] = row
 
     back = partial(as_called, rank=np.ndim(query), layout=layout)
@@ -203,47 +214,47 @@ def oracle(
 
 
 def scale_of(a: Arithmetic, scale: Any, similarity: Any, size: int, keys: int) -> Any:
-    """What multiplies the products, before a norm may divide them."""
+    """Return the factor of the products, before any norm."""
     usual = 1 / a.sqrt(max(size, 1)) if similarity is None else a.number(1)
-    if isinstance(scale, replacements.LongSequence):
+    if isinstance(scale, LongSequence):
         return usual / a.sqrt(max(keys, 1))
-    return usual if scale is None or isinstance(scale, replacements.ByNorm) else a.number(scale)
+    return usual if scale is None or isinstance(scale, ByNorm) else a.number(scale)
 
 
 def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
-    """A score with its condition, multiplied."""
+    """Return a score and its condition, multiplied by a factor."""
     return factor * score[0], abs(factor) * score[1]
 
 
 def alike(a: Arithmetic, similarity: Any, x: Any, y: Any) -> tuple[Any, Any]:
-    """How alike a query and a key are, and the condition of that."""
+    """Return the similarity of a query and a key, and its condition."""
     pairs = list(zip(x, y, strict=True))
     if similarity is None:
         terms = [m * n for m, n in pairs]
         return a.total(terms), a.total(map(abs, terms))
     match similarity:
-        case replacements.Cosine():
+        case Cosine():
             s, c = alike(a, None, x, y)
             lengths = a.sqrt(a.total(m * m for m in x)) * a.sqrt(a.total(n * n for n in y))
-            # Of a vector of 0 the product is 0 as well.
+            # The product with a zero vector is 0 as well.
             return scaled((s, c + 2 * abs(s)), 1 / (lengths or 1))
-        case replacements.Distance(1):
+        case Distance(1):
             far = a.total(abs(m - n) for m, n in pairs)
             return -far, 2 * far
-        case replacements.Distance(2):
+        case Distance(2):
             far = a.sqrt(a.total((m - n) * (m - n) for m, n in pairs))
             return -far, 2 * far
-        case replacements.Additive(weight):
+        case Additive(weight):
             bent = [(w, m + n, a.tanh(m + n)) for w, (m, n) in zip(weight, pairs, strict=True)]
             s = a.total(a.number(float(w)) * t for w, _, t in bent)
-            # An error of the sum shrinks by the slope of tanh there.
+            # The slope of tanh reduces an error of the sum.
             c = (abs(float(w)) * (abs(t) + abs(z) * (1 - t * t)) for w, z, t in bent)
             return s, a.total(c)
-    raise TypeError(f"nothing says what {similarity!r} means")
+    raise TypeError(f"{similarity!r} is not a known similarity")
 
 
 def over_their_norm(a: Arithmetic, scores: Sequence[tuple[Any, Any]], factor: float) -> Any:
-    """Scores divided by their Euclidean norm, whose condition is that of its squares."""
+    """Return scores divided by their Euclidean norm; its condition is that of the squares."""
     square = a.total(s * s for s, _ in scores)
     if square == 0:
         return [scaled(score, factor) for score in scores]
@@ -253,28 +264,18 @@ def over_their_norm(a: Arithmetic, scores: Sequence[tuple[Any, Any]], factor: fl
 
 
 class Weighed(NamedTuple):
-    """The weights of one row, and what errors in its scores could do to them.
-
-    Attributes
-    ----------
-    weights, moved : sequence
-        The weights, and by how much relative errors of 1 on the way could move each of them,
-        before what all have in common is taken off again.
-    common : sequence
-        By what share of each value it is: where the weights sum to 1, only what the values differ
-        by counts.
-    logsumexp : number
-        Of softmax's denominator.
-    """
+    """The weights of one row, and the effect of errors in its scores."""
 
     weights: Sequence[Any]
-    moved: Sequence[Any]
+    moved: Sequence[Any]  # how far relative errors of 1 could move each weight
+    # The weights of the mean to subtract from the values: where weights sum to 1, only differences
+    # of the values count.
     common: Sequence[Any]
     logsumexp: Any
 
 
 def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sink: Any) -> Weighed:
-    """What makes weights of the visible scores of a row, given with their conditions."""
+    """Return the weights of a row from its visible scores and their conditions."""
     plain, none = [s for s, _ in scores], [a.number(0)] * len(scores)
     nan = a.number(math.nan)
     match normalizer:
@@ -282,20 +283,20 @@ def weigh(a: Arithmetic, normalizer: Any, scores: Sequence[tuple[Any, Any]], sin
             weights, lse = softmax(a, plain, sink)
             moved = [w * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, moved, weights, lse)
-        case replacements.Sigmoid():
+        case Sigmoid():
             weights = [sigmoid(a, s) for s in plain]
             moved = [w * (1 - w) * c for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, moved, none, nan)
-        case replacements.Sparsemax():
+        case Sparsemax():
             weights = sparsemax(a, plain)
-            # A difference: errors of the scores, and of the threshold, reach it as they are.
+            # A difference: errors of the scores and of the threshold pass through unchanged.
             moved = [(c + 2) * (w != 0) for w, (_, c) in zip(weights, scores, strict=True)]
             return Weighed(weights, moved, none, nan)
-    raise TypeError(f"nothing says what {normalizer!r} means")
+    raise TypeError(f"{normalizer!r} is not a known normalizer")
 
 
 def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """One row of every result, from its weights and its visible values."""
+    """Return one row of every result, from its weights and visible values."""
     weights, moved, common, lse = weighed
     output = [a.total(map(mul, weights, column)) for column in columns]
     condition = [a.total(abs(w * v) for w, v in zip(weights, x, strict=True)) for x in columns]
@@ -308,14 +309,14 @@ def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) ->
 
 
 def sigmoid(a: Arithmetic, s: Any) -> Any:
-    """1 / (1 + exp(-s)), by the exponential that cannot overflow."""
+    """Return 1 / (1 + exp(-s)) without overflow."""
     return 1 / (1 + a.exp(-s)) if s >= 0 else a.exp(s) / (1 + a.exp(s))
 
 
 def sparsemax(a: Arithmetic, scores: Sequence[Any]) -> Sequence[Any]:
-    """The weights of one row: what is left of the scores above a threshold, by which they sum to 1.
+    """Return the weights of one row: the scores above a threshold, less it, which sum to 1.
 
-    The threshold of all of them is too low for some, which are left out until none is.
+    Scores below the threshold of all scores are removed, and so on until it is below all left.
     """
     if any(math.isnan(s) for s in scores):
         return [math.nan] * len(scores)
@@ -329,7 +330,7 @@ def sparsemax(a: Arithmetic, scores: Sequence[Any]) -> Sequence[Any]:
 
 
 def softmax(a: Arithmetic, scores: Sequence[Any], sink: Any = None) -> tuple[Sequence[Any], Any]:
-    """The weights of one row, and the logarithm of their common denominator."""
+    """Return the weights of one row, and the logarithm of their denominator."""
     logits = scores if sink is None else [*scores, sink]
     if any(math.isnan(s) for s in logits):
         return [math.nan] * len(scores), math.nan
@@ -342,14 +343,14 @@ def softmax(a: Arithmetic, scores: Sequence[Any], sink: Any = None) -> tuple[Seq
 
 
 def numbers(a: Arithmetic, x: Array) -> Any:
-    """An array as lists of the numbers that the formula is evaluated in."""
+    """Return an array as nested lists of numbers of the arithmetic."""
     if a is FLOAT:
         return x.tolist()
     return [numbers(a, y) for y in x] if x.ndim else a.number(float(x))
 
 
 def rounded(x: Any) -> Any:
-    """A number, or a list of them, as `numpy.longdouble`, by way of two floats."""
+    """Return a number or nested lists as `numpy.longdouble`, as a sum of two floats."""
     if isinstance(x, list):
         return [rounded(y) for y in x]
     high = float(x)
@@ -357,25 +358,25 @@ def rounded(x: Any) -> Any:
 
 
 def index(*at: int) -> tuple[Any, ...]:
-    """Indices as functions of the caller's are given them: of NumPy, not of Python."""
+    """Return indices as NumPy integers, as callbacks expect them."""
     return tuple(map(np.int64, at))
 
 
 def lift(x: Any) -> Any:
-    """The same numbers in float64, or wider if they are: exact for every dtype that we take."""
+    """Return an array in float64, or in longdouble if it has that; exact for every dtype."""
     x = np.asarray(x)
     return x if x.dtype == np.longdouble else x.astype(np.float64)
 
 
 def heads_first(x: Any, layout: str) -> Any:
-    """(..., H, L, D), whatever the layout; an array of rank 2 is one head."""
+    """Return an array as (..., H, L, D); an array of rank 2 is one head."""
     if x.ndim == 2:
         return x[None]
     return np.swapaxes(x, -3, -2) if layout == "...LHD" else x
 
 
 def as_called(x: Any, rank: int, layout: str) -> Any:
-    """The inverse of `heads_first`, for a result of a call with arrays of this rank."""
+    """Invert `heads_first` for the result of a call with arrays of this rank."""
     if rank == 2:
         return x[0]
     return np.swapaxes(x, -3, -2) if layout == "...LHD" else x
@@ -384,7 +385,7 @@ def as_called(x: Any, rank: int, layout: str) -> Any:
 def lookup(
     mask: Any, batch: tuple[int, ...], shape: tuple[int, tuple[int, ...], int]
 ) -> Callable[[int, int, int, int], Any]:
-    """Return a mask array, of these rows only, as the function of the indices it stands for."""
+    """Return a mask array with only some rows as a function of the indices."""
     heads, rows, keys = shape
     whole = (heads, len(rows), keys)
     table = np.broadcast_to(np.asarray(mask), batch + whole).reshape(math.prod(batch), *whole)

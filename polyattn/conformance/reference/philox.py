@@ -1,4 +1,4 @@
-"""Which weights dropout keeps, once more: Philox 4×32-10 in Python's whole numbers.
+"""Decide which weights dropout keeps, independently: Philox 4×32-10 in Python integers.
 
 It shares only the definition with `polyattn.tiles.dropout`: the weight (b, h, i, j) is kept where
 word j mod 4 of the counter (j // 4, i, h, b), keyed by the seed, is no less than rate · 2³².
@@ -19,14 +19,7 @@ Words = tuple[int, int, int, int]
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
-    """Return the four words of a counter.
-
-    Parameters
-    ----------
-    counter : tuple of int
-        Four words of 32 bits.
-    key : tuple of int
-        Two.
+    """Return the four random words of a counter.
 
     Examples
     --------
@@ -43,7 +36,7 @@ def philox(counter: Words, key: tuple[int, int]) -> Words:
     return a, b, c, d
 
 
-#: What the words of a key grow by from one round to the next.
+#: Added to the words of the key in each round.
 WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
@@ -55,30 +48,13 @@ def keep_mask(
     shape: tuple[int, int, int],
     rows: tuple[int, ...] | None = None,
 ) -> np.ndarray[Any, Any]:
-    """Return which weights of a call are kept.
-
-    Parameters
-    ----------
-    rate, seed : float, int
-        As of ``dropout=``.
-    batch : tuple of int
-        The batch axes.
-    shape : tuple of int
-        H, L and S.
-    rows : tuple of int, optional
-        The query rows to compute; all L by default.
-
-    Returns
-    -------
-    numpy.ndarray of bool
-        Shape (..., H, L, S), or of these rows only.
-    """
+    """Return which weights of a call are kept, (..., H, L, S) or only the given rows."""
     heads, length, keys = shape
     rows = tuple(range(length)) if rows is None else rows
     key, least = (seed % 2**32, seed // 2**32), round(rate * 2**32)
-    found = np.zeros((prod(batch), heads, len(rows), keys), bool)
-    places = product(range(prod(batch)), range(heads), enumerate(rows), range(0, keys, 4))
-    for b, h, (n, i), block in places:
+    keep = np.zeros((prod(batch), heads, len(rows), keys), bool)
+    blocks = product(range(prod(batch)), range(heads), enumerate(rows), range(0, keys, 4))
+    for b, h, (n, i), block in blocks:
         words = philox((block // 4, i, h, b), key)[: keys - block]
-        found[b, h, n, block : block + 4] = [word >= least for word in words]
-    return found.reshape(*batch, *found.shape[1:])
+        keep[b, h, n, block : block + 4] = [word >= least for word in words]
+    return keep.reshape(*batch, *keep.shape[1:])

@@ -1,7 +1,7 @@
-"""Attention as anyone writes it in NumPy: the yardstick of accuracy.
+"""Compute attention as in a textbook, in NumPy: the yardstick of accuracy.
 
-It must be ordinary: a page, every intermediate rounded to one dtype. How far it is from the
-exact result is how far any kernel may be, and some; see `tolerance`.
+It must be ordinary: one page, with every intermediate rounded to one dtype. Its error sets the
+limit for the error of a kernel; see `tolerance`.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -17,13 +17,23 @@ import numpy as np
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import as_called, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
-from polyattn.expressions import replacements
+from polyattn.expressions.replacements import (
+    Additive,
+    ByNorm,
+    Cosine,
+    Distance,
+    LongSequence,
+    Normalizer,
+    ScaleRule,
+    Sigmoid,
+    Similarity,
+    Sparsemax,
+)
 
 __all__ = ["ORDERS", "textbook"]
 
-#: The options of `textbook` that change the order of evaluation and nothing else, as they go
-#: together: how a loop over the keys goes that is written in C, and how kernels go that subtract no
-#: maximum where scores are small.
+#: Options of `textbook` that change only the order of evaluation, and combinations of them: those
+#: of a loop over the keys in C, and of kernels that subtract no maximum from small scores.
 ORDERS = (
     ("coordinates_in_turn",),
     ("keys_reversed",),
@@ -35,7 +45,7 @@ ORDERS = (
     ("without_maximum", "divide_last"),
 )
 
-#: Scores whose exponentials neither overflow nor lose digits, in any dtype that is summed in.
+#: Scores below it have exponentials that neither overflow nor lose digits, in any dtype.
 SMALL = 20.0
 
 
@@ -49,13 +59,13 @@ def textbook(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
-    scale: float | replacements.ScaleRule | None = None,
+    scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
     sinks: Any = None,
     dropout: tuple[float, Any] | None = None,
-    similarity: replacements.Similarity | None = None,
-    normalizer: replacements.Normalizer | None = None,
+    similarity: Similarity | None = None,
+    normalizer: Normalizer | None = None,
     layout: str = "...HLD",
     rows: tuple[int, ...] | None = None,
     coordinates_in_turn: bool = False,
@@ -65,10 +75,10 @@ def textbook(
     divide_last: bool = False,
     without_maximum: bool = False,
 ) -> tuple[Any, Any]:
-    """Attention as a page of NumPy, wholly in the inputs' dtype: `(output, logsumexp)`.
+    """Return output and logsumexp, computed only in the dtype of the inputs.
 
-    Compute only the query rows `rows`, where they are given. The last six options are the same
-    formula in another order of evaluation: see `ORDERS`. They change rounding and nothing else.
+    `rows` selects query rows. The last six options change only the order of evaluation, and so the
+    rounding: see `ORDERS`.
     """
     dtype = np.asarray(query).dtype
     q, k, v = (heads_first(np.asarray(x), layout) for x in (query, key, value))
@@ -105,7 +115,7 @@ def textbook(
         s = product_of(q * before, k.mT, coordinates_in_turn) * after
     else:
         s = likeness(similarity, q, k, coordinates_in_turn) * times
-    if isinstance(scale, replacements.ByNorm):
+    if isinstance(scale, ByNorm):
         counted = np.where(hidden, rounded(0), s)
         norm = rounded(np.sqrt(row_sums(counted * counted, keys_in_turn)))
         s = rounded(scale.factor) * s / np.where(norm == 0, rounded(1), norm)
@@ -150,39 +160,39 @@ def textbook(
 
 
 def factor_of(scale: Any, similarity: Any, size: int, keys: int) -> float:
-    """What multiplies the products, before a norm may divide them."""
+    """Return the factor of the products, before any norm."""
     usual = 1 / math.sqrt(max(size, 1)) if similarity is None else 1.0
-    if isinstance(scale, replacements.LongSequence):
+    if isinstance(scale, LongSequence):
         return usual / math.sqrt(max(keys, 1))
-    return usual if scale is None or isinstance(scale, replacements.ByNorm) else float(scale)
+    return usual if scale is None or isinstance(scale, ByNorm) else float(scale)
 
 
 def likeness(similarity: Any, q: Any, k: Any, in_turn: bool) -> Any:
-    """What stands in place of the product of queries and keys, (..., L, S)."""
-    if isinstance(similarity, replacements.Cosine):
+    """Return the similarity of queries and keys, (..., L, S)."""
+    if isinstance(similarity, Cosine):
         q, k = (x / np.where((n := norm(x, in_turn)) == 0, n + 1, n) for x in (q, k))
         return product_of(q, k.mT, in_turn)
     q, k = q[..., :, None, :], k[..., None, :, :]
     match similarity:
-        case replacements.Distance(1):
+        case Distance(1):
             return -row_sums(abs(q - k), in_turn)[..., 0]
-        case replacements.Distance(2):
+        case Distance(2):
             return -norm(q - k, in_turn)[..., 0]
-        case replacements.Additive(weight):
+        case Additive(weight):
             return row_sums(np.tanh(q + k) * weight.astype(q.dtype), in_turn)[..., 0]
-    raise TypeError(f"nothing says what {similarity!r} means")
+    raise TypeError(f"{similarity!r} is not a known similarity")
 
 
 def normalized(normalizer: Any, s: Any, in_turn: bool) -> Any:
-    """The weights that stand in place of softmax's, 0 where a score is -inf."""
+    """Return the weights of another normalizer than softmax, 0 where a score is -inf."""
     one = s.dtype.type(1)
-    if isinstance(normalizer, replacements.Sigmoid):
+    if isinstance(normalizer, Sigmoid):
         return one / (one + np.exp(-s))
-    if not isinstance(normalizer, replacements.Sparsemax):
-        raise TypeError(f"nothing says what {normalizer!r} means")
+    if not isinstance(normalizer, Sparsemax):
+        raise TypeError(f"{normalizer!r} is not a known normalizer")
     highest = np.max(s, axis=-1, keepdims=True, initial=-np.inf)
     s = s - np.where(np.isneginf(highest), s.dtype.type(0), highest)
-    # The greatest number of keys that are all above the threshold that they have together.
+    # The largest number of keys that are all above their common threshold.
     ordered = np.sort(s, axis=-1)[..., ::-1]
     counts = np.arange(1, s.shape[-1] + 1, dtype=s.dtype)
     within = ordered > (np.cumsum(ordered, axis=-1, dtype=s.dtype) - one) / counts
@@ -193,17 +203,17 @@ def normalized(normalizer: Any, s: Any, in_turn: bool) -> Any:
 
 
 def norm(x: Any, in_turn: bool) -> Any:
-    """The Euclidean norm over the last axis, which is kept."""
+    """Return the Euclidean norm over the last axis, keeping the axis."""
     return np.sqrt(row_sums(x * x, in_turn)).astype(x.dtype)
 
 
 def row_sums(x: Any, in_turn: bool) -> Any:
-    """The sums over the last axis, which is kept."""
+    """Return the sums over the last axis, keeping the axis."""
     return product_of(x, np.ones_like(x, shape=(x.shape[-1], 1)), in_turn)
 
 
 def product_of(a: Any, b: Any, in_turn: bool) -> Any:
-    """`a @ b` in the dtype of `a`, summed in the library's order, or strictly one after another."""
+    """Return `a @ b` in the dtype of `a`, summed in NumPy's order or one after another."""
     if not in_turn:
         return (a @ b).astype(a.dtype)
     shape = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])

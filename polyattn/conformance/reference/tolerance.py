@@ -1,15 +1,14 @@
-"""How wrong a result may be: as wrong as the textbook formula in the same dtypes, and no more.
+"""Measure the error of a result against the limit that the textbook formula sets.
 
-The semantics give scores, softmax and sums float32 where the inputs have 16 bits, so that the
-textbook computes in it, too, and rounds its result once.
+For 16-bit inputs the semantics require scores, softmax and sums in float32, so the textbook also
+computes in float32 and rounds its result once.
 
 No tolerance is chosen by hand. The unit of error is eps(dtype) times the condition of the
-element, sum_j w_ij |v_j|: what a relative error of eps in each weight can do; it stops shrinking
-where the dtype's own spacing does. The limit of an element is twice the largest error of the
-textbook formula anywhere in the case, plus a floor, and the floor is measured: half a unit, because
-any result must be stored, and what storing the oracle's cost; what it does to this element that any
-score must be rounded; and the most by which another order of evaluation changes what the textbook
-formula gives.
+element, sum_j w_ij |v_j|: the effect of a relative error of eps in each weight. It is at least the
+spacing of the dtype near 0. The limit of an element is twice the largest error of the textbook
+formula in the case, plus a measured floor. The floor is the sum of half a unit for storing the
+result, the error of storing the oracle's result, the effect of rounding the scores on this element,
+and the largest change of the textbook's result in another order of evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from polyattn.conformance.reference.textbook import ORDERS, textbook
 
 __all__ = ["Deviation", "assert_accurate", "deviation", "logsumexp_yardstick", "output_yardstick"]
 
-#: Up to this many products the oracle of a float64 case computes with more digits.
+#: The oracle uses more digits for a float64 case with at most this many products.
 MOST_PRODUCTS = 40_000
 
 
@@ -38,19 +37,19 @@ class Yardstick(NamedTuple):
     unit: Array
     textbook: float
     floor: Array
-    or_nan: Any = False  # where NaN is as good
-    rows: tuple[int, ...] | None = None  # the query rows that `exact` has; None for all L
+    or_nan: Any = False  # where NaN is accepted
+    rows: tuple[int, ...] | None = None  # the query rows of `exact`; None for all
     length: int = 0  # L
     axis: int = -1  # the axis of the query rows
 
     @property
     def limit(self) -> Array:
-        """The most units that each element may be off by."""
+        """The limit of the error of each element, in units."""
         limit: Array = 2 * self.textbook + self.floor
         return limit
 
     def of(self, result: Array) -> Array:
-        """Return the rows of a result to judge; all of it if it has not the right length."""
+        """Return the rows of a result to check; all of it if its length is wrong."""
         if self.rows is None or result.shape[self.axis :][:1] != (self.length,):
             return result
         return np.take(result, self.rows, self.axis)
@@ -62,12 +61,12 @@ class Deviation(NamedTuple):
     Attributes
     ----------
     units : float
-        The largest error of an element, in units of eps · Σ w|v|; infinite where what must be
-        exact is not.
+        The largest error of an element, in units of eps · Σ w|v|; infinite if an element must be
+        exact and is not.
     share : float
-        The largest share that an element took of its limit.
+        The largest error of an element as a share of its limit.
     fault : str or None
-        Which element is the worst of those that break their limit, and how; None if none does.
+        A description of the worst element beyond its limit; None if there is none.
     """
 
     units: float
@@ -76,21 +75,21 @@ class Deviation(NamedTuple):
 
 
 def assert_accurate(actual_output: Any, case: Case, actual_lse: Any = None) -> None:
-    """Hold a result against the limits of its case.
+    """Check a result against the limits of its case.
 
     Parameters
     ----------
     actual_output : array_like
         The output.
     case : Case
-        The call that gave it.
+        The call.
     actual_lse : array_like, optional
         The logsumexp.
 
     Raises
     ------
     AssertionError
-        If an element is off by more than its limit.
+        If the error of an element exceeds its limit.
     """
     yards = {"output": (actual_output, output_yardstick(case))}
     if actual_lse is not None:
@@ -103,30 +102,30 @@ def assert_accurate(actual_output: Any, case: Case, actual_lse: Any = None) -> N
 
 @np.errstate(invalid="ignore")
 def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
-    """Compare: shape, NaN and infinities as in the exact result, exact zeros exact, errors small.
+    """Compare a result with the exact one: shape, NaN, infinities, zeros and errors.
 
     Parameters
     ----------
     actual : array_like
         A result.
     yard : Yardstick
-        What it is held against.
+        The exact result, the unit and the limit.
     what : str
-        What a fault calls it.
+        The name of the result in a fault.
 
     Returns
     -------
     Deviation
-        How far it is off, and whether that is too far.
+        The error, and a fault if it exceeds a limit.
     """
     actual = yard.of(lift(actual))
     if actual.shape != yard.exact.shape:
         return Deviation(math.inf, math.inf, f"{what}: {actual.shape} is not {yard.exact.shape}")
     must_equal = (yard.unit == 0) | ~np.isfinite(yard.exact + yard.unit + actual)
     same = (actual == yard.exact) | (np.isnan(actual) & (np.isnan(yard.exact) | yard.or_nan))
-    for place in np.argwhere(must_equal & ~same).tolist():
-        at = tuple(place)
-        fault = f"{what}{place} is {actual[at]:.6g}, must be {yard.exact[at]:.6g}"
+    for index in np.argwhere(must_equal & ~same).tolist():
+        at = tuple(index)
+        fault = f"{what}{index} is {actual[at]:.6g}, must be {yard.exact[at]:.6g}"
         return Deviation(math.inf, math.inf, fault)
     units = in_units(actual, yard.exact, yard.unit)
     shares = units / yard.limit
@@ -145,12 +144,12 @@ def deviation(actual: Any, yard: Yardstick, what: str) -> Deviation:
 
 @cache
 def output_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
-    """The yardstick of the output; `dtype` is the textbook's, if not that of the semantics."""
+    """Return the yardstick of the output; `dtype` overrides the dtype of the textbook."""
     dtype = dtype or accumulation_dtype(case.dtype)
     output, _, condition, sensitivity, _ = exact(case)
     results = [output for output, _ in evaluations(case, dtype)]
     moved = float(finfo(dtype).eps) * sensitivity
-    # An infinity that is seen gives infinity, or NaN where its weight underflows to 0.
+    # A visible infinity gives infinity, or NaN if its weight underflows to 0.
     infinite = np.isinf(output)
     yard = yardstick(output, condition, moved, results, case.dtype)
     axis = -3 if case.layout == "...LHD" else -2
@@ -159,7 +158,7 @@ def output_yardstick(case: Case, dtype: str | None = None) -> Yardstick:
 
 @cache
 def logsumexp_yardstick(case: Case) -> Yardstick:
-    """The same for logsumexp, in the dtype that it is accumulated and returned in."""
+    """Return the yardstick of the logsumexp, in the dtype of its accumulation."""
     dtype = accumulation_dtype(case.dtype)
     _, logsumexp, _, _, condition = exact(case)
     results = [logsumexp for _, logsumexp in evaluations(case, dtype)]
@@ -171,7 +170,7 @@ def logsumexp_yardstick(case: Case) -> Yardstick:
 def yardstick(
     exact: Array, condition: Array, moved_by_scores: Any, results: Sequence[Any], dtype: str
 ) -> Yardstick:
-    """Make a yardstick of the exact result and the textbook's, the plain order first."""
+    """Return a yardstick from the exact result and the textbook's, in its plain order first."""
     info = finfo(dtype)
     unit = np.maximum(float(info.eps) * condition, spacing(dtype))
     unit = np.where(condition == 0, 0, unit)
@@ -183,31 +182,31 @@ def yardstick(
 
 
 def spacing(dtype: str) -> float:
-    """The distance of numbers near 0: what no error is smaller than."""
+    """Return the distance of numbers near 0: the smallest unit of error."""
     info = finfo(dtype)
-    # Only float16's subnormals count for anything: elsewhere XLA, CUDA's fast exp and processors'
-    # own bfloat16 products take them for 0.
+    # Subnormals count only in float16: in other dtypes XLA, CUDA's fast exp and bfloat16 products
+    # of processors treat them as 0.
     step = float(info.eps) if dtype == "float16" else 1.0
     return step * float(info.smallest_normal)
 
 
 @np.errstate(all="ignore")
 def in_units(actual: Any, exact: Any, unit: Array) -> Array:
-    """|actual - exact| in units, and 0 where that is no number."""
+    """Return |actual - exact| in units, and 0 where that is not finite."""
     units = np.abs(actual - exact) / unit
     return np.where(np.isfinite(units), units, 0)
 
 
 @cache
 def exact(case: Case) -> Oracle:
-    """What the oracle says of a case."""
+    """Return the oracle's results of a case."""
     arrays, options = case.arguments()
     extended = wants_extended(case, options)
     return oracle(*arrays, **options, rows=case.rows, extended=extended)
 
 
 def wants_extended(case: Case, options: dict[str, Any]) -> bool:
-    """Whether float64 would be no better than what is to be judged, and more digits can be had."""
+    """Return whether a case needs and supports an oracle with more digits than float64."""
     products = math.prod(case.score_shape) * (case.D + 1)
     return (
         case.dtype == "float64"
@@ -219,9 +218,9 @@ def wants_extended(case: Case, options: dict[str, Any]) -> bool:
 
 @cache
 def evaluations(case: Case, dtype: str) -> list[tuple[Any, Any]]:
-    """What the textbook formula gives in a dtype, in the plain order and in the others.
+    """Return the textbook's results in a dtype, in the plain order first and then the others.
 
-    The poison is left out: the formula cannot bear it, and it moves no exact result but to NaN.
+    They are without poison, which the formula does not support.
     """
     arrays, options = case.arguments(poisoned=False)
     cast = [x.astype(dtype) for x in arrays]
@@ -231,5 +230,5 @@ def evaluations(case: Case, dtype: str) -> list[tuple[Any, Any]]:
 
 
 def accumulation_dtype(dtype: str) -> str:
-    """The dtype that scores, sums and logsumexp have for inputs of `dtype`."""
+    """Return the dtype of scores, sums and logsumexp for inputs of `dtype`."""
     return "float64" if dtype == "float64" else "float32"

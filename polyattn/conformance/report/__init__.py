@@ -1,1 +1,1 @@
-"""The table that `polyattn check` prints."""
+"""The report of ``polyattn check``: run the checks, print a table, write a page."""

@@ -1,4 +1,4 @@
-"""The report as one self-contained page."""
+"""Write the report as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,92 +12,43 @@ from polyattn.conformance.checks.target import KernelVariant
 from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
 from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import PROMISES, ROWS, Cell, Report, Section, cell_text
+from polyattn.html_page import html_page
 
 __all__ = ["callable_page", "page"]
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
-  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #333b49;
-  --paper: #14181f; --good: 152 45% 45%; --bad: #ff8a80; --bad-paper: #4a1f1b; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
-p, li { max-width: 46rem } .soft { color: var(--soft) }
-.verdict { font-weight: 600 } .verdict.bad { color: var(--bad) }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .88rem }
-th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--line); text-align: left;
-  white-space: nowrap } th { font-weight: 600 } tbody th { font-weight: 400 }
-thead th { position: sticky; top: 0; background: var(--paper) }
-tr.group th { padding-top: 1rem; color: var(--soft); font-size: .78rem; letter-spacing: .06em;
-  text-transform: uppercase; border-bottom-color: var(--ink) }
-tbody th small { display: block; color: var(--soft); white-space: normal; max-width: 20rem }
-td.agrees { background: hsl(var(--good) / var(--share)); font-variant-numeric: tabular-nums }
-td.wide { white-space: normal; min-width: 22rem } td { --share: .4 }
-td.refused, td.note { color: var(--soft) }
-td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
-.legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
-summary { color: var(--bad); margin-top: 1rem } code { font-size: .82rem; overflow-wrap: anywhere }
-ol { font-size: .88rem }
-"""
-
 _INTRO = """
-<p>Each row is a feature, a dtype or a corner of what attention means; each column a kernel. A
-figure is the largest error of any element in any case of the row, in units of
-<b>eps · Σ w|v|</b>: what one rounding of every weight could do. The deeper the green, the larger
-the share of its limit that some element used; the limit is twice the error of the textbook formula
-in the same dtypes, and a floor that is measured too; it is wide for extreme values, which have a
-row of their own and count in no other. Point at a cell for its cases.</p>
-<p class="legend"><span class="soft">–</span> refused: the kernel does not declare it, and raises
-when it is insisted on.
-<span class="soft">[1]</span> refused in some cases, for the reason of that number.</p>
+<p>Each row is a feature, a dtype or a corner case of attention; each column is a kernel. A number
+is the largest error of an element in the cases of the row, in units of <b>eps · Σ w|v|</b>: what
+one rounding of every weight can cause. A deeper green means that an element used a larger share of
+its limit. The limit is twice the error of the textbook formula in the same dtypes, plus a measured
+floor. It is wide for extreme values, which have their own row and count in no other. Point at a
+cell to see its cases.</p>
+<p class="legend"><span class="soft">–</span> refused: the kernel does not declare the feature, and
+raises if it is required.
+<span class="soft">[1]</span> refused in some cases, for the reason with that number.</p>
 """
 
 _OF_A_FUNCTION = """
-<p>Each row is a feature, a dtype or a corner of what attention means; <i>agree</i> is how many of
-the cases that the function has arguments for, and the figure the largest error of any element, in
-units of <b>eps · Σ w|v|</b>; <i>inf</i> is where a result must be exact and is not. Beside it is
+<p>Each row is a feature, a dtype or a corner case of attention. <i>agree</i> counts the cases that
+the function has arguments for. The error is the largest of an element, in units of
+<b>eps · Σ w|v|</b>; <i>inf</i> means that a result must be exact and is not. The last column names
 the other meaning that the results agree with.</p>
 """
 
 
 def page(report: Report) -> str:
-    """Return a report as an HTML page that needs nothing beside itself.
-
-    Parameters
-    ----------
-    report : Report
-        What was found.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Return a report as an HTML page."""
     failed = report.failed
-    verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "Everything agrees"
+    verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "All cases agree"
     body = "\n".join(line for section in report.sections for line in _section(section))
     return _whole(verdict, bool(failed), _INTRO + body)
 
 
 def callable_page(name: str, rows: Iterable[Row]) -> str:
-    """Return what became of a function as an HTML page that needs nothing beside itself.
-
-    Parameters
-    ----------
-    name : str
-        The function.
-    rows : iterable of departures.Row
-        What `departures.summarise` found.
-
-    Returns
-    -------
-    str
-        The page.
-    """
+    """Return the report of a function as an HTML page."""
     rows = list(rows)
-    departs = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
-    verdict = f"{departs} cases depart" if departs else "Everything agrees"
+    differing = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
+    verdict = f"{differing} cases differ" if differing else "All cases agree"
     cells = "\n".join(
         f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
         f'<td>{escape(units)}</td><td class="soft wide">{escape(remarks)}</td></tr>'
@@ -109,7 +60,7 @@ def callable_page(name: str, rows: Iterable[Row]) -> str:
         f'<h2>{escape(name)}</h2>{_OF_A_FUNCTION}<div class="scroll"><table>'
         f"<thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
     )
-    return _whole(verdict, bool(departs), body)
+    return _whole(verdict, bool(differing), body)
 
 
 def _verdict(row: Row) -> str:
@@ -121,14 +72,11 @@ def _verdict(row: Row) -> str:
 def _whole(verdict: str, bad: bool, body: str) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     where = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
-    return (
-        f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>polyattn check: {verdict}</title>\n<style>{_STYLE}</style>\n"
-        f"<h1>polyattn check</h1>\n"
+    head = (
         f'<p class="soft">polyattn {polyattn.__version__}, {escape(where)}, {when}</p>\n'
-        f'<p class="verdict{" bad" if bad else ""}">{verdict}.</p>\n{body}\n</html>\n'
+        f'<p class="verdict{" bad" if bad else ""}">{verdict}.</p>\n'
     )
+    return html_page("polyattn check", verdict, head + body)
 
 
 def _section(section: Section) -> Iterator[str]:
@@ -157,8 +105,8 @@ def _section(section: Section) -> Iterator[str]:
         yield from (f"<li><code>{escape(str(f))}</code></li>" for f in section.failures)
         yield "</ul></details>"
     yield "<ul>"
-    for promise, found in section.plugin.items():
-        yield f"<li>{escape(promise[0].upper() + promise[1:])}: {found}.</li>"
+    for promise, result in section.plugin.items():
+        yield f"<li>{escape(promise[0].upper() + promise[1:])}: {result}.</li>"
     yield "</ul>"
 
 
@@ -182,7 +130,7 @@ def _title(cell: Cell) -> str:
     parts = []
     if cell.agreed:
         parts.append(
-            f"{cell.agreed} agree, the worst, {cell.worst}, at {cell.share:.0%} of its limit"
+            f"{cell.agreed} agree; the worst, {cell.worst}, uses {cell.share:.0%} of its limit"
         )
     if cell.refused:
         parts.append(f"{cell.refused} refused: {'; '.join(cell.reasons)}")

@@ -1,7 +1,7 @@
-"""What was found of a backend, as a table for people.
+"""Collect the results of a backend and print them as a table.
 
-A row is a feature, a dtype or a corner of the semantics, a column a kernel, and a cell the largest
-error in units of eps · Σ w|v|, or why the kernel refuses.
+A row is a feature, a dtype or a corner case of the semantics, a column is a kernel, and a cell is
+the largest error in units of eps · Σ w|v|, or why the kernel refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
-from polyattn.dispatch.explanation import table
+from polyattn.text_table import table
 
 __all__ = [
     "PROMISES",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Row(NamedTuple):
-    """A sentence of the semantics, and which cases are about it."""
+    """A row of the table, and which cases it shows."""
 
     group: str
     name: str
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def _rows() -> Iterator[Row]:
-    yield Row("features", "plain", "the formula and nothing more", lambda c: not c.features)
+    yield Row("features", "plain", "no feature beyond the plain formula", lambda c: not c.features)
     for name, meaning in FEATURES.items():
         yield Row("features", name, meaning, partial(_needs, name))
     for dtype in DTYPES:
@@ -69,49 +69,31 @@ def _is_about(topic: str, case: Case) -> bool:
 
 ROWS = tuple(_rows())
 EXTREME = "extreme values"
-#: Of the rows, those that are no cases' but a check of their own.
+#: Rows with their own check instead of cases.
 PROMISES = {
     "gradients": "by the library's own differentiation",
     "deterministic": "the same call twice gives the same bits",
-    "batch invariant": "an item alone has the bits that it has among others",
-    "eight threads at once": "the first calls of a process are as any other",
+    "batch invariant": "a batch item has the same bits with and without the others",
+    "eight threads at once": "the first calls of a process give the same results in threads",
 }
 
 
 @dataclass
 class Cell:
-    """What became of a kernel in a row.
+    """The results of a kernel in a row."""
 
-    Attributes
-    ----------
-    agreed, refused : int
-        The number of cases that agree with the oracle, and that the kernel refuses.
-    units, share : float
-        The largest error of those that agree, in units of eps · Σ w|v| and as a share of its limit.
-    worst : str or None
-        The case of that error.
-    reasons : Counter of str
-        Why it refuses, with the number of cases.
-    failures : list of str
-        What is wrong, a text for each case that does not agree and is charged to this row.
-    elsewhere : int
-        The number of cases that do not agree and are charged to another feature.
-    note : str or None
-        In place of all that: why the row does not apply.
-    """
-
-    agreed: int = 0
-    refused: int = 0
-    units: float = 0.0
-    share: float = 0.0
-    worst: str | None = None
-    reasons: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    elsewhere: int = 0
-    note: str | None = None
+    agreed: int = 0  # cases that agree with the oracle
+    refused: int = 0  # cases that the kernel refuses
+    units: float = 0.0  # the largest error, in units of eps · Σ w|v|
+    share: float = 0.0  # the largest share of its limit that an error has
+    worst: str | None = None  # the case of that share
+    reasons: Counter[str] = field(default_factory=Counter)  # why it refuses, and how often
+    failures: list[str] = field(default_factory=list)  # failing cases that count in this row
+    elsewhere: int = 0  # failing cases that count in the row of another feature
+    note: str | None = None  # printed instead: why the row does not apply
 
     def add(self, case: str, off: Deviation | None, refusal: str | None) -> None:
-        """Count a case in."""
+        """Count the result of a case."""
         if off is None:
             self.refused += 1
             self.reasons[refusal or ""] += 1
@@ -127,20 +109,10 @@ class Cell:
 
 
 class Failure(NamedTuple):
-    """One thing that is wrong.
+    """A failing case or promise."""
 
-    Attributes
-    ----------
-    kernel : str
-        Of which kernel; empty for the plugin as a whole.
-    charged : str
-        The features that are to blame, or the promise that is not kept.
-    text : str
-        What is wrong.
-    """
-
-    kernel: str
-    charged: str
+    kernel: str  # empty for the plugin as a whole
+    charged: str  # the features that cause it, or the broken promise
     text: str
 
     def __str__(self) -> str:
@@ -149,30 +121,16 @@ class Failure(NamedTuple):
 
 @dataclass
 class Section:
-    """What became of one backend.
-
-    Attributes
-    ----------
-    target : Target
-        The backend.
-    kernels : tuple of Checked
-        The columns.
-    cells : dict
-        By row and kernel; see `cell`.
-    failures : list of Failure
-        All that is wrong, the simplest first.
-    plugin : dict of str to str
-        What was found of the plugin as a whole.
-    """
+    """The results of one backend: a column for each kernel."""
 
     target: Target
     kernels: tuple[KernelVariant, ...]
     cells: dict[tuple[str, KernelVariant], Cell] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    plugin: dict[str, str] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)  # the simplest first
+    plugin: dict[str, str] = field(default_factory=dict)  # results for the plugin as a whole
 
     def cell(self, row: str, variant: KernelVariant) -> Cell:
-        """Return the cell of a row, named, and a kernel."""
+        """Return the cell of a row, by name, and a kernel."""
         return self.cells.setdefault((row, variant), Cell())
 
     @cached_property
@@ -184,18 +142,10 @@ class Section:
 
 @dataclass
 class Report:
-    """What became of all that was checked.
-
-    Attributes
-    ----------
-    sections : list of Section
-        One a backend.
-    done, total : int
-        How many steps were done, and how many there were; fewer if it was interrupted.
-    """
+    """The results of all backends."""
 
     sections: list[Section] = field(default_factory=list)
-    done: int = 0
+    done: int = 0  # steps; fewer than the total if it was interrupted
     total: int = 0
 
     @property
@@ -237,9 +187,9 @@ class Report:
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Return the rows that a case is about.
+    """Return the rows that show a case.
 
-    Extreme values have large errors by nature, which would hide those of everything else.
+    Extreme values always have large errors, which would hide those of other cases.
     """
     return [
         row
@@ -249,7 +199,7 @@ def rows_of(case: Case) -> list[Row]:
 
 
 def row_names() -> list[tuple[str, str]]:
-    """Return the names of all rows, and what each means."""
+    """Return the names and the meanings of all rows."""
     return [(row.name, row.meaning) for row in ROWS] + list(PROMISES.items())
 
 
@@ -266,38 +216,30 @@ def _lines(section: Section) -> Iterator[str]:
         rows.append((name, *cells))
     yield from table(rows)
     yield ""
-    yield "  Figures: the largest error, in units of eps · Σ w|v|; of extreme values it is large by"
-    yield "  nature, and in no other row.  -  refused: not declared."
+    yield "  Numbers are the largest error in units of eps · Σ w|v|. Extreme values have large"
+    yield "  errors and count only in their own row.  -  refused: the kernel does not declare it."
     for reason, number in footnotes.items():
         yield f"  [{number}] refused: {reason}"
-    for promise, found in section.plugin.items():
-        yield f"  {promise}: {found}"
+    for promise, result in section.plugin.items():
+        yield f"  {promise}: {result}"
     yield f"  {len(section.failures) or 'no'} failure{'s' * (len(section.failures) != 1)}"
     yield from _failure_lines(section.failures)
     yield ""
 
 
 def _failure_lines(failures: list[Failure]) -> Iterator[str]:
-    """The first two of each kind, and how many more there are."""
+    """Yield the first two failures of each kind, and the number of others."""
     kinds: dict[tuple[str, str], list[Failure]] = defaultdict(list)
     for failure in failures:
         kinds[failure.kernel, failure.charged].append(failure)
-    for (_, charged), those in kinds.items():
-        yield from (f"  FAIL {failure}" for failure in those[:2])
-        if len(those) > 2:
-            yield f"       and {len(those) - 2} more of {charged}; --json and --html have all"
+    for (_, charged), alike in kinds.items():
+        yield from (f"  FAIL {failure}" for failure in alike[:2])
+        if len(alike) > 2:
+            yield f"       and {len(alike) - 2} more for {charged}; --json and --html list all"
 
 
 def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
-    """Return a cell in a few characters; reasons go to the footnotes, by number.
-
-    Parameters
-    ----------
-    cell : Cell
-        The cell.
-    footnotes : dict of str to int
-        The reasons that have a number, to which new ones are added.
-    """
+    """Return a cell as a short text; its reasons are added to the numbered footnotes."""
     if cell.failures:
         return f"FAIL ({len(cell.failures)} of {len(cell.failures) + cell.agreed})"
     if cell.note is not None:
@@ -307,9 +249,9 @@ def cell_text(cell: Cell, footnotes: dict[str, int]) -> str:
     if not cell.agreed and not cell.refused:
         return "no case"
     text = f"{cell.units:.2g}" if cell.agreed else ""
-    if cell.elsewhere:  # a cause that other features share hides whether this one is right
+    if cell.elsewhere:  # a cause shared with other features
         text += f", {cell.elsewhere} fail elsewhere"
-    every = dict.fromkeys(r for reasons in cell.reasons for r in reasons.split("; "))
-    own = [reason for reason in every if not reason.startswith("it does not compute")]
-    marks = "".join(f"[{footnotes.setdefault(r, len(footnotes) + 1)}]" for r in own)
+    reasons = dict.fromkeys(r for reasons in cell.reasons for r in reasons.split("; "))
+    noted = [reason for reason in reasons if not reason.startswith("it does not compute")]
+    marks = "".join(f"[{footnotes.setdefault(r, len(footnotes) + 1)}]" for r in noted)
     return f"{text} {marks}".strip() or "-"

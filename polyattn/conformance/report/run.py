@@ -1,4 +1,4 @@
-"""The suite's cases without pytest: each step of a report, and what a failure is charged to."""
+"""Run the cases of the suite without pytest, and find which features cause a failure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import NamedTuple, TypeVar
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import kernel as checks
+from polyattn.conformance.checks import cases as checks
+from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.conformance.functions.interpretations import read
+from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.conformance.report.report import (
     EXTREME,
@@ -28,14 +29,14 @@ from polyattn.conformance.report.report import (
 from polyattn.dispatch import registry
 from polyattn.dispatch.registry import ARRAY_API
 
-__all__ = ["bar", "default_subjects", "progress", "run", "steps"]
+__all__ = ["bar", "default_targets", "progress", "run", "steps"]
 
-#: What is asked of a plugin as a whole.
-IMPORTS = "finding the plugin imports no array library"
+#: The check of a plugin as a whole.
+IMPORTS = "loading the plugin's spec imports no array library"
 
 
 class Promise(NamedTuple):
-    """What a kernel may promise, beside results."""
+    """A promise of a kernel other than its results."""
 
     applies: Callable[[KernelVariant], bool]
     check: Callable[[Target, KernelVariant], None]
@@ -44,89 +45,61 @@ class Promise(NamedTuple):
 
 CHECKED = {
     "deterministic": Promise(
-        lambda variant: variant.kernel.deterministic, checks.check_determinism, "not declared"
+        lambda variant: variant.kernel.deterministic, promises.check_determinism, "not declared"
     ),
     "batch invariant": Promise(
         lambda variant: variant.kernel.batch_invariant,
-        checks.check_batch_invariance,
+        promises.check_batch_invariance,
         "not declared",
     ),
     "eight threads at once": Promise(
-        checks.is_worth_threads, checks.check_first_call_from_threads, "not checked"
+        promises.is_worth_threads, promises.check_first_call_from_threads, "not checked"
     ),
 }
 
 
 class Step(NamedTuple):
-    """One thing to do: a case, or a promise, of a kernel."""
+    """A case or a promise of a kernel to check."""
 
     section: Section
-    variant: KernelVariant | None  # None for what is the plugin's as a whole
+    variant: KernelVariant | None  # None for the plugin as a whole
     what: Case | str
 
 
 def steps(
-    subjects: Iterable[Target],
+    targets: Iterable[Target],
     cases: Mapping[str, Case] = CASES,
     kernels: Sequence[str] = (),
 ) -> list[Step]:
-    """Return all that a report has to do.
-
-    Parameters
-    ----------
-    subjects : iterable of Subject
-        The backends.
-    cases : mapping of str to Case
-        The calls.
-    kernels : sequence of str
-        The kernels to check; none for all.
-
-    Raises
-    ------
-    ValueError
-        If a backend has no kernel of a name.
-    """
-    found = []
-    for target in subjects:
+    """Return the steps of a report; raise if a backend has no kernel of a name."""
+    result: list[Step] = []
+    for target in targets:
         names = list(dict.fromkeys(variant.kernel.name for variant in target.kernels))
         for name in kernels:
             if name not in names:
                 raise ValueError(f"{target} has no kernel {name!r}; it has {', '.join(names)}")
-        variant = tuple(c for c in target.kernels if not kernels or c.kernel.name in kernels)
-        section = Section(target, variant)
-        for each in variant:
-            found += [Step(section, each, what) for what in _work(target, each, cases)]
+        variants = tuple(c for c in target.kernels if not kernels or c.kernel.name in kernels)
+        section = Section(target, variants)
+        for variant in variants:
+            result += [Step(section, variant, what) for what in _work(target, variant, cases)]
         if target.backend != ARRAY_API:
-            found.append(Step(section, None, IMPORTS))
-    return found
+            result.append(Step(section, None, IMPORTS))
+    return result
 
 
 def _work(
     target: Target, variant: KernelVariant, cases: Mapping[str, Case]
 ) -> Iterator[Case | str]:
-    promised = checks.cases_for(target, variant, cases)
+    applicable = checks.cases_for(target, variant, cases)
     if variant.kernel.compiles:
-        refused = [case for case in promised if not checks.takes(target, variant, case)]
-        promised = checks.covering(target, variant, promised) + refused
-    yield from promised
+        refused = [case for case in applicable if not checks.takes(target, variant, case)]
+        applicable = checks.covering(target, variant, applicable) + refused
+    yield from applicable
     yield from PROMISES
 
 
 def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = iter) -> Report:
-    """Do it.
-
-    Parameters
-    ----------
-    work : sequence of Step
-        What `steps` returned.
-    bar : callable
-        What to go through it with, such as `progress`.
-
-    Returns
-    -------
-    Report
-        What became of it; it prints as tables. If it was interrupted, what there was by then.
-    """
+    """Run the steps; an interrupt ends them and keeps the results so far."""
     report = Report(total=len(work))
     failed: list[_Failed] = []
     with suppress(KeyboardInterrupt):
@@ -153,7 +126,7 @@ class _Failed(NamedTuple):
     section: Section
     variant: KernelVariant
     case: Case
-    features: frozenset[str]  # that the failure is about
+    features: frozenset[str]  # that the failure may be due to
     text: str
 
 
@@ -163,7 +136,7 @@ def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Fail
     except Exception as error:
         text = _text(error)
         about = case.features
-        if text.startswith(f"{case}: logsumexp"):  # the output is right
+        if text.startswith(f"{case}: logsumexp"):  # and not the output
             about = frozenset({"logsumexp"})
         return [_Failed(section, variant, case, about, text)]
     for row in rows_of(case):
@@ -175,7 +148,7 @@ def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Fail
 
 def _do_plugin(section: Section, what: str) -> None:
     try:
-        checks.check_import_hygiene(section.target.backend.partition(":")[0])
+        promises.check_import_hygiene(section.target.backend.partition(":")[0])
         section.plugin[what] = "yes"
     except Exception as error:
         section.plugin[what] = "no"
@@ -202,12 +175,12 @@ def _do_gradients(target: Target, variant: KernelVariant, cell: Cell) -> None:
         cell.note = "library has none"
         return
     for case in () if variant.kernel.compiles else GRADIENT_CASES.values():
-        if checks.is_promised(target, variant, case) and checks.takes(target, variant, case):
-            found = check_gradients(target, variant, case)
-            for off in (found or {}).values():
+        if checks.is_applicable(target, variant, case) and checks.takes(target, variant, case):
+            deviations = check_gradients(target, variant, case)
+            for off in (deviations or {}).values():
                 cell.add(case.name, off, None)
     if not cell.agreed:
-        cell.note = "not checked" if variant.kernel.compiles else "none that it takes"
+        cell.note = "not checked" if variant.kernel.compiles else "none supported"
 
 
 def _text(error: Exception) -> str:
@@ -215,24 +188,24 @@ def _text(error: Exception) -> str:
 
 
 def _charge(section: Section, failed: list[_Failed]) -> None:
-    """Charge each case that failed to the features to blame: the fewest that fail together.
+    """Charge each failing case to the smallest set of features that fails.
 
-    Where the plain formula is wrong, or softcap alone, a case of softcap and bias says nothing
-    about bias.
+    If the plain formula is wrong, or softcap without bias, then a case of softcap and bias shows
+    nothing about bias.
     """
     failed.sort(key=lambda f: len(f.features))
     sets: dict[KernelVariant, set[frozenset[str]]] = defaultdict(set)
     for f in failed:
         sets[f.variant].add(f.features)
-    told: set[tuple[KernelVariant, frozenset[str]]] = set()
+    explained: set[tuple[KernelVariant, frozenset[str]]] = set()
     for _, variant, case, about, text in failed:
         within = [features for features in sets[variant] if features <= about]
         fewest = [f for f in within if not any(other < f for other in within)]
         blamed = frozenset[str]().union(*fewest) or frozenset({"plain"})
-        if (variant, blamed) not in told:
+        if (variant, blamed) not in explained:
             meaning = _as_if(section.target, variant, case)
             if meaning is not None:
-                told.add((variant, blamed))
+                explained.add((variant, blamed))
                 text += meaning
         for row in ROWS:
             if row not in rows_of(case) and row.name not in blamed:
@@ -246,12 +219,12 @@ def _charge(section: Section, failed: list[_Failed]) -> None:
 
 
 def _as_if(target: Target, variant: KernelVariant, case: Case) -> str | None:
-    """What other meaning a result that failed agrees with; None if there is none to ask."""
+    """Return which other meaning a wrong result agrees with; None if there is no result."""
     try:
         output = target.back(target.call(case, variant.for_case(case)))
         if output.shape != exact(case).output.shape:
             return None
-        meaning = read(case, output, most=1)
+        meaning = interpret(case, output, most=1)
     except Exception:
         return None
     return f"; as if {meaning}" if meaning else ""
@@ -263,15 +236,15 @@ def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
         agreed = sum(cell.agreed for cell in cells)
         if not agreed + sum(len(cell.failures) for cell in cells):
             if any(cell.refused for cell in cells):
-                text = f"no case is taken by {variant}"
+                text = f"{variant} supports no case"
                 section.failures.append(Failure(str(variant), "plain", text))
             continue
-        # Every case that agrees is asked for its logsumexp.
+        # The logsumexp of every agreeing case was checked.
         wanted = asked | {"logsumexp"} if agreed else asked
         for feature in sorted(section.target.declared(variant.kernel) & wanted):
             cell = section.cell(feature, variant)
             if not cell.agreed + cell.elsewhere + len(cell.failures):
-                text = f"it declares {feature}, and no case that it takes needs it"
+                text = f"it declares {feature}, but no case that it supports needs it"
                 cell.failures.append(text)
                 section.failures.append(Failure(str(variant), feature, text))
 
@@ -283,7 +256,7 @@ def _note_what_does_not_apply(section: Section) -> None:
     for variant in section.kernels:
         for dtype in DTYPES:
             if dtype not in section.target.dtypes:
-                section.cell(dtype, variant).note = "not taken"
+                section.cell(dtype, variant).note = "not supported"
         if not variant.kernel.poison_safe:
             section.cell("NaN and infinity", variant).note = "not declared"
         if "logsumexp" not in variant.kernel.features:
@@ -291,15 +264,15 @@ def _note_what_does_not_apply(section: Section) -> None:
             section.cell("logsumexp", variant).refused = 1
 
 
-def default_subjects(library: str | None) -> list[Target]:
-    """Return every backend that can be used here, or ``array-api`` if a library is named."""
+def default_targets(library: str | None) -> list[Target]:
+    """Return all installed backends, or ``array-api`` if a library is named."""
     if library is not None:
         return [Target(registry.ARRAY_API, library)]
     return [Target(name) for name in registry.names() if registry.load(name) is None]
 
 
 def progress(work: Iterable[Step]) -> Iterable[Step]:
-    """Return the steps with a progress bar."""
+    """Yield the steps with a progress bar."""
     return bar(work, lambda step: f"{step.section.target} {step.variant or step.what}")
 
 
@@ -307,20 +280,7 @@ T = TypeVar("T")
 
 
 def bar(work: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
-    """Go through some work with a progress bar on standard error, if that is a terminal.
-
-    Parameters
-    ----------
-    work : iterable
-        The steps.
-    describe : callable
-        What the bar says beside a step.
-
-    Yields
-    ------
-    object
-        Each step.
-    """
+    """Yield the items of some work, with a progress bar on standard error if it is a terminal."""
     from tqdm import tqdm
 
     shown = tqdm(list(work), unit="case", disable=None, leave=False, dynamic_ncols=True)

@@ -1,9 +1,10 @@
-"""Layers and models with weights from elsewhere: what other libraries trained, run here.
+"""Load the weights that other libraries trained.
 
 Each function takes the weights as a mapping of names to arrays of any library, such as a state
-dict; the models' also take a ``.safetensors`` file, or a folder as ``save_pretrained`` of
-transformers writes it. The parameters are copies, in the library, device and dtype of `like`. All
-names and shapes are checked before anything is copied, and one error lists all that do not fit.
+dict; the functions for models also take a ``.safetensors`` file, or a folder that
+``save_pretrained`` of transformers wrote. The parameters are copies, in the library, device and
+dtype of `like`. All names and shapes are checked before anything is copied; one ValueError lists
+everything that does not fit.
 """
 
 from polyattn.nn.load.layers import keras_attention, torch_attention, torch_encoder_layer

@@ -1,7 +1,7 @@
-"""Weights and settings of a model as they lie in files: safetensors and config.json.
+"""Read the weights and settings of a model from files: safetensors and config.json.
 
 The safetensors package is imported when a file is read, and nothing in a file is ever run. A file
-may come from anyone: what is wrong with its content is one ValueError that names it.
+may come from anyone: every defect of its content raises a ValueError that names the file.
 """
 
 from __future__ import annotations
@@ -23,17 +23,7 @@ Weights = Mapping[str, Array] | str | os.PathLike[str]
 
 
 def read_weights(weights: Weights) -> Mapping[str, Array]:
-    """Return the arrays of a file, of the files of a folder, or these if they are arrays already.
-
-    Raises
-    ------
-    ValueError
-        If the content of a file is not what it must be.
-    FileNotFoundError
-        If the path has none.
-    ImportError
-        If a package that reads them is not installed.
-    """
+    """Return the arrays of a file or folder; a mapping is returned as it is."""
     if isinstance(weights, Mapping):
         return weights
     path = Path(_checked(weights))
@@ -45,12 +35,14 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}")
     if path.suffix != ".safetensors":
-        raise ValueError(f"{path} is no .safetensors file; of others pass the arrays by name")
+        raise ValueError(
+            f"{path} is not a .safetensors file; read other files yourself and pass the arrays"
+        )
     return _read(path)
 
 
 def read_settings(family: str, weights: Weights, config: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of a family's model: `config`, or those that lie beside the weights."""
+    """Return the settings of a model: `config`, or the config.json beside the weights."""
     if config is None:
         file = _config_file(weights)
         settings = Settings(_read_json(file), str(file))
@@ -59,7 +51,7 @@ def read_settings(family: str, weights: Weights, config: Mapping[str, Any] | Non
     else:
         raise TypeError(
             f"config is a {type(config).__name__}, not a mapping; pass config.to_dict(), or"
-            " what json.load makes of a config.json"
+            " a config.json as json.load returns it"
         )
     settings.check_family(family)
     return settings
@@ -68,7 +60,7 @@ def read_settings(family: str, weights: Weights, config: Mapping[str, Any] | Non
 def _config_file(weights: Weights) -> Path:
     if isinstance(weights, Mapping):
         raise TypeError(
-            "arrays do not tell all of a model: pass config=, such as model's to_dict()"
+            "arrays do not contain a model's settings: pass config=, such as model.config.to_dict()"
         )
     path = Path(_checked(weights))
     if not path.exists():
@@ -92,37 +84,37 @@ def _checked(weights: Any) -> str | os.PathLike[str]:
 
 
 def _read_shards(index: Path) -> dict[str, Array]:
-    """Return the arrays that an index names, each from the file that it says."""
+    """Return the arrays that an index lists, each from its file."""
     names = _shards(index)
     for shard in names:
-        # Only the name is held to the folder: caches keep links there, to files elsewhere.
-        name = PureWindowsPath(shard)  # It knows both separators, and drives.
+        # Only the name must stay in the folder: download caches keep links to files elsewhere.
+        name = PureWindowsPath(shard)  # It understands both separators, and drives.
         if name.anchor or ".." in name.parts:
             raise ValueError(
-                f"{index} names the file {shard!r}, which leaves the folder: weights are read"
-                " from the index's own folder alone"
+                f"{index} names the file {shard!r}, which is outside the folder: weights are read"
+                " only from the folder of the index"
             )
         if not (index.parent / shard).is_file():
             raise FileNotFoundError(f"there is no {index.parent / shard}, which {index} names")
-    found: dict[str, Array] = {}
-    for shard, promised in names.items():
+    weights: dict[str, Array] = {}
+    for shard, listed in names.items():
         arrays = _read(index.parent / shard)
-        missing = [name for name in promised if name not in arrays]
+        missing = [name for name in listed if name not in arrays]
         if missing:
             raise ValueError(
                 f"{index.parent / shard} has no {', '.join(missing)}, which {index} says it has"
             )
-        found |= {name: arrays[name] for name in promised}
-    return found
+        weights |= {name: arrays[name] for name in listed}
+    return weights
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
-    """Return the names of an index's files, and of the arrays in each."""
-    placed = _read_json(index).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(one, str) for one in placed.values()):
-        raise ValueError(f"{index} has no weight_map of names to the names of files")
+    """Return the files that an index lists, with the names of the arrays in each."""
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index} has no weight_map from the names of arrays to those of files")
     names: dict[str, list[str]] = {}
-    for name, shard in sorted(placed.items()):
+    for name, shard in sorted(files.items()):
         names.setdefault(shard, []).append(name)
     return names
 
@@ -132,22 +124,22 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Make one ValueError that names the file of whatever a parser raises of its content."""
+    """Turn every error of a parser into a ValueError that names the file."""
     try:
         yield
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:
-        said = str(error) or type(error).__name__
-        raise ValueError(f"{file} is damaged, or of a kind not read here: {said}") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{file} is damaged, or of an unsupported kind: {reason}") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     with _reading(file):
-        found = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must be an object of JSON; it is a {type(found).__name__}")
-    return found
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must be a JSON object; it is a {type(content).__name__}")
+    return content
 
 
 def _read(file: Path) -> dict[str, Array]:
@@ -158,7 +150,7 @@ def _read(file: Path) -> dict[str, Array]:
         except TypeError as error:
             if "bfloat16" not in str(error):
                 raise
-        # NumPy has this dtype by another package, once that is imported.
+        # NumPy has this dtype once ml_dtypes is imported.
         _imported("ml_dtypes", "ml_dtypes")
         return dict(safetensors.load_file(file))
 
@@ -168,5 +160,5 @@ def _imported(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(
-            f"to read the weights' file, install {package}: pip install {package}"
+            f"reading this file of weights needs {package}: pip install {package}"
         ) from None

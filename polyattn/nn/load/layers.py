@@ -1,4 +1,4 @@
-"""Layers of torch.nn and Keras, whose weights tell all sizes but the number of torch's heads."""
+"""Load layers of torch.nn and Keras, whose sizes follow from their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
 from polyattn.nn.layers import FeedForward, Linear
 from polyattn.nn.load.settings import check_number
-from polyattn.nn.load.stored import Stored, fill, layer_norm, linear, turned, vector, within
+from polyattn.nn.load.stored import (
+    Stored,
+    fill,
+    layer_norm,
+    linear,
+    transposed,
+    vector,
+    without_prefix,
+)
 
 __all__ = ["keras_attention", "torch_attention", "torch_encoder_layer"]
 
@@ -20,35 +28,31 @@ __all__ = ["keras_attention", "torch_attention", "torch_encoder_layer"]
 def torch_attention(
     weights: Mapping[str, Array], heads: int, *, like: Array, prefix: str = ""
 ) -> MultiHeadAttention:
-    """Make a layer of the weights of a torch.nn.MultiheadAttention.
+    """Load a torch.nn.MultiheadAttention.
+
+    A layer with ``add_zero_attn`` must not be loaded: its weights do not show that option.
 
     Parameters
     ----------
     weights : mapping of str to Array
-        Its state dict.
+        The state dict.
     heads : int
-        Its ``num_heads``.
+        The layer's ``num_heads``.
     like : Array
         An array of the library, device and dtype that the parameters are to have.
     prefix : str
-        What its names begin with, where `weights` are a larger model's.
+        The beginning of the layer's names, if `weights` are those of a larger model.
 
     Returns
     -------
     MultiHeadAttention
-        The layer, with batch axes first whatever ``batch_first`` was. Where ``kdim`` and ``vdim``
-        differ, its context is what torch calls key and value, side by side in the last axis.
+        The layer; batch axes come first whatever ``batch_first`` was. If ``kdim`` and ``vdim``
+        differ, its context is torch's key and value concatenated along the last axis.
 
     Raises
     ------
     ValueError
-        If names or shapes do not fit, all of which are listed, or the layer has ``bias_k`` and
-        ``bias_v``. What ``add_zero_attn`` adds leaves no trace in the weights: such a layer cannot
-        be told from one without, and must not be loaded.
-
-    See Also
-    --------
-    torch_encoder_layer : The layer around it.
+        If names or shapes do not fit, or the layer has ``bias_k`` and ``bias_v``.
 
     Examples
     --------
@@ -64,9 +68,9 @@ def torch_attention(
     >>> nn.load.torch_attention(weights, 4, like=x)(x).shape
     (2, 5, 16)
     """
-    own = within(weights, prefix)
-    layer = _torch_attention(own, heads)
-    return fill(layer, own, like=like, origin="a torch.nn.MultiheadAttention")
+    arrays = without_prefix(weights, prefix)
+    layer = _torch_attention(arrays, heads)
+    return fill(layer, arrays, like=like, origin="a torch.nn.MultiheadAttention")
 
 
 def torch_encoder_layer(
@@ -79,24 +83,20 @@ def torch_encoder_layer(
     epsilon: float = 1e-5,
     prefix: str = "",
 ) -> EncoderBlock:
-    """Make a block of the weights of a torch.nn.TransformerEncoderLayer.
+    """Load a torch.nn.TransformerEncoderLayer.
 
     Parameters
     ----------
-    weights : mapping of str to Array
-        Its state dict.
-    heads : int
-        Its ``nhead``.
-    like : Array
-        An array of the library, device and dtype that the parameters are to have.
+    weights, heads, like : mapping, int, Array
+        As for `torch_attention`.
     activation : {"relu", "gelu", "gelu_tanh", "silu"}
-        Its activation, "relu" by default as torch's.
+        The layer's activation.
     norm_first : bool
-        Its ``norm_first``, which the weights do not tell either.
+        The layer's ``norm_first``.
     epsilon : float
-        Its ``layer_norm_eps``.
+        The layer's ``layer_norm_eps``.
     prefix : str
-        What its names begin with, such as ``"layers.0."`` in a torch.nn.TransformerEncoder.
+        As for `torch_attention`, such as ``"layers.0."`` in a torch.nn.TransformerEncoder.
 
     Returns
     -------
@@ -106,17 +106,13 @@ def torch_encoder_layer(
     Raises
     ------
     ValueError
-        If names or shapes do not fit, all of which are listed.
-
-    See Also
-    --------
-    torch_attention : The attention in it.
+        If names or shapes do not fit.
     """
     epsilon = check_number("epsilon", epsilon, zero=True)
-    own = within(weights, prefix)
-    attention = _torch_attention(own, heads, "self_attn.")
-    inner, size = _lengths(own, 2, "linear1.weight")
-    bias = "linear1.bias" in own
+    arrays = without_prefix(weights, prefix)
+    attention = _torch_attention(arrays, heads, "self_attn.")
+    inner, size = _shape_of(arrays, 2, "linear1.weight")
+    bias = "linear1.bias" in arrays
     block = EncoderBlock(
         attention,
         FeedForward(
@@ -128,7 +124,7 @@ def torch_encoder_layer(
         layer_norm("norm2", size, epsilon, bias),
         norm_first,
     )
-    return fill(block, own, like=like, origin="a torch.nn.TransformerEncoderLayer")
+    return fill(block, arrays, like=like, origin="a torch.nn.TransformerEncoderLayer")
 
 
 def _torch_attention(
@@ -137,32 +133,31 @@ def _torch_attention(
     extra = [name for name in ("bias_k", "bias_v") if prefix + name in weights]
     if extra:
         raise ValueError(
-            f"{' and '.join(extra)}, of add_bias_kv=True, have no place in MultiHeadAttention:"
-            " only a layer without can be loaded"
+            f"a layer with {' and '.join(extra)}, of add_bias_kv=True, cannot be loaded:"
+            " MultiHeadAttention has no place for them"
         )
     names = [f"{prefix}{name}_proj_weight" for name in ("in", "q", "k", "v")]
     in_proj, *separate = names
-    together = separate[0] not in weights
-    anchor = in_proj if together else separate[0]
-    size = _lengths(weights, 2, f"{prefix}out_proj.weight", anchor)[1]
+    fused = separate[0] not in weights
+    size = _shape_of(weights, 2, f"{prefix}out_proj.weight", in_proj if fused else separate[0])[1]
     if check_int("heads", heads) < 1 or size % heads:
         raise ValueError(f"{heads} heads do not divide the layer's size of {size}")
     rest: dict[str, Any] = {"heads": heads, "key_heads": heads, "head_size": size // heads}
     rest["output"] = linear(f"{prefix}out_proj", size, size, f"{prefix}out_proj.bias" in weights)
     bias = f"{prefix}in_proj_bias"
-    if together:
-        stored = Stored((size, 3 * size), {in_proj: (3 * size, size)}, turned)
-        one = Linear(stored, vector(bias, 3 * size) if bias in weights else None)
-        return MultiHeadAttention(None, None, None, fused=one, **rest)
-    kdim, vdim = (_lengths(weights, 2, name)[1] for name in separate[1:])
-    three = []
-    for number, (name, inputs, gap) in enumerate(
-        zip(separate, (size, kdim, vdim), _gaps(kdim, vdim), strict=True)
+    if fused:
+        stored = Stored((size, 3 * size), {in_proj: (3 * size, size)}, transposed)
+        linear_map = Linear(stored, vector(bias, 3 * size) if bias in weights else None)
+        return MultiHeadAttention(None, None, None, fused=linear_map, **rest)
+    kdim, vdim = (_shape_of(weights, 2, name)[1] for name in separate[1:])
+    maps = []
+    for number, (name, inputs, padding) in enumerate(
+        zip(separate, (size, kdim, vdim), _paddings(kdim, vdim), strict=True)
     ):
-        weight = Stored((inputs, size), {name: (size, inputs)}, turned)
+        weight = Stored((inputs, size), {name: (size, inputs)}, transposed)
         third = Stored((size,), {bias: (3 * size,)}, partial(_third, number))
-        three.append(Linear(_between_zeros(weight, gap), third if bias in weights else None))
-    query, key, value = three
+        maps.append(Linear(_padded(weight, padding), third if bias in weights else None))
+    query, key, value = maps
     return MultiHeadAttention(query, key, value, **rest)
 
 
@@ -171,13 +166,13 @@ def _third(number: int, xp: Any, array: Array) -> Array:
     return array[number * size : (number + 1) * size]
 
 
-def _lengths(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int, ...]:
-    """Return the shape of the first array that is there: what others must be is told by it."""
+def _shape_of(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int, ...]:
+    """Return the shape of the first array that exists, which determines the other shapes."""
     for name in names:
         if name in weights and len(weights[name].shape) == rank:
             return tuple(weights[name].shape)
     raise ValueError(
-        f"weights have no {names[0]} of {rank} axes, which tells the layer's sizes; they have"
+        f"weights have no {names[0]} of {rank} axes, which determines the layer's sizes; they have"
         f" {', '.join(f'{name} {tuple(array.shape)}' for name, array in weights.items())}"
     )
 
@@ -185,26 +180,26 @@ def _lengths(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int,
 # ---- keys and values of different tokens -------------------------------------------------------
 
 
-def _gaps(keys: int, values: int) -> tuple[tuple[int, int], ...]:
+def _paddings(keys: int, values: int) -> tuple[tuple[int, int], ...]:
     """Return how many rows of 0 go before and after the weights of query, key and value.
 
-    A layer has one context: where keys and values are made of tokens of two sizes, it is both side
-    by side, and each map is blind to the other's part.
+    A layer has one context. If keys and values come from tokens of different sizes, the context is
+    both concatenated, and each map ignores the other's part.
     """
     return ((0, 0), (0, 0), (0, 0)) if keys == values else ((0, 0), (0, values), (keys, 0))
 
 
-def _between_zeros(weight: Stored, gap: tuple[int, int]) -> Stored:
-    if gap == (0, 0):
+def _padded(weight: Stored, padding: tuple[int, int]) -> Stored:
+    if padding == (0, 0):
         return weight
 
     def make(xp: Any, array: Array) -> Array:
         matrix = weight.make(xp, array)
         row = xp.zeros_like(matrix[:1])
-        before, after = (xp.broadcast_to(row, (n, row.shape[1])) for n in gap)
+        before, after = (xp.broadcast_to(row, (n, row.shape[1])) for n in padding)
         return xp.concat((before, matrix, after), axis=0)
 
-    return Stored((sum(gap) + weight.shape[0], weight.shape[1]), weight.sources, make)
+    return Stored((sum(padding) + weight.shape[0], weight.shape[1]), weight.sources, make)
 
 
 # ---- Keras -------------------------------------------------------------------------------------
@@ -216,35 +211,28 @@ KERAS = ("query", "key", "value", "attention_output")
 def keras_attention(
     weights: Mapping[str, Array] | Sequence[Array], *, like: Array, prefix: str = ""
 ) -> MultiHeadAttention:
-    """Make a layer of the weights of a keras.layers.MultiHeadAttention.
+    """Load a keras.layers.MultiHeadAttention.
 
     Parameters
     ----------
     weights : sequence of Array, or mapping of str to Array
-        What its ``get_weights()`` returns, or arrays by the paths of its variables:
+        The result of ``get_weights()``, or arrays by the paths of its variables:
         ``query/kernel``, ``query/bias``, and so on for ``key``, ``value`` and
-        ``attention_output``. They tell the number of heads, ``key_dim``, ``value_dim`` and
-        ``use_bias``.
-    like : Array
-        An array of the library, device and dtype that the parameters are to have.
-    prefix : str
-        What its names begin with, such as ``"multi_head_attention/"``.
+        ``attention_output``.
+    like, prefix : Array, str
+        As for `torch_attention`; a prefix is such as ``"multi_head_attention/"``.
 
     Returns
     -------
     MultiHeadAttention
-        The layer. Where keys and values were made of different tokens, its context is both, side
-        by side in the last axis. For what Keras does by ``use_causal_mask``, which lines up the
-        first tokens of two sequences, call it with ``is_causal=True, query_offset=0``.
+        The layer. If keys and values come from different tokens, its context is both concatenated
+        along the last axis. Keras's ``use_causal_mask`` aligns the first tokens of two sequences,
+        as ``is_causal=True, query_offset=0`` does.
 
     Raises
     ------
     ValueError
-        If names or shapes do not fit, all of which are listed, or the layer has a gate.
-
-    See Also
-    --------
-    torch_attention : The same of torch's layer.
+        If names or shapes do not fit, or the layer has a gate.
 
     Examples
     --------
@@ -256,32 +244,26 @@ def keras_attention(
     (2, 5, 16)
     """
     named = weights if isinstance(weights, Mapping) else _keras_names(weights)
-    own = within(named, prefix)
-    if any(name.startswith("gate/") for name in own):
-        raise ValueError("a gate, of use_gate=True, has no place in MultiHeadAttention")
-    size, heads, head_size = _lengths(own, 3, "query/kernel")
-    (kdim, *_), (vdim, _, value_size) = (
-        _lengths(own, 3, f"{name}/kernel") for name in ("key", "value")
-    )
-    outputs = _lengths(own, 3, "attention_output/kernel")[2]
-    query, key, value = [
-        _keras_map(own, name, inputs, (heads, width), gap)
-        for name, inputs, width, gap in zip(
-            KERAS,
-            (size, kdim, vdim),
-            (head_size, head_size, value_size),
-            _gaps(kdim, vdim),
-            strict=False,
+    arrays = without_prefix(named, prefix)
+    if any(name.startswith("gate/") for name in arrays):
+        raise ValueError(
+            "MultiHeadAttention has no gate, so a layer with use_gate=True cannot be loaded"
         )
+    shapes = [_shape_of(arrays, 3, f"{name}/kernel") for name in KERAS]
+    (_, heads, head_size), (kdim, *_), (vdim, _, value_size), (*_, outputs) = shapes
+    widths, paddings = (head_size, head_size, value_size), _paddings(kdim, vdim)
+    query, key, value = [
+        _keras_map(arrays, name, inputs, (heads, width), padding)
+        for name, (inputs, *_), width, padding in zip(KERAS, shapes, widths, paddings, strict=False)
     ]
     kernel, bias = (f"attention_output/{part}" for part in ("kernel", "bias"))
     width = heads * value_size
     output = Linear(
         Stored((width, outputs), {kernel: (heads, value_size, outputs)}, _flat((width, outputs))),
-        vector(bias, outputs) if "query/bias" in own else None,
+        vector(bias, outputs) if "query/bias" in arrays else None,
     )
     layer = MultiHeadAttention(query, key, value, output, heads, heads, head_size)
-    return fill(layer, own, like=like, origin="a keras.layers.MultiHeadAttention")
+    return fill(layer, arrays, like=like, origin="a keras.layers.MultiHeadAttention")
 
 
 def _keras_names(arrays: Sequence[Array]) -> dict[str, Array]:
@@ -300,13 +282,13 @@ def _keras_map(
     name: str,
     inputs: int,
     heads: tuple[int, int],
-    gap: tuple[int, int],
+    padding: tuple[int, int],
 ) -> Linear:
-    """Return the map of which Keras keeps the outputs apart by heads."""
+    """Return a map whose outputs have an axis for the heads in Keras."""
     width = heads[0] * heads[1]
     kernel = Stored((inputs, width), {f"{name}/kernel": (inputs, *heads)}, _flat((inputs, width)))
     bias = Stored((width,), {f"{name}/bias": heads}, _flat((width,)))
-    return Linear(_between_zeros(kernel, gap), bias if "query/bias" in weights else None)
+    return Linear(_padded(kernel, padding), bias if "query/bias" in weights else None)
 
 
 def _flat(shape: tuple[int, ...]) -> Callable[..., Array]:

@@ -1,7 +1,7 @@
-"""Models of three families that transformers made common, from their weights and config.
+"""Load models of three families, as transformers stores their weights and config.
 
-What a config asks for that `polyattn.nn` does not do is refused by name: a model is loaded right or
-not at all.
+A setting that `polyattn.nn` does not support is refused by name: a model is loaded correctly or not
+at all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from polyattn.nn.load.files import Weights, read_settings, read_weights
 from polyattn.nn.load.rope import rotary
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import (
+    block_names,
     fill,
-    joined,
+    joined_linear,
     layer_norm,
     linear,
-    numbered,
     renamed,
     rms_norm,
     vector,
@@ -35,7 +35,7 @@ __all__ = ["bert", "gpt2", "llama"]
 
 
 def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Array) -> Transformer:
-    """Make a model of the weights of a BERT.
+    """Load a BERT.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
         A state dict of ``BertModel`` or of a model with a head, a ``.safetensors`` file, or a
         folder of ``save_pretrained``. The pooler and heads are left out.
     config : mapping, optional
-        What its ``config.json`` says, or ``config.to_dict()``; by default the file beside the
+        The content of ``config.json``, or ``config.to_dict()``; by default the file beside the
         weights.
     like : Array
         An array of the library, device and dtype that the parameters are to have.
@@ -51,20 +51,16 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
     Returns
     -------
     Transformer
-        From token ids to the last hidden states. It knows no padding but by ``mask``, such as
+        A model from token ids to the last hidden states. Padding needs a ``mask``, such as
         ``mask=attention_mask[:, None, None, :] == 1``.
 
     Raises
     ------
     ValueError
-        If names or shapes do not fit, all of which are listed, the config asks for what there is
-        not, or a file is damaged or names one outside its folder.
+        If names or shapes do not fit, the config has an unsupported setting, or a file is damaged
+        or names one outside its folder.
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
-
-    See Also
-    --------
-    gpt2, llama : Models that write.
 
     References
     ----------
@@ -84,9 +80,9 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
     def block(name: str) -> EncoderBlock:
         maps = [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]
         output = linear(f"{name}.attention.output.dense", size, size)
-        one = joined(maps, size, [size, size, size])
+        fused = joined_linear(maps, size, [size, size, size])
         return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, one),
+            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, fused),
             FeedForward(
                 linear(f"{name}.intermediate.dense", size, inner),
                 linear(f"{name}.output.dense", inner, size),
@@ -97,14 +93,14 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
             pre_norm=False,
         )
 
-    own = _own(
-        read_weights(weights),
+    arrays = _base_weights(
+        weights,
         prefix="bert.",
-        left_out=r"(pooler|cls|classifier|qa_outputs)\..*|embeddings\.(position|token_type)_ids",
-        # As the first BERT's files name them.
+        skip=r"(pooler|cls|classifier|qa_outputs)\..*|embeddings\.(position|token_type)_ids",
+        # The names in the first BERT's files.
         old={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
     )
-    names = numbered(own, "encoder.layer.", layers, "num_hidden_layers")
+    names = block_names(arrays, "encoder.layer.", layers, "num_hidden_layers")
     model = Transformer(
         Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
         Stack(tuple([block(name) for name in names])),
@@ -112,7 +108,7 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
         Embedding(vector("embeddings.token_type_embeddings.weight", kinds, size)),
         layer_norm("embeddings.LayerNorm", size, epsilon),
     )
-    return fill(model, own, like=like, origin="a BERT of this config")
+    return fill(model, arrays, like=like, origin="a BERT of this config")
 
 
 def gpt2(
@@ -122,33 +118,24 @@ def gpt2(
     like: Array,
     logits: bool = True,
 ) -> Transformer:
-    """Make a model of the weights of a GPT-2.
+    """Load a GPT-2.
 
     Parameters
     ----------
-    weights : mapping of str to Array, or path
-        A state dict of ``GPT2Model`` or ``GPT2LMHeadModel``, a ``.safetensors`` file, or a folder
-        of ``save_pretrained``.
-    config : mapping, optional
-        As of `bert`.
-    like : Array
-        An array of the library, device and dtype that the parameters are to have.
+    weights, config, like : mapping or path, mapping, Array
+        As for `bert`; a state dict is one of ``GPT2Model`` or ``GPT2LMHeadModel``.
     logits : bool
-        Whether the model gives logits, rather than the last hidden states.
+        Whether the model returns logits, rather than the last hidden states.
 
     Returns
     -------
     Transformer
-        From token ids to logits, to be called with ``is_causal=True``.
+        A model from token ids to logits, to be called with ``is_causal=True``.
 
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        As of `bert`.
-
-    See Also
-    --------
-    llama : A later family.
+        As for `bert`.
 
     References
     ----------
@@ -167,14 +154,14 @@ def gpt2(
     output, tied = _output(settings, logits, size, tokens, tied=True)
 
     def conv(name: str, inputs: int, outputs: int) -> Linear:
-        # Its Conv1D stores (inputs, outputs), as Linear here.
+        # GPT-2's Conv1D stores (inputs, outputs), like our Linear.
         return Linear(vector(f"{name}.weight", inputs, outputs), vector(f"{name}.bias", outputs))
 
     def block(name: str) -> EncoderBlock:
         output = conv(f"{name}.attn.c_proj", size, size)
-        one = conv(f"{name}.attn.c_attn", size, 3 * size)
+        fused = conv(f"{name}.attn.c_attn", size, 3 * size)
         return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, one),
+            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, fused),
             FeedForward(
                 conv(f"{name}.mlp.c_fc", size, inner),
                 conv(f"{name}.mlp.c_proj", inner, size),
@@ -184,13 +171,10 @@ def gpt2(
             layer_norm(f"{name}.ln_2", size, epsilon),
         )
 
-    own = _own(
-        read_weights(weights),
-        prefix="transformer.",
-        left_out=r"h\.\d+\.attn\.(bias|masked_bias)|(score|multiple_choice_head)\..*",
-    )
-    own = _without_idle_output(own, output, "wte.weight", tied=tied)
-    names = numbered(own, "h.", layers, "n_layer")
+    skip = r"h\.\d+\.attn\.(bias|masked_bias)|(score|multiple_choice_head)\..*"
+    arrays = _base_weights(weights, prefix="transformer.", skip=skip)
+    _drop_unused_head(arrays, output, "wte.weight", tied=tied)
+    names = block_names(arrays, "h.", layers, "n_layer")
     model = Transformer(
         Embedding(vector("wte.weight", tokens, size)),
         Stack(tuple([block(name) for name in names]), layer_norm("ln_f", size, epsilon)),
@@ -198,7 +182,7 @@ def gpt2(
         output=output,
         tied=tied,
     )
-    return fill(model, own, like=like, origin="a GPT-2 of this config")
+    return fill(model, arrays, like=like, origin="a GPT-2 of this config")
 
 
 def llama(
@@ -209,36 +193,27 @@ def llama(
     logits: bool = True,
     length: int | None = None,
 ) -> Transformer:
-    """Make a model of the weights of a Llama.
+    """Load a Llama.
 
     Parameters
     ----------
-    weights : mapping of str to Array, or path
-        A state dict of ``LlamaModel`` or ``LlamaForCausalLM``, a ``.safetensors`` file, or a folder
-        of ``save_pretrained``.
-    config : mapping, optional
-        As of `bert`.
-    like : Array
-        An array of the library, device and dtype that the parameters are to have.
+    weights, config, like : mapping or path, mapping, Array
+        As for `bert`; a state dict is one of ``LlamaModel`` or ``LlamaForCausalLM``.
     logits : bool
-        Whether the model gives logits, rather than the last hidden states.
+        Whether the model returns logits, rather than the last hidden states.
     length : int, optional
-        For dynamic scaling of rotary positions, the length that the frequencies are to be those of;
-        by default the length that the model was trained on, up to which it scales nothing.
+        For dynamic scaling of rotary positions, the sequence length to scale to; by default the
+        length that the model was trained on, for which nothing is scaled.
 
     Returns
     -------
     Transformer
-        From token ids to logits, to be called with ``is_causal=True``.
+        A model from token ids to logits, to be called with ``is_causal=True``.
 
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        As of `bert`.
-
-    See Also
-    --------
-    gpt2 : An earlier family.
+        As for `bert`.
 
     References
     ----------
@@ -263,9 +238,9 @@ def llama(
     def block(name: str) -> EncoderBlock:
         maps = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         output = linear(f"{name}.self_attn.o_proj", width, size, biased)
-        one = joined(maps, size, [width, key_width, key_width], biased)
+        fused = joined_linear(maps, size, [width, key_width, key_width], biased)
         return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, key_heads, head_size, one),
+            MultiHeadAttention(None, None, None, output, heads, key_heads, head_size, fused),
             FeedForward(
                 linear(f"{name}.mlp.up_proj", size, inner, inner_biased),
                 linear(f"{name}.mlp.down_proj", inner, size, inner_biased),
@@ -276,45 +251,38 @@ def llama(
             rms_norm(f"{name}.post_attention_layernorm", size, epsilon),
         )
 
-    own = _own(
-        read_weights(weights),
-        prefix="model.",
-        left_out=r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(score|qa_outputs)\..*",
-    )
-    own = _without_idle_output(own, output, "embed_tokens.weight", tied=tied)
-    names = numbered(own, "layers.", layers, "num_hidden_layers")
+    skip = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(score|qa_outputs)\..*"
+    arrays = _base_weights(weights, prefix="model.", skip=skip)
+    _drop_unused_head(arrays, output, "embed_tokens.weight", tied=tied)
+    names = block_names(arrays, "layers.", layers, "num_hidden_layers")
     model = Transformer(
         Embedding(vector("embed_tokens.weight", tokens, size)),
         Stack(tuple([block(name) for name in names]), rms_norm("norm", size, epsilon)),
         output=output,
         tied=tied,
     )
-    filled = fill(model, own, like=like, origin="a Llama of this config")
-    return _turned(filled, make_rotary())
+    filled = fill(model, arrays, like=like, origin="a Llama of this config")
+    return _with_rotary(filled, make_rotary())
 
 
-def _own(
-    weights: Mapping[str, Array],
-    *,
-    prefix: str,
-    left_out: str,
-    old: Mapping[str, str] | None = None,
+def _base_weights(
+    weights: Weights, *, prefix: str, skip: str, old: Mapping[str, str] | None = None
 ) -> dict[str, Array]:
-    """Return the weights by the base model's own names, without buffers and other heads."""
+    """Return the weights by their names in the base model, without buffers and other heads."""
 
     def name_of(name: str) -> str | None:
         name = name.removeprefix(prefix)
         for pattern, new in (old or {}).items():
             name = re.sub(pattern, new, name)
-        return None if re.fullmatch(left_out, name) else name
+        return None if re.fullmatch(skip, name) else name
 
-    return renamed(weights, name_of)
+    return renamed(read_weights(weights), name_of)
 
 
-def _turned(model: Transformer, turn: Rotary) -> Transformer:
+def _with_rotary(model: Transformer, rotary: Rotary) -> Transformer:
     """Return a model whose attention has rotary positions."""
     blocks = [
-        replace(block, attention=replace(block.attention, rotary=turn))
+        replace(block, attention=replace(block.attention, rotary=rotary))
         for block in model.stack.blocks
     ]
     return replace(model, stack=replace(model.stack, blocks=tuple(blocks)))
@@ -323,7 +291,7 @@ def _turned(model: Transformer, turn: Rotary) -> Transformer:
 def _output(
     settings: Settings, logits: bool, size: int, tokens: int, *, tied: bool
 ) -> tuple[Linear | None, bool]:
-    """Return the output map and whether the embedding takes its place."""
+    """Return the output map, and whether the embedding computes the logits instead."""
     if not logits:
         return None, False
     if settings.flag("tie_word_embeddings", tied):
@@ -331,21 +299,16 @@ def _output(
     return linear("lm_head", size, tokens, bias=False), False
 
 
-def _without_idle_output(
+def _drop_unused_head(
     weights: dict[str, Array], output: Linear | None, embedding: str, *, tied: bool
-) -> dict[str, Array]:
-    """Leave out an output map that is not asked for, or that the embedding is said to be."""
+) -> None:
+    """Remove an output map that is not used, and check that tied weights are equal."""
     if output is not None or "lm_head.weight" not in weights:
-        return weights
-    head = weights.pop("lm_head.weight")
-    known = weights.get(embedding)
-    if (
-        tied
-        and known is not None
-        and not (head.shape == known.shape and bool((head == known).all()))
-    ):
-        raise ValueError(
-            f"config says that lm_head.weight and {embedding} are tied, and they are not equal;"
-            ' if they are meant to differ, pass a config with "tie_word_embeddings": False'
-        )
-    return weights
+        return
+    head, known = weights.pop("lm_head.weight"), weights.get(embedding)
+    if not tied or known is None or (head.shape == known.shape and bool((head == known).all())):
+        return
+    raise ValueError(
+        f"config says that lm_head.weight and {embedding} are tied, but they are not equal; if they"
+        ' are meant to differ, pass a config with "tie_word_embeddings": False'
+    )

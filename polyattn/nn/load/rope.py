@@ -1,4 +1,4 @@
-"""Rotary positions as a config describes them, with the scalings to longer contexts."""
+"""Create rotary positions from a config, with the scalings to longer contexts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 def rotary(settings: Settings, size: int, length: int | None) -> Callable[[], Rotary]:
-    """Return a function that makes the rotary positions of heads of a size.
+    """Return a function that creates the rotary positions for a head size.
 
-    The settings are checked now. The frequencies, as many as the size says, are computed by the
-    function, once the weights are known to have this size.
-
-    Parameters
-    ----------
-    settings : Settings
-        With ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` as they once were called.
-    size : int
-        Of a head, even.
-    length : int or None
-        What dynamic scaling is to serve.
+    The settings are checked now. The function computes the size / 2 frequencies once the weights
+    are known to have this size: a damaged config may ask for billions. Older configs have
+    ``rope_theta`` and ``rope_scaling`` in place of ``rope_parameters``.
     """
     if size % 2:
         raise settings.refusal("head_dim", "even, for rotary positions", size)
@@ -61,7 +53,8 @@ def _check_length(length: int | None, kind: str) -> None:
         return
     if kind != "dynamic" or not 0 < check_int("length", length) < 2**63:
         raise ValueError(
-            f"length is for dynamic scaling, and positive; got {length!r}, with rope_type {kind!r}"
+            f"length needs dynamic scaling and must be positive; got {length!r}, with rope_type"
+            f" {kind!r}"
         )
 
 
@@ -72,16 +65,16 @@ def _yarn(
     if base <= 1:
         raise rope.refusal("rope_theta", "larger than 1, for yarn", base)
     fast, slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    above, below = (rope.number(name, 0.0, zero=True) for name in ("mscale", "mscale_all_dim"))
-    told = rope.number("attention_factor") if "attention_factor" in rope else None
+    mscale, all_dim = (rope.number(name, 0.0, zero=True) for name in ("mscale", "mscale_all_dim"))
+    override = rope.number("attention_factor") if "attention_factor" in rope else None
 
     def make() -> Rotary:
         frequencies, magnitude = yarn_scaling(
             size, factor, base=base, trained=trained, fast=fast, slow=slow
         )
-        if above and below and factor > 1:
-            magnitude = (above * math.log(factor) + 10) / (below * math.log(factor) + 10)
-        magnitude = magnitude if told is None else told
+        if mscale and all_dim and factor > 1:
+            magnitude = (mscale * math.log(factor) + 10) / (all_dim * math.log(factor) + 10)
+        magnitude = magnitude if override is None else override
         return Rotary(size, base, frequencies=frequencies, magnitude=magnitude)
 
     return make
@@ -90,17 +83,17 @@ def _yarn(
 def _llama3(
     rope: Settings, size: int, base: float, factor: float, trained: int
 ) -> Callable[[], tuple[float, ...]]:
-    """Return a function of frequencies whose slow ones are divided by the factor (Llama 3.1)."""
+    """Return a function that computes the frequencies of Llama 3.1, with slow ones divided."""
     slow, fast = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if fast <= slow:
         raise rope.refusal("high_freq_factor", f"larger than low_freq_factor, {slow}")
 
     def make() -> tuple[float, ...]:
-        found = []
+        frequencies = []
         for frequency in frequencies_of(size, base):
             turns = trained * frequency / (2 * math.pi)
-            kept = min(max((turns - slow) / (fast - slow), 0.0), 1.0)
-            found.append(frequency * kept + frequency / factor * (1 - kept))
-        return tuple(found)
+            share = min(max((turns - slow) / (fast - slow), 0.0), 1.0)
+            frequencies.append(frequency * share + frequency / factor * (1 - share))
+        return tuple(frequencies)
 
     return make

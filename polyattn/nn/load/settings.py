@@ -1,4 +1,4 @@
-"""The settings of a config.json: each is read here, where its kind and range are checked."""
+"""Read the settings of a config.json and check the type and range of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["Settings", "check_number"]
 
-# By the names of transformers. Those of one line compute one function.
+# By their names in transformers. Names on one line compute one function.
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
@@ -16,20 +16,15 @@ ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu", "swish": "silu",
 }  # fmt: skip
-# The normal numbers of float32, in which norms and positions are computed at least. A product or
-# quotient of a few of them does not overflow a Python float.
+# The normal numbers of float32, the narrowest dtype that norms and positions are computed in. A
+# product or quotient of a few of them does not overflow a Python float.
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 class Settings:
-    """The settings of a model, or of one section of them.
+    """The settings of a model or of one section; a value of None means that it is not given.
 
-    Parameters
-    ----------
-    config : mapping of str to Any
-        The settings; None stands for one that is not given.
-    origin : str
-        What an error calls them, such as the path of their file.
+    Errors name the `origin`, such as the path of the file.
     """
 
     def __init__(self, config: Mapping[str, Any], origin: str = "config") -> None:
@@ -44,15 +39,15 @@ class Settings:
 
     def check_family(self, family: str) -> None:
         """Refuse the settings of another ``model_type``."""
-        found = self._config.get("model_type", family)
-        if found != family:
+        model_type = self._config.get("model_type", family)
+        if model_type != family:
             raise ValueError(
-                f"{self._origin}: model_type is {reprlib.repr(found)}; this function reads"
+                f"{self._origin}: model_type is {reprlib.repr(model_type)}; this function reads"
                 f" {family!r}"
             )
 
     def section(self, name: str) -> Settings:
-        """Return the settings that stand in one setting, or empty ones if it is not given."""
+        """Return a nested mapping of settings, empty if it is not given."""
         value = self._config.get(name, {})
         if not isinstance(value, Mapping):
             raise self.refusal(name, "a mapping of names to settings")
@@ -78,51 +73,49 @@ class Settings:
         return value
 
     def choice(self, name: str, known: Collection[str], default: str) -> str:
-        """Return one of the names that are known."""
+        """Return one of the known names."""
         value = self._config.get(name, default)
         if not isinstance(value, str) or value not in known:
             raise self.refusal(name, f"one of {', '.join(known)}")
         return value
 
     def sizes(self, size: str, heads: str, whole_heads: bool = True) -> tuple[int, int]:
-        """Return a model's size and its number of heads, which by `whole_heads` divides it."""
-        found = self.whole(size), self.whole(heads)
-        if whole_heads and found[0] % found[1]:
-            raise ValueError(
-                f"{self._origin}: {heads} {found[1]} does not divide {size} {found[0]}"
-            )
-        return found
+        """Return a model's size and its number of heads, which must divide it by default."""
+        width, number = self.whole(size), self.whole(heads)
+        if whole_heads and width % number:
+            raise ValueError(f"{self._origin}: {heads} {number} does not divide {size} {width}")
+        return width, number
 
     def activation(self, name: str, default: str) -> str:
-        """Return the activation by its name here."""
+        """Return the name of an activation in polyattn.nn."""
         return ACTIVATIONS[self.choice(name, ACTIVATIONS, default)]
 
-    def only(self, name: str, understood: Any) -> None:
-        """Refuse a setting that is anything but what it is by default."""
-        value = self._config.get(name, understood)
-        if value != understood:
+    def only(self, name: str, supported: Any) -> None:
+        """Refuse a setting that differs from its default, the one supported value."""
+        value = self._config.get(name, supported)
+        if value != supported:
             raise ValueError(
-                f"{self._origin}: {name} is {reprlib.repr(value)}, which polyattn.nn does not do;"
-                f" it does {understood!r} alone"
+                f"{self._origin}: {name} is {reprlib.repr(value)}; polyattn.nn supports"
+                f" {supported!r} only"
             )
 
     def refusal(self, name: str, wanted: str, value: Any = None) -> ValueError:
-        """Return the error of a setting that is not what it must be."""
+        """Return the error for a setting with a wrong value."""
         got = self._config.get(name, value)
         return ValueError(f"{self._origin}: {name} must be {wanted}; got {reprlib.repr(got)}")
 
     def _present(self, name: str, default: Any) -> Any:
         value = self._config.get(name, default)
         if value is None:
-            raise ValueError(f"{self._origin} has no {name}, which weights alone do not tell")
+            raise ValueError(f"{self._origin} has no {name}, which the weights do not contain")
         return value
 
 
 def check_number(name: str, value: Any, *, zero: bool = False) -> float:
-    """Return a positive number that float32 holds, or 0 if `zero` allows it."""
+    """Return a positive number in the range of float32, or 0 if `zero` allows it."""
     real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Compared before it is converted: float() raises for an integer that is too large.
+    # Compare before converting: float() raises for a large integer.
     if real and (SMALLEST <= value <= LARGEST or (zero and value == 0)):
         return float(value)
     wanted = "0 or a positive number" if zero else "a positive number"
-    raise ValueError(f"{name} must be {wanted} that float32 holds; got {reprlib.repr(value)}")
+    raise ValueError(f"{name} must be {wanted} in the range of float32; got {reprlib.repr(value)}")

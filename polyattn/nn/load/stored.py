@@ -1,7 +1,8 @@
-"""Modules that name their weights first and are given them once every name and shape is checked.
+"""Describe modules by the names of their weights, and load these once all of them are checked.
 
-A loader builds the module as it will be, with a `Stored` wherever a parameter goes: which stored
-arrays it comes of, and how. `fill` then compares all of them with what there is, and reads.
+A loader builds the module with a `Stored` in place of each parameter, which names the stored arrays
+and computes the parameter from them. `fill` compares the names and shapes with the weights, then
+loads them.
 """
 
 from __future__ import annotations
@@ -18,136 +19,112 @@ from polyattn.nn.module import Module
 
 __all__ = [
     "Stored",
+    "block_names",
     "fill",
-    "joined",
+    "joined_linear",
     "layer_norm",
     "linear",
-    "numbered",
     "renamed",
     "rms_norm",
-    "turned",
+    "transposed",
     "vector",
-    "within",
+    "without_prefix",
 ]
 
 M = TypeVar("M", bound=Module)
 Shape = tuple[int, ...]
-# Others, such as those of 8 bits, are codes, which mean nothing without their scales.
-NUMBERS = ("float16", "bfloat16", "float32", "float64")
+# Others, such as those of 8 bits, are quantized and mean nothing without their scales.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A parameter that is still elsewhere; it stands where its array will.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Of the parameter.
-    sources : mapping of str to tuple of int
-        The names that the stored arrays have, and their shapes.
-    make : callable
-        The parameter, of the standard's namespace and the arrays in that order.
-    """
+    """Stand for a parameter of a shape: ``make(xp, *arrays)`` computes it from the sources."""
 
     shape: Shape
-    sources: Mapping[str, Shape]
+    sources: Mapping[str, Shape]  # names and shapes of the stored arrays
     make: Callable[..., Array] = field(default=lambda xp, array: array)
-    dtype: Any = None  # as an array has one
+    dtype: Any = None  # is_array looks for a dtype
 
 
 def fill(module: M, weights: Mapping[str, Array], *, like: Array, origin: str) -> M:
-    """Return the module with arrays in place of what was `Stored`.
-
-    Parameters
-    ----------
-    module : Module
-        All its parameters are `Stored`.
-    weights : mapping of str to Array
-        The arrays by the names that these ask for, and no others.
-    like : Array
-        Its library, device and dtype are the parameters'.
-    origin : str
-        What an error calls the weights.
-    """
+    """Return a module with arrays in place of `Stored`; errors call the weights `origin`."""
     facts = facts_of(like, "like")
-    if facts.dtype not in NUMBERS:
+    if facts.dtype not in DTYPES:
         raise ValueError(f"like must have a floating dtype; got {like.dtype}")
     xp = library_of(like).xp
     wanted: dict[str, Stored] = module.parameters()
     _check(wanted.values(), weights, origin)
 
     def read(stored: Stored) -> Array:
-        arrays = [cast(xp, _placed(weights[name], like), like.dtype) for name in stored.sources]
-        # A copy: training here must not reach the model that the weights came from.
+        arrays = []
+        for name in stored.sources:
+            array = weights[name]
+            array = convert_like(array.detach() if hasattr(array, "detach") else array, like)
+            arrays.append(cast(xp, array, like.dtype))
+        # A copy: training must not change the model that the weights came from.
         return xp.asarray(stored.make(xp, *arrays), copy=True)
 
-    # One by one, through the shapes that each promises.
     return module.with_parameters({name: read(stored) for name, stored in wanted.items()})
-
-
-def _placed(array: Array, like: Array) -> Array:
-    return convert_like(array.detach() if hasattr(array, "detach") else array, like)
 
 
 def _check(wanted: Iterable[Stored], weights: Mapping[str, Array], origin: str) -> None:
     """Raise one error that lists every name, shape and dtype that does not fit."""
     expected = {name: shape for stored in wanted for name, shape in stored.sources.items()}
     wrong = []
-    given = {name: facts_of(array, name) for name, array in weights.items()}
+    actual = {name: facts_of(array, name) for name, array in weights.items()}
     for name, shape in expected.items():
-        if name not in given:
+        if name not in actual:
             wrong.append(f"{name}: missing, expected {shape}")
-        elif given[name].shape != shape:
-            wrong.append(f"{name}: expected {shape}, got {given[name].shape}")
-        elif given[name].dtype not in NUMBERS:
-            wrong.append(f"{name}: expected {', '.join(NUMBERS)}, got {given[name].dtype}")
-    unknown = given.keys() - expected
-    wrong += [f"{name}: unknown, {given[name]}" for name in given if name in unknown]
+        elif actual[name].shape != shape:
+            wrong.append(f"{name}: expected {shape}, got {actual[name].shape}")
+        elif actual[name].dtype not in DTYPES:
+            wrong.append(f"{name}: expected {', '.join(DTYPES)}, got {actual[name].dtype}")
+    wrong += [f"{name}: unknown, {actual[name]}" for name in actual if name not in expected]
     if wrong:
         raise ValueError(f"weights do not fit {origin}:\n  " + "\n  ".join(wrong))
 
 
-# ---- what modules are made of ------------------------------------------------------------------
+# ---- parts of modules --------------------------------------------------------------------------
 
 
 def vector(name: str, *shape: int) -> Stored:
-    """Return a parameter that is stored as it is."""
+    """Return a parameter that equals a stored array."""
     return Stored(shape, {name: shape})
 
 
 def linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Linear:
-    """Return a linear map of a torch.nn.Linear, which stores (outputs, inputs)."""
-    return joined([name], inputs, [outputs], bias)
+    """Return the linear map of a torch.nn.Linear, which stores (outputs, inputs)."""
+    return joined_linear([name], inputs, [outputs], bias)
 
 
-def joined(names: list[str], inputs: int, outputs: list[int], bias: bool = True) -> Linear:
-    """Return one linear map of several torch.nn.Linear of the same tokens, side by side."""
+def joined_linear(names: list[str], inputs: int, outputs: list[int], bias: bool = True) -> Linear:
+    """Return one linear map for several torch.nn.Linear, with their outputs concatenated."""
     shapes = {f"{name}.weight": (width, inputs) for name, width in zip(names, outputs, strict=True)}
-    weight = Stored((inputs, sum(outputs)), shapes, turned)
+    weight = Stored((inputs, sum(outputs)), shapes, transposed)
     if not bias:
         return Linear(weight)
     lengths = {f"{name}.bias": (width,) for name, width in zip(names, outputs, strict=True)}
-    return Linear(weight, Stored((sum(outputs),), lengths, _one_after_another))
+    return Linear(weight, Stored((sum(outputs),), lengths, _concatenated))
 
 
-def turned(xp: Any, *arrays: Array) -> Array:
-    """Make the weight of a map of those that torch stores, (outputs, inputs) each."""
-    return xp.matrix_transpose(_one_after_another(xp, *arrays))
+def transposed(xp: Any, *arrays: Array) -> Array:
+    """Return the weight of a map from the weights that torch stores, (outputs, inputs) each."""
+    return xp.matrix_transpose(_concatenated(xp, *arrays))
 
 
-def _one_after_another(xp: Any, *arrays: Array) -> Array:
+def _concatenated(xp: Any, *arrays: Array) -> Array:
     return arrays[0] if len(arrays) == 1 else xp.concat(arrays, axis=0)
 
 
 def layer_norm(name: str, size: int, epsilon: float, bias: bool = True) -> LayerNorm:
-    """Return the normalisation of a torch.nn.LayerNorm."""
+    """Return the norm of a torch.nn.LayerNorm."""
     offset = vector(f"{name}.bias", size) if bias else None
     return LayerNorm(vector(f"{name}.weight", size), offset, epsilon)
 
 
 def rms_norm(name: str, size: int, epsilon: float) -> RMSNorm:
-    """Return a normalisation that stores a weight alone."""
+    """Return a norm that stores a weight only."""
     return RMSNorm(vector(f"{name}.weight", size), epsilon)
 
 
@@ -155,43 +132,43 @@ def rms_norm(name: str, size: int, epsilon: float) -> RMSNorm:
 
 
 def renamed(weights: Mapping[str, Array], name_of: Callable[[str], str | None]) -> dict[str, Array]:
-    """Return the arrays by the names that a function makes of theirs, without those of None."""
-    found: dict[str, Array] = {}
+    """Return the arrays by new names, without those whose new name is None."""
+    arrays: dict[str, Array] = {}
     sources: dict[str, str] = {}
     for name, array in weights.items():
         if not isinstance(name, str):
             raise ValueError(f"weights are arrays by name; got the name {reprlib.repr(name)}")
-        own = name_of(name)
-        if own is None:
+        new = name_of(name)
+        if new is None:
             continue
-        if own in found:
-            raise ValueError(f"{sources[own]} and {name} are one weight, {own}: leave one out")
+        if new in arrays:
+            raise ValueError(f"{sources[new]} and {name} are one weight, {new}: leave one out")
         facts_of(array, name)
-        found[own], sources[own] = array, name
-    return found
+        arrays[new], sources[new] = array, name
+    return arrays
 
 
-def within(weights: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-    """Return what has names with a prefix, without it."""
-    found = renamed(
+def without_prefix(weights: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    """Return the arrays whose names have a prefix, by their names without it."""
+    arrays = renamed(
         weights, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None
     )
-    if not found:
-        raise ValueError(f"no weight has a name that begins with {prefix!r}; {_first(weights)}")
-    return found
+    if not arrays:
+        raise ValueError(f"no weight has a name that begins with {prefix!r}; {_examples(weights)}")
+    return arrays
 
 
-def numbered(weights: Mapping[str, Array], prefix: str, count: int, setting: str) -> list[str]:
+def block_names(weights: Mapping[str, Array], prefix: str, count: int, setting: str) -> list[str]:
     """Return the names of a model's blocks, if the weights have as many as a setting says."""
     rests = (name.removeprefix(prefix) for name in weights if name.startswith(prefix))
-    there = len({number for number, dot, _ in (rest.partition(".") for rest in rests) if dot})
-    if count > there:
+    blocks = len({number for number, dot, _ in (rest.partition(".") for rest in rests) if dot})
+    if count > blocks:
         raise ValueError(
-            f"config: {setting} is {count}, and weights have {there} blocks, whose names begin"
-            f" with {prefix}0. and so on; {_first(weights)}"
+            f"config: {setting} is {count}, and weights have {blocks} blocks, whose names begin"
+            f" with {prefix}0. and so on; {_examples(weights)}"
         )
     return [f"{prefix}{number}" for number in range(count)]
 
 
-def _first(weights: Mapping[str, Array]) -> str:
-    return f"they begin with {', '.join(list(weights)[:3]) or 'none'}"
+def _examples(weights: Mapping[str, Array]) -> str:
+    return f"the first names are {', '.join(list(weights)[:3]) or 'none'}"

@@ -1,0 +1,212 @@
+"""Check a kernel with a case: which cases apply to it, and whether its results are right.
+
+A check returns if the kernel is right and raises AssertionError, with what is wrong, if not.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn import attention_partial
+from polyattn.arrays import facts_of
+from polyattn.conformance.cases.case import Case, Generated, arrays_in
+from polyattn.conformance.cases.catalogue import CASES
+from polyattn.conformance.checks.lazy import is_lazy
+from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.conformance.reference.tolerance import (
+    Deviation,
+    accumulation_dtype,
+    deviation,
+    logsumexp_yardstick,
+    output_yardstick,
+)
+from polyattn.dispatch.errors import BackendError
+from polyattn.plugin import Kernel
+
+__all__ = [
+    "Outcome",
+    "cases_for",
+    "check_case",
+    "covering",
+    "has_logsumexp",
+    "is_applicable",
+    "takes",
+]
+
+
+class Outcome(NamedTuple):
+    """The result of a case on a kernel.
+
+    Attributes
+    ----------
+    output : Deviation or None
+        How far the output is off; None if the kernel refuses the call.
+    logsumexp : Deviation or None
+        The same of the logsumexp; None if the kernel does not compute it.
+    refusal : str or None
+        Why it refuses.
+    """
+
+    output: Deviation | None
+    logsumexp: Deviation | None = None
+    refusal: str | None = None
+
+
+def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> list[Case]:
+    """Return the cases that apply to a kernel.
+
+    Cases in float32 are given in another dtype if the backend or the kernel refuses float32.
+    """
+    plain = CASES["plain"]
+    supported = [
+        dtype
+        for dtype in ("float32", "float64", "float16", "bfloat16")
+        if dtype in target.dtypes and takes(target, variant, replace(plain, dtype=dtype))
+    ]
+    asked = dict(cases)
+    if supported and supported[0] != "float32":
+        dtype = supported[0]
+        retyped = {
+            f"{name}, {dtype}": replace(case, name=f"{name}, {dtype}", dtype=dtype)
+            for name, case in cases.items()
+            if case.dtype == "float32"
+        }
+        asked = retyped | asked
+    return [case for case in asked.values() if is_applicable(target, variant, case)]
+
+
+def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
+    """Return whether the library has the dtypes of a case, and the kernel allows its poison."""
+    dtypes = {
+        case.dtype,
+        *(x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype),
+    }
+    has_dtypes = case.dtype in target.dtypes and all(map(target.has, dtypes))
+    return has_dtypes and (case.poison is None or variant.kernel.poison_safe)
+
+
+def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
+    """Return whether a kernel supports the call of a case."""
+    return target.explain(case, variant.for_case(case)).chosen is not None
+
+
+def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
+    """Check that a kernel agrees with the oracle, or raises if it does not support the case."""
+    kernel = variant.for_case(case)
+    explanation = target.explain(case, kernel)
+    if explanation.chosen is None:
+        reasons = "; ".join(r for c in explanation.candidates for r in c.reasons)
+        try:
+            target.call(case, kernel)
+        except BackendError:
+            return Outcome(None, None, reasons or "it gives no reason")
+        raise AssertionError(f"{case}: refused ({reasons}), but it ran")
+    arguments = target.arguments(case)
+    before = _bits(target, arguments)
+    what = f"{case}: output"
+    with _name_case(what, kernel):
+        output = target.call(case, kernel, arguments=arguments)
+    _check_like_query(what, output, arguments[0][0], case.dtype)
+    _check_own(target, what, output, arguments)
+    off = deviation(target.back(output), output_yardstick(case), what)
+    assert off.fault is None, off.fault
+    logsumexp = None
+    if has_logsumexp(target, kernel, case):
+        logsumexp = _check_partial(target, kernel, case, arguments)
+    after = _bits(target, arguments)
+    written = [name for name, bits in before.items() if after[name] != bits]
+    assert not written, f"{case}: {', '.join(written)} was written to"
+    return Outcome(off, logsumexp)
+
+
+def has_logsumexp(target: Target, kernel: Kernel, case: Case) -> bool:
+    """Return whether the kernel computes the logsumexp of a case."""
+    if "normalizer" in case.features:  # only softmax has one
+        return False
+    return target.explain(case, kernel, logsumexp=True).chosen is not None
+
+
+def _check_partial(target: Target, kernel: Kernel, case: Case, arguments: Any) -> Deviation:
+    with _name_case(f"{case}: logsumexp", kernel):
+        output, logsumexp = target.call(case, kernel, attention_partial, arguments)
+    what = f"{case}: output of the partial"
+    _check_like_query(what, output, arguments[0][0], case.dtype)
+    _check_own(target, what, output, arguments)
+    off = deviation(target.back(output), output_yardstick(case), what)
+    assert off.fault is None, off.fault
+    what = f"{case}: logsumexp"
+    _check_like_query(what, logsumexp, arguments[0][0], accumulation_dtype(case.dtype))
+    _check_own(target, what, logsumexp, arguments)
+    off = deviation(target.back(logsumexp), logsumexp_yardstick(case), what)
+    assert off.fault is None, off.fault
+    return off
+
+
+def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
+    got, wanted = facts_of(result), facts_of(query)
+    assert got.library == wanted.library, f"{what} is of {got.library}, not {wanted.library}"
+    assert got.device == wanted.device, f"{what} is on {got.device}, not {wanted.device}"
+    assert got.dtype == dtype, f"{what} has dtype {got.dtype}, not {dtype}"
+
+
+def _check_own(target: Target, what: str, result: Any, arguments: Any) -> None:
+    """Check that a result is writable and shares no memory with an argument."""
+    if is_lazy(target):
+        return
+    on_host = target.back(result)
+    if isinstance(result, np.ndarray):
+        assert on_host.flags.writeable, f"{what} is read-only"
+    arrays, options = arguments
+    for option in (*arrays, *options.values()):
+        for x in arrays_in(option):
+            shared = np.may_share_memory(on_host, target.back(x))
+            assert not shared, f"{what} shares its memory with an argument"
+
+
+@contextmanager
+def _name_case(what: str, kernel: Kernel) -> Iterator[None]:
+    """Add the case, the result and the line of the kernel to an error."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        file = getattr(sys.modules.get(type(kernel).__module__), "__file__", None)
+        last = ([frame for frame in frames if frame.filename == file] or frames)[-1]
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        raise AssertionError(f"{what}: raised {error!r} at {where}") from error
+
+
+def _bits(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
+    arrays, options = arguments
+    everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
+    return {
+        name: b"".join(np.ascontiguousarray(target.back(x)).tobytes() for x in arrays_in(option))
+        for name, option in everything.items()
+    }
+
+
+def covering(target: Target, variant: KernelVariant, cases: Iterable[Case]) -> list[Case]:
+    """Choose a few supported cases that cover every feature, dtype and topic.
+
+    For kernels that compile for seconds in each case.
+    """
+    covers = {
+        case: (case.features or {"plain"}) | {case.dtype, case.topic}
+        for case in cases
+        if takes(target, variant, case)
+    }
+    wanted = set().union(*covers.values()) if covers else set()
+    chosen = []
+    while wanted:
+        best = max(covers, key=lambda case: len(covers[case] & wanted))
+        chosen.append(best)
+        wanted -= covers[best]
+    return chosen

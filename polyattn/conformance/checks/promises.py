@@ -1,0 +1,180 @@
+"""Check what a kernel and its plugin declare, other than results.
+
+These are the features, determinism, batch invariance, threads and imports. A check returns if the
+promise holds and raises AssertionError, with what is wrong, if not.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from polyattn.conformance.cases.case import Case, make_case
+from polyattn.conformance.checks.cases import cases_for, has_logsumexp, takes
+from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.dispatch import registry
+
+__all__ = [
+    "check_batch_invariance",
+    "check_declarations",
+    "check_determinism",
+    "check_first_call_from_threads",
+    "check_import_hygiene",
+    "is_worth_threads",
+]
+
+
+def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
+    """Check that a kernel supports some case, and one for each feature that it declares."""
+    taken = [c for c in cases_for(target, variant, cases) if takes(target, variant, c)]
+    assert taken, f"{variant} supports no case"
+    idle = set(target.declared(variant.kernel)).difference(*(case.features for case in taken))
+    kernels = {case: variant.for_case(case) for case in taken}
+    if any(has_logsumexp(target, kernel, case) for case, kernel in kernels.items()):
+        idle -= {"logsumexp"}
+    assert not idle, f"no case that {variant} supports needs {', '.join(sorted(idle))}"
+
+
+# ---- determinism and batch invariance ----------------------------------------------------------
+
+BATCH = 5
+_ITEMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (5, 0)},
+    "softcap": {"softcap": 1.5},
+    "grouped heads": {"H": 4, "G": 2},
+    "long keys": {"L": 3, "S": 257},
+    "long": {"L": 65, "S": 65, "D": 64},
+}
+
+
+def _batch_cases(dtypes: Iterable[str]) -> list[Case]:
+    """Return cases with a batch whose items can also be computed one at a time."""
+    return [
+        make_case(f"batch of {BATCH}, {name}, {dtype}", batch=(BATCH,), dtype=dtype, **fields)
+        for name, fields in _ITEMS.items()
+        for dtype in dtypes
+        if dtype == "float32" or name == "plain"
+    ]
+
+
+def check_determinism(target: Target, variant: KernelVariant, *, thorough: bool = True) -> None:
+    """Check that the same call twice gives the same bits."""
+    for case, kernel in _supported(target, variant, "deterministic")[: None if thorough else 1]:
+        once, twice = (np.array(target.back(target.call(case, kernel))) for _ in range(2))
+        assert _equal(once, twice), f"{case}: the same call twice gives different bits"
+
+
+def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
+    """Check that a batch item has the same bits with and without the others."""
+    for case, kernel in _supported(target, variant, "batch_invariant"):
+        together = target.back(target.call(case, kernel))
+        arrays, options = case.arguments()
+        for n in range(BATCH):
+            alone = [target.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
+            output = target.back(target.call(case, kernel, arguments=(alone, options)))
+            assert _equal(output[0], together[n]), f"{case}: item {n} alone has different bits"
+
+
+def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
+    cases = _batch_cases(target.dtypes)
+    if variant.kernel.compiles:
+        cases = cases[:1]
+    runs = [(case, variant.for_case(case)) for case in cases]
+    runs = [run for run in runs if target.explain(*run).chosen is not None]
+    assert runs, f"it declares {declared}, but supports no call to check it with"
+    return runs
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+# ---- in a new interpreter ----------------------------------------------------------------------
+
+_HYGIENE = """
+import sys
+import polyattn.plugin
+from polyattn.dispatch.entries import entries
+before = set(sys.modules)
+spec = next(e for e in entries() if e.name == {name!r} and e.flaw is None).load()
+loaded = set(sys.modules) - before
+print(*sorted(loaded & {{*spec.requires, *spec.namespaces}}))
+"""
+
+_THREADS = """
+import importlib, threading
+import numpy as np
+from polyattn import attention
+
+asarray = importlib.import_module({library!r}).asarray
+
+def array(n):  # another for each thread
+    x = np.linspace(-1, 1, 1536, dtype={dtype!r}) * (1 + n)
+    return asarray(x.reshape(2, 2, 6, 64))
+
+results, errors, barrier = [None] * 8, [], threading.Barrier(8)
+
+def call(n):
+    x = array(n)
+    barrier.wait()
+    try:
+        results[n] = attention(x, x, x, **{options!r})
+    except BaseException as error:
+        errors.append(repr(error))
+
+threads = [threading.Thread(target=call, args=(n,)) for n in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not errors, errors
+if {deterministic!r}:
+    for n, result in enumerate([np.array(result) for result in results]):
+        x = array(n)
+        alone = attention(x, x, x, **{options!r})
+        same = np.array_equal(np.asarray(result), np.asarray(alone))
+        assert same, "eight threads at once have different results from one"
+"""
+
+
+def check_import_hygiene(name: str) -> None:
+    """Check that loading the spec of a plugin imports no array library."""
+    loaded = _in_a_new_interpreter(_HYGIENE.format(name=name)).split()
+    assert not loaded, f"loading the spec of {name!r} imports {', '.join(loaded)}"
+
+
+def is_worth_threads(variant: KernelVariant) -> bool:
+    """Return whether to check threads: not for small tiles (redundant) or compilers (slow)."""
+    return not (variant.small_tiles or variant.kernel.compiles)
+
+
+def check_first_call_from_threads(target: Target, variant: KernelVariant) -> None:
+    """Check that eight threads can make the first calls of a process at once."""
+    library = target.library if target.backend == registry.ARRAY_API else "numpy"
+    native = [dtype for dtype in ("float32", "float64", "float16") if dtype in target.dtypes]
+    for dtype, is_causal in product(native, (True, False)):
+        case = make_case("threads", L=6, S=6, D=64, dtype=dtype, is_causal=is_causal)
+        if takes(target, variant, case):
+            name = variant.kernel.name
+            code = _THREADS.format(
+                library=library,
+                dtype=dtype,
+                options={"is_causal": is_causal, "backend": target.backend, "kernel": name},
+                deterministic=variant.kernel.deterministic,
+            )
+            _in_a_new_interpreter(code)
+            return
+
+
+def _in_a_new_interpreter(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    assert done.returncode == 0, f"{last}\n{done.stderr}"
+    return done.stdout
