@@ -1,4 +1,4 @@
-"""Checks of single arguments: each returns the value in its plain form or raises."""
+"""Check single arguments: each function returns the value in a plain form or raises."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from polyattn.arrays import is_compiling
 __all__ = ["Shape", "WindowSize", "check_int", "check_shape", "check_signature", "check_window"]
 
 Shape = tuple[int, ...]
-
-
 WindowSize = tuple[int | None, int | None]
 
 
 def check_signature(name: str, function: Callable[..., Any], parameters: str) -> None:
-    """Refuse a function that cannot be called with so many arguments."""
+    """Raise if a function cannot be called with these parameters, such as "i, j"."""
     if is_compiling():
         return
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some built-in functions nothing is known
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     try:
         signature.bind(*parameters.split(", "))
@@ -32,22 +30,23 @@ def check_signature(name: str, function: Callable[..., Any], parameters: str) ->
 
 
 def check_shape(shape: Any) -> Shape:
-    """Return a shape given by itself as a tuple of Python numbers, checked."""
+    """Return a shape as a tuple of Python integers, or raise."""
     try:
-        variant = tuple(operator.index(length) for length in shape)
+        lengths = tuple(operator.index(length) for length in shape)
     except TypeError:
-        variant = (-1,)
-    if any(length < 0 for length in variant):
+        lengths = (-1,)
+    if any(length < 0 for length in lengths):
         raise ValueError(f"a shape must hold integers of at least 0; {got(shape)}")
-    return variant
+    return lengths
 
 
 def got(value: Any) -> str:
+    """Return the end of a message, which quotes the caller's value."""
     return f"got {value!r}"
 
 
 def check_int(name: str, value: Any, kinds: str = "an integer") -> int:
-    """Return an integer, of whatever kind it is."""
+    """Return an integer of any type as a Python integer, or raise."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -57,20 +56,18 @@ def check_int(name: str, value: Any, kinds: str = "an integer") -> int:
 
 
 def check_window(value: Any) -> WindowSize:
-    """Return the ends of a window, checked."""
+    """Return a window as a pair of Python integers or None, or raise."""
     hint = (
-        "window must be a pair (left, right): how many keys before and after a row's own position"
-        " it sees, the own not counted, None for no bound. A window of 256 tokens that ends at the"
-        " own is (255, 0)"
+        "window must be a pair (left, right): how many keys before and after its own position a row"
+        " sees, None for no bound. A window of 256 tokens that ends at the row's own position is"
+        " (255, 0)"
     )
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise TypeError(f"{hint}; {got(value)}")
     ends = []
     for end in value:
-        if isinstance(end, bool):
-            raise TypeError(f"{hint}; {got(value)}")
         try:
-            ends.append(None if end is None else operator.index(end))
+            ends.append(None if end is None else check_int("an end", end))
         except TypeError:
             raise TypeError(f"{hint}; {got(value)}") from None
         if ends[-1] is not None and ends[-1] < 0:

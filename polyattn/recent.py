@@ -1,4 +1,4 @@
-"""A table of bounded size for what is worked out once and asked for again."""
+"""A cache of bounded size that is safe under threads."""
 
 from __future__ import annotations
 
@@ -13,36 +13,31 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A table that forgets what was not used for long, and may be used by threads at once.
+    """A cache of at most `capacity` entries, 2 or more, that drops entries not used recently.
 
-    New entries are young. When half of the table is young, those become the old ones, and the old
-    ones of before are forgotten; an old one that is asked for is young again. So a lookup of what
-    is in use reads one dict and writes nothing, which needs no lock.
-
-    Parameters
-    ----------
-    most : int
-        How many entries it has at most, 2 or more.
+    New entries are young. When half of the capacity is young, the young entries become the old
+    ones and the previous old ones are dropped. A lookup makes an old entry young again. So a lookup
+    of an entry in use only reads one dict, which needs no lock.
     """
 
-    def __init__(self, most: int) -> None:
-        self._half = most // 2
+    def __init__(self, capacity: int) -> None:
+        self._half = capacity // 2
         self._young: dict[K, V] = {}
         self._old: dict[K, V] = {}
-        # Reentrant: a finalizer may run while it is held, and make a call.
+        # Reentrant: a finalizer may run while the lock is held, and call attention.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
 
     def get(self, key: K) -> V | None:
-        """Return an entry, or None; a thread that comes while another one writes may miss one."""
-        found = self._young.get(key)
-        if found is None:
-            found = self._old.get(key)
-            if found is not None:
-                self[key] = found
-        return found
+        """Return an entry or None; a lookup may miss an entry while another thread writes."""
+        value = self._young.get(key)
+        if value is None:
+            value = self._old.get(key)
+            if value is not None:
+                self[key] = value
+        return value
 
     def __setitem__(self, key: K, value: V) -> None:
         with self._lock:

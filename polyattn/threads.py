@@ -1,7 +1,7 @@
-"""How many threads a kernel of ours may use, where its library does not decide that itself.
+"""The number of threads that a kernel may use if its library does not decide that itself.
 
 The innermost `use_threads` wins over the environment variable, which is read at call time and wins
-over what the machine grants this process: its processors, by affinity and by control group.
+over the number of processors that affinity and control group grant this process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import SupportsIndex
 
-__all__ = ["VARIABLE", "granted", "thread_count", "use_threads"]
+__all__ = ["granted", "thread_count", "use_threads"]
 
 VARIABLE = "POLYATTN_NUM_THREADS"
 
@@ -25,15 +25,16 @@ _context: ContextVar[int | None] = ContextVar("polyattn_threads", default=None)
 
 @contextmanager
 def use_threads(count: SupportsIndex) -> Iterator[None]:
-    """Limit the threads of every call made inside the block, by this thread or task.
+    """Limit the threads of all calls that this thread or task makes inside the block.
 
-    It holds for the NumPy backend. PyTorch and JAX have settings of their own. Results have the
-    same bits whatever it is.
+    Only the NumPy backend follows it; PyTorch and JAX have their own settings. The number of
+    threads does not change a bit of the result.
 
     Parameters
     ----------
     count : int
-        How many threads a call may use, the calling one among them; any integer type, not bool.
+        Number of threads that a call may use, including the calling thread; any integer type
+        except bool.
 
     Yields
     ------
@@ -43,9 +44,9 @@ def use_threads(count: SupportsIndex) -> Iterator[None]:
     Raises
     ------
     TypeError
-        If it is no integer.
+        If `count` is not an integer.
     ValueError
-        If it is less than 1.
+        If `count` is less than 1.
 
     Examples
     --------
@@ -73,12 +74,12 @@ def use_threads(count: SupportsIndex) -> Iterator[None]:
 
 
 def thread_count(most: Callable[[], int] | None = None) -> int:
-    """Return how many threads this call may use.
+    """Return the number of threads that this call may use.
 
     Parameters
     ----------
     most : callable, optional
-        Returns a limit that holds where nobody has said how many.
+        Returns a limit for the default, if neither `use_threads` nor the variable sets a number.
 
     Returns
     -------
@@ -88,7 +89,7 @@ def thread_count(most: Callable[[], int] | None = None) -> int:
     Raises
     ------
     ValueError
-        If the environment variable is no number of threads.
+        If the environment variable is not a number of threads.
     """
     chosen = _context.get()
     if chosen is not None:
@@ -114,7 +115,7 @@ def _parsed(variable: str) -> int:
 
 @lru_cache(maxsize=1)
 def granted(process: int) -> int:
-    """Return the processors that this process may use; found out once a process."""
+    """Return the number of processors that this process may use; computed once per process."""
     if hasattr(os, "sched_getaffinity"):
         processors = len(os.sched_getaffinity(process))
     else:
@@ -123,7 +124,7 @@ def granted(process: int) -> int:
 
 
 def _quota(root: Path) -> int:
-    """Return how many processors' time the control group grants, rounded up."""
+    """Return the control group's limit as a number of processors, rounded up."""
     try:
         granted, period = (root / "cpu.max").read_text(encoding="ascii").split()
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""The front door: `attention`, its parts and its weights."""
+"""The public functions: attention, partial attention, its weights, and explain."""

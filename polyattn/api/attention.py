@@ -1,4 +1,4 @@
-"""The front door."""
+"""Scaled dot-product attention."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ def attention(
 ) -> Array:
     """Compute scaled dot-product attention, softmax(scale · query·keyᵀ) · value.
 
-    In the shapes below ``...`` are batch axes, any number, that broadcast against each other; H
-    are query heads and G key/value heads, H a multiple of G; L and S the lengths of query and key;
-    D the size of a query or key vector and E that of a value vector. Arrays of rank 2 are one head.
+    In the shapes below, ``...`` is any number of batch axes, which broadcast against each other. H
+    is the number of query heads and G that of key/value heads; H is a multiple of G. L and S are
+    the lengths of query and key. D is the size of a query or key vector, and E that of a value
+    vector. Arrays of rank 2 are one head.
 
     Parameters
     ----------
@@ -56,54 +57,54 @@ def attention(
         Keys, shape (..., G, S, D), the dtype of the query. Query head h reads head h // (H // G).
     value : Array
         Values, shape (..., G, S, E), the dtype of the query.
-    mask : Array of bool, polyattn.masks value, or callable, optional
-        Which keys take part, True for those that do: an array that broadcasts to (..., H, L, S),
-        of that rank or of at most 2; a value such as ``masks.window(256, 0) | masks.prefix(16)``;
-        or a function ``mask(b, h, i, j)`` of index arrays. A key that does not take part is absent,
-        whatever it or its value holds.
+    mask : Array of bool, mask expression, or callable, optional
+        Which keys take part (True): an array that broadcasts to (..., H, L, S), of that rank or of
+        at most 2; an expression such as ``masks.window(256, 0) | masks.prefix(16)``; or a function
+        ``mask(b, h, i, j)`` of index arrays. The other keys are absent, whatever they or their
+        values hold.
     bias : Array of float, optional
         Added to the scores; broadcasts to (..., H, L, S). Where it is −inf the key is absent.
     is_causal : bool
         Whether row i sees only the keys j <= i + `query_offset`.
     window : tuple of (int or None, int or None), optional
-        How many keys before and after its own position a row sees, the own not counted; None for
-        no bound. The own position of row i is i + `query_offset`.
+        How many keys before and after its own position a row sees; None for no bound. The position
+        of row i is i + `query_offset`.
     query_offset : int or Array of int, optional
         The position of the first query among the keys; an array gives one for each batch item. By
         default S − L: the queries are the newest tokens.
-    scale : float or polyattn.scores scale rule, optional
+    scale : float or scale rule of polyattn.scores, optional
         Multiplies the scores; 1/√D by default, and 1 with a `similarity`.
     softcap : float, optional
         Bounds the scaled scores by s = softcap · tanh(s / softcap), before `score_mod` and `bias`.
-    score_mod : polyattn.scores value or callable, optional
-        A value such as ``scores.alibi(8)``; or a function ``score_mod(score, b, h, i, j)`` that
-        returns the score to use, given index arrays that broadcast with it: batch item (flat),
-        query head, row and key.
+    score_mod : score expression or callable, optional
+        An expression such as ``scores.alibi(8)``; or a function ``score_mod(score, b, h, i, j)``
+        that returns the new score. It gets index arrays that broadcast with the score: batch item
+        (flat), query head, row and key.
     sinks : Array of float, optional
         One more logit for each query head in the softmax's denominator, shape (H,), with no value.
     dropout : tuple of (float, int), optional
-        At which rate weights are dropped, and the seed: which ones is decided by it and by batch
-        item, head, row and key, the same on every backend. The seed may be an integer array of no
-        axes, so that a compiled training step takes a new one each time.
-    similarity : polyattn.scores similarity, optional
-        What stands in place of query·key, such as ``scores.cosine()``.
-    normalizer : polyattn.scores normalizer, optional
-        What makes weights of scores in place of softmax, such as ``scores.sparsemax()``.
+        The rate at which weights are dropped, and the seed. The seed, batch item, head, row and key
+        decide whether a weight is dropped, the same on every backend. The seed may be an integer
+        array of no axes, so that each step of a compiled training loop gets a new one.
+    similarity : similarity of polyattn.scores, optional
+        Replaces the product query·key, such as ``scores.cosine()``.
+    normalizer : normalizer of polyattn.scores, optional
+        Replaces softmax, such as ``scores.sparsemax()``.
     layout : {"...HLD", "...LHD"}
         The order of heads and length in query, key, value and output.
     backend : str or sequence of str, optional
-        A backend, ``name`` or ``name:device``, or several in order: the first that is here and can
-        do what is asked runs, and nothing else. Arrays are brought there and the result back;
+        A backend, ``name`` or ``name:device``, or an ordered list: the first that is installed and
+        supports the call runs; no other is tried. The arrays move there and the result moves back.
         ``auto`` is the arrays' own library. By default `use_backend`, then ``POLYATTN_BACKEND``,
         then the arrays' own library decides.
     kernel : str or polyattn.plugin.Kernel, optional
-        The kernel to insist on: one of the backend's by its name, or one of your own.
+        The only kernel to try: the name of one of the backend's, or a kernel object.
 
     Returns
     -------
     Array
-        The attention, shape (..., H, L, E) in the layout of the query, of the query's library,
-        device and dtype. A row that sees no key is 0.
+        The attention, shape (..., H, L, E) in the layout of the query, in the query's library and
+        dtype, on its device. A row that sees no key is 0.
 
     Raises
     ------
@@ -112,16 +113,16 @@ def attention(
     ValueError
         If shapes do not fit together or an option is out of range.
     UnknownBackendError
-        If no plugin has a name asked for.
+        If no plugin has a requested name.
     BackendUnavailableError
-        If none of the backends asked for is installed.
+        If none of the requested backends can be loaded.
     UnsupportedError
-        If none of those that are can do what is asked.
+        If none of the loaded backends supports the call.
 
     See Also
     --------
-    attention_partial : The same, with the logsumexp that joins attention over parts of the keys.
-    explain : What would run, and why.
+    attention_partial : Also return the logsumexp, to join attention over parts of the keys.
+    explain : Explain which kernel runs, and why no other.
 
     References
     ----------
@@ -158,10 +159,10 @@ def compute(
     """Describe a call, examine it, select a kernel, and run it."""
     call, operands = describe(query, key, value, **options)
     check_kernel(kernel)
-    asked = request(backend)
-    plan = recall(call, asked, kernel)
+    requested = request(backend)
+    plan = recall(call, requested, kernel)
     if plan is None:
         problem = examine(call)
-        plan = select(call, problem, query, asked, kernel)
-        remember(call, asked, kernel, plan)
+        plan = select(call, problem, query, requested, kernel)
+        remember(call, requested, kernel, plan)
     return as_called(call, *plan.run(heads_first(call, operands)))

@@ -1,4 +1,4 @@
-"""Explain a call: which kernel would run, and why no other."""
+"""Explain which kernel would run a call, and why no other."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from polyattn.call.describe import describe
 from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.request import request
-from polyattn.dispatch.select import (
-    check_kernel,
-    check_possible,
-    default_device,
-    explain_selection,
-)
+from polyattn.dispatch.select import check_kernel, check_possible, default_device, explain_selection
 
 __all__ = ["explain"]
 
@@ -32,7 +27,7 @@ def explain(
     dtype: str = "float32",
     **options: Unpack[AttentionOptions],
 ) -> Explanation:
-    """Say what `attention` would do with a call: which kernel runs, and why no other.
+    """Explain what `attention` would do with a call: which kernel runs, and why no other.
 
     Nothing is computed, converted or moved.
 
@@ -45,9 +40,9 @@ def explain(
     library : str
         Library assumed for arguments given as shapes.
     device : str, optional
-        Device assumed for them; by default the library's default device.
+        Device assumed for shapes; by default the library's default device.
     dtype : str
-        Dtype assumed for them.
+        Dtype assumed for shapes.
     **options
         As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
         sinks, dropout, similarity, normalizer, layout, backend and kernel. A shape is enough for
@@ -69,33 +64,26 @@ def explain(
       numpy  tiled  CHOSEN
       numpy  dense  next
     """
-
     check_names("explain", options)
-    given: dict[str, Any] = dict(options)
-    backend, kernel = given.pop("backend", None), given.pop("kernel", None)
+    arguments: dict[str, Any] = dict(options)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
 
-    def facts_of_shape(shape: Any, own: str) -> Any:
+    def facts_of_shape(shape: Any, dtype: str) -> Any:
         if not isinstance(shape, (tuple, list)):
             return shape
-        where = default_device(library) if device is None else device
-        return ArrayFacts(library, own, where, check_shape(shape))
+        target = default_device(library) if device is None else device
+        return ArrayFacts(library, dtype, target, check_shape(shape))
 
     def facts(array: Any, name: str) -> ArrayFacts:
         return array if isinstance(array, ArrayFacts) else facts_of(array, name)
 
-    for name, own in (
-        ("mask", "bool"),
-        ("bias", dtype),
-        ("sinks", dtype),
-        ("query_offset", "int64"),
-    ):
-        if name in given:
-            given[name] = facts_of_shape(given[name], own)
-    shapes = [facts_of_shape(array, dtype) for array in (query, key, value)]
-    call, _ = describe(*shapes, **given, logsumexp=logsumexp, facts=facts)
+    dtypes = {"mask": "bool", "bias": dtype, "sinks": dtype, "query_offset": "int64"}
+    arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
+    arrays = [facts_of_shape(array, dtype) for array in (query, key, value)]
+    call, _ = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
     check_kernel(kernel)
-    asked = request(backend)
+    requested = request(backend)
     only_shapes = isinstance(query, (tuple, list))
     if only_shapes:
         check_possible(call.query.library, call.query.device)
-    return explain_selection(call, examine(call), None if only_shapes else query, asked, kernel)
+    return explain_selection(call, examine(call), None if only_shapes else query, requested, kernel)

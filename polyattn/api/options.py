@@ -1,4 +1,4 @@
-"""The options of `attention`, as its siblings take them."""
+"""The options of `attention`, shared by the other functions that take them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AttentionOptions", "check_names"]
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments of `attention`; it documents them."""
+    """The keyword arguments of `attention`, which documents them."""
 
     mask: Array | Mask | Callable[..., Array] | None
     bias: Array | None

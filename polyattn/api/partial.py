@@ -1,7 +1,7 @@
-"""Attention over some of the keys, as a value that can be joined with others.
+"""Attention over some of the keys, which can be merged with attention over the others.
 
-Partials over disjoint sets of keys form a commutative monoid: `merge` is associative up to rounding
-and its identity is the output 0 with the logsumexp −inf, which is what no key at all gives.
+Partials over disjoint sets of keys form a commutative monoid: `merge` is associative up to
+rounding, and its identity is the partial over no keys, output 0 with logsumexp −inf.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = ["Partial", "attention_partial", "merge"]
 
 
 class Partial(NamedTuple):
-    """What attention over some of the keys gives.
+    """The result of attention over some of the keys.
 
     Attributes
     ----------
     output : Array
         The attention over these keys, shape (..., H, L, E) in the layout of the call.
     logsumexp : Array
-        Natural logarithm of the sum of the exponentials of these keys' scores, the shape of the
-        output less its last axis, at least float32.
+        Natural logarithm of the sum of the exponentials of these keys' scores, shape of the output
+        without its last axis, in float32 or float64.
     """
 
     output: Array
@@ -37,12 +37,12 @@ class Partial(NamedTuple):
 def attention_partial(
     query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
 ) -> Partial:
-    """Compute attention over some of the keys, to be joined with attention over others.
+    """Compute attention over some of the keys, to be merged with attention over the others.
 
     Parameters
     ----------
     query, key, value : Array
-        As for `attention`; key and value are those of some keys only.
+        As for `attention`, with only some of the keys and their values.
     **options
         As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
         sinks, dropout, similarity, layout, backend and kernel. Indices and positions count from the
@@ -52,12 +52,12 @@ def attention_partial(
     Returns
     -------
     Partial
-        The output, as of `attention`, and the logsumexp, shape (..., H, L) in the layout of the
+        The output, as from `attention`, and the logsumexp, shape (..., H, L) in the layout of the
         output, in float32, or float64 for float64 inputs; −inf for a row that sees no key.
 
     See Also
     --------
-    merge : Join partials.
+    merge : Join partials over disjoint sets of keys.
 
     Examples
     --------
@@ -69,8 +69,8 @@ def attention_partial(
     ((8, 5, 64), (8, 5))
     """
     check_names("attention_partial", options)
-    given: dict[str, Any] = {"backend": None, "kernel": None} | dict(options)
-    return Partial(*compute(query, key, value, logsumexp=True, **given))
+    arguments: dict[str, Any] = {"backend": None, "kernel": None} | dict(options)
+    return Partial(*compute(query, key, value, logsumexp=True, **arguments))
 
 
 def merge(*partials: Partial) -> Partial:
@@ -79,17 +79,17 @@ def merge(*partials: Partial) -> Partial:
     Parameters
     ----------
     *partials : Partial
-        Partials of one shape, library and dtype, at least one. A sink belongs in one of them only.
+        At least one partial; all of one shape, library and dtype. Only one may include the sinks.
 
     Returns
     -------
     Partial
-        Attention over the keys of all of them.
+        Attention over the keys of all partials.
 
     Raises
     ------
     TypeError
-        If nothing is given, or arrays of several libraries or dtypes.
+        If there is no partial, or if libraries, devices or dtypes differ.
     ValueError
         If the shapes differ.
 
@@ -99,7 +99,7 @@ def merge(*partials: Partial) -> Partial:
 
     Notes
     -----
-    This is the merge of split-key decoding [1]_; its error is that of the logsumexp's rounding.
+    This is the merge of split-key decoding [1]_. Its error comes from the logsumexp's rounding.
 
     References
     ----------
@@ -120,16 +120,16 @@ def merge(*partials: Partial) -> Partial:
     for partial in partials:
         if not isinstance(partial, tuple) or len(partial) != 2:
             raise TypeError(
-                "merge takes Partials, or pairs (output, logsumexp), each by itself:"
+                "merge takes Partials, or pairs (output, logsumexp), as separate arguments:"
                 f" merge(*partials); got a {type(partial).__name__}"
             )
-    _check(partials)
+    _check_alike(partials)
     library = library_of(partials[0][0])
     with quiet(library.name):
         return functools.reduce(_merge_two, (Partial(*p) for p in partials))
 
 
-def _check(partials: tuple[Partial, ...]) -> None:
+def _check_alike(partials: tuple[Partial, ...]) -> None:
     facts = [(facts_of(p[0], "output"), facts_of(p[1], "logsumexp")) for p in partials]
     for output, logsumexp in facts:
         if output.dtype not in DTYPES or logsumexp.dtype not in ("float32", "float64"):
@@ -137,10 +137,10 @@ def _check(partials: tuple[Partial, ...]) -> None:
                 f"an output has one of the dtypes {', '.join(DTYPES)} and a logsumexp float32 or"
                 f" float64; got output {output} and logsumexp {logsumexp}"
             )
-        given = f"output {output} and logsumexp {logsumexp}"
         if output.shape[:-1] != logsumexp.shape:
             raise ValueError(
-                f"a logsumexp must have the shape of its output less the last axis; got {given}"
+                "a logsumexp must have the shape of its output without the last axis; got output"
+                f" {output} and logsumexp {logsumexp}"
             )
         first, first_logsumexp = facts[0]
         if output.shape != first.shape:
@@ -152,30 +152,28 @@ def _check(partials: tuple[Partial, ...]) -> None:
                 f"partials must have one dtype; got output {first}, logsumexp {first_logsumexp},"
                 f" and output {output}, logsumexp {logsumexp}"
             )
-        for one in (output, logsumexp):
-            # One that is nowhere in particular goes where the others are.
-            elsewhere = one.device and first.device and one.device != first.device
-            if one.library != first.library or elsewhere:
+        for array in (output, logsumexp):
+            # An array without a device goes where the others are.
+            elsewhere = array.device and first.device and array.device != first.device
+            if array.library != first.library or elsewhere:
                 raise TypeError(
                     "partials must be of one library and on one device; got"
-                    f" {first.library} {first.device} and {one.library} {one.device}"
+                    f" {first.library} {first.device} and {array.library} {array.device}"
                 )
 
 
-def _merge_two(one: Partial, other: Partial) -> Partial:
-    xp = library_of(one.output).xp
-    top = xp.maximum(one.logsumexp, other.logsumexp)
-    # Where both are empty there is nothing to subtract: −inf − −inf is no number.
+def _merge_two(left: Partial, right: Partial) -> Partial:
+    xp = library_of(left.output).xp
+    top = xp.maximum(left.logsumexp, right.logsumexp)
+    # If both are empty, there is nothing to subtract: −inf − −inf is NaN.
     shift = xp.where(top == -math.inf, xp.zeros_like(top), top)
-    weight_one, weight_other = xp.exp(one.logsumexp - shift), xp.exp(other.logsumexp - shift)
-    total = weight_one + weight_other
-    some = xp.where(total == 0, xp.ones_like(total), total)
-    output = (
-        _lift(xp, one) * weight_one[..., None] + _lift(xp, other) * weight_other[..., None]
-    ) / some[..., None]
-    logsumexp = xp.where(total == 0, top, shift + xp.log(some))
-    return Partial(cast(xp, output, one.output.dtype), logsumexp)
-
-
-def _lift(xp: object, partial: Partial) -> Array:
-    return cast(xp, partial.output, partial.logsumexp.dtype)
+    weights = [xp.exp(partial.logsumexp - shift) for partial in (left, right)]
+    total = weights[0] + weights[1]
+    divisor = xp.where(total == 0, xp.ones_like(total), total)
+    left_output, right_output = (
+        cast(xp, partial.output, partial.logsumexp.dtype) * weight[..., None]
+        for partial, weight in zip((left, right), weights, strict=True)
+    )
+    output = (left_output + right_output) / divisor[..., None]
+    logsumexp = xp.where(total == 0, top, shift + xp.log(divisor))
+    return Partial(cast(xp, output, left.output.dtype), logsumexp)

@@ -1,4 +1,4 @@
-"""The weights of attention as an array, for looking at: nothing of the output depends on it."""
+"""The weights of attention as an array, for inspection only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from polyattn.dispatch.select import select
 from polyattn.kernels.weights import Weights
 from polyattn.span import Span
 
-__all__ = ["TopWeights", "attention_weights"]
+__all__ = ["WHICH", "TopWeights", "attention_weights"]
 
-# What names rows or heads.
+# The types that select rows or heads, for messages.
 WHICH = "an integer, a sequence of them, or a slice"
 
 
@@ -30,7 +30,7 @@ class TopWeights(NamedTuple):
     weights : Array
         The weights, shape (..., H, L, k).
     keys : Array of int
-        Which keys they are of, shape (..., H, L, k).
+        The keys of these weights, shape (..., H, L, k).
     """
 
     weights: Array
@@ -50,8 +50,8 @@ def attention_weights(
 ) -> Array | TopWeights:
     """Compute the weights that `attention` multiplies the values with.
 
-    Whole, they take memory for L · S numbers a head. Some rows or heads, the largest of each row,
-    or the sums for each key take memory for what is returned and a block of rows.
+    All weights take memory for L · S numbers per head. Some rows or heads, the largest weights of
+    each row, or the sums for each key take memory for the result and one block of rows.
 
     Parameters
     ----------
@@ -60,13 +60,13 @@ def attention_weights(
     key : Array
         Keys, as for `attention`.
     logsumexp : Array, optional
-        Of an `attention_partial` of the same call, or one that merged several, which spares finding
-        it again, and makes the weights of some keys those that they have among all.
+        Logsumexp of an `attention_partial` of the same call, which saves computing it; or of
+        merged partials, which makes the weights those among all keys.
     rows, heads : slice, int or sequence of int, optional
-        Which query rows and query heads; all by default.
+        The query rows and query heads to compute; all by default.
     top : int, optional
-        How many of the largest weights of each row to return, from 1 to S. Where S is 0 there are
-        none to return, whatever the number.
+        Number of largest weights of each row to return, from 1 to S. If S is 0, no weights are
+        returned for any number.
     per_key : bool
         Whether to return, for each key, the sum of its weights over the rows.
     **options
@@ -77,20 +77,21 @@ def attention_weights(
     Returns
     -------
     Array or TopWeights
-        The weights, shape (..., H, L, S) whatever the layout, in float32, or float64 for float64
-        inputs: with `per_key` (..., H, S), with `top` a pair of weights and keys, (..., H, L, top).
-        H and L are of the heads and rows asked for. Arrays of rank 2 give a result without H.
+        The weights, shape (..., H, L, S) in either layout, in float32, or float64 for float64
+        inputs. With `per_key` the shape is (..., H, S); with `top` the result is a pair of weights
+        and keys, (..., H, L, top). H and L count the selected heads and rows. Arrays of rank 2 give
+        a result without H.
 
     Raises
     ------
     IndexError
-        If a row or head is none of the call's.
+        If a row or head is out of range.
     TypeError, ValueError, UnsupportedError
         As for `attention`.
 
     See Also
     --------
-    attention : What they are the weights of.
+    attention : Multiply the values with these weights.
 
     Examples
     --------
@@ -104,9 +105,9 @@ def attention_weights(
     """
     check_names("attention_weights", options, without=("kernel",))
     backend = options.pop("backend", None)
-    given: dict[str, Any] = dict(options)
+    arguments: dict[str, Any] = dict(options)
     call, operands = describe(
-        query, key, None, for_weights=True, known_logsumexp=logsumexp, **given
+        query, key, None, for_weights=True, known_logsumexp=logsumexp, **arguments
     )
     problem = examine(call)
     kernel = Weights(
@@ -116,7 +117,7 @@ def attention_weights(
         per_key,
     )
     if top is not None and per_key:
-        raise ValueError("top and per_key are not to be given together")
+        raise ValueError("top and per_key cannot be given together")
     plan = select(call, problem, query, request(backend), kernel)
     weights, keys = plan.run(heads_first(call, operands))
     if is_flat(call):
@@ -133,25 +134,25 @@ def _top(top: Any, length: int) -> int | None:
     return min(number, length)
 
 
-def _spans(name: str, given: Any, length: int) -> tuple[Span, ...] | None:
-    """Return which rows or heads are asked for, those that follow one another together."""
-    if given is None:
+def _spans(name: str, selection: Any, length: int) -> tuple[Span, ...] | None:
+    """Return the selected rows or heads as spans of consecutive ones; None for all."""
+    if selection is None:
         return None
-    if isinstance(given, slice):
-        numbers = list(range(*given.indices(length)))
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        numbers = [check_int(name, number, WHICH) for number in given]
+    if isinstance(selection, slice):
+        numbers = list(range(*selection.indices(length)))
+    elif isinstance(selection, Sequence) and not isinstance(selection, str):
+        numbers = [check_int(name, number, WHICH) for number in selection]
     else:
-        numbers = [check_int(name, given, WHICH)]
+        numbers = [check_int(name, selection, WHICH)]
     spans: list[Span] = []
     for number in numbers:
         if not -length <= number < length:
-            raise IndexError(f"{name}: there are {length}, and {number} is none of them")
-        place = number % length
-        if spans and spans[-1].stop == place:
-            spans[-1] = Span(spans[-1].start, place + 1)
+            raise IndexError(f"index {number} is out of range for {length} {name}")
+        index = number % length
+        if spans and spans[-1].stop == index:
+            spans[-1] = Span(spans[-1].start, index + 1)
         else:
-            spans.append(Span(place, place + 1))
+            spans.append(Span(index, index + 1))
     if not spans and length:
-        raise ValueError(f"{name} must name at least one; got {given!r}")
+        raise ValueError(f"{name} must name at least one; got {selection!r}")
     return tuple(spans)

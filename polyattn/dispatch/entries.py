@@ -17,7 +17,7 @@ from importlib.metadata import (
 )
 from typing import NamedTuple
 
-__all__ = ["GROUP", "Entry", "entries"]
+__all__ = ["Entry", "entries"]
 
 GROUP = "polyattn.backends"
 

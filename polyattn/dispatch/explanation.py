@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
@@ -69,16 +69,7 @@ class Explanation:
             "selected_by": self.source,
             "chosen": self.chosen
             and {"backend": self.chosen.backend, "kernel": self.chosen.kernel},
-            "candidates": [
-                {
-                    "backend": c.backend,
-                    "kernel": c.kernel,
-                    "status": c.status,
-                    "reasons": list(c.reasons),
-                    "remark": c.remark,
-                }
-                for c in self.candidates
-            ],
+            "candidates": [asdict(c) | {"reasons": list(c.reasons)} for c in self.candidates],
         }
 
     def _values(self) -> dict[str, object]:

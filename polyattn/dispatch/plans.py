@@ -19,10 +19,8 @@ from polyattn.recent import Recent
 __all__ = ["recall", "remember"]
 
 _plans: Recent[tuple[Call, Request, str | None], Plan] = Recent(4096)
-_placements: WeakKeyDictionary[Kernel, Recent[tuple[Call, Request], Placement]] = (
-    WeakKeyDictionary()
-)
-_MOST_PLACEMENTS = 256
+_Placements = Recent[tuple[Call, Request], Placement]
+_placements: WeakKeyDictionary[Kernel, _Placements] = WeakKeyDictionary()
 
 
 def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan | None:
@@ -45,9 +43,7 @@ def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: 
         return
     try:
         if isinstance(kernel, Kernel):
-            placements = _placements.get(kernel) or _placements.setdefault(
-                kernel, Recent(_MOST_PLACEMENTS)
-            )
+            placements = _placements.setdefault(kernel, Recent(256))
             placements[call, requested] = plan.placement
         else:
             _plans[call, requested, kernel] = plan

@@ -1,7 +1,7 @@
-"""Finds plugins by entry point and loads one when it is first needed.
+"""Find plugins by their entry points, and load each when it is first needed.
 
-Finding imports no array library. A plugin that cannot be loaded never stops another: the reason is
-kept, to be told when somebody asks for it. Safe under threads, first use included.
+Finding them imports no array library. A plugin that cannot be loaded does not affect the others;
+its reason is kept for messages. All functions are safe under threads.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from polyattn.arrays import constant_when_traced, library_of
-from polyattn.dispatch.entries import GROUP, Entry, entries
+from polyattn.dispatch.entries import Entry, entries
 from polyattn.kernels import Dense, Tiled
 from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
 
 __all__ = [
     "ARRAY_API",
-    "GROUP",
     "array_api_backend",
     "device_of",
     "devices_of",
@@ -34,15 +33,15 @@ __all__ = [
     "specs",
 ]
 
-#: The name of the core's own kernels on the arrays' own library.
+#: The backend that runs the core's kernels on the library of the arrays.
 ARRAY_API = "array-api"
 
-_CLOSING_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
+_ARRAY_API_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
 
 
 @dataclass
 class Registered:
-    """A plugin: its spec or why there is none, and its backend once it is loaded."""
+    """A plugin: its spec or the reason why it has none, and its backend once loaded."""
 
     name: str
     distribution: str
@@ -52,19 +51,19 @@ class Registered:
 
 
 _lock = threading.RLock()
-# Filled once under the lock, and read without it, which torch.compile could not trace.
+# Filled once under the lock, and read without it: torch.compile cannot trace a lock.
 _plugins: dict[str, Registered] = {}
 _array_api: dict[str, Backend] = {}
 
 
 def _find() -> dict[str, Registered]:
     if not _plugins:
-        found: dict[str, Registered] = {}
-        # polyattn's own first, so that no other can take one of its names; flawed lines last.
+        plugins: dict[str, Registered] = {}
+        # polyattn's plugins first, so that no other can take their names; malformed lines last.
         for entry in sorted(entries(), key=_rank):
-            plugin = _read(entry, found.get(entry.name))
-            found.setdefault(plugin.name, plugin)
-        _plugins.update(found)  # at once: an interrupt leaves all or nothing
+            plugin = _read(entry, plugins.get(entry.name))
+            plugins.setdefault(plugin.name, plugin)
+        _plugins.update(plugins)  # at once: an interrupt leaves all or nothing
     return _plugins
 
 
@@ -73,7 +72,7 @@ def _rank(entry: Entry) -> tuple[bool, bool, str]:
 
 
 def _read(entry: Entry, taken: Registered | None) -> Registered:
-    """Return the plugin of an entry point; `taken` is the one that has its name already."""
+    """Return the plugin of an entry point; `taken` is the plugin that already has its name."""
     plugin = Registered(entry.name, entry.distribution, failure=entry.flaw)
     if taken is not None or entry.name == ARRAY_API:
         owner = "polyattn" if taken is None else taken.distribution
@@ -91,7 +90,7 @@ def _read(entry: Entry, taken: Registered | None) -> Registered:
         plugin.failure = f"its plugin cannot be imported: {type(error).__name__}: {error}"
         return plugin
     if not isinstance(spec, BackendSpec):
-        plugin.failure = f"its entry point {entry.value} is no BackendSpec"
+        plugin.failure = f"its entry point {entry.value} is not a BackendSpec"
     elif spec.api_version != API_VERSION:
         plugin.failure = (
             f"it was written for version {spec.api_version} of the plugin contract and this is"
@@ -113,11 +112,11 @@ def names() -> tuple[str, ...]:
 
 @constant_when_traced
 def serving(library: str) -> tuple[str, ...]:
-    """Return the plugins that take this library's arrays: polyattn's own, or else all others."""
+    """Return the plugins that take this library's arrays: polyattn's, or else all others."""
     with _lock:
         serving = [p for p in _find().values() if p.spec and library in p.spec.namespaces]
-    own = tuple(p.name for p in serving if p.distribution == "polyattn")
-    return own or tuple(p.name for p in serving)
+    ours = tuple(p.name for p in serving if p.distribution == "polyattn")
+    return ours or tuple(p.name for p in serving)
 
 
 def specs() -> tuple[BackendSpec, ...]:
@@ -128,7 +127,7 @@ def specs() -> tuple[BackendSpec, ...]:
 
 @constant_when_traced
 def load(name: str) -> str | None:
-    """Load the plugin of a name that `names` lists; return why it cannot be, or None."""
+    """Load a plugin by its name in `names`; return the reason if that fails, or None."""
     with _lock:
         plugin = _find()[name]
         if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
@@ -140,7 +139,7 @@ def load(name: str) -> str | None:
                     plugin.backend = None if plugin.failure else backend
             except KeyboardInterrupt:
                 raise
-            except BaseException as error:  # as when its spec is imported
+            except BaseException as error:  # SystemExit and others, as in `_read`
                 plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
 
@@ -151,20 +150,20 @@ def _missing(spec: BackendSpec) -> str | None:
 
 
 def _flaw(backend: Backend) -> str | None:
-    """Return what of a backend's kernels breaks the contract, or None."""
+    """Return how a backend's kernels break the contract, or None."""
     if not isinstance(backend.kernels, tuple):
         return f"its kernels must be a tuple, such as (Fused(),); got {backend.kernels!r}"
     for kernel in backend.kernels:
         if not isinstance(kernel, Kernel):
             return f"its kernels must be instances of Kernel; one is {kernel!r}"
-        found = flaw(kernel)
-        if found is not None:
-            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {found}"
+        reason = flaw(kernel)
+        if reason is not None:
+            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {reason}"
     return None
 
 
 def flaw(kernel: Kernel) -> str | None:
-    """Return what of a kernel breaks the contract, or None."""
+    """Return how a kernel breaks the contract, or None."""
     if not isinstance(getattr(kernel, "name", None), str):
         return "has no name"
     if not isinstance(kernel.features, Set):
@@ -185,14 +184,14 @@ def is_installed(module: str) -> bool:
 
 
 def loaded(name: str) -> Backend:
-    """Return the backend of a plugin that `load` has loaded."""
+    """Return the backend of a loaded plugin."""
     backend = _plugins[name].backend
     assert backend is not None
     return backend
 
 
 def spec_of(name: str) -> BackendSpec:
-    """Return the spec of a plugin that `load` has loaded."""
+    """Return the spec of a loaded plugin."""
     spec = _plugins[name].spec
     assert spec is not None
     return spec
@@ -208,24 +207,24 @@ def array_api_backend(array: Array) -> Backend:
 
 
 def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
-    """Return a backend's own kernels, and the array-API kernels that close every list.
+    """Return a backend's kernels, then the array-API kernels.
 
-    Of those, one whose name a backend's own kernel has is left out: the own one is it, done better.
+    A backend's kernel replaces the array-API kernel of the same name.
     """
-    own = () if backend is None else backend.kernels
-    names = {kernel.name for kernel in own}
-    return (*own, *(kernel for kernel in _CLOSING_KERNELS if kernel.name not in names))
+    kernels = () if backend is None else backend.kernels
+    names = {kernel.name for kernel in kernels}
+    return (*kernels, *(kernel for kernel in _ARRAY_API_KERNELS if kernel.name not in names))
 
 
 @constant_when_traced
 def devices_of(name: str) -> tuple[str, ...]:
-    """Return the devices at hand of a backend that has been loaded, the default first."""
+    """Return the available devices of a loaded backend, the default first."""
     return tuple(loaded(name).devices())
 
 
 @constant_when_traced
 def device_of(name: str, wanted: str) -> str | None:
-    """Return the device that `wanted` means: its whole name, its kind, or its number."""
+    """Return the device whose name, kind or number is `wanted`, or None."""
     for device in devices_of(name):
         kind, _, number = device.partition(":")
         if wanted in (device, kind, number):

@@ -1,6 +1,6 @@
-"""Which backends are asked for: by argument, by context, or by environment variable.
+"""Which backends a call requests: by argument, by context, or by environment variable.
 
-An argument wins over the innermost context, which wins over the variable, read at call time.
+The argument wins over the innermost context, which wins over the variable, read at call time.
 """
 
 from __future__ import annotations
@@ -15,30 +15,25 @@ from typing import NamedTuple
 
 from polyattn.arrays import is_compiling
 from polyattn.dispatch import registry
-from polyattn.dispatch.errors import (
-    UnknownBackendError,
-)
+from polyattn.dispatch.errors import UnknownBackendError
 
-__all__ = ["AUTO", "VARIABLE", "Names", "Request", "parse", "request", "use_backend"]
-
-VARIABLE = "POLYATTN_BACKEND"
-
+__all__ = ["AUTO", "Names", "Request", "check_known", "parse", "request", "use_backend"]
 
 AUTO = "auto"
-
+VARIABLE = "POLYATTN_BACKEND"
 
 Names = tuple[str, ...]
 
 
 class Request(NamedTuple):
-    """The backends asked for, in order, and by which channel; no names where nobody asked."""
+    """The requested backends in order, and the channel; no names if nothing is requested."""
 
     names: Names
     channel: str = "arrays"
 
     @property
     def may_move(self) -> bool:
-        """Whether some backend is named, rather than left to the arrays."""
+        """Whether a backend is named, so that arrays may move to it."""
         return any(name != AUTO for name in self.names)
 
     def __str__(self) -> str:
@@ -52,34 +47,26 @@ class Request(NamedTuple):
 
 
 _context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
-
-
 # torch.compile cannot trace ContextVar.get (pytorch#186449), but reads and guards an attribute of
-# a thread-local: what it sees is the innermost block that this thread has entered.
+# a thread-local, which holds the names of the innermost block that this thread has entered.
 _traced_context = threading.local()
-
-
 _blocks_open = 0
-
-
-_any_block_open = False  # what torch.compile guards on, rather than their number
-
-
+_any_block_open = False  # torch.compile guards on this rather than on the number
 _blocks_lock = threading.Lock()
 
 
 @contextmanager
 def use_backend(*names: str) -> Iterator[None]:
-    """Choose the backend of every call made inside the block, by this thread or task.
+    """Choose the backend for all calls that this thread or task makes inside the block.
 
-    Inside a function that torch.compile traces, pass ``backend=`` instead. Around a call of a
-    compiled function this works, in the same thread.
+    It works around the call of a function compiled by torch.compile, in the same thread. Inside
+    such a function, pass ``backend=`` instead.
 
     Parameters
     ----------
     *names : str
         Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
-        ``auto`` is the arrays' own library, as where nothing is chosen.
+        ``auto`` is the arrays' own library, which is the default.
 
     Yields
     ------
@@ -114,14 +101,14 @@ def use_backend(*names: str) -> Iterator[None]:
         with _blocks_lock:
             _blocks_open -= 1
             _any_block_open = _blocks_open > 0
-        # A generator may be closed in another context, where there is nothing to undo.
+        # A generator may be closed in another context, which has nothing to reset.
         with suppress(ValueError):
             _context.reset(token)
         _traced_context.names = _context.get()
 
 
 def request(backend: str | Sequence[str] | None) -> Request:
-    """Return which backends are asked for, by argument, context or environment."""
+    """Return the backends requested by argument, context or environment."""
     if backend is not None:
         return Request(parse(backend), "argument")
     if _any_block_open:
@@ -135,21 +122,22 @@ def request(backend: str | Sequence[str] | None) -> Request:
 
 
 def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
-    """Split a choice into its names; `source` is what an error calls it."""
-    given = [backend] if isinstance(backend, str) else backend
-    if not isinstance(given, Sequence) or not all(isinstance(item, str) for item in given):
+    """Split a choice into backend names; errors refer to it as `source`."""
+    items = [backend] if isinstance(backend, str) else backend
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
         raise TypeError(
             f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
         )
-    names = tuple(name.strip() for item in given for name in item.split(","))
+    names = tuple(name.strip() for item in items for name in item.split(","))
     if not names or "" in names:
         raise ValueError(f"a backend's name is missing in {source}{backend!r}")
     return names
 
 
-def check_known(asked: Request) -> None:
+def check_known(requested: Request) -> None:
+    """Raise if no plugin has one of the requested names."""
     known = (*registry.names(), registry.ARRAY_API, AUTO)
-    for name in asked.names:
+    for name in requested.names:
         stem, _, device = name.partition(":")
         if stem == AUTO and device:
             raise UnknownBackendError(
@@ -158,16 +146,16 @@ def check_known(asked: Request) -> None:
         if stem not in known:
             near = difflib.get_close_matches(stem, known, n=1)
             meant = f"; did you mean {near[0]!r}?" if near else "."
-            having = [f"{one}:{stem}" for one in _having(stem)]
-            if having:
-                meant = f": it is a kind of device, as in {' or '.join(having)}."
+            examples = [f"{backend}:{stem}" for backend in _backends_on(stem)]
+            if examples:
+                meant = f": it is a kind of device, as in {' or '.join(examples)}."
             raise UnknownBackendError(
                 f"no plugin provides the backend {stem!r}{meant} The names here are"
                 f" {', '.join(known)}; `polyattn backends` shows what each needs"
-                + (f" (asked for by {asked})" if asked.channel == "environment" else "")
+                + (f" (asked for by {requested})" if requested.channel == "environment" else "")
             )
 
 
-def _having(device: str) -> list[str]:
-    """Return the backends of several kinds of device, this one among them."""
+def _backends_on(device: str) -> list[str]:
+    """Return the backends that support this kind of device and others."""
     return [s.name for s in registry.specs() if device in s.devices and len(s.devices) > 1]

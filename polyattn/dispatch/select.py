@@ -1,8 +1,8 @@
 """Select the kernel that runs a call.
 
-The backends asked for are tried in order. The first that is installed and supports the call runs;
-no other is tried. Where no backend is named, the arrays' own library runs and nothing is moved.
-Only static facts decide: shapes, dtypes, devices and options, never the values of an array.
+The requested backends are tried in order. The first that is installed and supports the call runs;
+no other is tried. If no backend is named, the arrays' own library runs and no array moves. Only
+static facts decide: shapes, dtypes, devices and options, never the values of an array.
 """
 
 from __future__ import annotations
@@ -14,11 +14,7 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
-from polyattn.dispatch.errors import (
-    BackendError,
-    BackendUnavailableError,
-    UnsupportedError,
-)
+from polyattn.dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
 from polyattn.dispatch.explanation import Candidate, Explanation
 from polyattn.dispatch.placement import check_one_place, find_placement
 from polyattn.dispatch.request import AUTO, Names, Request, check_known
@@ -29,45 +25,34 @@ __all__ = ["check_kernel", "check_possible", "default_device", "explain_selectio
 
 
 def select(
-    call: Call, problem: Problem, query: Array, asked: Request, kernel: str | Kernel | None
+    call: Call, problem: Problem, query: Array, requested: Request, kernel: str | Kernel | None
 ) -> Plan:
-    """Return how to run the call, or raise with every candidate and its reasons.
-
-    Parameters
-    ----------
-    call, problem : Call, Problem
-        What the caller gave, and its facts.
-    query : Array
-        The query itself, for its library.
-    asked : Request
-        The backends asked for.
-    kernel : str, Kernel or None
-        The kernel insisted on.
-    """
-    chosen, candidates = _weigh(call, problem, query, asked, kernel)
-    if chosen is None:
-        raise _error(Explanation(call, problem, str(asked), tuple(candidates)), kernel, asked)
-    return chosen
+    """Return the plan of a call, or raise with the reasons against every candidate."""
+    plan, candidates = _try_candidates(call, problem, query, requested, kernel)
+    if plan is None:
+        explanation = Explanation(call, problem, str(requested), tuple(candidates))
+        raise _error(explanation, kernel, requested)
+    return plan
 
 
 def explain_selection(
     call: Call,
     problem: Problem,
     query: Array | None,
-    asked: Request,
+    requested: Request,
     kernel: str | Kernel | None,
 ) -> Explanation:
-    """Return the whole decision; `query` is None where only shapes were given."""
-    _, candidates = _weigh(call, problem, query, asked, kernel, whole=True)
-    return Explanation(call, problem, str(asked), tuple(candidates))
+    """Return the decision with all candidates; `query` is None if only shapes are known."""
+    _, candidates = _try_candidates(call, problem, query, requested, kernel, all_candidates=True)
+    return Explanation(call, problem, str(requested), tuple(candidates))
 
 
 def check_kernel(kernel: str | Kernel | None) -> None:
-    """Raise if what the caller insists on is neither the name of a kernel nor a kernel."""
+    """Raise if `kernel` is neither the name of a kernel nor a valid kernel."""
     if isinstance(kernel, Kernel):
         flaw = registry.flaw(kernel)
         if flaw is not None:
-            raise TypeError(f"the kernel given {flaw}")
+            raise TypeError(f"the kernel in kernel= {flaw}")
     elif kernel is not None and not isinstance(kernel, str):
         raise TypeError(
             f"a kernel is named by a string such as 'dense', or is an instance of Kernel; got"
@@ -76,7 +61,7 @@ def check_kernel(kernel: str | Kernel | None) -> None:
 
 
 def default_device(library: str) -> str:
-    """Return where arrays of a library are if nothing else is said."""
+    """Return the default device of a library."""
     for name in registry.serving(library):
         if registry.load(name) is None and registry.devices_of(name):
             return registry.devices_of(name)[0]
@@ -84,7 +69,7 @@ def default_device(library: str) -> str:
 
 
 def check_possible(library: str, device: str) -> None:
-    """Raise if a library that is here has no arrays on a device."""
+    """Raise if a library is not installed, or has no arrays on a device."""
     serving = registry.serving(library)
     if not registry.is_installed(library):
         reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
@@ -94,70 +79,72 @@ def check_possible(library: str, device: str) -> None:
         raise ValueError(f"there can be no array of {library} on {device!r}")
 
 
-def _error(explanation: Explanation, kernel: str | Kernel | None, asked: Request) -> BackendError:
+def _error(
+    explanation: Explanation, kernel: str | Kernel | None, requested: Request
+) -> BackendError:
     kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
-    what = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
+    subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
     if kernel is None:
-        what = f"no backend {'that was asked for' if asked.names else 'here'} can"
+        subject = f"no backend {'that was asked for' if requested.names else 'here'} can"
     # Line by line, since torch.compile cannot trace the text of a value inside a string.
-    error = kind("\n".join([f"{what} take this call", *explanation.lines()]))
+    error = kind("\n".join([f"{subject} take this call", *explanation.lines()]))
     error.explanation = explanation
     return error
 
 
-def _weigh(
+def _try_candidates(
     call: Call,
     problem: Problem,
     query: Array | None,
-    asked: Request,
-    insisted: str | Kernel | None,
+    requested: Request,
+    requested_kernel: str | Kernel | None,
     *,
-    whole: bool = False,
+    all_candidates: bool = False,
 ) -> tuple[Plan | None, list[Candidate]]:
-    """Ask the candidates in order; stop at the first that can, or with `whole` ask them all."""
-    check_known(asked)
-    if not asked.may_move:
+    """Try the candidates in order, up to the first that supports the call unless all are wanted."""
+    check_known(requested)
+    if not requested.may_move:
         check_one_place(call)
-    chosen: Plan | None = None
+    plan: Plan | None = None
     candidates: list[Candidate] = []
-    for name, closing in _expanded(asked.names or (AUTO,), problem.library):
-        if closing and chosen is not None:
+    for name, is_fallback in _expanded(requested.names or (AUTO,), problem.library):
+        if is_fallback and plan is not None:
             continue
         placement = find_placement(call, problem, query, name)
         if isinstance(placement, Refusal):
             candidates.append(Candidate(name, None, placement.status, (placement.reason,)))
             continue
-        offered = _offered(placement.kernels, insisted)
-        for kernel in offered:
+        kernels = _matching(placement.kernels, requested_kernel)
+        for kernel in kernels:
             candidate = _judge(
-                name, kernel, placement.problem, insisted is not None, chosen is not None
+                name, kernel, placement.problem, requested_kernel is not None, plan is not None
             )
-            if whole and candidate.status in ("chosen", "next"):
+            if all_candidates and candidate.status in ("chosen", "next"):
                 candidate = replace(candidate, remark=kernel.remark(placement.problem))
             candidates.append(candidate)
             if candidate.status == "chosen":
-                chosen = Plan(kernel, placement, call.query.device)
-                if not whole:
-                    return chosen, candidates
-        if not offered:
-            its_own = ", ".join(kernel.name for kernel in placement.kernels)
-            reason = f"it has no kernel of that name; it has {its_own}"
-            candidates.append(Candidate(name, str(insisted), "refused", (reason,)))
-    return chosen, candidates
+                plan = Plan(kernel, placement, call.query.device)
+                if not all_candidates:
+                    return plan, candidates
+        if not kernels:
+            names = ", ".join(kernel.name for kernel in placement.kernels)
+            reason = f"it has no kernel of that name; it has {names}"
+            candidates.append(Candidate(name, str(requested_kernel), "refused", (reason,)))
+    return plan, candidates
 
 
-def _offered(kernels: Sequence[Kernel], insisted: str | Kernel | None) -> Sequence[Kernel]:
-    if isinstance(insisted, Kernel):
-        return (insisted,)
-    return [kernel for kernel in kernels if insisted in (None, kernel.name)]
+def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
+    if isinstance(requested, Kernel):
+        return (requested,)
+    return [kernel for kernel in kernels if requested in (None, kernel.name)]
 
 
 def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
-    """Return the backends in order; with True, one that is asked only where no other can."""
+    """Return the backends in order, each with whether it is tried only if no other can run."""
     expanded: list[tuple[str, bool]] = []
     for name in names:
         if name == AUTO:
-            expanded += [(own, False) for own in registry.serving(library)]
+            expanded += [(serving, False) for serving in registry.serving(library)]
             expanded.append((registry.ARRAY_API, True))
         else:
             expanded.append((name, False))
@@ -165,13 +152,13 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
 
 
 def _judge(
-    backend: str, kernel: Kernel, problem: Problem, insisted: bool, taken: bool
+    backend: str, kernel: Kernel, problem: Problem, is_requested: bool, has_plan: bool
 ) -> Candidate:
     missing = sorted(problem.features - kernel.features)
     if missing:
         reasons = [f"it does not compute {', '.join(missing)}"]
     else:
-        reasons = _out_of_place(kernel, problem) or kernel.reasons_against(problem)
+        reasons = _device_reasons(kernel, problem) or kernel.reasons_against(problem)
         if not isinstance(reasons, list):
             raise TypeError(
                 f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
@@ -179,19 +166,19 @@ def _judge(
             )
     if reasons:
         return Candidate(backend, kernel.name, "refused", tuple(reasons))
-    waits = None if insisted else kernel.only_on_request(problem)
-    if waits is not None:
-        return Candidate(backend, kernel.name, "on request", (waits,))
-    return Candidate(backend, kernel.name, "next" if taken else "chosen")
+    condition = None if is_requested else kernel.only_on_request(problem)
+    if condition is not None:
+        return Candidate(backend, kernel.name, "on request", (condition,))
+    return Candidate(backend, kernel.name, "next" if has_plan else "chosen")
 
 
-def _out_of_place(kernel: Kernel, problem: Problem) -> list[str]:
-    """Return why a kernel is not for the device of a problem, where that is known."""
+def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
+    """Return the reasons why a kernel does not support the problem's device, if it is known."""
     here = problem.device_kind
-    only = {"": kernel.devices} | {f: kernel.only_on.get(f) for f in sorted(problem.features)}
+    kinds_of = {"": kernel.devices} | {f: kernel.only_on.get(f) for f in sorted(problem.features)}
     return [
-        f"it {f'computes {what}' if what else 'runs'} on {', '.join(sorted(kinds))} alone, and this"
-        f" is on {here}"
-        for what, kinds in only.items()
+        f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
+        f" this call is on {here}"
+        for feature, kinds in kinds_of.items()
         if here and kinds is not None and here not in kinds
     ]

@@ -1,4 +1,4 @@
-"""Every refusal comes before any work, quotes what the caller gave and says how to mend it."""
+"""Wrong calls: each error comes before any work, quotes the arguments and says how to fix them."""
 
 import importlib
 import re
@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import polyattn
 from polyattn import UnsupportedError, attention, attention_partial, masks, scores
+from polyattn.dispatch import registry
 
 Q = np.zeros((2, 4, 5, 8), np.float32)
 K = np.zeros((2, 2, 7, 8), np.float32)
@@ -20,7 +21,7 @@ V = np.zeros((2, 2, 7, 3), np.float32)
 
 
 def refused(error, *pieces, q=Q, k=K, v=V, **options):
-    """Check that a call is refused with a message that holds all the pieces."""
+    """Check that a call raises an error whose message contains all the pieces."""
     with pytest.raises(error) as caught:
         attention(q, k, v, **options)
     for piece in pieces:
@@ -29,11 +30,11 @@ def refused(error, *pieces, q=Q, k=K, v=V, **options):
         attention_partial(q, k, v, **options)
 
 
-# ---- what is no array ----
+# ---- not an array ----
 
 
 @pytest.mark.parametrize("what", [[[1.0]], 1.0, None, "abc"])
-def test_what_is_no_array(what):
+def test_other_objects(what):
     kind = type(what).__name__
     refused(TypeError, f"query is a {kind}", "numpy.asarray", q=what)
     refused(TypeError, f"value is a {kind}", "numpy.asarray", v=what)
@@ -59,7 +60,7 @@ def test_masked_tensor():
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("where", [{}, {"kernel": "tiled"}, {"backend": "numpy"}], ids=str)
-def test_a_bias_of_torch_without_numbers(make, where):
+def test_causal_bias_of_torch(make, where):
     q, k, v = map(torch.from_numpy, (Q, K, V))
     bias = make(5, 7)
     for name in ("bias", "mask", "sinks", "query_offset"):
@@ -74,14 +75,14 @@ def test_a_bias_of_torch_without_numbers(make, where):
             value(bias)
 
 
-def test_a_block_mask_goes_by_its_function():
+def test_block_mask_of_torch():
     blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, 5, 7, device="cpu")
     for name in ("mask", "bias"):
         refused(TypeError, f"{name} is torch's BlockMask", ".mask_mod, in mask=", **{name: blocks})
 
 
 class Wrapper(torch.Tensor):
-    """A tensor whose numbers are in another one."""
+    """A tensor whose values are in another tensor."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -97,7 +98,7 @@ class Wrapper(torch.Tensor):
 
 
 @pytest.mark.parametrize("backend", ["numpy", "jax"])
-def test_a_tensor_whose_numbers_are_elsewhere_is_not_converted(backend):
+def test_a_wrapper_tensor_is_not_converted(backend):
     q, k, v = map(torch.from_numpy, (Q, K, V))
     bias = Wrapper(torch.ones(5, 7))
     assert attention(q, k, v, bias=bias, kernel="dense").shape == (2, 4, 5, 3)
@@ -112,7 +113,7 @@ def test_object_array():
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64", "complex128"])
-def test_dtypes_that_are_not_real_floats(dtype):
+def test_dtypes_that_are_not_supported(dtype):
     for name, array in (("q", Q), ("k", K), ("v", V)):
         refused(TypeError, f"has dtype {dtype}", "float32", **{name: array.astype(dtype)})
 
@@ -191,11 +192,11 @@ def test_key_and_value_heads_that_differ():
     refused(ValueError, "2 and 1", "value (2, 1, 7, 3)", v=V[:, :1])
 
 
-def test_query_heads_that_are_no_multiple():
+def test_query_heads_not_a_multiple_of_key_heads():
     refused(ValueError, "3 and 2", 'layout="...LHD"', q=Q[:, :3])
 
 
-def test_no_key_heads_for_some_query_heads():
+def test_query_heads_without_key_heads():
     refused(ValueError, "4 and 0", k=K[:, :0], v=V[:, :0])
     assert attention(Q[:, :0], K[:, :0], V[:, :0]).shape == (2, 0, 5, 3)
 
@@ -224,19 +225,19 @@ def test_mask_of_rank_three_for_rank_four():
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
-def test_a_mask_of_rank_three_that_means_the_same_either_way(library):
+def test_a_mask_of_rank_three_that_is_not_ambiguous(library):
     xp = importlib.import_module("jax.numpy" if library == "jax" else library)
     rng = np.random.default_rng(0)
     query, key, value = (xp.asarray(rng.random(x.shape, np.float32)) for x in (Q, K, V))
     seen = np.arange(7) % 3 != np.arange(5)[:, None] % 2
     kernels = {"numpy": ("tiled", "dense"), "torch": ("sdpa", "tiled"), "jax": ("xla",)}
     for rows in (seen[None], seen[None, :1]):
-        mask, whole = xp.asarray(rows), xp.asarray(rows[0])
+        mask, matrix = xp.asarray(rows), xp.asarray(rows[0])
         for kernel in kernels.get(library, (None,)):
-            expected = attention(query, key, value, mask=whole, kernel=kernel)
-            for given in (mask, masks.dense(mask) & masks.window(3, 3) | masks.dense(mask)):
-                found = attention(query, key, value, mask=given, kernel=kernel)
-                np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5)
+            expected = attention(query, key, value, mask=matrix, kernel=kernel)
+            for variant in (mask, masks.dense(mask) & masks.window(3, 3) | masks.dense(mask)):
+                output = attention(query, key, value, mask=variant, kernel=kernel)
+                np.testing.assert_allclose(np.asarray(output), np.asarray(expected), rtol=1e-5)
 
 
 def test_mask_and_bias_that_do_not_broadcast():
@@ -269,7 +270,7 @@ def test_scale_that_is_not_finite(scale):
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
-def test_numbers_that_the_scores_cannot_hold(name):
+def test_numbers_outside_the_range_of_the_dtype(name):
     for value in (1e39, 1e-46):
         refused(ValueError, f"{name} must be within the range", repr(value), **{name: value})
         double = {"q": Q.astype("f8"), "k": K.astype("f8"), "v": V.astype("f8")}
@@ -278,7 +279,7 @@ def test_numbers_that_the_scores_cannot_hold(name):
 
 
 @pytest.mark.parametrize("scale", ["1", np.ones(3), True])
-def test_scale_that_is_no_number(scale):
+def test_scale_that_is_not_a_number(scale):
     refused(TypeError, "scale must be a number", scale=scale)
 
 
@@ -292,7 +293,7 @@ def test_window_ends_below_zero():
 
 
 @pytest.mark.parametrize("window", [256, (1,), (1, 2, 3), (1.5, 0), "ab"])
-def test_window_that_is_no_pair(window):
+def test_window_that_is_not_a_pair(window):
     refused(TypeError, "(left, right)", "(255, 0)", repr(window), window=window)
 
 
@@ -312,20 +313,20 @@ def test_dropout_is_refused_by_a_kernel_that_does_not_declare_it():
 
 
 @pytest.mark.parametrize("is_causal", [1, "yes", None])
-def test_is_causal_that_is_no_bool(is_causal):
+def test_is_causal_that_is_not_a_bool(is_causal):
     refused(TypeError, "is_causal must be True or False", repr(is_causal), is_causal=is_causal)
 
 
-def test_layout_that_is_none():
+def test_unknown_layout():
     refused(ValueError, "...HLD", "'bshd'", layout="bshd")
     refused(ValueError, "...HLD", layout=np.array("...HLD"))
 
 
-def test_score_mod_that_is_no_function():
+def test_score_mod_that_is_not_a_function():
     refused(TypeError, "score_mod must be a function", score_mod=1)
 
 
-def test_functions_of_the_wrong_number_of_parameters():
+def test_functions_with_the_wrong_parameters():
     refused(
         TypeError, "the mask function must take (b, h, i, j)", "(i, j)", mask=lambda i, j: i > j
     )
@@ -347,7 +348,7 @@ def test_a_mask_function_that_returns_numbers():
         (torch.zeros(5, 7), TypeError, "arrays of numpy and must return one"),
     ],
 )
-def test_a_score_function_that_returns_what_is_no_score(returned, error, message):
+def test_a_score_function_that_returns_something_else(returned, error, message):
     refused(error, message, score_mod=lambda s, b, h, i, j: returned)
     if error is not TypeError:
         refused(error, message, score_mod=lambda s, b, h, i, j: returned, backend="torch")
@@ -366,7 +367,7 @@ def test_unknown_backend():
     refused(ValueError, "array-api, auto", backend="numpy,acme")
 
 
-def test_backend_that_is_no_name():
+def test_malformed_backend_names():
     refused(TypeError, "named by a string", backend=3)
     refused(ValueError, "missing in backend='numpy,,torch'", backend="numpy,,torch")
     refused(ValueError, "missing in backend=[]", backend=[])
@@ -379,15 +380,15 @@ def test_unknown_kernel():
 
 
 @pytest.mark.parametrize("kernel", [3, ["dense"]])
-def test_kernel_that_is_no_name(kernel):
+def test_kernel_that_is_not_a_name(kernel):
     refused(TypeError, "named by a string", repr(kernel), kernel=kernel)
 
 
-def test_device_that_is_not_here():
+def test_unavailable_device():
     refused(NotImplementedError, "no device 'cuda:7'", "cpu", backend="torch:cuda:7")
 
 
-def test_a_kernel_that_cannot_lists_every_candidate():
+def test_the_error_lists_every_candidate():
     with pytest.raises(polyattn.UnsupportedError) as caught:
         attention(Q, K, V, softcap=2.0, backend="torch,numpy", kernel="sdpa")
     text = str(caught.value)
@@ -396,22 +397,17 @@ def test_a_kernel_that_cannot_lists_every_candidate():
     assert caught.value.explanation.chosen is None
 
 
-# ---- nothing read, nothing converted ----
+# ---- order of the checks ----
 
 
 def test_refusals_come_before_any_conversion(monkeypatch):
-    backend = (
-        polyattn.dispatch.registry.loaded("torch")
-        if polyattn.dispatch.registry.load("torch") is None
-        else None
-    )
-    monkeypatch.setattr(
-        type(backend), "place", lambda *_: pytest.fail("converted before the checks")
-    )
+    assert registry.load("torch") is None
+    backend = type(registry.loaded("torch"))
+    monkeypatch.setattr(backend, "place", lambda *_: pytest.fail("converted before the checks"))
     refused(ValueError, "8 and 6", k=K[..., :6], backend="torch")
     refused(TypeError, "int64", mask=np.ones((5, 7), int), backend="torch")
 
 
-def test_an_option_that_was_right_once_is_still_checked():
+def test_an_option_is_checked_after_an_equal_valid_one():
     attention(Q, K, V, window=(1, 0))
     refused(TypeError, "(1.0, 0)", window=(1.0, 0))

@@ -210,15 +210,15 @@ def test_no_array_of_all_scores_is_made_where_it_is_not_asked_for(asked):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"rows": 9}, IndexError, "rows: there are 9, and 9 is none"),
+        ({"rows": 9}, IndexError, "index 9 is out of range for 9 rows"),
         ({"rows": [0, -10]}, IndexError, "-10"),
-        ({"heads": [4]}, IndexError, "heads: there are 4"),
+        ({"heads": [4]}, IndexError, "out of range for 4 heads"),
         ({"rows": []}, ValueError, "at least one"),
         ({"rows": 1.5}, TypeError, "1.5"),
         ({"heads": True}, TypeError, "True"),
         ({"top": 0}, ValueError, "from 1 to S = 13; got 0"),
         ({"top": 14}, ValueError, "got 14"),
-        ({"top": 2, "per_key": True}, ValueError, "not to be given together"),
+        ({"top": 2, "per_key": True}, ValueError, "cannot be given together"),
         ({"logsumexp": np.zeros((B, H, S), np.float32)}, ValueError, r"\(2, 4, 9\)"),
         ({"logsumexp": np.zeros((B, H, L), int)}, ValueError, "int64"),
         ({"logsumexp": torch.zeros(B, H, L)}, TypeError, "logsumexp one of torch"),

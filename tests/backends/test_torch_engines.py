@@ -988,7 +988,7 @@ def test_flex_needs_its_compiler_and_its_logsumexp(monkeypatch):
     assert Flex().reasons_against(problem()) == []
     told = explain((2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16), library="torch", logsumexp=True)
     (refused,) = (c for c in told.candidates if c.kernel == "flex")
-    assert refused.reasons == ("it computes logsumexp on cuda alone, and this is on cpu",)
+    assert refused.reasons == ("it computes logsumexp on cuda only, and this call is on cpu",)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -1,6 +1,6 @@
-"""A plugin as a third party would write it: what it declares is all that it is ever given.
+"""A plugin as a third party would write it, and plugins that are broken.
 
-It serves array-api-strict, which has three devices without any hardware.
+The plugin serves array-api-strict, which has three devices without any hardware.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import torch
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores
 from polyattn.dispatch import plans, registry
+from polyattn.dispatch.placement import find_placement
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 RNG = np.random.default_rng(0)
@@ -70,21 +71,11 @@ SPEC = BackendSpec(
 )
 
 
-class _Entry:
-    value, distribution, flaw = "acme:SPEC", "acme", None
-
-    def __init__(self, name, spec):
-        self.name, self.load = name, lambda: spec
-
-
 @pytest.fixture
-def acme(monkeypatch):
-    """Install the plugin for the length of a test, and return its backend."""
-    genuine = registry.entries
+def acme(monkeypatch, plugins):
+    """Register the plugin for the length of a test, and return its backend."""
     monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace(AcmeBackend=AcmeBackend))
-    monkeypatch.setattr(registry, "entries", lambda: [_Entry("acme", SPEC), *genuine()])
-    monkeypatch.setattr(registry, "_plugins", {})
-    monkeypatch.setattr(plans, "_plans", {})
+    plugins(acme=SPEC)
     assert "acme" in registry.names()
     assert registry.load("acme") is None
     return registry.loaded("acme")
@@ -132,7 +123,7 @@ def test_it_serves_its_library_by_default(acme):
     ],
 )
 @pytest.mark.usefixtures("acme")
-def test_what_it_does_not_declare_it_is_never_given(options, feature):
+def test_a_kernel_never_gets_a_feature_that_it_does_not_declare(options, feature):
     shapes = {"query": X.shape, "key": X.shape, **options}
     shapes.setdefault("value", shapes["key"])
     explanation = explain(**shapes, library="array_api_strict", device=str(NEAR), kernel="plain")
@@ -141,19 +132,19 @@ def test_what_it_does_not_declare_it_is_never_given(options, feature):
     assert feature in explanation.candidates[0].reasons[0]
 
 
-def test_every_feature_is_refused_to_it_above():
-    marks = test_what_it_does_not_declare_it_is_never_given.pytestmark
+def test_the_cases_above_cover_every_feature():
+    marks = test_a_kernel_never_gets_a_feature_that_it_does_not_declare.pytestmark
     cases = next(mark for mark in marks if mark.name == "parametrize").args[1]
     assert {feature for _, feature in cases} == set(polyattn.plugin.FEATURES)
 
 
 @pytest.mark.usefixtures("acme")
-def test_a_dtype_or_device_that_it_does_not_declare_is_refused():
+def test_an_undeclared_dtype_or_device_is_refused():
     with pytest.raises(polyattn.UnsupportedError, match="it does not take float64"):
         attention(*[strict(X.astype("f8"))] * 3, backend="acme")
     with pytest.raises(polyattn.UnsupportedError, match=r"it does not run on .*device2"):
         attention(*[strict(X, BEYOND)] * 3, backend="acme")
-    # And left to the core where nobody asked for it by name.
+    # The core serves the call if the backend is not named.
     assert chosen(*[strict(X.astype("f8"))] * 3) == ("array-api", "dense")
 
 
@@ -170,7 +161,7 @@ def test_arrays_stay_on_their_device_unless_another_is_named(acme):
     assert problem.converted
 
 
-def test_arrays_from_elsewhere_go_to_its_first_device(acme):
+def test_arrays_of_other_libraries_move_to_its_first_device(acme):
     output = attention(X, X, X, backend="acme")
     assert isinstance(output, np.ndarray)
     assert acme.ran[-1][1].query.device == NEAR
@@ -178,7 +169,7 @@ def test_arrays_from_elsewhere_go_to_its_first_device(acme):
     assert isinstance(attention(tensor, tensor, tensor, backend="acme"), torch.Tensor)
 
 
-def test_a_backend_that_names_no_device_puts_arrays_where_it_likes(acme, monkeypatch):
+def test_a_backend_without_devices_places_arrays_itself(acme, monkeypatch):
     monkeypatch.setattr(AcmeBackend, "devices", lambda self: [])
     monkeypatch.setattr(AcmeBackend, "place", lambda self, array, device: strict(np.asarray(array)))
     assert isinstance(attention(X, X, X, backend="acme"), np.ndarray)
@@ -208,7 +199,7 @@ class _Listed(Kernel):
         (_Misspelt(), "unknown feature 'casual'; did you mean 'causal'?"),
     ],
 )
-def test_a_kernel_that_breaks_the_contract_is_told_at_once(kernel, flaw):
+def test_a_kernel_that_breaks_the_contract_is_refused(kernel, flaw):
     backend = AcmeBackend()
     backend.kernels = (kernel,)
     assert flaw in registry._flaw(backend)
@@ -222,36 +213,35 @@ def test_a_spec_refuses_a_string_for_a_tuple(field):
 
 
 @pytest.mark.usefixtures("acme")
-def test_a_function_abroad_may_return_a_plain_bool():
+def test_a_wrapped_callback_may_return_a_bool():
     options = {"backend": "acme", "kernel": "dense"}
     assert not attention(X, X, X, mask=lambda b, h, i, j: False, **options).any()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "found"),
+    ("wanted", "device"),
     [("cuda:1", "cuda:1"), ("cuda", "cuda:0"), ("1", "cuda:1"), ("cpu", "cpu"), ("mps", None)],
 )
-def test_a_device_by_name_by_kind_or_by_number(wanted, found, monkeypatch):
+def test_a_device_by_name_by_kind_or_by_number(wanted, device, monkeypatch):
     monkeypatch.setattr(registry, "devices_of", lambda name: ("cpu", "cuda:0", "cuda:1"))
-    assert registry.device_of("torch", wanted) == found
+    assert registry.device_of("torch", wanted) == device
 
 
-def test_a_kind_of_device_leaves_arrays_on_the_one_they_are_on(monkeypatch):
+def test_a_kind_of_device_leaves_arrays_on_their_device_of_that_kind(monkeypatch):
     registry.load("torch")
     monkeypatch.setattr(registry, "devices_of", lambda name: ("cpu", "cuda:0", "cuda:1"))
-    call = explain(X.shape, X.shape, X.shape, library="torch", device="cuda:1").call
-    problem = explain(X.shape, X.shape, X.shape, library="torch", device="cuda:1").problem
+    explanation = explain(X.shape, X.shape, X.shape, library="torch", device="cuda:1")
     for name, device, moved in (
         ("torch:cuda", "cuda:1", 0),
         ("torch:cuda:0", "cuda:0", 3),
         ("torch:cpu", "cpu", 3),
     ):
-        site = polyattn.dispatch.placement.find_placement(call, problem, None, name)
-        assert site.problem.device == device
-        assert len(site.moved) == moved
+        placement = find_placement(explanation.call, explanation.problem, None, name)
+        assert placement.problem.device == device
+        assert len(placement.moved) == moved
 
 
-def test_a_cupy_device_has_the_name_that_others_give_it(monkeypatch):
+def test_cupy_devices_are_named_as_in_other_libraries(monkeypatch):
     class Stub:
         shape, dtype, device = (2, 3), np.dtype("f4"), types.SimpleNamespace(id=3)
 
@@ -315,7 +305,7 @@ def install(tmp_path, monkeypatch):
 
 
 def reasons():
-    """Return why each backend is not available, after a call that must not notice."""
+    """Return why each backend is not available, after a call that must still succeed."""
     attention(X, X, X)
     return {info.name: info.reason for info in polyattn.list_backends()}
 
@@ -331,45 +321,43 @@ def reasons():
         ("numpy: pkg:SPEC", "numpy (polyattn-acme)"),
     ],
 )
-def test_a_malformed_line_is_listed_and_stops_nothing(install, line, name):
+def test_a_malformed_line_is_listed_and_does_not_affect_others(install, line, name):
     install("polyattn-acme", ["# ours", "", line, "good = good:SPEC [extra]"])
     install("elsewhere", ["malformed"], group="console_scripts")
-    found = reasons()
-    assert f"entry_points.txt of polyattn-acme has the line {line!r}, which must be" in found[name]
-    assert found["good"] == "no_such_library is not installed: pip install good"
-    assert found["numpy"] is None
+    listed = reasons()
+    assert f"entry_points.txt of polyattn-acme has the line {line!r}, which must be" in listed[name]
+    assert listed["good"] == "no_such_library is not installed: pip install good"
+    assert listed["numpy"] is None
     with pytest.raises(polyattn.UnknownBackendError, match="did you mean 'good'"):
         attention(X, X, X, backend="goood")
 
 
-def test_a_file_of_other_bytes_than_utf8_is_read_as_far_as_it_goes(install):
+def test_a_file_with_bytes_that_are_not_utf8(install):
     install("polyattn-acme", b"acme = p\xff:SPEC\ngood = good:SPEC\n[other]\n\xff")
-    found = reasons()
-    assert "has the line 'acme = p\ufffd:SPEC'" in found["acme"]
-    assert found["good"].startswith("no_such_library is not installed")
+    listed = reasons()
+    assert "has the line 'acme = p\ufffd:SPEC'" in listed["acme"]
+    assert listed["good"].startswith("no_such_library is not installed")
 
 
 @pytest.mark.parametrize("metadata", [None, "Version: 1.0"])
-def test_a_distribution_without_a_name_is_told_by_its_place(install, tmp_path, metadata):
+def test_a_distribution_without_a_name_is_listed_by_its_folder(install, tmp_path, metadata):
     install("polyattn-acme", ["acme", "good = good:SPEC"], metadata)
-    found = reasons()
-    assert f"of an unnamed distribution in {tmp_path} has the line 'acme'" in found["acme"]
-    assert found["good"].startswith("no_such_library is not installed")
+    listed = reasons()
+    assert f"of an unnamed distribution in {tmp_path} has the line 'acme'" in listed["acme"]
+    assert listed["good"].startswith("no_such_library is not installed")
 
 
-def test_a_name_that_is_taken_is_listed_with_its_distribution(install):
+def test_a_taken_name_is_listed_with_its_distribution(install):
     install("one", ["good = good:SPEC"])
     install("two", ["good = good:SPEC", "array-api = good:SPEC"])
-    found = reasons()
-    first, second = ("one", "two") if "good (two)" in found else ("two", "one")
-    assert f"'good' is taken already, by {first}" in found[f"good ({second})"]
-    assert "'array-api' is taken already, by polyattn" in found["array-api (two)"]
-    assert found["array-api"] is None
+    listed = reasons()
+    first, second = ("one", "two") if "good (two)" in listed else ("two", "one")
+    assert f"'good' is taken already, by {first}" in listed[f"good ({second})"]
+    assert "'array-api' is taken already, by polyattn" in listed["array-api (two)"]
+    assert listed["array-api"] is None
 
 
-def test_a_distribution_hides_those_of_its_name_further_down_the_path(
-    install, tmp_path, monkeypatch
-):
+def test_a_distribution_hides_one_of_its_name_later_on_the_path(install, tmp_path, monkeypatch):
     install("acme", ["old"])
     above = tmp_path / "above"
     for name in ("acme", "empty"):
@@ -379,6 +367,6 @@ def test_a_distribution_hides_those_of_its_name_further_down_the_path(
     assert "old" not in reasons()
 
 
-def test_a_backend_that_fails_to_tell_its_devices_is_listed_with_the_error(acme, monkeypatch):
+def test_a_backend_that_fails_to_list_its_devices_is_listed_with_the_error(acme, monkeypatch):
     monkeypatch.setattr(AcmeBackend, "devices", lambda self: 1 / 0)
     assert reasons()["acme"].endswith("ZeroDivisionError: division by zero")

@@ -1,4 +1,4 @@
-"""Argument, context and environment mean the same, in that order; nothing else ever runs."""
+"""Which kernel runs: by argument, context and environment, and how arrays move there and back."""
 
 import asyncio
 import contextvars
@@ -47,7 +47,7 @@ def test_the_arrays_decide_by_default():
 
 
 @pytest.mark.parametrize("names", ["torch", "torch:cpu", "torch,numpy", "numpy,torch", "array-api"])
-def test_the_channels_mean_the_same(names, monkeypatch):
+def test_the_channels_select_alike(names, monkeypatch):
     by_argument = explain(X, X, X, backend=names)
     with use_backend(*names.split(",")):
         by_context = explain(X, X, X)
@@ -93,12 +93,12 @@ def test_a_context_refuses_a_wrong_name_at_once():
 @pytest.mark.parametrize(
     ("kind", "named"), [("cuda", "jax:cuda or torch:cuda"), ("mps", "torch:mps")]
 )
-def test_a_kind_of_device_is_no_backend_and_is_told_of_which_it_is_one(kind, named):
+def test_a_kind_of_device_is_refused_with_its_backends(kind, named):
     with pytest.raises(polyattn.UnknownBackendError, match=f"a kind of device, as in {named}"):
         attention(X, X, X, backend=kind)
 
 
-def test_an_interrupt_while_a_plugin_is_imported_comes_out(plugins):
+def test_an_interrupt_while_a_plugin_is_imported_is_raised(plugins):
     plugins(acme=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         attention(X, X, X)
@@ -111,7 +111,7 @@ def test_a_context_ends_with_an_error_too():
 
 
 def test_contexts_of_tasks_may_overlap():
-    """The thread's own record, which torch.compile reads, ends clean as well."""
+    """The thread-local copy, which torch.compile reads, is reset as well."""
     entered, seen = [], []
 
     async def task(name, hold):
@@ -143,7 +143,7 @@ def test_a_generator_may_end_in_another_context():
     assert request._traced_context.names == ()
 
 
-def test_a_context_is_of_one_thread():
+def test_a_context_holds_in_one_thread():
     seen = []
     with use_backend("torch"):
         thread = threading.Thread(target=lambda: seen.append(chosen()[0]))
@@ -156,7 +156,7 @@ def test_a_context_is_of_one_thread():
 # ---- lists ----
 
 
-def test_the_first_that_is_here_and_able_runs():
+def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend="torch:cuda,numpy") == ("numpy", "dense")
     assert chosen(backend=["torch:cuda", "torch"]) == ("torch", "sdpa")
     assert chosen(backend="torch,numpy", kernel="tiled") == ("torch", "tiled")
@@ -166,12 +166,12 @@ def test_names_may_have_spaces_around_them():
     assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "dense")
 
 
-def test_the_kernel_insisted_on_is_part_of_the_decision():
+def test_the_requested_kernel_is_part_of_the_decision():
     assert [chosen(kernel=k)[1] for k in ("dense", "tiled", None)] == ["dense", "tiled", "dense"]
     assert [c.status for c in explain(X, X, X, backend="numpy,torch").candidates][-1] == "next"
 
 
-def test_nothing_outside_the_list_runs():
+def test_no_backend_outside_the_list_runs():
     with pytest.raises(polyattn.UnsupportedError, match="no device 'cuda' here"):
         attention(X, X, X, backend="torch:cuda")
 
@@ -182,7 +182,7 @@ def test_auto_in_a_list_stands_for_the_automatic_choice():
     assert chosen(strict, strict, strict, backend="torch:cuda,auto") == ("array-api", "dense")
 
 
-def test_auto_moves_nothing():
+def test_auto_moves_no_array():
     with pytest.raises(TypeError, match="array of numpy"):
         attention(X, torch.from_numpy(X), X, backend="auto")
 
@@ -196,35 +196,7 @@ def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
         attention(tensor, tensor, tensor, backend="torch,numpy")
 
 
-# ---- plugins that are not there, or broken ----
-
-
-class _Entry:
-    """An entry point of a plugin that is not installed."""
-
-    value, distribution, flaw = "acme:SPEC", "acme", None
-
-    def __init__(self, name, spec):
-        self.name, self._spec = name, spec
-
-    def load(self):
-        if isinstance(self._spec, BaseException):
-            raise self._spec
-        return self._spec
-
-
-@pytest.fixture
-def plugins(monkeypatch):
-    """Return a function that registers more plugins for the length of a test."""
-    genuine = registry.entries
-
-    def register(**specs):
-        more = [_Entry(name, spec) for name, spec in specs.items()]
-        monkeypatch.setattr(registry, "entries", lambda: [*more, *genuine()])
-        monkeypatch.setattr(registry, "_plugins", {})
-        monkeypatch.setattr(plans, "_plans", {})
-
-    return register
+# ---- plugins that are missing or broken ----
 
 
 def _spec(name="acme", **changes):
@@ -250,7 +222,7 @@ def _spec(name="acme", **changes):
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
-        (object(), "no BackendSpec"),
+        (object(), "is not a BackendSpec"),
     ],
 )
 def test_a_plugin_that_cannot_be_loaded_says_why(plugins, spec, reason):
@@ -266,11 +238,11 @@ def test_a_plugin_that_cannot_be_loaded_says_why(plugins, spec, reason):
 
 
 @pytest.mark.parametrize("module", ["no_such_library", "no_such.library", ""])
-def test_what_cannot_be_found_is_not_installed(module):
+def test_a_missing_module_is_not_installed(module):
     assert not registry.is_installed(module)
 
 
-def test_a_broken_plugin_leaves_its_library_to_the_core(plugins):
+def test_the_core_serves_the_library_of_a_broken_plugin(plugins):
     plugins(acme=_spec())
     strict = array_api_strict.asarray(X)
     explanation = explain(strict, strict, strict)
@@ -278,7 +250,7 @@ def test_a_broken_plugin_leaves_its_library_to_the_core(plugins):
     assert "cannot be loaded" in str(explanation)
 
 
-def test_other_plugins_take_no_name_and_no_library_of_ours(plugins):
+def test_other_plugins_cannot_replace_ours(plugins):
     others = {"numpy": _spec("numpy"), "array-api": _spec("array-api")}
     plugins(**others, other=_spec("other", namespaces=("numpy",)))
     assert registry.ARRAY_API not in registry.names()
@@ -313,7 +285,7 @@ def test_the_result_comes_back_to_the_callers_library(make, library, backend):
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
-def test_all_operands_are_brought(backend):
+def test_all_operands_are_moved(backend):
     rng = np.random.default_rng(1)
     options = {
         "mask": rng.random((5, 5)) > 0.3,
@@ -332,7 +304,7 @@ def test_all_operands_are_brought(backend):
     np.testing.assert_allclose(np.asarray(output), expected, atol=1e-6)
 
 
-def test_arrays_of_several_libraries_meet_at_a_named_backend():
+def test_arrays_of_several_libraries_move_to_a_named_backend():
     tensor, strict = torch.from_numpy(X), array_api_strict.asarray(X)
     output = attention(X, tensor, strict, backend="torch")
     assert isinstance(output, np.ndarray)
@@ -340,7 +312,7 @@ def test_arrays_of_several_libraries_meet_at_a_named_backend():
     assert isinstance(attention(tensor, X, strict, backend="torch"), torch.Tensor)
 
 
-def test_functions_see_the_callers_own_library_wherever_they_run():
+def test_callbacks_get_arrays_of_the_callers_library():
     table = RNG.standard_normal((5, 5)).astype(np.float32)
     seen = set()
 
@@ -359,14 +331,14 @@ def test_functions_see_the_callers_own_library_wherever_they_run():
     assert seen == {np.ndarray}
 
 
-def test_conjugate_and_negative_views_of_torch_cross():
+def test_conjugate_and_negative_views_of_torch_are_converted():
     tensor = torch.complex(torch.from_numpy(X), torch.from_numpy(X)).conj().imag
     assert tensor.is_neg()
     output = attention(tensor, tensor, tensor, backend="numpy")
     torch.testing.assert_close(output, -torch.from_numpy(reference()), rtol=0, atol=1e-6)
 
 
-def test_bfloat16_crosses_by_its_bits():
+def test_bfloat16_is_converted():
     x = X.astype(ml_dtypes.bfloat16)
     output = attention(x, x, x, backend="torch")
     assert output.dtype == ml_dtypes.bfloat16
@@ -386,7 +358,7 @@ def test_bfloat16_crosses_by_its_bits():
     ],
 )
 @pytest.mark.parametrize("writeable", [True, False])
-def test_views_of_every_kind_cross(view, writeable):
+def test_views_of_every_kind_are_converted(view, writeable):
     if not writeable or view.flags.writeable:
         view = view.view()
         view.flags.writeable = writeable
@@ -433,7 +405,7 @@ def test_a_transformed_tensor_does_not_leave_its_library(transformed):
         call(torch.from_numpy(X))
 
 
-def test_what_a_function_closes_over_is_not_lost_either():
+def test_a_gradient_in_the_closure_of_a_function_is_not_lost():
     tensor = torch.from_numpy(X)
     slope = torch.ones(4, requires_grad=True)
     rule = {"score_mod": lambda s, b, h, i, j: s * slope[h]}
@@ -442,14 +414,14 @@ def test_what_a_function_closes_over_is_not_lost_either():
         attention(tensor, tensor, tensor, backend="numpy", **rule)
 
 
-def test_bfloat16_without_the_package_that_numpy_has_it_from(monkeypatch):
+def test_bfloat16_without_ml_dtypes(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     tensor = torch.from_numpy(X).bfloat16()
     with pytest.raises(ImportError, match="pip install ml_dtypes"):
         attention(tensor, tensor, tensor, backend="numpy")
 
 
-def test_jax_in_bfloat16_crosses():
+def test_bfloat16_of_jax_is_converted():
     x = jnp.asarray(X, jnp.bfloat16)
     assert attention(x, x, x, backend="numpy").dtype == jnp.bfloat16
 
@@ -462,7 +434,7 @@ def test_the_result_comes_back_to_the_callers_device():
         assert output.device == logsumexp.device == elsewhere
 
 
-def test_array_api_moves_nothing():
+def test_array_api_moves_no_array():
     with pytest.raises(polyattn.UnsupportedError, match="moves none"):
         attention(X, X, X, backend="array-api:cuda")
     with pytest.raises(polyattn.UnsupportedError, match="moves none; they are on numpy"):
@@ -490,24 +462,24 @@ def test_explain_checks_what_attention_checks():
         explain(SHAPE, (2, 4, 5, 6), SHAPE)
 
 
-def test_explain_takes_shapes_to_be_where_the_library_puts_arrays():
+def test_explain_assumes_the_default_device_of_the_library():
     assert explain(SHAPE, SHAPE, SHAPE, library="torch").problem.device == "cpu"
     with pytest.raises(ValueError, match="no array of numpy on 'cuda'"):
         explain(SHAPE, SHAPE, SHAPE, device="cuda")
 
 
-def test_explain_refuses_a_library_that_is_not_here():
+def test_explain_refuses_a_library_that_is_not_installed():
     with pytest.raises(ValueError, match="no array of 'nunpy': it is not installed"):
         explain(SHAPE, SHAPE, SHAPE, library="nunpy")
 
 
 @pytest.mark.parametrize("shape", [(2, -4), (2.0, 4), ("a", 4), (True, None)])
-def test_explain_refuses_what_is_no_shape(shape):
+def test_explain_refuses_malformed_shapes(shape):
     with pytest.raises(ValueError, match="integers of at least 0"):
         explain(shape, shape, shape)
 
 
-def test_explain_runs_and_moves_nothing(monkeypatch):
+def test_explain_moves_no_array(monkeypatch):
     registry.load("torch")
     monkeypatch.setattr(type(registry.loaded("torch")), "place", lambda *_: 1 / 0)
     assert chosen(backend="torch") == ("torch", "sdpa")
@@ -531,12 +503,12 @@ def test_a_plan_is_remembered_by_facts_not_by_values():
     assert len(plans._plans) == before + 1
 
 
-def test_plans_are_bounded_and_the_newest_and_those_in_use_are_kept(monkeypatch):
+def test_the_plan_cache_keeps_entries_in_use_and_the_newest(monkeypatch):
     table = Recent(8)
     monkeypatch.setattr(plans, "_plans", table)
     made = []
-    genuine = front_door.select
-    monkeypatch.setattr(front_door, "select", lambda *given: made.append(0) or genuine(*given))
+    select = front_door.select
+    monkeypatch.setattr(front_door, "select", lambda *args: made.append(0) or select(*args))
 
     def call(length):
         x = np.ones((1, length, 4))
@@ -553,14 +525,13 @@ def test_plans_are_bounded_and_the_newest_and_those_in_use_are_kept(monkeypatch)
     assert call(2)
 
 
-def test_a_table_of_what_is_recent_is_for_many_threads():
+def test_recent_is_safe_under_threads():
     table = Recent(16)
 
     def work(start):
         for n in range(start, start + 3000):
             key = n % 40
-            found = table.get(key)
-            assert found in (None, key)
+            assert table.get(key) in (None, key)
             table[key] = key
             assert len(table._young) <= 8
 
@@ -570,10 +541,10 @@ def test_a_table_of_what_is_recent_is_for_many_threads():
 
 
 class Carried:
-    """A mask or score function that can be weakly referred to."""
+    """A mask or score function that supports weak references."""
 
-    def __call__(self, *given):
-        return given[-1] >= 0 if len(given) == 4 else given[0]
+    def __call__(self, *args):
+        return args[-1] >= 0 if len(args) == 4 else args[0]
 
 
 class Given(kernels.Dense):
@@ -594,7 +565,7 @@ class Given(kernels.Dense):
         (lambda: np.ones(8), lambda weight: {"similarity": scores.additive(weight)}),
     ],
 )
-def test_a_decision_keeps_nothing_of_the_callers_alive(make, options_of):
+def test_the_plan_cache_keeps_no_object_of_the_caller_alive(make, options_of):
     x = np.ones((2, 4, 5, 8))
     thing = make()
     for _ in range(2):
@@ -605,7 +576,7 @@ def test_a_decision_keeps_nothing_of_the_callers_alive(make, options_of):
     assert alive() is None
 
 
-def test_a_decision_of_a_given_kernel_is_remembered_while_it_lives(monkeypatch):
+def test_a_plan_with_a_kernel_object_is_cached_while_the_object_lives(monkeypatch):
     kernel = Given()
     attention(X, X, X, kernel=kernel)
     monkeypatch.setattr(front_door, "select", lambda *_: 1 / 0)
@@ -615,18 +586,18 @@ def test_a_decision_of_a_given_kernel_is_remembered_while_it_lives(monkeypatch):
 
 
 @pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray])
-def test_compiled_masks_of_other_tables_share_a_decision_and_nothing_else(to, monkeypatch):
+def test_compiled_masks_with_other_tables_share_only_the_plan(to, monkeypatch):
     monkeypatch.setattr(plans, "_plans", Recent(64))
     q, k, v = (to(RNG.standard_normal((2, 64, 8), dtype=np.float32)) for _ in range(3))
     for keys in (17, 40):
         mask = masks.compile(masks.prefix(to(np.array(keys))), 64, tile=8)
-        found = attention(q, k, v, mask=masks.global_tokens(0) | mask, window=(None, 16))
+        output = attention(q, k, v, mask=masks.global_tokens(0) | mask, window=(None, 16))
         expected = attention(
             *(np.asarray(x) for x in (q, k, v)), kernel="dense", backend="numpy",
             mask=lambda b, h, i, j, keys=keys: (j < keys) | (i == 0), window=(None, 16),
         )  # fmt: skip
-        assert len(plans._plans) == 2  # and that of what is expected
-        np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
+        assert len(plans._plans) == 2  # and that of the expected output
+        np.testing.assert_allclose(np.asarray(output), expected, rtol=2e-5, atol=2e-6)
 
 
 # ---- first use ----
@@ -649,12 +620,12 @@ assert len(results) == 8 and all(np.array_equal(r, x) for r in results), results
 
 
 @pytest.mark.parametrize("backend", [None, "torch", "array-api"])
-def test_the_first_call_may_come_from_eight_threads(backend):
+def test_eight_threads_may_make_the_first_call(backend):
     code = FIRST_USE.format(backend=backend)
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-def test_many_threads_choose_for_themselves():
+def test_each_thread_chooses_its_backend():
     def call(name):
         with use_backend(name):
             return [chosen()[0] for _ in range(50)] == [name] * 50

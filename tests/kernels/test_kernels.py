@@ -242,7 +242,7 @@ def test_merge_refuses_what_does_not_fit():
         polyattn.merge()
     with pytest.raises(ValueError, match="one shape"):
         polyattn.merge(one, attention_partial(x[:1], x[:1], x[:1]))
-    with pytest.raises(ValueError, match="less the last axis"):
+    with pytest.raises(ValueError, match="without the last axis"):
         polyattn.merge((one.output, one.logsumexp[..., None]))
     with pytest.raises(TypeError, match="one dtype"):
         polyattn.merge(one, attention_partial(*(3 * [x.astype("f8")])))
