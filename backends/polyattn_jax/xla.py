@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from polyattn.plugin import (
-    FEATURES,
     Array,
     Backend,
     Kernel,
@@ -44,8 +43,12 @@ class Xla(Kernel):
     """A loop over tiles of the scores, compiled by XLA."""
 
     name = "xla"
-    # A norm and a normalizer need a whole row at once.
-    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
+    # Not a normalizer and a norm of scores: they need a whole row at once.
+    features = frozenset({
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
+        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
+        "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
+    })  # fmt: skip
     tile = 2**21
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem, thread_count
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
@@ -32,8 +32,12 @@ class Tiled(Kernel):
     """Tiles of the scores by BLAS, on threads."""
 
     name = "tiled"
-    # A normalizer and a norm of scores need a whole row at once.
-    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
+    # Not a normalizer and a norm of scores: they need a whole row at once.
+    features = frozenset({
+        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
+        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
+        "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
+    })  # fmt: skip
     batch_invariant = True
     tile = 2**18
 

@@ -72,50 +72,53 @@ def check_range(call: Call) -> None:
 
 
 def common_shape(call: Call) -> tuple[Any, ...]:
-    given = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
-    letters = (
-        "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
-        if call.layout == "...HLD"
-        else "(..., L, H, D), (..., S, G, D), (..., S, G, E)"
-    )
     for name, facts in call.operands():
         if len(facts.shape) < 2:
-            raise ValueError(
-                f"{name} needs at least the axes length and size; got {given}, for {letters}"
-            )
+            raise _shape_error(call, f"{name} needs at least the axes length and size; got")
     q_batch, heads, query_length, head_size = axes_of(call.query.shape, call.layout)
     k_batch, key_heads, key_length, key_size = axes_of(call.key.shape, call.layout)
     v_batch, value_heads, value_length, value_size = axes_of(
         (call.value or call.key).shape, call.layout
     )
     if head_size != key_size:
-        raise ValueError(
-            f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
-            f" {given}, for {letters}"
+        raise _shape_error(
+            call, f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
         )
     if key_length != value_length:
-        raise ValueError(
-            f"key and value must have one length S; got {key_length} and {value_length}:"
-            f" {given}, for {letters}"
+        raise _shape_error(
+            call, f"key and value must have one length S; got {key_length} and {value_length}:"
         )
     if key_heads != value_heads:
-        raise ValueError(
-            f"key and value must have one number of heads G; got {key_heads} and {value_heads}:"
-            f" {given}, for {letters}"
+        raise _shape_error(
+            call,
+            f"key and value must have one number of heads G; got {key_heads} and {value_heads}:",
         )
     if (key_heads == 0 and heads != 0) or (key_heads and heads % key_heads):
         other = "" if call.layout == "...LHD" else '; if length comes before heads, layout="...LHD"'
-        raise ValueError(
+        raise _shape_error(
+            call,
             f"the number of query heads must be a multiple of that of key heads; got {heads} and"
-            f" {key_heads}: {given}, for {letters}{other}"
+            f" {key_heads}:",
+            other,
         )
     batch = broadcast_shapes(q_batch, k_batch, v_batch)
     if batch is None:
-        raise ValueError(
-            f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:"
-            f" {given}, for {letters}"
+        raise _shape_error(
+            call,
+            f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:",
         )
     return batch, heads, key_heads, query_length, key_length, head_size, value_size
+
+
+def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
+    """Return an error that ends with the shapes of the call and their letters."""
+    shapes = ", ".join([f"{name} {facts.shape}" for name, facts in call.operands()])
+    letters = (
+        "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
+        if call.layout == "...HLD"
+        else "(..., L, H, D), (..., S, G, D), (..., S, G, E)"
+    )
+    return ValueError(f"{reason} {shapes}, for {letters}{hint}")
 
 
 def check_operand_shapes(call: Call, scores: Shape) -> None:
