@@ -320,7 +320,7 @@ def search(backends, hint):
     """Return the first case that fails in the package at hand, the hint before all others."""
     import polyattn
     from polyattn.conformance import CASES, ESSENTIAL, Target
-    from polyattn.conformance.checks.kernel import cases_for, check_case
+    from polyattn.conformance.checks.cases import cases_for, check_case
 
     if Path.cwd() not in Path(polyattn.__file__).resolve().parents:
         raise RuntimeError(f"{polyattn.__file__} is not the copy with the mistake")

@@ -13,8 +13,7 @@ import numpy as np
 
 from polyattn import arrays
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
-from polyattn.dispatch import registry
-from polyattn.dispatch import select as selection
+from polyattn.dispatch import plans, registry
 from polyattn.plugin import Backend, BackendSpec
 
 
@@ -104,7 +103,7 @@ def register(monkeypatch, kernel):
     monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(HostBackend=HostBackend))
     monkeypatch.setattr(HostBackend, "kernels", (kernel,))
     monkeypatch.setattr(registry, "_plugins", {})
-    monkeypatch.setattr(selection, "_plans", {})
+    monkeypatch.setattr(plans, "_plans", {})
     library = arrays.Library("host", array_api_compat.numpy)
     monkeypatch.setitem(arrays._libraries, HostArray, library)
 

@@ -213,7 +213,7 @@ def test_our_own_dialect_of_torch():
         finding = check(scaled_dot_product_attention, case)
         agreed += finding.status == AGREES
         if finding.status == RAISES:
-            assert finding.error.startswith("ValueError: attn_mask and is_causal")
+            assert finding.error.startswith("ValueError: give attn_mask or is_causal")
         elif finding.status == DIFFERS:
             assert "causal" in case.features
             assert case.L != case.S
