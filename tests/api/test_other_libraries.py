@@ -73,7 +73,9 @@ def test_array_api_strict(case, device, kernel):
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize(
+    "transform", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"]
+)
 def test_jax(case, transform, kernel):
     options = as_library(jnp.asarray, OPTIONS[case])
     arrays = map(jnp.asarray, (Q, K, V))

@@ -136,7 +136,7 @@ def test_a_mask_value_too_large_to_make_goes_to_tiled():
     assert chosen(masks.padding(lengths)).chosen.kernel == "sdpa"
     assert chosen(masks.padding(lengths, lengths)).chosen.kernel == "tiled"
     refused = str(chosen(masks.segments(torch.zeros(2**14, dtype=torch.int64))))
-    assert "here of 268,435,456 elements" in refused
+    assert "a mask of 268,435,456 elements" in refused
 
 
 # ---- flex ----
