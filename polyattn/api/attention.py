@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.call.describe import describe
+from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import as_called, heads_first
 from polyattn.call.problem import examine
 from polyattn.dispatch.plans import recall, remember
@@ -139,30 +138,27 @@ def attention(
     >>> attention(query, key, value, is_causal=True).shape
     (2, 8, 5, 32)
     """
-    output, _ = compute(
-        query, key, value, backend, kernel, mask=mask, bias=bias, is_causal=is_causal,
-        window=window, query_offset=query_offset, scale=scale, softcap=softcap,
-        score_mod=score_mod, sinks=sinks, dropout=dropout, similarity=similarity,
-        normalizer=normalizer, layout=layout,
+    described = describe(
+        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
+        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
+        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
     )  # fmt: skip
+    output, _ = compute(*described, backend, kernel)
     return output
 
 
 def compute(
-    query: Array,
-    key: Array,
-    value: Array,
+    call: Call,
+    operands: Operands,
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
-    **options: Any,
 ) -> tuple[Array, Array | None]:
-    """Describe a call, examine it, select a kernel, and run it."""
-    call, operands = describe(query, key, value, **options)
+    """Examine a described call, select a kernel, and run it."""
     check_kernel(kernel)
     requested = request(backend)
     plan = recall(call, requested, kernel)
     if plan is None:
         problem = examine(call)
-        plan = select(call, problem, query, requested, kernel)
+        plan = select(call, problem, operands.query, requested, kernel)
         remember(call, requested, kernel, plan)
     return as_called(call, *plan.run(heads_first(call, operands)))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Unpack
 from polyattn.api.attention import compute
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arrays import Array, cast, facts_of, library_of, quiet
+from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
 
 __all__ = ["Partial", "attention_partial", "merge"]
@@ -69,8 +70,10 @@ def attention_partial(
     ((8, 5, 64), (8, 5))
     """
     check_names("attention_partial", options)
-    arguments: dict[str, Any] = {"backend": None, "kernel": None} | dict(options)
-    return Partial(*compute(query, key, value, logsumexp=True, **arguments))
+    arguments: dict[str, Any] = dict(options)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    described = describe(query, key, value, logsumexp=True, **arguments)
+    return Partial(*compute(*described, backend, kernel))
 
 
 def merge(*partials: Partial) -> Partial:

@@ -21,19 +21,19 @@ def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
 
 def heads_first(call: Call, operands: Operands) -> Operands:
     """Return the operands of a call with the axes that a kernel knows."""
-    swapped = call.layout == "...LHD" and not is_flat(call)
+    flat = is_flat(call)
+    swapped = call.layout == "...LHD" and not flat
     changed: dict[str, Array] = {}
-    for name in ("query", "key", "value"):
+    for name, facts in call.operands() if swapped or _has_rank_2(call) else ():
         array = getattr(operands, name)
-        if array is not None and len(array.shape) == 2:
-            changed[name] = array[None, ...]
-        elif array is not None and swapped:
+        changed[name] = array[None, ...] if len(facts.shape) == 2 else array
+        if swapped and len(facts.shape) != 2:
             changed[name] = _swap(array, -2, -3)
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
         changed["query_offset"] = library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
     known = operands.known_logsumexp
-    if known is not None and (swapped or is_flat(call)):
+    if known is not None and (swapped or flat):
         changed["known_logsumexp"] = _swap(known, -1, -2) if swapped else known[None, ...]
     return operands._replace(**changed) if changed else operands
 
@@ -50,7 +50,13 @@ def as_called(call: Call, output: Array, logsumexp: Array | None) -> tuple[Array
 
 def is_flat(call: Call) -> bool:
     """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
-    return all(len(facts.shape) == 2 for _, facts in call.operands())
+    value = call.value or call.key
+    return len(call.query.shape) == len(call.key.shape) == len(value.shape) == 2
+
+
+def _has_rank_2(call: Call) -> bool:
+    value = call.value or call.key
+    return 2 in (len(call.query.shape), len(call.key.shape), len(value.shape))
 
 
 def _swap(array: Array, one: int, other: int) -> Array:
