@@ -6,8 +6,10 @@ from types import ModuleType
 from polyattn import masks, scores
 from polyattn.api.attention import attention
 from polyattn.api.explain import explain
+from polyattn.api.gradients import attention_backward, attention_vjp
 from polyattn.api.partial import Partial, attention_partial, merge
 from polyattn.api.weights import TopWeights, attention_weights
+from polyattn.call.describe import Gradients
 from polyattn.dispatch.errors import (
     BackendError,
     BackendUnavailableError,
@@ -25,12 +27,15 @@ __all__ = [
     "BackendError",
     "BackendUnavailableError",
     "Explanation",
+    "Gradients",
     "Partial",
     "TopWeights",
     "UnknownBackendError",
     "UnsupportedError",
     "attention",
+    "attention_backward",
     "attention_partial",
+    "attention_vjp",
     "attention_weights",
     "explain",
     "list_backends",

@@ -139,21 +139,42 @@ def check_operand_shapes(call: Call, scores: Shape) -> None:
             f"sinks must hold one number per query head, shape ({scores[-3]},); got"
             f" {call.sinks.shape}"
         )
-    if call.known_logsumexp is not None:
-        known, whole = call.known_logsumexp, scores[:-1][-max(1, rank - 1) :]
-        if call.layout == "...LHD" and rank > 2:
-            whole = (*whole[:-2], whole[-1], whole[-2])
-        if known.shape != whole or known.dtype not in ("float32", "float64"):
-            raise ValueError(
-                f"logsumexp must be what attention_partial gave for this call, {whole} in float32"
-                f" or float64; got {known}"
-            )
+    _check_results(call, scores, rank)
     if isinstance(call.query_offset, ArrayFacts):
         offset, batch = call.query_offset.shape, scores[:-3]
         if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:
             raise ValueError(
                 "query_offset as an array gives one offset per batch item: its shape must broadcast"
                 f" to {batch}; got {offset}"
+            )
+
+
+def _check_results(call: Call, scores: Shape, rank: int) -> None:
+    """Check the arrays of a call for weights or gradients that are shaped as its results."""
+    rows = scores[:-1][-max(1, rank - 1) :]
+    if call.layout == "...LHD" and rank > 2:
+        rows = (*rows[:-2], rows[-1], rows[-2])
+    *_, value_size = axes_of((call.value or call.key).shape, call.layout)
+    known = call.known_logsumexp
+    if known is not None and (known.shape != rows or known.dtype not in ("float32", "float64")):
+        raise ValueError(
+            f"logsumexp must be what attention_partial gave for this call, {rows} in float32"
+            f" or float64; got {known}"
+        )
+    for name, shape in (
+        ("output", (*rows, value_size)),
+        ("output_gradient", (*rows, value_size)),
+        ("logsumexp_gradient", rows),
+    ):
+        given = getattr(call, name)
+        if given is None:
+            continue
+        if given.shape != shape:
+            raise ValueError(f"{name} must have the shape {shape} of the result; got {given}")
+        accumulator = "float64" if call.query.dtype == "float64" else "float32"
+        if given.dtype not in (call.query.dtype, accumulator):
+            raise TypeError(
+                f"{name} must be {call.query.dtype} as the query, or {accumulator}; got {given}"
             )
 
 

@@ -23,7 +23,7 @@ from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Chain, Function, Score, Softcap
 
-__all__ = ["Call", "Operands", "describe"]
+__all__ = ["Call", "Gradients", "Operands", "describe"]
 
 
 class Operands(NamedTuple):
@@ -48,7 +48,11 @@ class Operands(NamedTuple):
     seed : int, Array or None
         The seed of dropout.
     known_logsumexp : Array or None
-        In a call for weights, the logsumexp to divide them by, shape (..., H, L).
+        In a call for weights or gradients, the logsumexp to divide by, shape (..., H, L).
+    output, output_gradient : Array or None
+        In a call for gradients, the output and its gradient, shape (..., H, L, E).
+    logsumexp_gradient : Array or None
+        In a call for gradients, that of the logsumexp, shape (..., H, L).
     """
 
     query: Array
@@ -62,6 +66,33 @@ class Operands(NamedTuple):
     similarity: Similarity | None = None
     seed: int | Array | None = None
     known_logsumexp: Array | None = None
+    output: Array | None = None
+    output_gradient: Array | None = None
+    logsumexp_gradient: Array | None = None
+
+
+class Gradients(NamedTuple):
+    """The gradients of the arguments of a call; None where an argument has none.
+
+    Attributes
+    ----------
+    query, key, value, bias, sinks : Array or None
+        Each in the shape of the argument.
+    score_mod, similarity : Score, Similarity or None
+        The expression with a gradient in place of each of its arrays, if it has some.
+    scale, softcap : Array or None
+        Of the number, an array without axes; of `scale` unless a rule gives it.
+    """
+
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    score_mod: Any = None
+    similarity: Any = None
+    scale: Array | None = None
+    softcap: Array | None = None
 
 
 class Call(NamedTuple):
@@ -84,6 +115,9 @@ class Call(NamedTuple):
     similarity: Similarity | None
     normalizer: Normalizer | None
     known_logsumexp: ArrayFacts | None
+    output: ArrayFacts | None
+    output_gradient: ArrayFacts | None
+    logsumexp_gradient: ArrayFacts | None
     layout: str
     logsumexp: bool
     transforms: frozenset[str]
@@ -123,6 +157,9 @@ def describe(
     similarity: Any = None,
     normalizer: Any = None,
     known_logsumexp: Any = None,
+    output: Any = None,
+    output_gradient: Any = None,
+    logsumexp_gradient: Any = None,
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
@@ -165,13 +202,16 @@ def describe(
         None if similarity is None else similarity.spec(facts),
         normalizer,
         None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
+        None if output is None else facts(output, "output"),
+        None if output_gradient is None else facts(output_gradient, "output_gradient"),
+        None if logsumexp_gradient is None else facts(logsumexp_gradient, "logsumexp_gradient"),
         layout,
         logsumexp,
         torch_transforms(),
     )
     operands = Operands(
         query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
-        known_logsumexp,
+        known_logsumexp, output, output_gradient, logsumexp_gradient,
     )  # fmt: skip
     return call, operands
 

@@ -10,6 +10,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 #: What a call can ask of a kernel. A kernel declares which of these it computes, and is never given
 #: a problem that needs another.
 FEATURES: dict[str, str] = {
+    "backward": "gradients by attention_backward",
     "batch_broadcast": "batch axes of query, key and value that differ",
     "bias": "bias=, added to the scores",
     "causal": "is_causal=True",

@@ -6,9 +6,9 @@ from typing import Any
 
 from polyattn.arguments import Shape
 from polyattn.arrays import Array, ArrayFacts, library_of
-from polyattn.call.describe import Call, Operands
+from polyattn.call.describe import Call, Gradients, Operands
 
-__all__ = ["as_called", "axes_of", "heads_first", "is_flat"]
+__all__ = ["as_called", "axes_of", "gradients_as_called", "heads_first", "is_flat"]
 
 
 def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
@@ -17,6 +17,15 @@ def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
         return (), 1, shape[0], shape[1]
     heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
     return shape[:-3], heads, length, shape[-1]
+
+
+#: The operands with the axes of a result, and the axis of rows or heads.
+_OF_RESULTS = {
+    "known_logsumexp": -1,
+    "output": -2,
+    "output_gradient": -2,
+    "logsumexp_gradient": -1,
+}
 
 
 def heads_first(call: Call, operands: Operands) -> Operands:
@@ -32,9 +41,10 @@ def heads_first(call: Call, operands: Operands) -> Operands:
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
         changed["query_offset"] = library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
-    known = operands.known_logsumexp
-    if known is not None and (swapped or flat):
-        changed["known_logsumexp"] = _swap(known, -1, -2) if swapped else known[None, ...]
+    for name, axis in _OF_RESULTS.items() if swapped or flat else ():
+        array = getattr(operands, name)
+        if array is not None:
+            changed[name] = _swap(array, axis, axis - 1) if swapped else array[None, ...]
     return operands._replace(**changed) if changed else operands
 
 
@@ -46,6 +56,18 @@ def as_called(call: Call, output: Array, logsumexp: Array | None) -> tuple[Array
         output = _swap(output, -2, -3)
         logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
     return output, logsumexp
+
+
+def gradients_as_called(call: Call, gradients: Gradients) -> Gradients:
+    """Return a kernel's gradients with the axes of the caller."""
+    changed: dict[str, Array] = {}
+    for name, facts in call.operands():
+        array = getattr(gradients, name)
+        if len(facts.shape) == 2:
+            changed[name] = array[0, ...]
+        elif call.layout == "...LHD":
+            changed[name] = _swap(array, -2, -3)
+    return gradients._replace(**changed) if changed else gradients
 
 
 def is_flat(call: Call) -> bool:

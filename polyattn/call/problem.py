@@ -225,6 +225,7 @@ def _check_values(call: Call, problem: Problem) -> None:
 
 def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
     needed = {
+        "backward": call.output_gradient is not None,
         "batch_broadcast": any(
             facts.shape[:-3] != call.query.shape[:-3] for _, facts in call.operands()
         ),

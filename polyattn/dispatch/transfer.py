@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of
-from polyattn.call.describe import Operands
+from polyattn.call.describe import Gradients, Operands
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
@@ -60,6 +60,29 @@ class Plan(NamedTuple):
         back = _mover(backend, backend_of(query), self.home)
         output = _on_query_device(query, back(output))
         return output, None if logsumexp is None else _on_query_device(query, back(logsumexp))
+
+    def run_backward(self, operands: Operands) -> Gradients:
+        """Run the kernel's backward pass; the gradients are in the query's library, on its device."""
+        backend, _, problem, moved = self.placement
+        if backend is None:
+            raise RuntimeError("a plan made from shapes only cannot run")
+        given = self._move(operands, backend) if moved else operands
+        found = backend.run_backward(self.kernel, problem, given)
+        if not isinstance(found, Gradients):
+            raise TypeError(
+                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
+                f" {type(found).__name__}"
+            )
+        if "query" not in moved:
+            return found
+        back = _mover(backend, backend_of(operands.query), self.home)
+
+        def home(one: Any) -> Any:
+            if isinstance(one, list):
+                return [home(array) for array in one]
+            return None if one is None else _on_query_device(operands.query, back(one))
+
+        return Gradients(*map(home, found))
 
     def _checked(self, result: Any) -> tuple[Array, Array | None]:
         """Return the result of the kernel, or raise if it breaks the contract."""

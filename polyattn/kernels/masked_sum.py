@@ -1,4 +1,4 @@
-"""The weighted sum of values, in which a masked key takes no part.
+"""Products over the visible keys only, in which a masked key takes no part.
 
 Between the steps a score of −inf marks an absent key. 0 · NaN is NaN, so a value that is not finite
 must be kept from the rows that do not see its key.
@@ -14,7 +14,7 @@ from polyattn.call.problem import Problem
 from polyattn.plugin import Backend
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 
-__all__ = ["hide", "weighted_sum"]
+__all__ = ["hide", "visible_product", "weighted_sum"]
 
 
 def hide(xp: Any, scores: Array, seen: Array) -> Array:
@@ -33,17 +33,30 @@ def weighted_sum(
     weights = fold_heads(problem, weights, xp)
     if not problem.masks:
         return unfold_heads(problem, backend.matmul(weights, value), xp)
-    if not problem.transforms and backend.is_eager(value):
-        # A value that is not finite spoils its column in every row, even with weight 0.
-        plain = backend.matmul(weights, value)
+    seen = fold_heads(problem, scores, xp) != -math.inf
+    return unfold_heads(problem, visible_product(problem, backend, weights, seen, value), xp)
+
+
+def visible_product(
+    problem: Problem, backend: Backend, weights: Array, seen: Array, x: Array
+) -> Array:
+    """Return weights · x, to which x adds nothing where it is not seen.
+
+    Weights (..., m, n) are 0 where the bool array `seen` (..., m, n) does not hold; x is (..., n, k).
+    """
+    xp = backend.xp
+    if not problem.masks:
+        return backend.matmul(weights, x)
+    if not problem.transforms and backend.is_eager(x):
+        # An entry that is not finite spoils its column in every row, even with weight 0.
+        plain = backend.matmul(weights, x)
         if bool(xp.all(xp.isfinite(plain))):
-            return unfold_heads(problem, plain, xp)
-    nothing = xp.zeros_like(value)
-    finite = backend.matmul(weights, xp.where(xp.isfinite(value), value, nothing))
-    seen = cast(xp, fold_heads(problem, scores, xp) != -math.inf, value.dtype)
+            return plain
+    finite = backend.matmul(weights, xp.where(xp.isfinite(x), x, xp.zeros_like(x)))
+    seen = cast(xp, seen, x.dtype)
     # NaN counts as both infinities, whose sum it is.
     for infinity in (math.inf, -math.inf):
-        spoils = cast(xp, (value == infinity) | xp.isnan(value), value.dtype)
+        spoils = cast(xp, (x == infinity) | xp.isnan(x), x.dtype)
         spoilt = backend.matmul(seen, spoils) > 0
         finite = finite + xp.where(spoilt, xp.full_like(finite, infinity), xp.zeros_like(finite))
-    return unfold_heads(problem, finite, xp)
+    return finite

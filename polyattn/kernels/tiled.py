@@ -10,10 +10,11 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
+from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
+from polyattn.kernels.backward import gradients
 from polyattn.kernels.dense import attend, scaled
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
@@ -43,6 +44,10 @@ class Tiled(Kernel):
             return "one tile holds all the scores: dense does the same"
         return None
 
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the gradients, with memory for one tile beside them."""
+        return gradients(problem, operands, backend, *block_sizes(problem, self.tile))
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
@@ -67,10 +72,10 @@ class Tiled(Kernel):
 
 def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     """Return the rows and keys of a tile: about square, wider where rows are few."""
-    heads = math.prod(problem.batch) * problem.heads
+    heads = max(1, math.prod(problem.batch) * problem.heads)
     area = max(tile // heads, min(tile, SMALLEST))
     rows = min(problem.query_length, int(area**0.5))
-    return rows, area // rows
+    return max(1, rows), area // max(1, rows)
 
 
 def _attend_rows(

@@ -39,7 +39,7 @@ bring `Kernel` objects, better primitives for the array-API kernels, and device 
 from __future__ import annotations
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
+from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.expressions.indices import PointIndices
@@ -63,6 +63,7 @@ __all__ = [
     "Backend",
     "BackendSpec",
     "BackendTools",
+    "Gradients",
     "Indices",
     "Kernel",
     "Mask",

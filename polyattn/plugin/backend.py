@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from polyattn import arrays
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
+from polyattn.call.describe import Gradients, Operands
 from polyattn.call.problem import Problem
 from polyattn.plugin.tools import BackendTools
 
@@ -118,6 +118,28 @@ class Kernel:
         logsumexp : Array or None
             If the problem has the feature ``"logsumexp"``: shape (..., H, L), in float32, or
             float64 for float64 inputs.
+        """
+        raise NotImplementedError
+
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Compute the gradients of a call, for a kernel that declares ``"backward"``.
+
+        The logsumexp may be that of more keys than are given; the weights follow from it.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call; its features contain ``"backward"``.
+        operands : Operands
+            Its arrays, with `output`, `known_logsumexp` and their gradients.
+        backend : Backend
+            The backend that runs it, for its primitives.
+
+        Returns
+        -------
+        Gradients
+            In the accumulator's dtype and the shapes of the operands. `score_mod` and `similarity`
+            are lists: the gradients of the arrays of the expression, in order.
         """
         raise NotImplementedError
 
@@ -247,6 +269,28 @@ class Backend(BackendTools):
         weights = xp.exp(scores - shift)
         return weights, maximum, xp.sum(weights, axis=-1, keepdims=True)
 
+    def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
+        """Return the gradient of an array from that of a function of it.
+
+        Parameters
+        ----------
+        function : callable
+            Takes an array of this library and returns one.
+        array : Array
+            Where it is differentiated.
+        gradient : Array
+            The gradient of what the function returns.
+
+        Returns
+        -------
+        Array
+            The gradient of `array`.
+        """
+        raise TypeError(
+            "this library differentiates no function: give the derivative, as in"
+            " scores.function(f, derivative=g)"
+        )
+
     def stack_rows(
         self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
     ) -> tuple[Array, Array | None]:
@@ -342,3 +386,23 @@ class Backend(BackendTools):
         """
         with arrays.quiet(problem.library):
             return kernel(problem, operands, self)
+
+    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+        """Run the backward pass of a kernel, as `run` does.
+
+        Parameters
+        ----------
+        kernel : Kernel
+            The kernel that was chosen.
+        problem : Problem
+            The facts of the call.
+        operands : Operands
+            Its arrays.
+
+        Returns
+        -------
+        Gradients
+            What the kernel returns.
+        """
+        with arrays.quiet(problem.library):
+            return kernel.backward(problem, operands, self)

@@ -297,6 +297,34 @@ class Indices:
             rule.apply(scores, self) if isinstance(rule, Score) else self.by_score_mod(rule, scores)
         )
 
+    def score_pullback(
+        self, scores: Array, gradient: Array, differentiate: Callable[..., Array]
+    ) -> tuple[Array, list[Array]]:
+        """Return the gradients of the scores before ``score_mod=``, and of the arrays in it.
+
+        Parameters
+        ----------
+        scores : Array
+            The scores before it.
+        gradient : Array
+            The gradient of the scores after it.
+        differentiate : callable
+            The `pullback` of the backend, for functions.
+
+        Returns
+        -------
+        gradient : Array
+            The gradient of the scores before it.
+        of_arrays : list of Array
+            The gradients of the arrays in the expression.
+        """
+        rule = self._x.score_mod
+        if rule is None:
+            return gradient, []
+        if isinstance(rule, Score):
+            return rule.pullback(scores, self, gradient)
+        return differentiate(lambda s: self.by_score_mod(rule, s), scores, gradient), []
+
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a score function.
 

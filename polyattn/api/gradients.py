@@ -1,0 +1,214 @@
+"""Gradients of attention without automatic differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+from polyattn.api.attention import attention
+from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.partial import Partial, attention_partial
+from polyattn.arrays import Array, cast, is_array, library_of
+from polyattn.call.describe import Call, Gradients, describe
+from polyattn.call.layout import gradients_as_called, heads_first
+from polyattn.call.problem import examine
+from polyattn.dispatch.plans import recall, remember
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import check_kernel, select
+from polyattn.expressions.expression import Expression
+from polyattn.expressions.replacements import ScaleRule
+
+__all__ = ["attention_backward", "attention_vjp"]
+
+
+def attention_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    partial: Partial,
+    output_gradient: Array,
+    *,
+    logsumexp_gradient: Array | None = None,
+    into: Gradients | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Gradients:
+    """Compute the gradients of attention from its result and the gradient of its output.
+
+    The weights are computed again a tile at a time, so memory is for the gradients and one tile.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`.
+    partial : Partial
+        The result of `attention_partial` for the same call. The result of `merge` over more keys is
+        right too: then the gradients of key and value are those of these keys, and those of the
+        query are the share of these keys, to be added to the shares of the others. With a
+        `normalizer` there is no logsumexp: ``Partial(output, None)``.
+    output_gradient : Array
+        The gradient of a loss with respect to the output, shape (..., H, L, E) in the layout of the
+        call.
+    logsumexp_gradient : Array, optional
+        The gradient with respect to the logsumexp, shape (..., H, L); none by default.
+    into : Gradients, optional
+        Sums to add to, in float32, or float64 for float64 inputs. All gradients are then returned
+        in that dtype. ``Gradients()`` starts from zero. By default gradients have the dtypes of
+        their arguments.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    Gradients
+        The gradients of query, key, value, bias and sinks; of arrays in `score_mod` and
+        `similarity`; and of the numbers `scale` and `softcap`. A row that sees no key adds 0.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`.
+
+    See Also
+    --------
+    attention_vjp : Compute the output, and a function that returns the gradients.
+
+    References
+    ----------
+    .. [1] Dao, "FlashAttention-2", 2023, arXiv:2307.08691, algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_backward, attention_partial
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> partial = attention_partial(x, x, x, is_causal=True)
+    >>> gradients = attention_backward(x, x, x, partial, np.ones_like(x), is_causal=True)
+    >>> gradients.value[0, :, 0]
+    array([2.2833333, 1.2833333, 0.7833333, 0.45     , 0.2      ], dtype=float32)
+    """
+    check_names("attention_backward", options)
+    if not isinstance(partial, tuple) or len(partial) != 2:
+        raise TypeError(
+            "partial must be the Partial that attention_partial returned for this call; got a"
+            f" {type(partial).__name__}"
+        )
+    if into is not None and not isinstance(into, Gradients):
+        raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
+    arguments: dict[str, Any] = dict(options)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    output, logsumexp = partial
+    call, operands = describe(
+        query,
+        key,
+        value,
+        known_logsumexp=logsumexp,
+        output=output,
+        output_gradient=output_gradient,
+        logsumexp_gradient=logsumexp_gradient,
+        **arguments,
+    )
+    check_kernel(kernel)
+    requested = request(backend)
+    plan = recall(call, requested, kernel)
+    if plan is None:
+        plan = select(call, examine(call), query, requested, kernel)
+        remember(call, requested, kernel, plan)
+    found = plan.run_backward(heads_first(call, operands))
+    return _finished(call, found, {"query": query, "key": key, "value": value, **options}, into)
+
+
+def attention_vjp(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> tuple[Array, Callable[..., Gradients]]:
+    """Compute attention, and return a function that computes its gradients.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    output : Array
+        As from `attention`.
+    pullback : callable
+        Takes the gradient of the output, and optionally that of the logsumexp, and returns
+        `Gradients`, as `attention_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`.
+
+    See Also
+    --------
+    attention_backward : The same from a result that is there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_vjp
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, pullback = attention_vjp(x, x, x, softcap=5.0)
+    >>> pullback(output).query.shape
+    (8, 5, 64)
+    """
+    check_names("attention_vjp", options)
+    if options.get("normalizer") is None:
+        partial = attention_partial(query, key, value, **options)
+    else:
+        partial = Partial(attention(query, key, value, **options), None)
+
+    def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
+        """Return the gradients from that of the output, and of the logsumexp if it has one."""
+        return attention_backward(
+            query,
+            key,
+            value,
+            partial,
+            output_gradient,
+            logsumexp_gradient=logsumexp_gradient,
+            **options,
+        )
+
+    return partial.output, pullback
+
+
+def _finished(
+    call: Call, found: Gradients, arguments: dict[str, Any], into: Gradients | None
+) -> Gradients:
+    """Return the gradients as the caller gets them: axes, dtypes, expressions, and sums."""
+    if isinstance(call.scale, ScaleRule):
+        found = found._replace(scale=None)
+    found = gradients_as_called(call, found)
+    changed: dict[str, Any] = {}
+    for name, gradient in zip(found._fields, found, strict=True):
+        given, before = arguments.get(name), None if into is None else getattr(into, name)
+        if isinstance(gradient, list):
+            changed[name] = _in_expression(given, gradient, before, into is not None)
+        elif gradient is not None:
+            changed[name] = _in_dtype(gradient, given, before, into is not None)
+    return Gradients(**changed)
+
+
+def _in_dtype(gradient: Array, given: Any, before: Any, accumulates: bool) -> Array:
+    if accumulates:
+        return gradient if before is None else before + gradient
+    return cast(library_of(gradient).xp, gradient, given.dtype) if is_array(given) else gradient
+
+
+def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates: bool) -> Any:
+    """Return an expression with a gradient in place of each array; None if it has no array."""
+    if not gradients or not isinstance(given, Expression):
+        return None
+    rest = iter(gradients)
+    sums = iter([] if before is None else [x for _, x in before.carried() if is_array(x)])
+    return given.map(
+        lambda _, thing: (
+            _in_dtype(next(rest), thing, next(sums, None), accumulates)
+            if is_array(thing)
+            else thing
+        )
+    )

@@ -1,0 +1,283 @@
+"""The gradients of attention, a tile of scores at a time.
+
+The weights are computed again from the scores and the logsumexp, so that memory is for one tile
+beside the gradients. The logsumexp may be that of more keys than are given: then these are the
+shares of the given keys, and the shares of all parts add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from polyattn.arrays import Array, cast
+from polyattn.call.describe import Gradients, Operands
+from polyattn.call.problem import Problem
+from polyattn.expressions.masks import Mask
+from polyattn.kernels.dense import scaled
+from polyattn.kernels.masked_sum import hide, visible_product
+from polyattn.kernels.sums import Sums
+from polyattn.plugin import Backend
+from polyattn.span import Span
+from polyattn.tiles.band import column_span
+from polyattn.tiles.coverage import TileQuery, combined_mask
+from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
+from polyattn.tiles.indices import Indices
+
+__all__ = ["RowBlock", "Scored", "gradients", "score_tile", "visible_tiles"]
+
+
+def gradients(
+    problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
+) -> Gradients:
+    """Return the gradients of a call, in the accumulator's dtype.
+
+    Parameters
+    ----------
+    problem, x, backend
+        As a kernel is given them; the operands hold the results and their gradients.
+    row_block, column_block : int
+        The rows and keys of a tile.
+
+    Returns
+    -------
+    Gradients
+        In the shapes of the operands.
+    """
+    total = Sums(problem, x, backend.xp, (row_block, column_block))
+    for rows in Span(0, problem.query_length).split(row_block):
+        block = RowBlock.of(problem, x, backend, rows)
+        if block.logsumexp is not None:
+            total.add_sinks(block.logsumexp, block.delta)
+        for columns, masked in visible_tiles(problem, x, backend, rows, column_block):
+            _add_tile(problem, x, backend, block, columns, masked, total)
+        total.end_rows(rows)
+    return total.total()
+
+
+def visible_tiles(
+    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
+) -> Iterator[tuple[Span, bool]]:
+    """Yield the keys of each tile that may hold a visible score, and whether it hides some."""
+    mask: Mask | None = combined_mask(problem, x)
+    reads = not problem.transforms and not problem.traced and backend.is_eager(x.query)
+    seen = column_span(problem, rows)
+    for columns in Span(0, problem.key_length).split(column_block):
+        if columns.stop <= seen.start or columns.start >= seen.stop:
+            continue
+        if mask is None:
+            yield columns, False
+            continue
+        answer = TileQuery(problem, x, backend.xp, rows, columns, reads=reads).of(mask)
+        if answer.any_visible:
+            yield columns, not answer.all_visible
+
+
+class RowBlock(NamedTuple):
+    """What the tiles of some rows share, in the accumulator's dtype.
+
+    Attributes
+    ----------
+    rows : Span
+        The query rows.
+    query : Array
+        scale · query, or the query for another similarity, shape (..., G, H/G · l, D).
+    output_gradient : Array
+        The gradient of the output, shape (..., G, H/G · l, E).
+    logsumexp : Array or None
+        0 where it is −inf, shape (..., H, l, 1); None with another normalizer.
+    delta : Array
+        Σ output · output gradient − logsumexp gradient, shape (..., H, l, 1).
+    """
+
+    rows: Span
+    query: Array
+    output_gradient: Array
+    logsumexp: Array | None
+    delta: Array
+
+    @classmethod
+    def of(cls, problem: Problem, x: Operands, backend: Backend, rows: Span) -> RowBlock:
+        """Return those of a call."""
+        xp = backend.xp
+        dtype = getattr(xp, problem.accumulator)
+
+        def part(array: Array) -> Array:
+            return cast(xp, array[..., rows.start : rows.stop, :], dtype)
+
+        gradient = part(x.output_gradient)
+        logsumexp = None
+        delta = xp.sum(part(x.output) * gradient, axis=-1, keepdims=True)
+        if x.known_logsumexp is not None:
+            logsumexp = part(x.known_logsumexp[..., None])
+            empty = logsumexp == -math.inf
+            zeros = xp.zeros_like(delta)
+            delta = xp.where(empty, zeros, delta)
+            if x.logsumexp_gradient is not None:
+                direct = part(x.logsumexp_gradient[..., None])
+                delta = delta - xp.where(empty, zeros, direct)
+            logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)
+        return cls(
+            rows,
+            scaled(problem, x.query[..., rows.start : rows.stop, :], xp),
+            fold_heads(problem, gradient, xp),
+            logsumexp,
+            delta,
+        )
+
+
+class Scored(NamedTuple):
+    """The steps of the formula in a tile, all of shape (..., H, l, s).
+
+    Attributes
+    ----------
+    product : Array
+        scale · q·k.
+    normed, capped : Array
+        The scores before and after the softcap.
+    seen : Array of bool
+        Whether the key is visible.
+    weights : Array
+        The weights before dropout, 0 where a key is absent.
+    hidden : list of Array of bool
+        The masks of the tile.
+    """
+
+    product: Array
+    normed: Array
+    capped: Array
+    seen: Array
+    weights: Array
+    hidden: list[Array]
+
+
+def score_tile(
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    block: RowBlock,
+    key: Array,
+    at: Indices,
+    masked: bool,
+) -> Scored:
+    """Return the scores of a tile and its weights, by the logsumexp that is known."""
+    xp = backend.xp
+    if x.similarity is None:
+        product = backend.matmul(block.query, xp.matrix_transpose(key))
+        product = unfold_heads(problem, product, xp)
+    else:
+        product = x.similarity.between(block.query, key, backend.matmul, xp)
+        product = problem.scale * unfold_heads(problem, product, xp)
+    hidden = list(at.visible()) if masked else []
+    normed = product
+    if problem.score_norm is not None:
+        normed = problem.score_norm.apply(product, hidden, xp)
+    capped = normed
+    if problem.softcap is not None:
+        capped = problem.softcap * xp.tanh(normed / problem.softcap)
+    s = at.modified(capped)
+    if x.bias is not None:
+        bias = cast(xp, at.of_scores(x.bias), s.dtype)
+        s = hide(xp, s + bias, bias != -math.inf)
+    for one in hidden:
+        s = hide(xp, s, one)
+    seen = s != -math.inf
+    if problem.normalizer is not None:
+        weights = problem.normalizer.weights(s, xp)
+    else:
+        weights = xp.exp(s - block.logsumexp)
+    nothing = xp.zeros_like(weights)
+    if problem.masks:
+        weights = xp.where(seen, weights, nothing)
+        # A derivative is taken at every score: where none is seen, at 0.
+        product, normed, capped = (
+            xp.where(seen, one, nothing) for one in (product, normed, capped)
+        )
+    return Scored(product, normed, capped, seen, weights, hidden)
+
+
+def _add_tile(
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    block: RowBlock,
+    columns: Span,
+    masked: bool,
+    total: Sums,
+) -> None:
+    """Add what a tile gives to the gradients."""
+    xp = backend.xp
+    dtype = block.query.dtype
+    key, value = (
+        cast(xp, array[..., columns.start : columns.stop, :], dtype) for array in (x.key, x.value)
+    )
+    at = Indices(problem, xp, x, block.rows, columns)
+    tile = score_tile(problem, x, backend, block, key, at, masked)
+
+    # The values, and the weights.
+    weights, seen, nothing = tile.weights, tile.seen, xp.zeros_like(tile.weights)
+    d_weights = backend.matmul(block.output_gradient, xp.matrix_transpose(value))
+    d_weights = unfold_heads(problem, d_weights, xp)
+    if problem.dropout:
+        keep = at.keep_mask()
+        weights, d_weights = (
+            xp.where(keep, one / (1 - problem.dropout), nothing) for one in (weights, d_weights)
+        )
+    over_keys = _transposed(problem, seen, xp)
+    total.add_value(
+        visible_product(
+            problem,
+            backend,
+            _transposed(problem, weights, xp),
+            over_keys,
+            block.output_gradient,
+        ),
+        columns,
+    )
+
+    # The scores, backwards through the steps 5 to 2.
+    if problem.normalizer is None:
+        ds = tile.weights * (d_weights - block.delta)
+    else:
+        ds = problem.normalizer.pullback(tile.weights, d_weights, xp)
+    if problem.masks:
+        ds = xp.where(seen, ds, nothing)
+    total.add_bias(ds, block.rows, columns)
+    ds, of_score = at.score_pullback(tile.capped, ds, backend.pullback)
+    total.add_score(of_score)
+    if problem.softcap is not None:
+        bent = xp.tanh(tile.normed / problem.softcap)
+        slope = 1 - bent * bent
+        total.add_softcap(xp.sum(ds * (bent - tile.normed / problem.softcap * slope)))
+        ds = ds * slope
+    if problem.score_norm is not None:
+        ds = problem.score_norm.pullback(tile.product, tile.hidden, ds, xp)
+
+    # Query and key, step 1.
+    folded = fold_heads(problem, ds, xp)
+    if x.similarity is None:
+        d_query = visible_product(problem, backend, folded, fold_heads(problem, seen, xp), key)
+        d_key = visible_product(
+            problem, backend, _transposed(problem, ds, xp), over_keys, block.query
+        )
+    else:
+        if problem.scale:
+            total.add_scale(xp.sum(ds * tile.product) / problem.scale)
+        query, key = (_finite(problem, xp, one) for one in (block.query, key))
+        d_query, d_key, of_similarity = x.similarity.pullback(
+            query, key, problem.scale * folded, backend.matmul, xp
+        )
+        total.add_similarity(of_similarity)
+    total.add_query(unfold_heads(problem, d_query, xp), block.rows)
+    total.add_key(d_key, columns)
+
+
+def _finite(problem: Problem, xp: Any, array: Array) -> Array:
+    """Return 0 for what is not finite: where it is seen, the scores' gradients are NaN already."""
+    return xp.where(xp.isfinite(array), array, xp.zeros_like(array)) if problem.masks else array
+
+
+def _transposed(problem: Problem, array: Array, xp: Any) -> Array:
+    """Turn (..., H, l, s) into (..., G, s, H/G · l)."""
+    return xp.matrix_transpose(fold_heads(problem, array, xp))
