@@ -464,20 +464,19 @@ def cases(number: int) -> str:
 
 
 def places(those: list[tuple[str, str, Finding]]) -> str:
-    """Return the rows that cases are of, with their numbers."""
+    """Return the rows of the table that cases belong to, with the number of cases in each."""
     counted = Counter(name for name, _, _ in those)
-    return ", ".join(f"{name} ({number})" for name, number in counted.items())
+    return ", ".join(f"{name}: {number}" for name, number in counted.items())
 
 
 def distance(those: list[tuple[str, str, Finding]]) -> str:
-    """Return how far cases are off."""
+    """Return how large the errors of cases are."""
     off = [finding.deviation.units for _, _, finding in those]
     finite = [units for units in off if math.isfinite(units)]
-    said = [f"off by up to {figure(max(finite))} units"] if finite else []
-    if len(finite) < len(off):
-        number = "all" if not finite else str(len(off) - len(finite))
-        said.append(f"not exact where it must be in {number} of them")
-    return " and ".join(said)
+    worst = f"The largest error is {figure(max(finite))} units" if finite else ""
+    if len(finite) == len(off):
+        return worst
+    return f"{worst}, and ∞ in {cases(len(off) - len(finite))}" if finite else "All errors are ∞"
 
 
 def section(peer: Peer, rows: dict[str, Row]) -> str:
@@ -498,23 +497,24 @@ def section(peer: Peer, rows: dict[str, Row]) -> str:
         "",
         peer.how,
         "",
-        f"Of {cases(len(found))} {counts[AGREES]} agree, {counts[DIFFERS]} differ, "
-        f"{counts[RAISES]} raise an error, and for {counts[NO_ARGUMENT]} there is no argument.",
+        f"Of {cases(len(found))}, {counts[AGREES]} agree, {counts[DIFFERS]} differ, "
+        f"{counts[RAISES]} raise an error, and {counts[NO_ARGUMENT]} need an argument that the "
+        "function does not have.",
         "",
     ]
     for interpretation in sorted(
         differ, key=lambda interpretation: (not interpretation, -len(differ[interpretation]))
     ):
         those = differ[interpretation]
-        named = interpretation[:1].upper() + interpretation[1:] or "What no other meaning explains"
+        named = interpretation[:1].upper() + interpretation[1:] or "No other meaning explains it"
         which = places(those) if interpretation else ", ".join(case for _, case, _ in those)
-        lines.append(f"- **{named}**: {cases(len(those))}, {distance(those)}. Of {which}.")
+        lines.append(f"- **{named}**: {cases(len(those))} ({which}). {distance(those)}.")
     for those in sorted(errors.values(), key=lambda those: -len(those)):
         error = plain(those[0][-1].error)
-        lines.append(f"- `{error}`: {cases(len(those))}, of {places(those)}.")
+        lines.append(f"- `{error}`: {cases(len(those))} ({places(those)}).")
     if missing:
         names = ", ".join(f"{name} ({number})" for name, number in sorted(missing.items()))
-        lines.append(f"- No argument for {names}.")
+        lines.append(f"- The function has no argument for {names}.")
     return "\n".join(lines)
 
 
@@ -524,10 +524,10 @@ INTRODUCTION = """\
 `python docs/peers.py` writes this page. It ran on a CPU with
 {versions}.
 
-Each function runs the cases of `polyattn.conformance`, one feature, dtype or corner at a time. The
-results are compared with [what attention means here](semantics.md). A difference is not always a
-bug: most are another meaning, and the cell names it. `polyattn.conformance.functions.check` does
-the same for any function.
+Each function is run on the cases of `polyattn.conformance`, one feature, dtype or corner at a
+time. The results are compared with [what attention means here](semantics.md). A difference is not
+always a bug: most are another meaning, and the cell names it.
+`polyattn.conformance.functions.check` does the same for any function.
 
 A cell counts only the cases that the function has arguments for. *2/3* means two of three cases.
 The number in parentheses is their largest error in units of `eps · Σ w|v|`, the rounding of a
@@ -539,7 +539,8 @@ within the limit of its case, which is wide where scores are large.
 - *raises*: an error.
 - *crashes*: the process ended.
 
-The figures come from one machine. A test checks that the words for torch and jax are still true.
+The figures come from one machine. A test checks that the words in the cells of torch and jax are
+still true.
 """
 
 
@@ -555,7 +556,7 @@ def main() -> None:
         for combined in row.interpretations
         for interpretation in combined.split(" and ")
     }
-    meant = {name: name or "nothing else that was tried" for name in interpretations}
+    meant = {name: name or "no other meaning that was tried" for name in interpretations}
     legend = [f"- *{short}*: {meant[name]}." for name, short in SHORT.items() if name in meant]
     answers = {
         head: {question: answer(peer) for question, answer in QUESTIONS.items()}
@@ -567,7 +568,7 @@ def main() -> None:
         "",
         *legend,
         "",
-        "## Asked one by one",
+        "## Single calls",
         "",
         table(answers),
     ]

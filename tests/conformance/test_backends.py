@@ -23,7 +23,12 @@ def one_thread():
 # torch's own compiler imports what torch deprecates.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 class TestTorch(BackendSuite):
+    """What torch compiles is slow: `flex`."""
+
     backend = "torch"
+
+    def _marks(self, name):
+        return [*super()._marks(name), *([pytest.mark.slow] if "[flex" in name else [])]
 
 
 class TestArrayApi(BackendSuite):
@@ -80,13 +85,15 @@ class TestJax(BackendSuite):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 class TestDask(BackendSuite):
+    """A graph of small tiles has thousands of tasks: slow."""
+
     backend = "array-api"
     library = "dask.array"
     thorough = False
 
-    @pytest.mark.slow
-    def test_lazy(self, lazy_target, variant, case):
-        super().test_lazy(lazy_target, variant, case)
+    def _marks(self, name):
+        slow = name.startswith("test_lazy[") or "small tiles" in name
+        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():

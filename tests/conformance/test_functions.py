@@ -328,4 +328,6 @@ def test_the_page_says_what_is_found(peers, peer):
     found = {label: peers.cell(row) for label, row in peers.rows_of(peer, names).items()}
     assert len(found) > 20
     for label, cell in found.items():
-        assert written[label] == without_figures(cell), label
+        parts = 1 if label == "NaN and infinity" else None  # the processor decides about one NaN
+        page, here = (text.split(";")[:parts] for text in (written[label], without_figures(cell)))
+        assert page == here, label

@@ -1,4 +1,4 @@
-"""What attention means, held against this plugin: polyattn's own suite."""
+"""Run polyattn's own test suite on this plugin."""
 
 from polyattn.conformance.suite import BackendSuite
 

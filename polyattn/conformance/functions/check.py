@@ -282,7 +282,7 @@ def _judge(case: Case, output: Array, written: bool) -> Finding:
     wrong = ["an input is written to"] if written else []
     if output.dtype != case.dtype:
         wrong.append(f"the output is {output.dtype}")
-    if output.shape != yard.exact.shape:
+    if yard.of(output).shape != yard.exact.shape:
         wrong.append("the output has another shape")
     elif off.fault is not None:
         wrong.append(interpret(case, output))
