@@ -140,6 +140,7 @@ def check_operand_shapes(call: Call, scores: Shape) -> None:
             f" {call.sinks.shape}"
         )
     _check_results(call, scores, rank)
+    _check_tangents(call)
     if isinstance(call.query_offset, ArrayFacts):
         offset, batch = call.query_offset.shape, scores[:-3]
         if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:
@@ -175,6 +176,15 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
         if given.dtype not in (call.query.dtype, accumulator):
             raise TypeError(
                 f"{name} must be {call.query.dtype} as the query, or {accumulator}; got {given}"
+            )
+
+
+def _check_tangents(call: Call) -> None:
+    for name, tangent in call.tangents:
+        of = getattr(call, name.removesuffix("_tangent"))
+        if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
+            raise ValueError(
+                f"{name} must have the shape and dtype of its argument, {of}; got {tangent}"
             )
 
 

@@ -53,6 +53,8 @@ class Operands(NamedTuple):
         In a call for gradients, the output and its gradient, shape (..., H, L, E).
     logsumexp_gradient : Array or None
         In a call for gradients, that of the logsumexp, shape (..., H, L).
+    query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent : Array or None
+        In a call for a directional derivative, the tangents of these arguments; None for 0.
     """
 
     query: Array
@@ -69,6 +71,11 @@ class Operands(NamedTuple):
     output: Array | None = None
     output_gradient: Array | None = None
     logsumexp_gradient: Array | None = None
+    query_tangent: Array | None = None
+    key_tangent: Array | None = None
+    value_tangent: Array | None = None
+    bias_tangent: Array | None = None
+    sinks_tangent: Array | None = None
 
 
 class Gradients(NamedTuple):
@@ -121,6 +128,7 @@ class Call(NamedTuple):
     layout: str
     logsumexp: bool
     transforms: frozenset[str]
+    tangents: tuple[tuple[str, ArrayFacts], ...] = ()
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:
         """Return the names and facts of query, key and value."""
@@ -135,7 +143,7 @@ class Call(NamedTuple):
                 found.append((name, given))
             elif isinstance(given, (Mask, Score, Similarity)):
                 found += named(given, name)
-        return found
+        return [*found, *self.tangents]
 
 
 def describe(
@@ -160,6 +168,7 @@ def describe(
     output: Any = None,
     output_gradient: Any = None,
     logsumexp_gradient: Any = None,
+    tangents: dict[str, Any] | None = None,
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
@@ -213,6 +222,9 @@ def describe(
         query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
         known_logsumexp, output, output_gradient, logsumexp_gradient,
     )  # fmt: skip
+    if tangents is not None:
+        described = tuple((name, facts(array, name)) for name, array in tangents.items())
+        return call._replace(tangents=described), operands._replace(**tangents)
     return call, operands
 
 

@@ -15,6 +15,7 @@ FEATURES: dict[str, str] = {
     "bias": "bias=, added to the scores",
     "causal": "is_causal=True",
     "dropout": "dropout=",
+    "jvp": "directional derivatives by attention_jvp",
     "grouped_heads": "fewer key/value heads than query heads",
     "logsumexp": "the logsumexp of each row beside the output",
     "mask": "mask= as an array",

@@ -233,6 +233,7 @@ def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[s
         "causal": call.is_causal,
         "dropout": call.dropout > 0,
         "grouped_heads": problem.heads != problem.key_heads,
+        "jvp": bool(call.tangents),
         "logsumexp": call.logsumexp,
         "mask": isinstance(call.mask, ArrayFacts),
         "mask_mod": isinstance(call.mask, str) or has_function(problem.mask_spec),

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
         return output, None if logsumexp is None else _on_query_device(query, back(logsumexp))
 
     def run_backward(self, operands: Operands) -> Gradients:
-        """Run the kernel's backward pass; the gradients are in the query's library, on its device."""
+        """Run the kernel's backward pass, and return gradients on the query's device."""
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")

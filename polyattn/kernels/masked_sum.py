@@ -42,7 +42,7 @@ def visible_product(
 ) -> Array:
     """Return weights · x, to which x adds nothing where it is not seen.
 
-    Weights (..., m, n) are 0 where the bool array `seen` (..., m, n) does not hold; x is (..., n, k).
+    Weights (..., m, n) are 0 where the bool array `seen` (..., m, n) is False; x is (..., n, k).
     """
     xp = backend.xp
     if not problem.masks:

@@ -15,11 +15,13 @@ from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.backward import gradients
-from polyattn.kernels.dense import attend, scaled
+from polyattn.kernels.dense import attend
+from polyattn.kernels.jvp import tangents
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
 from polyattn.tiles.coverage import TileQuery, combined_mask
+from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
 __all__ = ["Tiled"]
@@ -47,6 +49,10 @@ class Tiled(Kernel):
     def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
         """Return the gradients, with memory for one tile beside them."""
         return gradients(problem, operands, backend, *block_sizes(problem, self.tile))
+
+    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+        """Return the tangents, with memory for one tile beside them."""
+        return tangents(problem, operands, backend, *block_sizes(problem, self.tile))
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

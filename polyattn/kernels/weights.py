@@ -13,9 +13,10 @@ from polyattn.arrays import Array, cast
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
-from polyattn.kernels.dense import scaled, scores
+from polyattn.kernels.dense import scores
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
+from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import initial_state, or_zero
 

@@ -143,6 +143,29 @@ class Kernel:
         """
         raise NotImplementedError
 
+    def jvp(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Compute a directional derivative, for a kernel that declares ``"jvp"``.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call; its features contain ``"jvp"``.
+        operands : Operands
+            Its arrays, with `output`, `known_logsumexp` and the tangents.
+        backend : Backend
+            The backend that runs it, for its primitives.
+
+        Returns
+        -------
+        output : Array
+            The tangent of the output, shape (..., H, L, E), in the accumulator's dtype.
+        logsumexp : Array or None
+            That of the logsumexp, shape (..., H, L).
+        """
+        raise NotImplementedError
+
 
 class Backend(BackendTools):
     """A library on its hardware: devices, primitives and kernels.
@@ -385,6 +408,8 @@ class Backend(BackendTools):
             What the kernel returns.
         """
         with arrays.quiet(problem.library):
+            if "jvp" in problem.features:
+                return kernel.jvp(problem, operands, self)
             return kernel(problem, operands, self)
 
     def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:

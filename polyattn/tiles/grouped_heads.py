@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array
+from polyattn.arrays import Array, cast
 from polyattn.call.problem import Problem
 
-__all__ = ["fold_heads", "unfold_heads"]
+__all__ = ["fold_heads", "scaled", "unfold_heads"]
 
 
 def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
@@ -63,3 +63,25 @@ def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
     members = problem.heads // groups
     array = xp.reshape(array, (*batch, groups, members, folded // members, size))
     return xp.reshape(array, (*batch, groups * members, folded // members, size))
+
+
+def scaled(problem: Problem, query: Array, xp: Any) -> Array:
+    """Return scale · query, at least in float32, its heads folded.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    query : Array
+        Rows of the query, shape (..., H, l, D).
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    Array
+        Shape (..., G, H/G · l, D).
+    """
+    query = cast(xp, query, getattr(xp, problem.accumulator))
+    # Another similarity need not be linear in the query, so its result is scaled.
+    return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, xp)
