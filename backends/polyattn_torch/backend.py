@@ -130,6 +130,7 @@ class TorchBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Run a kernel with autocast off."""
         kind = operands.query.device.type
+        kernel = kernel.jvp if "jvp" in problem.features else kernel
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return kernel(problem, operands, self)
