@@ -273,5 +273,6 @@ def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | 
     if len(parts) > 1:
         return Chain(parts), softcap
     only = parts[0]
-    bare = isinstance(only, Function) and only.derivative is None
-    return only.rule if bare else only, softcap
+    if isinstance(only, Function) and only.derivative is None:
+        return only.rule, softcap
+    return only, softcap
