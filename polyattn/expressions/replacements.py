@@ -63,20 +63,21 @@ class Similarity(Expression):
 
         Parameters
         ----------
-        query, key, matmul, xp
+        query, key : Array
             As of `between`.
         gradient : Array
             The gradient of the similarity, shape (..., l, s), in the dtype of the query. It is 0
             where a key is absent, whatever the key holds.
+        matmul : callable
+            As of `between`.
+        xp : module
+            As of `between`.
 
         Returns
         -------
-        Array
-            The gradient of the queries, shape (..., l, D), with the batch axes of `gradient`.
-        Array
-            That of the keys, shape (..., s, D), with the batch axes of `gradient`.
-        list of Array
-            That of each array of `carried()`, in its shape, summed over all else.
+        tuple
+            The gradients of the queries, (..., l, D), and of the keys, (..., s, D), with the batch
+            axes of `gradient`; and a list of those of the arrays of `carried()`, each in its shape.
         """
         raise NotImplementedError
 
@@ -93,10 +94,14 @@ class Similarity(Expression):
 
         Parameters
         ----------
-        query, key, matmul, xp
+        query, key : Array
             As of `between`.
         query_tangent, key_tangent : Array
             The tangents, of the shapes of the query and the key.
+        matmul : callable
+            As of `between`.
+        xp : module
+            As of `between`.
 
         Returns
         -------
@@ -140,9 +145,10 @@ class Cosine(Similarity):
         matmul: MatMul,
         xp: Any,
     ) -> Array:
-        by_query = unit_slope(query, query_tangent, xp), unit(key, xp)
-        by_key = unit(query, xp), unit_slope(key, key_tangent, xp)
-        return sum(matmul(q, xp.matrix_transpose(k)) for q, k in (by_query, by_key))
+        first, second = unit(query, xp), unit(key, xp)
+        of_first = unit_slope(query, query_tangent, xp)
+        turned = xp.matrix_transpose(unit_slope(key, key_tangent, xp))
+        return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
 
 
 def _over_size(
@@ -198,15 +204,11 @@ class Distance(Similarity):
         matmul: MatMul,
         xp: Any,
     ) -> Array:
-        slope = _over_size(
-            xp,
-            lambda d, q, k: (
-                (sign(xp, q - k) if self.p == 1 else q - k)
-                * (query_tangent[..., :, d, None] - key_tangent[..., None, :, d])
-            ),
-            query,
-            key,
-        )
+        def step(d: int, q: Array, k: Array) -> Array:
+            change = query_tangent[..., :, d, None] - key_tangent[..., None, :, d]
+            return (sign(xp, q - k) if self.p == 1 else q - k) * change
+
+        slope = _over_size(xp, step, query, key)
         return -slope if self.p == 1 else -slope * self._over_root(query, key, xp)
 
     @staticmethod
@@ -242,8 +244,8 @@ class Additive(Similarity):
             of_query.append(weight[d] * xp.sum(slope, axis=-1))
             of_key.append(weight[d] * xp.sum(slope, axis=-2))
             of_weight.append(xp.sum(gradient * bent))
-        of_arrays = [xp.stack(of_weight) if of_weight else weight]
-        return *stacked(xp, of_query, of_key, gradient), of_arrays
+        carried = xp.stack(of_weight) if of_weight else weight
+        return *stacked(xp, of_query, of_key, gradient), [carried]
 
     def pushforward(
         self,
