@@ -15,7 +15,7 @@ SPECS = (polyattn_numpy.SPEC, polyattn_torch.SPEC, polyattn_cupy.SPEC, polyattn_
 YES = "●"
 PROMISES = {
     "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
-    "batch_invariant": "a batch item has the same bits alone and among others",
+    "batch_invariant": "a batch item has the same bits with and without the others",
     "deterministic": "the same call twice gives the same bits",
 }
 INTRO = """# What each kernel computes

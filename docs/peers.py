@@ -66,7 +66,7 @@ def jax_attention(
         )
         return jnp.swapaxes(output, -3, -2) if swap else output
 
-    # It has no word for a side without a bound; no row is further from any key than this.
+    # It has no value for an unbounded side; no row is further from any key than this.
     far = query.size + key.size
     radii = None if window is None else tuple(far if end is None else end for end in window)
     with jax.enable_x64(True):
@@ -94,10 +94,10 @@ def onnx_arguments(query, key, value, attn_mask, is_causal, scale, softcap):
 
 
 class CrashError(Exception):
-    """The process that made a call is gone."""
+    """The process that made a call has ended."""
 
 
-# A process of its own, for some calls end it.
+# In a separate process, because some calls end it.
 SERVER = """
 import pickle, sys
 import onnxruntime
@@ -222,7 +222,7 @@ def peers():
 
 # ---- the table ---------------------------------------------------------------------------------
 
-#: What a cell calls each interpretation.
+#: The name of each interpretation in a cell.
 SHORT = {
     "rows count from the first key (query_offset=0)": "top-left",
     "a row without keys is the mean of the values": "mean",
@@ -239,7 +239,7 @@ SHORT = {
     "": "unexplained",
 }
 
-#: How many outcomes a cell has room for, beside those that agree.
+#: The largest number of outcomes in a cell, beside those that agree.
 MOST = 2
 
 GROUPS = {
@@ -263,14 +263,14 @@ LABELS = {
 
 @functools.cache
 def rows_of(peer: str, names: tuple[str, ...] = tuple(CASES)) -> dict[str, Row]:
-    """Return what was found of a peer on the cases of these names, by the rows' labels."""
+    """Return the findings about a peer in the cases of these names, by the rows' labels."""
     there = peers()[peer]
     rows = summarise(there.function, [CASES[name] for name in names], there.to, there.back)
     return {label(row): row for row in rows}
 
 
 def label(row: Row) -> str:
-    """Return what a row is called."""
+    """Return the label of a row."""
     return LABELS.get(row.name, f"`{row.name}`" if row.kind == "feature" else row.name)
 
 
@@ -285,7 +285,7 @@ def figure(units: float) -> str:
 
 
 def outcome(finding: Finding) -> str:
-    """Return what a cell says of a finding."""
+    """Return the text of a finding in a cell."""
     if finding.status == DIFFERS:
         interpretations = finding.interpretation.split(" and ")
         return " + ".join(
@@ -295,7 +295,7 @@ def outcome(finding: Finding) -> str:
 
 
 def cell(row: Row) -> str:
-    """Return what a peer does with the cases of a row, figures in parentheses."""
+    """Return the outcomes of a peer in the cases of a row, with figures in parentheses."""
     asked = [f for f in row.findings.values() if f.status != NO_ARGUMENT]
     outcomes = defaultdict(list)
     for finding in asked:
@@ -333,11 +333,11 @@ def column(rows: dict[str, Row]) -> dict[str, str]:
     return cells
 
 
-# ---- questions by hand -------------------------------------------------------------------------
+# ---- single questions --------------------------------------------------------------------------
 
 
 def ask(peer: Peer, arrays, **options):
-    """Return a peer's output as a NumPy array, or what it raised."""
+    """Return a peer's output as a NumPy array, or the error that it raised."""
     try:
         given = arguments_for(peer.function, options)
         given = {n: peer.to(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
@@ -353,7 +353,7 @@ def draw(*shapes, dtype="float32"):
 
 
 def says(output, meanings: dict[str, Any]) -> str:
-    """Return the name of the meaning that an output is of."""
+    """Return the name of the meaning that an output agrees with."""
     if isinstance(output, Exception):
         return "refused" if not isinstance(output, CrashError) else "crashes"
     for name, expected in meanings.items():
@@ -365,7 +365,7 @@ def says(output, meanings: dict[str, Any]) -> str:
 
 
 def third_axis(peer: Peer) -> str:
-    """Return how a mask (2, L, S) is read where both batch and heads are 2."""
+    """Return the meaning of a mask (2, L, S) where both batch and heads are 2."""
     arrays = draw((2, 2, 3, 4), (2, 2, 5, 4), (2, 2, 5, 4))
     mask = np.arange(5) < np.array([5, 2])[:, None, None]
     mask = np.broadcast_to(mask, (2, 3, 5))
@@ -377,21 +377,21 @@ def third_axis(peer: Peer) -> str:
 
 
 def rank_two(peer: Peer) -> str:
-    """Return how arrays (L, D) are read."""
+    """Return the meaning of arrays (L, D)."""
     arrays = draw((3, 4), (3, 4), (3, 4))
     meanings = {"one head": attention(*arrays), "L heads of one row": arrays[2]}
     return says(ask(peer, arrays), meanings)
 
 
 def no_keys(peer: Peer) -> str:
-    """Return what a row is where S = 0."""
+    """Return the value of a row where S = 0."""
     arrays = draw((1, 2, 3, 4), (1, 2, 0, 4), (1, 2, 0, 4))
     meanings = {"0": np.zeros((1, 2, 3, 4)), "NaN": np.full((1, 2, 3, 4), np.nan)}
     return says(ask(peer, arrays), meanings)
 
 
 def hidden_row(peer: Peer, **hiding) -> str:
-    """Return what a row is whose keys are all hidden, the other rows being right."""
+    """Return the value of a row whose keys are all hidden; the other rows must be right."""
     arrays = draw((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4))
     hidden = (np.arange(3) == 1)[:, None] & np.ones(5, bool)
     (name, value), *_ = hiding.items()
@@ -415,14 +415,14 @@ def float64_error(peer: Peer) -> str:
 
 
 def float16(peer: Peer) -> str:
-    """Return what becomes of a plain call in float16 where no function is compiled."""
+    """Return the outcome of a plain call in float16 where no function is compiled."""
     with jax.disable_jit():
         finding = check_callable(peer.function, CASES["plain, float16"], peer.to, peer.back)
     return outcome(finding) + share([finding], [finding])
 
 
 def window_of_opset_25(peer: Peer) -> str:
-    """Return whether a library of ONNX's takes a window, which is of its newest Attention."""
+    """Return whether an ONNX library accepts a window, which the newest Attention has."""
     run = {onnxruntime_attention: run_in_server, onnx_reference_attention: run_reference}
     if peer.function not in run:
         return "–"
@@ -452,7 +452,7 @@ QUESTIONS = {
 
 
 def plain(error: str) -> str:
-    """Return an error in a few words: without the source file, or what the library is doing."""
+    """Return an error in a few words: without the source file and the library's state."""
     error = re.sub(r"^.*\[ONNXRuntimeError\] : \d+ : (\w+) : (.* was false\. )?", r"\1: ", error)
     return error.removesuffix(": ") if len(error) <= 120 else f"{error[:117]}..."
 
@@ -463,13 +463,13 @@ def cases(number: int) -> str:
 
 
 def places(those: list[tuple[str, str, Finding]]) -> str:
-    """Return the rows that cases are of, with their numbers."""
+    """Return the rows of some cases, each with its number of cases."""
     counted = Counter(name for name, _, _ in those)
     return ", ".join(f"{name} ({number})" for name, number in counted.items())
 
 
 def distance(those: list[tuple[str, str, Finding]]) -> str:
-    """Return how far cases are off."""
+    """Return the largest error of some cases in words."""
     off = [finding.deviation.units for _, _, finding in those]
     finite = [units for units in off if math.isfinite(units)]
     said = [f"off by up to {figure(max(finite))} units"] if finite else []
@@ -480,7 +480,7 @@ def distance(those: list[tuple[str, str, Finding]]) -> str:
 
 
 def section(peer: Peer, rows: dict[str, Row]) -> str:
-    """Return what is to say of a peer."""
+    """Return the section about a peer."""
     found = [(name, case, f) for name, row in rows.items() for case, f in row.findings.items()]
     differ, errors, missing = defaultdict(list), defaultdict(list), Counter()
     for place in found:

@@ -1,4 +1,4 @@
-"""Draw the pictures of scores.md, from what the score expressions compute."""
+"""Draw the pictures of scores.md, from the results of the score expressions."""
 
 import math
 from io import BytesIO

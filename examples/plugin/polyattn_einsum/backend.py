@@ -12,11 +12,11 @@ class Einsum(Kernel):
 
     name = "einsum"
     features = frozenset({"causal", "logsumexp", "scale", "value_size"})
-    # A weight of 0 times NaN is NaN: what a masked value holds would reach the row.
+    # A weight of 0 times NaN is NaN: a NaN in a masked value would reach the row.
     poison_safe = False
 
     def reasons_against(self, problem):
-        """Return why it cannot take a problem whose features it declares."""
+        """Return why it cannot compute a problem whose features it declares."""
         if problem.key_length > 4096:
             return [f"it holds all scores at once, and {problem.key_length:,} keys are too many"]
         return []
@@ -46,5 +46,5 @@ class EinsumBackend(Backend):
         super().__init__(np)
 
     def devices(self):
-        """Return the one device there is."""
+        """Return the only device."""
         return ["cpu"]

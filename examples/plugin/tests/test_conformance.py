@@ -1,4 +1,4 @@
-"""What attention means, held against this plugin: polyattn's own suite."""
+"""The conformance suite of polyattn, run on this plugin."""
 
 from polyattn.conformance.suite import BackendSuite
 
