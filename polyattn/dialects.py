@@ -290,7 +290,7 @@ def onnx_attention(
 def _padding_mask(
     xp: Any, array: Array, lengths: Array | None, axes: tuple[int, int]
 ) -> Array | None:
-    """Return which rows or keys are not padding, along the axis of the scores that is -1."""
+    """Return which rows or keys are not padding; `axes` is -1 at their axis of the scores."""
     if lengths is None:
         return None
     indices = xp.reshape(index_range(xp, 0, array.shape[-3], array), axes)

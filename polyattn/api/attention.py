@@ -84,7 +84,7 @@ def attention(
     dropout : tuple of (float, int), optional
         The rate at which weights are dropped, and the seed. The seed, batch item, head, row and key
         decide whether a weight is dropped, the same on every backend. The seed may be an integer
-        array of no axes, so that each step of a compiled training loop gets a new one.
+        array without axes, so that each step of a compiled training loop gets a new one.
     similarity : similarity of polyattn.scores, optional
         Replaces the product query·key, such as ``scores.cosine()``.
     normalizer : normalizer of polyattn.scores, optional

@@ -69,7 +69,7 @@ class Sinusoidal(Module):
         positions : Array of int
             Shape (...).
         like : Array
-            An array of the dtype that the result is to have.
+            An array of the dtype of the result.
 
         Returns
         -------

@@ -298,7 +298,7 @@ def _label(token: str) -> str:
 
 
 def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool) -> None:
-    """Label an axis and its ticks, if they are to be shown."""
+    """Label an axis and its ticks, if the labels are shown."""
     ticker = require_matplotlib("ticker")
     is_x = axis.axis_name == "x"
     axis.set_tick_params(
