@@ -64,7 +64,7 @@ def window(left: int | None, right: int | None) -> Mask:
     Parameters
     ----------
     left, right : int or None
-        How many keys before and after the position, itself not counted; None for no bound. A
+        Number of keys before and after the position, itself not counted; None for no bound. A
         window of 256 tokens that ends at the row's position is ``window(255, 0)``.
 
     Returns

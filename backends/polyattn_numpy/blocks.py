@@ -1,7 +1,7 @@
 """Cut a call into pieces, which threads take in any order, and a piece into tiles.
 
-Where a batch item is cut depends only on its own shape. So its result has the same bits whatever
-the number of items and threads.
+The cuts of a batch item depend only on its own shape. So its result has the same bits for any
+number of items and threads.
 
 Glossary
 --------
@@ -149,7 +149,7 @@ def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     rows = even_size(problem.query_length, most)
     strip = min(rows, max(1, STRIP * math.isqrt(tile) // 512))
     if not uses_table(problem, tile):
-        # Where the band of each item lies is not known before the call.
+        # The position of each item's band is not known before the call.
         whole = not problem.masks_by_position or problem.query_offset is None
         return rows, rows if whole else strip
     # A table has strips of one height, so pieces are whole numbers of them.

@@ -35,7 +35,7 @@ class StandIns(NamedTuple):
 
 
 def report_engine(problem: Problem, route: Route) -> str | None:
-    """Return how torch would compute a problem; None if it cannot say, as without the device."""
+    """Describe how torch would compute a problem; None if unknown, such as without the device."""
     try:
         return "; ".join(_clauses(problem, route))
     except Exception:  # out of memory, no such device, a release that cannot be asked

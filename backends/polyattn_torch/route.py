@@ -17,7 +17,7 @@ __all__ = ["Route", "route_of", "why_no_engine"]
 
 
 class Route(NamedTuple):
-    """How torch computes a problem."""
+    """The way in which torch computes a problem."""
 
     engine: Engine | None  # None: scaled_dot_product_attention chooses
     workarounds: frozenset[Workaround]

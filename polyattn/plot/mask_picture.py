@@ -61,7 +61,7 @@ def mask(
     query_length, key_length : int, optional
         L and S; by default the lengths of arrays and tables in the mask, or else 64.
     axes : matplotlib.axes.Axes, optional
-        Where to draw, by default in a new figure.
+        The axes to draw in, by default in a new figure.
     **options : Any
         ``query_offset``, the position of the first row among the keys, S − L by default; ``tile``,
         the number of rows and keys of a tile, by default an eighth of the longer side and at most
