@@ -193,7 +193,7 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
 
 
 def function(rule: Callable[..., Array]) -> Score:
-    """Turn a function as FlexAttention takes it into a score modification that composes.
+    """Turn a function in FlexAttention's form into a score modification that composes.
 
     Parameters
     ----------

@@ -145,7 +145,7 @@ def check_operand_shapes(call: Call, scores: Shape) -> None:
             whole = (*whole[:-2], whole[-1], whole[-2])
         if known.shape != whole or known.dtype not in ("float32", "float64"):
             raise ValueError(
-                f"logsumexp must be what attention_partial gave for this call, {whole} in float32"
+                f"logsumexp must be that of attention_partial for this call, {whole} in float32"
                 f" or float64; got {known}"
             )
     if isinstance(call.query_offset, ArrayFacts):

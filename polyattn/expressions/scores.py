@@ -1,4 +1,4 @@
-"""Score modifications as expressions: what `polyattn.scores` makes and a kernel applies."""
+"""Score modifications as expressions, which `polyattn.scores` makes and kernels apply."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _chained(*scores: Any) -> Score:
 
 
 def as_score(rule: Any) -> Score:
-    """Return a score value as it is, and a function as the value that means it."""
+    """Return a score expression unchanged, and a function as an expression."""
     if isinstance(rule, Score):
         return rule
     if not callable(rule) or isinstance(rule, Expression):
@@ -132,7 +132,7 @@ class Alibi(Score):
     def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
             return cast(at.xp, at.per_head(self.slopes), dtype)
-        # Those of a power of two of heads, and for the rest every other one of twice as many.
+        # The slopes for a power of two heads; for the rest, every other slope for twice as many.
         whole = 1 << (self.slopes.bit_length() - 1)
         head = cast(at.xp, at.head, dtype)
         exponent = at.xp.where(
@@ -168,12 +168,12 @@ class RelativeBias(Score):
         return scores + cast(at.xp, at.looked_up(self.table, bucket, at.head), scores.dtype)
 
     def bucket(self, away: Array, buckets: int, xp: Any) -> Array:
-        """Return the bucket of keys so far after their rows."""
+        """Return the bucket of keys at these distances after their rows."""
         each = buckets // 2 if self.bidirectional else buckets
         exact = each // 2
         zero = xp.zeros_like(away)
         distance = xp.abs(away) if self.bidirectional else xp.where(away < 0, -away, zero)
-        # Steps at whole numbers, where a logarithm would round to either side by its library.
+        # The steps are whole numbers, because libraries round a logarithm differently.
         found = xp.where(distance < exact, distance, zero + exact)
         for first in _steps(exact, each, self.max_distance):
             found = found + cast(xp, distance >= first, away.dtype)
