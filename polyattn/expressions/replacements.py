@@ -28,11 +28,11 @@ MatMul = Callable[..., Array]
 
 
 class Similarity(Expression):
-    """What stands in place of q·k. Its scale is 1 where none is given."""
+    """A replacement for q·k. Its scale is 1 by default."""
 
     module: ClassVar[str] = "scores"
-    # Whether it is a sum over D of what no matrix product gives, so that a compiler may keep D
-    # numbers for each score.
+    # Whether it is a sum over D that no matrix product gives, so that a compiler may hold D numbers
+    # for each score.
     entrywise: ClassVar[bool] = True
 
     def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
@@ -154,7 +154,7 @@ class Cosine(Similarity):
 def _over_size(
     xp: Any, step: Callable[[int, Array, Array], Array], query: Array, key: Array
 ) -> Array:
-    """Sum over D, an entry at a time, so that memory is for l · s numbers, not D times those."""
+    """Sum over D, one entry at a time, with memory for l · s numbers and not D times as many."""
     total = None
     for d in range(query.shape[-1]):
         term = step(d, query[..., :, d, None], key[..., None, :, d])
@@ -173,7 +173,7 @@ class Distance(Similarity):
         if self.p == 1:
             return -_over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
         square = _over_size(xp, lambda d, q, k: (q - k) * (q - k), query, key)
-        # The root has no slope at 0, where its gradient is taken to be 0.
+        # The root has no slope at 0, so its gradient is defined as 0 there.
         far = square > 0
         root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
         return -xp.where(far, root, square)
@@ -275,7 +275,7 @@ class Additive(Similarity):
 
 
 class ScaleRule(Expression):
-    """What ``scale=`` takes beside a number."""
+    """A rule for ``scale=``, in place of a number."""
 
     module: ClassVar[str] = "scores"
 
@@ -291,7 +291,7 @@ class ByNorm(ScaleRule):
     factor: float = 1.0
 
     def apply(self, scores: Array, seen: Iterable[Array], xp: Any) -> Array:
-        """Return rows of scores over their norms; a score counts where all of `seen` hold."""
+        """Divide rows of scores by their norms; a score counts where all of `seen` are True."""
         counted, zeros = scores, xp.zeros_like(scores)
         for one in seen:
             counted = xp.where(one, counted, zeros)
@@ -318,7 +318,7 @@ class ByNorm(ScaleRule):
 
 
 class Normalizer(Expression):
-    """What makes weights of scores in place of softmax. It has no logsumexp."""
+    """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
 
     module: ClassVar[str] = "scores"
 
@@ -357,7 +357,7 @@ class Sigmoid(Normalizer):
     name: ClassVar[str] = "sigmoid"
 
     def weights(self, scores: Array, xp: Any) -> Array:
-        # Each half by the exponential that cannot overflow there; of −inf weight and slope are 0.
+        # Each half uses the exponential that cannot overflow. For −inf, weight and slope are 0.
         zeros = xp.zeros_like(scores)
         seen, negative = scores != -math.inf, scores < 0
         low = xp.exp(xp.where(seen & negative, scores, zeros))
@@ -376,11 +376,11 @@ class Sparsemax(Normalizer):
         highest = xp.max(scores, axis=-1, keepdims=True)
         empty = highest == -math.inf
         seen = scores != -math.inf
-        # Two below the highest none has weight, so what lies there or is absent may lie at −2.
+        # A score 2 or more below the highest has no weight, so it may be −2, as may an absent one.
         low = xp.full_like(scores, -2.0)
         shifted = scores - xp.where(empty, xp.zeros_like(highest), highest)
         shifted = xp.where(shifted < -2, low, shifted)
-        # NumPy's own sort, which a plugin may bring, knows no descending order.
+        # NumPy's own sort, which a plugin may use, has no descending order.
         ordered = -xp.sort(-shifted, axis=-1)
         total = xp.cumulative_sum(ordered, axis=-1)
         count = xp.cumulative_sum(xp.ones_like(ordered), axis=-1)
@@ -388,7 +388,7 @@ class Sparsemax(Normalizer):
         size = xp.sum(within, axis=-1, keepdims=True)
         threshold = (xp.sum(within * ordered, axis=-1, keepdims=True) - 1) / size
         over = shifted - threshold
-        weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a NaN that is seen stays
+        weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a visible NaN stays
         return xp.where(seen, weights, xp.zeros_like(weights))
 
     def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
