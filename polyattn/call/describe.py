@@ -312,9 +312,9 @@ def _without_band(
 
 
 def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
-    """Move a softcap that comes first out of a score value, and a function alone out of its.
+    """Move a leading softcap to its option, and take a single function out of its expression.
 
-    A function with a derivative stays, as only the value has both.
+    A function with a derivative stays: only the expression has both.
     """
     parts = score.parts if isinstance(score, Chain) else (score,)
     first = parts[0]

@@ -293,7 +293,7 @@ def test_what_cannot_be_differentiated_is_refused():
         (
             {"partial": Partial(np.zeros((2, 4, 9, 5)), np.zeros((2, 4, 8)))},
             ValueError,
-            "logsumexp must be what attention_partial gave",
+            "logsumexp must be that of attention_partial",
         ),
         ({"partial": Partial(np.zeros((2, 4, 9, 5)), None)}, ValueError, "needs the logsumexp"),
     ],
