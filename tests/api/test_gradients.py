@@ -331,3 +331,19 @@ def test_no_tangent_is_a_tangent_of_0():
     output, tangent = attention_jvp(primals, (None, None, None))
     assert np.array_equal(output, attention(*primals))
     assert not tangent.any()
+
+
+def test_partials_of_16_bits_keep_their_digits_where_they_are_merged():
+    query, key, value = (x.astype("float16") for x in draw((2, 4, 8), (2, 64, 8), (2, 64, 5)))
+    parts = [slice(n, n + 8) for n in range(0, 64, 8)]
+
+    def joined(**options):
+        return merge(*(attention_partial(query, key[:, p], value[:, p], **options) for p in parts))
+
+    exact = attention(*(x.astype("float64") for x in (query, key, value)))
+    whole = joined(dtype="float32")
+    assert whole.output.dtype == "float32"
+    assert np.max(np.abs(whole.output - exact)) < 1e-6
+    assert np.max(np.abs(joined().output - exact)) > 1e-4
+    with pytest.raises(ValueError, match="dtype must be float16 or float32 for this query"):
+        joined(dtype="float64")
