@@ -260,9 +260,10 @@ def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any
     if not isinstance(score_mod, Score):
         check_signature("score_mod", score_mod, "score, b, h, i, j")
         return "function"
-    for _, thing in score_mod.carried():
+    for name, thing in score_mod.carried():
         if not is_array(thing):
-            check_signature("score_mod", thing, "score, b, h, i, j")
+            of = "the derivative of score_mod" if name == "derivative" else "score_mod"
+            check_signature(of, thing, "score, b, h, i, j")
     return score_mod.spec(facts)
 
 
@@ -311,7 +312,10 @@ def _without_band(
 
 
 def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
-    """Move a softcap that comes first out of a score value, and a function alone out of its."""
+    """Move a softcap that comes first out of a score value, and a function alone out of its.
+
+    A function with a derivative stays, as only the value has both.
+    """
     parts = score.parts if isinstance(score, Chain) else (score,)
     first = parts[0]
     if softcap is None and isinstance(first, Softcap):
@@ -320,4 +324,6 @@ def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | 
         return None, softcap
     if len(parts) > 1:
         return Chain(parts), softcap
-    return parts[0].rule if isinstance(parts[0], Function) else parts[0], softcap
+    only = parts[0]
+    bare = isinstance(only, Function) and only.derivative is None
+    return only.rule if bare else only, softcap

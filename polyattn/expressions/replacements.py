@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, cast
+from polyattn.expressions.derivatives import finite, lengths, sign, stacked, unit, unit_slope, used
 from polyattn.expressions.expression import Expression
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "Sparsemax",
 ]
 
+MatMul = Callable[..., Array]
+
 
 class Similarity(Expression):
     """What stands in place of q·k. Its scale is 1 where none is given."""
@@ -32,7 +35,7 @@ class Similarity(Expression):
     # numbers for each score.
     entrywise: ClassVar[bool] = True
 
-    def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
+    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
         """Return the similarity of queries and keys.
 
         Parameters
@@ -53,6 +56,55 @@ class Similarity(Expression):
         """
         raise NotImplementedError
 
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+    ) -> tuple[Array, Array, list[Array]]:
+        """Return the gradients of the queries, the keys, and the arrays that are carried.
+
+        Parameters
+        ----------
+        query, key, matmul, xp
+            As of `between`.
+        gradient : Array
+            The gradient of the similarity, shape (..., l, s), in the dtype of the query. It is 0
+            where a key is absent, whatever the key holds.
+
+        Returns
+        -------
+        Array
+            The gradient of the queries, shape (..., l, D), with the batch axes of `gradient`.
+        Array
+            That of the keys, shape (..., s, D), with the batch axes of `gradient`.
+        list of Array
+            That of each array of `carried()`, in its shape, summed over all else.
+        """
+        raise NotImplementedError
+
+    def pushforward(
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        matmul: MatMul,
+        xp: Any,
+    ) -> Array:
+        """Return the forward derivative along tangents of queries and keys, shape (..., l, s).
+
+        Parameters
+        ----------
+        query, key, matmul, xp
+            As of `between`.
+        query_tangent, key_tangent : Array
+            The tangents, of the shapes of the query and the key.
+
+        Returns
+        -------
+        Array
+            The tangent of the similarity; that of an absent key may be NaN.
+        """
+        raise NotImplementedError
+
     def check(self, head_size: int) -> None:
         """Raise if the similarity does not fit a call.
 
@@ -68,19 +120,29 @@ class Cosine(Similarity):
     name: ClassVar[str] = "cosine"
     entrywise: ClassVar[bool] = False
 
-    def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
-        return matmul(_unit(query, xp), xp.matrix_transpose(_unit(key, xp)))
+    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
+        return matmul(unit(query, xp), xp.matrix_transpose(unit(key, xp)))
 
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+    ) -> tuple[Array, Array, list[Array]]:
+        query, key = finite(xp, query), finite(xp, key)
+        of_query = matmul(gradient, unit(key, xp))
+        of_key = matmul(xp.matrix_transpose(gradient), unit(query, xp))
+        return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
 
-def _unit(vectors: Array, xp: Any) -> Array:
-    """Divide vectors by their lengths, by way of their largest entries, whose squares may be 0."""
-    ones = xp.ones_like(vectors[..., :1])
-    if not vectors.shape[-1]:
-        return vectors
-    largest = xp.max(xp.abs(vectors), axis=-1, keepdims=True)
-    vectors = vectors / xp.where(largest == 0, ones, largest)
-    square = xp.sum(vectors * vectors, axis=-1, keepdims=True)
-    return vectors / xp.sqrt(xp.where(square == 0, ones, square))
+    def pushforward(
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        matmul: MatMul,
+        xp: Any,
+    ) -> Array:
+        by_query = unit_slope(query, query_tangent, xp), unit(key, xp)
+        by_key = unit(query, xp), unit_slope(key, key_tangent, xp)
+        return sum(matmul(q, xp.matrix_transpose(k)) for q, k in (by_query, by_key))
 
 
 def _over_size(
@@ -101,7 +163,7 @@ class Distance(Similarity):
     name: ClassVar[str] = "distance"
     p: int = 2
 
-    def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
+    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
         if self.p == 1:
             return -_over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
         square = _over_size(xp, lambda d, q, k: (q - k) * (q - k), query, key)
@@ -109,6 +171,51 @@ class Distance(Similarity):
         far = square > 0
         root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
         return -xp.where(far, root, square)
+
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+    ) -> tuple[Array, Array, list[Array]]:
+        if self.p == 1:
+            of_query, of_key = [], []
+            for d in range(query.shape[-1]):
+                slope = gradient * sign(xp, query[..., :, d, None] - key[..., None, :, d])
+                of_query.append(-xp.sum(slope, axis=-1))
+                of_key.append(xp.sum(slope, axis=-2))
+            return *stacked(xp, of_query, of_key, gradient), []
+        share = gradient * used(xp, self._over_root(query, key, xp), gradient)
+        query, key = finite(xp, query), finite(xp, key)
+        across = xp.matrix_transpose(share)
+        of_query = matmul(share, key) - query * xp.sum(share, axis=-1, keepdims=True)
+        of_key = matmul(across, query) - key * xp.sum(across, axis=-1, keepdims=True)
+        return of_query, of_key, []
+
+    def pushforward(
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        matmul: MatMul,
+        xp: Any,
+    ) -> Array:
+        slope = _over_size(
+            xp,
+            lambda d, q, k: (
+                (sign(xp, q - k) if self.p == 1 else q - k)
+                * (query_tangent[..., :, d, None] - key_tangent[..., None, :, d])
+            ),
+            query,
+            key,
+        )
+        return -slope if self.p == 1 else -slope * self._over_root(query, key, xp)
+
+    @staticmethod
+    def _over_root(query: Array, key: Array, xp: Any) -> Array:
+        """Return 1 over the distance of each query and key, 0 where they are the same."""
+        square = _over_size(xp, lambda d, q, k: (q - k) * (q - k), query, key)
+        same = square == 0
+        root = xp.sqrt(xp.where(same, xp.ones_like(square), square))
+        return xp.where(same, square, 1 / root)
 
     def __repr__(self) -> str:
         return f"scores.distance({self.p})"
@@ -119,9 +226,42 @@ class Additive(Similarity):
     name: ClassVar[str] = "additive"
     weight: Any
 
-    def between(self, query: Array, key: Array, matmul: Callable[..., Array], xp: Any) -> Array:
+    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
         weight = cast(xp, self.weight, query.dtype)
         return _over_size(xp, lambda d, q, k: weight[d] * xp.tanh(q + k), query, key)
+
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+    ) -> tuple[Array, Array, list[Array]]:
+        weight = cast(xp, self.weight, query.dtype)
+        of_query, of_key, of_weight = [], [], []
+        for d in range(query.shape[-1]):
+            total = query[..., :, d, None] + key[..., None, :, d]
+            bent = xp.tanh(used(xp, total, gradient))
+            slope = gradient * (1 - bent * bent)
+            of_query.append(weight[d] * xp.sum(slope, axis=-1))
+            of_key.append(weight[d] * xp.sum(slope, axis=-2))
+            of_weight.append(xp.sum(gradient * bent))
+        of_arrays = [xp.stack(of_weight) if of_weight else weight]
+        return *stacked(xp, of_query, of_key, gradient), of_arrays
+
+    def pushforward(
+        self,
+        query: Array,
+        key: Array,
+        query_tangent: Array,
+        key_tangent: Array,
+        matmul: MatMul,
+        xp: Any,
+    ) -> Array:
+        weight = cast(xp, self.weight, query.dtype)
+
+        def step(d: int, q: Array, k: Array) -> Array:
+            bent = xp.tanh(q + k)
+            change = query_tangent[..., :, d, None] + key_tangent[..., None, :, d]
+            return weight[d] * (1 - bent * bent) * change
+
+        return _over_size(xp, step, query, key)
 
     def check(self, head_size: int) -> None:
         facts: ArrayFacts = self.weight
@@ -153,11 +293,26 @@ class ByNorm(ScaleRule):
         counted, zeros = scores, xp.zeros_like(scores)
         for one in seen:
             counted = xp.where(one, counted, zeros)
-        largest = xp.max(xp.abs(counted), axis=-1, keepdims=True)
-        ones = xp.ones_like(largest)
-        size = xp.where(largest == 0, ones, largest)  # so that no square overflows
-        square = xp.sum((counted / size) * (counted / size), axis=-1, keepdims=True)
-        return self.factor * (scores / size) / xp.sqrt(xp.where(square == 0, ones, square))
+        size, root = lengths(counted, xp)
+        return self.factor * (scores / size) / root
+
+    def pullback(self, scores: Array, seen: Iterable[Array], gradient: Array, xp: Any) -> Array:
+        """Return the gradient of the scores, 0 where a key is not seen.
+
+        The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
+        the forward derivative.
+
+        Parameters
+        ----------
+        scores, seen, xp
+            As of `apply`.
+        gradient : Array
+            The gradient of its result; what it holds where a key is not seen does not count.
+        """
+        zeros = xp.zeros_like(scores)
+        for one in seen:
+            scores, gradient = xp.where(one, scores, zeros), xp.where(one, gradient, zeros)
+        return self.factor * unit_slope(scores, gradient, xp)
 
 
 class Normalizer(Expression):
@@ -177,6 +332,23 @@ class Normalizer(Expression):
         """
         raise NotImplementedError
 
+    def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
+        """Return the gradient of the scores, 0 where a weight is 0.
+
+        The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
+        the forward derivative.
+
+        Parameters
+        ----------
+        weights : Array
+            The weights.
+        gradient : Array
+            Their gradient; what it holds where a weight is 0 does not count.
+        xp : module
+            The standard's namespace of the library.
+        """
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sigmoid(Normalizer):
@@ -189,6 +361,9 @@ class Sigmoid(Normalizer):
         low = xp.exp(xp.where(seen & negative, scores, zeros))
         high = xp.exp(-xp.where(negative, zeros, scores))
         return xp.where(seen, xp.where(negative, low / (1 + low), 1 / (1 + high)), zeros)
+
+    def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
+        return xp.where(weights == 0, 0.0, gradient) * weights * (1 - weights)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -213,3 +388,11 @@ class Sparsemax(Normalizer):
         over = shifted - threshold
         weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a NaN that is seen stays
         return xp.where(seen, weights, xp.zeros_like(weights))
+
+    def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
+        within = cast(xp, weights > 0, weights.dtype)
+        within = xp.where(xp.isnan(weights), weights, within)
+        gradient = xp.where(weights == 0, 0.0, gradient)
+        size = xp.sum(within, axis=-1, keepdims=True)
+        mean = xp.sum(gradient, axis=-1, keepdims=True) / xp.where(size == 0, 1.0, size)
+        return within * (gradient - mean)
