@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as forward_mode
 from polyattn.plugin import Problem
 from polyattn_torch.batched_gradients import item_by_item
 
-__all__ = ["Step", "apply", "in_transform", "moved_along", "without_autocast"]
+__all__ = ["Step", "apply", "in_transform", "is_recorded", "moved_along", "without_autocast"]
 
 Tensors = Sequence[torch.Tensor]
 #: One entry for each tensor of a step, None where there is nothing.
@@ -52,6 +52,16 @@ class Step(Protocol):
 def in_transform() -> bool:
     """Return whether torch.func transforms the caller; torch.compile can trace this."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_recorded(problem: Problem) -> bool:
+    """Return whether a call is to be differentiated, as far as it is known beforehand."""
+    if torch.compiler.is_compiling():
+        # In a program, torch.func differentiates operations only.
+        return problem.requires_grad and torch.is_grad_enabled() and not in_transform()
+    if problem.transforms:
+        return not problem.transforms.isdisjoint(("grad", "jvp"))
+    return problem.requires_grad and torch.is_grad_enabled()
 
 
 def apply(step: Step, tensors: Tensors) -> Tensors:
@@ -90,8 +100,8 @@ class _Compiled(torch.autograd.Function):
                 of_output = torch.zeros_like(output)
             given = of_output, of_logsumexp, output, logsumexp, *tensors
             if torch.compiler.is_compiling():
-                return _Gradients.forward(step, wanted, *given)
-            return _Gradients.apply(step, wanted, *given)  # type: ignore[no-untyped-call]
+                return _Gradients.forward(_Asked(step, wanted), *given)
+            return _Gradients.apply(_Asked(step, wanted), *given)  # type: ignore[no-untyped-call]
 
         with without_autocast(output.device.type):
             return None, *_placed(item_by_item(gradients, of_results), wanted)
@@ -107,6 +117,13 @@ class _Attention(_Compiled):
             return tuple(ctx.step.tangents(tensors, (output, logsumexp), moved))
 
 
+class _Asked:
+    """A step and which of its gradients are asked for: one argument, which torch.func takes whole."""
+
+    def __init__(self, step: Step, wanted: Sequence[bool]) -> None:
+        self.step, self.wanted = step, wanted
+
+
 class _Gradients(torch.autograd.Function):
     """The step of the gradients."""
 
@@ -114,8 +131,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        step: Step,
-        wanted: list[bool],
+        asked: _Asked,
         of_output: torch.Tensor,
         of_logsumexp: torch.Tensor | None,
         output: torch.Tensor,
@@ -123,11 +139,13 @@ class _Gradients(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         results = output, logsumexp
-        return step.gradients(tensors, results, (of_output, of_logsumexp), wanted)
+        return asked.step.gradients(
+            tensors, results, (of_output, of_logsumexp), asked.wanted
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.step, ctx.wanted, *saved = inputs
+        ctx.asked, *saved = inputs
         ctx.has_logsumexp = saved[1] is not None
         ctx.set_materialize_grads(False)
         saved = [one for one in saved if one is not None]
@@ -141,13 +159,13 @@ class _Gradients(torch.autograd.Function):
         Output and logsumexp move with the tensors, so they have no gradient of their own.
         """
         of_results, results, tensors = _saved(ctx)
-        step, wanted = ctx.step, list(ctx.needs_input_grad[6:])
+        step, wanted = ctx.asked.step, list(ctx.needs_input_grad[5:])
 
         def gradients(results: Tensors, tensors: Tensors) -> tuple[torch.Tensor, ...]:
             return step.gradients(tensors, results, of_results, wanted, by_operations=True)
 
         def moved_by(*moved_gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
-            moved = _placed(moved_gradients, ctx.wanted)
+            moved = _placed(moved_gradients, ctx.asked.wanted)
             by_results = step.tangents(tensors, results, moved)
             found: Tensors = ()
             if any(wanted):
@@ -156,20 +174,22 @@ class _Gradients(torch.autograd.Function):
             return [by_results[0], by_logsumexp, None, None, *_placed(found, wanted)]
 
         with without_autocast(results[0].device.type):
-            return None, None, *item_by_item(moved_by, moved_gradients)
+            return None, *item_by_item(moved_by, moved_gradients)
 
     @staticmethod
     def jvp(ctx: Any, *moved: Any) -> tuple[torch.Tensor, ...]:
         of_results, results, tensors = _saved(ctx)
-        step, wanted = ctx.step, ctx.wanted
+        asked = ctx.asked
 
         def gradients(*groups: Optionals) -> tuple[torch.Tensor, ...]:
             of_results, results, tensors = groups
-            return step.gradients(tensors, results, of_results, wanted, by_operations=True)
+            return asked.step.gradients(
+                tensors, results, of_results, asked.wanted, by_operations=True
+            )
 
         with without_autocast(of_results[0].device.type):
             return moved_along(
-                gradients, (of_results, results, tensors), (moved[2:4], moved[4:6], moved[6:])
+                gradients, (of_results, results, tensors), (moved[1:3], moved[3:5], moved[5:])
             )
 
 

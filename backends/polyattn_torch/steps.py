@@ -18,7 +18,7 @@ from polyattn.plugin import (
     Score,
     Span,
 )
-from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, moved_along
+from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_recorded, moved_along
 
 __all__ = ["KernelStep", "run_step", "step_of"]
 
@@ -151,7 +151,7 @@ def step_of(
 
     None for a call that autograd does not record, or records operation by operation.
     """
-    if not _is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
+    if not is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
         return None
     if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None
@@ -174,15 +174,6 @@ def run_step(
     """Return what the kernel of a step returns."""
     output, logsumexp = apply(step, tensors)
     return output, logsumexp if has_logsumexp else None
-
-
-def _is_recorded(problem: Problem) -> bool:
-    if torch.compiler.is_compiling():
-        # In a program, torch.func differentiates operations only.
-        return problem.requires_grad and torch.is_grad_enabled() and not in_transform()
-    if problem.transforms:
-        return not problem.transforms.isdisjoint(("grad", "jvp"))
-    return problem.requires_grad and torch.is_grad_enabled()
 
 
 def _changed(x: Operands, change: Any) -> Operands:
