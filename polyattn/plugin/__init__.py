@@ -42,6 +42,7 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
+from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
@@ -63,6 +64,7 @@ __all__ = [
     "Backend",
     "BackendSpec",
     "BackendTools",
+    "Expression",
     "Gradients",
     "Indices",
     "Kernel",
