@@ -19,20 +19,22 @@ from polyattn_numpy.scratch import borrowed_scratch
 
 __all__ = ["gradients"]
 
+# Products of a tile: of the scores and the weights, and the gradients of query, key and value.
+PRODUCTS = 5
+
 
 def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gradients:
     """Return the gradients of a call, computed in tiles of at most `tile` scores."""
     if 0 in problem.scores:
         return _without_scores(problem, x)
-    # Five products for the two of the forward pass.
-    work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * 5 // 2
+    work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * PRODUCTS // 2
     count = 1
     if work >= 2 * THREAD_WORK:
         count = min(thread_count(threads.default), work // THREAD_WORK)
     shared = threads.Shared()
     call = prepare(problem, x, tile, shared.check)
     share_items = call.table is None or not call.table.differs_by_item
-    cut = pieces(problem, tile, count, share_items=share_items)
+    cut = pieces(problem, tile, count, share_items=share_items, products=PRODUCTS)
     if adds_across_heads(problem, x):
         # The order of a sum must not depend on which heads share a piece.
         cut = tuple(one for piece in cut for one in piece.single_heads())

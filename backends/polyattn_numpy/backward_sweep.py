@@ -112,6 +112,7 @@ class BackwardSweep(TileScores):
         super().__init__(call, sums.cut[number], scratch)
         problem, x = call.problem, call.x
         self.sums, self.number, self.backend = sums, number, backend
+        self.turn = sums.turns.begin(number)
         self.modified = problem.softcap is not None or x.score_mod is not None
         # Whether a product with the additional column gives the scores, but for the bias.
         self.linear = not self.modified and x.similarity is None
@@ -131,11 +132,11 @@ class BackwardSweep(TileScores):
         steps.sort(key=lambda tile: tile.columns.start)
         for tile in steps:
             self.call.check()
-            self.sums.turns.reach(self.number, tile.columns.start)
+            self.turn.reach(tile.columns.start)
             self._add(tile)
-        self.sums.turns.reach(self.number, self.problem.key_length)
+        self.turn.reach(self.problem.key_length)
         self._end()
-        self.sums.turns.reach(self.number, math.inf)
+        self.turn.reach(math.inf)
 
     # ---- rows ----
 
@@ -156,10 +157,10 @@ class BackwardSweep(TileScores):
 
         self.output_gradient = self._per_row("output gradient", problem.value_size + 1)
         gradient, delta = self.output_gradient[..., :-1], self.output_gradient[..., -1:]
-        output = self._per_row("output", problem.value_size)
         self._by_head(gradient)[...] = self._rows_of(results.output_gradient)
-        self._by_head(output)[...] = self._rows_of(results.output)
-        np.negative(np.einsum("bkre,bkre->bkr", output, gradient)[..., None], delta)
+        output = self._rows_of(results.output).astype(self.dtype, copy=False)
+        products = np.einsum("bkrge,bkrge->bkrg", output, self._by_head(gradient))
+        np.negative(products[..., None], self._by_head(delta))
         if results.logsumexp_gradient is not None:
             self._by_head(delta)[...] += self._rows_of(results.logsumexp_gradient)
         if self.empty.any():
@@ -172,7 +173,7 @@ class BackwardSweep(TileScores):
         self.query_gradient = self._per_row("query gradient", problem.head_size)
         self.row_sums = {name: self._per_row(name, 1) for name in ("bias", "scale", "softcap")}
         for total in (self.query_gradient, *self.row_sums.values()):
-            total[...] = 0
+            total.fill(0)
 
     def _read_query(self, factor: Any) -> None:
         """Read the queries times a factor, 0 for rows that see no key."""
@@ -183,13 +184,16 @@ class BackwardSweep(TileScores):
 
     def _end(self) -> None:
         """Add the sums of the rows to the gradients."""
+        scale = self.row_sums["scale"]
         if self.call.x.similarity is None:
-            self._read_query(self.dtype.type(1))
+            if not self.factor:
+                self._read_query(self.dtype.type(1))
             by_row = np.einsum("bkrd,bkrd->bkr", self.query_gradient, self.query[..., :-1])
-            self.row_sums["scale"][...] = by_row[..., None]
+            scale[...] = by_row[..., None]
+            scale /= self.factor or self.dtype.type(1)
             self.query_gradient *= self.factor
-        self.row_sums["scale"] *= self.dtype.type(self.per_scale)
-        self.sums.wait_for_rows(self.number)
+        scale *= self.dtype.type(self.per_scale)
+        self.turn.wait_for_rows()
         for total, part in (
             (self.sums.query, self.query_gradient),
             (self.sums.scale, self.row_sums["scale"]),
@@ -243,7 +247,7 @@ class BackwardSweep(TileScores):
                 self.row_sums[name][step.where] += part
         if sums.bias is not None and sums.bias.shape[-1] == 1:
             self.row_sums["bias"][step.where] += shares.bias
-        sums.wait_for_keys(self.number, columns)
+        self.turn.wait_for_keys(columns)
         heads = step.where[1]
         for total, part in ((sums.key, shares.key), (sums.value, shares.value)):
             target = self.piece.view(total, columns)[:, heads]

@@ -60,12 +60,9 @@ class GradientSums:
         # The gradients of arrays in expressions, by piece.
         self._of_score: list[list[Array]] = [[] for _ in cut]
         self._of_similarity: list[list[Array]] = [[] for _ in cut]
-        self.turns = Turns(cut, [self._names(piece) for piece in cut], check)
+        self.turns = Turns(cut, map(self._by_key, cut), map(self._by_row, cut), check)
 
     # ---- sums that pieces share ----
-
-    def _names(self, piece: Piece) -> list[Hashable]:
-        return [*self._by_key(piece), *self._by_row(piece)]
 
     def _by_key(self, piece: Piece) -> set[Hashable]:
         """Return the names of the sums to which a piece adds tile by tile."""
@@ -80,16 +77,6 @@ class GradientSums:
         if self.bias is not None and self.bias.shape[-1] == 1:
             names.add(("bias", _place(piece, self.bias, piece.rows)))
         return names
-
-    def wait_for_keys(self, number: int, columns: Span) -> None:
-        """Return when it is a piece's turn to add to the gradients of some keys."""
-        for name in self._by_key(self.cut[number]):
-            self.turns.wait(number, name, columns)
-
-    def wait_for_rows(self, number: int) -> None:
-        """Return when it is a piece's turn to add to the gradients of its rows."""
-        for name in self._by_row(self.cut[number]):
-            self.turns.wait(number, name)
 
     def add_carried(
         self, number: int, of_score: Sequence[Array], of_similarity: Sequence[Array]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from polyattn.plugin import Span
 from polyattn_numpy.blocks import Piece
 
-__all__ = ["Turns"]
+__all__ = ["Turn", "Turns"]
 
 # Seconds between two looks at what a piece waits for: little beside the work on a tile.
 PAUSE = 5e-5
@@ -30,42 +30,64 @@ class Turns:
     def __init__(
         self,
         cut: Sequence[Piece],
-        sums: Sequence[Sequence[Hashable]],
+        by_key: Iterable[Iterable[Hashable]],
+        by_row: Iterable[Iterable[Hashable]],
         check: Callable[[], None],
     ) -> None:
-        self._cut, self._check = cut, check
-        # The first key that each piece may still add to.
-        self._reached = [-math.inf] * len(cut)
-        self._sharing: dict[Hashable, list[int]] = {}
-        for number, names in enumerate(sums):
-            for name in names:
-                self._sharing.setdefault(name, []).append(number)
-        self._unfinished = dict.fromkeys(self._sharing, 0)
+        """Take the names of the sums to which each piece adds by tile, and at its end."""
+        self.cut, self.check = cut, check
+        # The first key that each piece may still add.
+        self.reached = [-math.inf] * len(cut)
+        self._by_key, self._by_row = _groups(by_key), _groups(by_row)
 
-    def wait(self, number: int, name: Hashable, columns: Span | None = None) -> None:
-        """Return once the pieces before one have added some keys, or all, to the sum of a name."""
-        for other in self._before(number, name):
-            while not self._has_passed(other, columns):
-                self._check()
-                time.sleep(PAUSE)
+    def begin(self, number: int) -> Turn:
+        """Return the turn of a piece. All pieces before it must have begun."""
+        by_key, by_row = (
+            [
+                other
+                for group in groups[number]
+                for other in group
+                if other < number and self.reached[other] < math.inf
+            ]
+            for groups in (self._by_key, self._by_row)
+        )
+        return Turn(self, number, by_key, by_row)
 
-    def reach(self, number: int, column: float) -> None:
-        """Say that a piece will add no key before one; no key at all from infinity on."""
-        self._reached[number] = column
 
-    def _before(self, number: int, name: Hashable) -> Iterator[int]:
-        """Yield the pieces before one that share a sum with it and have not finished."""
-        sharing, first = self._sharing[name], self._unfinished[name]
-        while self._reached[sharing[first]] == math.inf:
-            first += 1
-        self._unfinished[name] = first
-        while sharing[first] < number:
-            yield sharing[first]
-            first += 1
+class Turn:
+    """The turn of a piece to add to its sums."""
 
-    def _has_passed(self, other: int, columns: Span | None) -> bool:
-        if columns is None:
-            return self._reached[other] == math.inf
-        own = self._cut[other].columns
-        apart = own.stop <= columns.start or columns.stop <= own.start
-        return apart or self._reached[other] >= columns.stop
+    def __init__(self, turns: Turns, number: int, by_key: list[int], by_row: list[int]) -> None:
+        self._turns, self._number = turns, number
+        self._by_key, self._by_row = by_key, by_row
+
+    def wait_for_keys(self, columns: Span) -> None:
+        """Return once the pieces before have added some keys to the sums that they share."""
+        for other in self._by_key:
+            own = self._turns.cut[other].columns
+            if own.start < columns.stop and columns.start < own.stop:
+                self._wait_for(other, columns.stop)
+
+    def wait_for_rows(self) -> None:
+        """Return once the pieces before have ended with which a sum by row is shared."""
+        for other in self._by_row:
+            self._wait_for(other, math.inf)
+
+    def reach(self, column: float) -> None:
+        """Say that the piece will add no key before one; infinity means that it ends."""
+        self._turns.reached[self._number] = column
+
+    def _wait_for(self, other: int, column: float) -> None:
+        while self._turns.reached[other] < column:
+            self._turns.check()
+            time.sleep(PAUSE)
+
+
+def _groups(names: Iterable[Iterable[Hashable]]) -> list[list[list[int]]]:
+    """Return for each piece the groups that share a sum, each as the numbers of its pieces."""
+    named = [list(one) for one in names]
+    groups: dict[Hashable, list[int]] = {}
+    for number, own in enumerate(named):
+        for name in own:
+            groups.setdefault(name, []).append(number)
+    return [[groups[name] for name in own if len(groups[name]) > 1] for own in named]
