@@ -6,7 +6,7 @@ from types import ModuleType
 from polyattn import masks, scores
 from polyattn.api.attention import attention
 from polyattn.api.explain import explain
-from polyattn.api.gradients import attention_backward, attention_vjp
+from polyattn.api.gradients import attention_backward, attention_jvp, attention_vjp
 from polyattn.api.partial import Partial, attention_partial, merge
 from polyattn.api.weights import TopWeights, attention_weights
 from polyattn.call.describe import Gradients
@@ -34,6 +34,7 @@ __all__ = [
     "UnsupportedError",
     "attention",
     "attention_backward",
+    "attention_jvp",
     "attention_partial",
     "attention_vjp",
     "attention_weights",
@@ -48,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import the parts that are not needed by attention when they are first asked for."""
+    """Import a part that attention does not need, when it is first used."""
     if name in ("conformance", "dialects", "nn", "plot"):
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

@@ -192,13 +192,16 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
     return RelativeBias(table, bidirectional, int(max_distance))
 
 
-def function(rule: Callable[..., Array]) -> Score:
+def function(rule: Callable[..., Array], derivative: Callable[..., Array] | None = None) -> Score:
     """Turn a function as FlexAttention takes it into a score modification that composes.
 
     Parameters
     ----------
     rule : callable
         A function ``(score, b, h, i, j) -> score`` of index arrays that broadcast with the scores.
+    derivative : callable, optional
+        A function of the same arrays: the derivative of `rule` with respect to ``score``. Gradients
+        need it in a library that does not differentiate functions itself, such as NumPy.
 
     Returns
     -------
@@ -212,8 +215,12 @@ def function(rule: Callable[..., Array]) -> Score:
     ...     return score * score
     >>> scores.temperature(2.0) >> squared
     scores.temperature(2.0) >> scores.function(squared)
+    >>> def doubled(score, b, h, i, j):
+    ...     return 2 * score
+    >>> scores.function(squared, derivative=doubled)
+    scores.function(squared, doubled)
     """
-    return as_score(rule)
+    return as_score(rule, derivative)
 
 
 # ---- similarities ------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ MUTATIONS = (
     mutation("a softcap in a chain not divided by", STEPS, "tanh(scores / self.cap)",
              "tanh(scores)"),
     mutation("temperature turned round", STEPS, "scores / self.t", "scores * self.t"),
-    mutation("keys not of length one", REPLACEMENTS, "xp.matrix_transpose(_unit(key, xp))",
+    mutation("keys not of length one", REPLACEMENTS, "xp.matrix_transpose(unit(key, xp))",
              "xp.matrix_transpose(key)"),
     mutation("the farther the larger", REPLACEMENTS, "return -xp.where(far, root, square)",
              "return xp.where(far, root, square)"),

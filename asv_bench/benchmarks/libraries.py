@@ -40,7 +40,7 @@ def open_library(backend: str) -> Library:
     if importlib.util.find_spec(kind.module) is None:
         raise SkipNotImplemented(f"{kind.module} is not installed")
     if (device == "cuda" or name == "cupy") and not has_driver():
-        raise SkipNotImplemented("there is no driver of a GPU")
+        raise SkipNotImplemented("there is no GPU driver")
     if device == "mps" and sys.platform != "darwin":
         raise SkipNotImplemented("only macOS has mps")
     return kind(device)

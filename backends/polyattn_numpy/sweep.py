@@ -12,7 +12,7 @@ stable
     The running maximum is subtracted too, for the rows that remain: they have large scores, or see
     NaN or infinity.
 
-Which pass a row's result comes from depends only on what the row sees, and so does each bit of it.
+The pass that gives a row's result depends only on what the row sees, and so does each of its bits.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TorchBackend(Backend):
         return devices
 
     def hardware(self, device: str) -> dict[str, str | int]:
-        """Return what torch knows about an accelerator; nothing for the CPU."""
+        """Return the facts that torch knows about an accelerator; none for the CPU."""
         known: dict[str, str | int] = {}
         with contextlib.suppress(Exception):  # absent, or cannot be asked
             if device.startswith(("cuda", "xpu")):
@@ -118,7 +118,7 @@ class TorchBackend(Backend):
         return output, like.new_empty(problem.scores[:-1], dtype=accumulator)
 
     def is_eager(self, array: Array) -> bool:
-        """Whether this is an ordinary tensor on the CPU."""
+        """Return whether this is an ordinary tensor on the CPU."""
         return (
             array.device.type == "cpu"
             and type(array) in (torch.Tensor, torch.nn.Parameter)

@@ -1,8 +1,8 @@
-"""Kernel that calls scaled_dot_product_attention, for what it computes exactly by the semantics.
+"""Kernel that calls scaled_dot_product_attention, for calls that it computes correctly.
 
 On the CPU a row without keys gives 0, as it should (torch >= 2.5). Where torch cannot return a
-result, or computes it wrongly, a `Route` names an engine or workarounds. It is found once and costs
-a plain call nothing.
+result, or computes it wrongly, a `Route` names an engine or workarounds. It is found once and adds
+nothing to a plain call.
 """
 
 from __future__ import annotations

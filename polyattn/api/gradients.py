@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from polyattn.api.attention import attention
+from polyattn.api.attention import attention, compute
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, cast, is_array, library_of
@@ -18,7 +18,7 @@ from polyattn.dispatch.select import check_kernel, select
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
 
-__all__ = ["attention_backward", "attention_vjp"]
+__all__ = ["attention_backward", "attention_jvp", "attention_vjp"]
 
 
 def attention_backward(
@@ -156,10 +156,7 @@ def attention_vjp(
     (8, 5, 64)
     """
     check_names("attention_vjp", options)
-    if options.get("normalizer") is None:
-        partial = attention_partial(query, key, value, **options)
-    else:
-        partial = Partial(attention(query, key, value, **options), None)
+    partial = _with_residuals(query, key, value, **options)
 
     def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
         """Return the gradients from that of the output, and of the logsumexp if it has one."""
@@ -174,6 +171,15 @@ def attention_vjp(
         )
 
     return partial.output, pullback
+
+
+def _with_residuals(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> Partial:
+    """Return the output with the logsumexp, which a normalizer has not."""
+    if options.get("normalizer") is None:
+        return attention_partial(query, key, value, **options)
+    return Partial(attention(query, key, value, **options), None)
 
 
 def _finished(
@@ -211,4 +217,82 @@ def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates:
             if is_array(thing)
             else thing
         )
+    )
+
+
+def attention_jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Array | None],
+    *,
+    bias_tangent: Array | None = None,
+    sinks_tangent: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]:
+    """Compute attention and its directional derivative: forward mode.
+
+    Parameters
+    ----------
+    primals : sequence of Array
+        Query, key and value, as for `attention`.
+    tangents : sequence of (Array or None)
+        The direction: the tangents of query, key and value, in their shapes and dtypes; None for 0.
+    bias_tangent, sinks_tangent : Array, optional
+        The tangents of `bias` and `sinks`; 0 by default.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    output : Array
+        As from `attention`.
+    output_tangent : Array
+        The derivative of the output in that direction, in its shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`.
+
+    See Also
+    --------
+    attention_vjp : Reverse mode.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_jvp
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, tangent = attention_jvp((x, x, x), (None, None, x))
+    >>> bool(np.allclose(tangent, output))  # linear in the values
+    True
+    """
+    check_names("attention_jvp", options)
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, (tuple, list)) or len(given) != 3:
+            raise TypeError(f"{name} must be those of query, key and value; got {_listed(given)}")
+    names = ("query", "key", "value", "bias", "sinks")
+    moved = {
+        f"{name}_tangent": tangent
+        for name, tangent in zip(names, (*tangents, bias_tangent, sinks_tangent), strict=True)
+        if tangent is not None
+    }
+    partial = _with_residuals(*primals, **options)
+    if not moved:
+        return partial.output, library_of(partial.output).xp.zeros_like(partial.output)
+    arguments: dict[str, Any] = dict(options)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    call, operands = describe(
+        *primals,
+        known_logsumexp=partial.logsumexp,
+        output=partial.output,
+        tangents=moved,
+        **arguments,
+    )
+    tangent, _ = compute(call, operands, backend, kernel)
+    return partial.output, cast(library_of(tangent).xp, tangent, partial.output.dtype)
+
+
+def _listed(given: Any) -> str:
+    return (
+        f"{len(given)} of them" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
     )

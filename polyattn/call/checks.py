@@ -140,6 +140,7 @@ def check_operand_shapes(call: Call, scores: Shape) -> None:
             f" {call.sinks.shape}"
         )
     _check_results(call, scores, rank)
+    _check_tangents(call)
     if isinstance(call.query_offset, ArrayFacts):
         offset, batch = call.query_offset.shape, scores[:-3]
         if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:
@@ -158,9 +159,11 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
     known = call.known_logsumexp
     if known is not None and (known.shape != rows or known.dtype not in ("float32", "float64")):
         raise ValueError(
-            f"logsumexp must be what attention_partial gave for this call, {rows} in float32"
+            f"logsumexp must be that of attention_partial for this call, {rows} in float32"
             f" or float64; got {known}"
         )
+    if call.output is not None and known is None and call.normalizer is None:
+        raise ValueError("a gradient needs the logsumexp: pass the result of attention_partial")
     for name, shape in (
         ("output", (*rows, value_size)),
         ("output_gradient", (*rows, value_size)),
@@ -175,6 +178,15 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
         if given.dtype not in (call.query.dtype, accumulator):
             raise TypeError(
                 f"{name} must be {call.query.dtype} as the query, or {accumulator}; got {given}"
+            )
+
+
+def _check_tangents(call: Call) -> None:
+    for name, tangent in call.tangents:
+        of = getattr(call, name.removesuffix("_tangent"))
+        if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
+            raise ValueError(
+                f"{name} must have the shape and dtype of its argument, {of}; got {tangent}"
             )
 
 

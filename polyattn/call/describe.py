@@ -1,6 +1,6 @@
 """Describe a call: the facts of its arrays and its options, each option checked by itself.
 
-`polyattn.call.problem` checks what must hold among them.
+`polyattn.call.problem` checks them together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     sinks : Array or None
         Shape (H,).
     similarity : Similarity or None
-        What replaces q·k.
+        The replacement for q·k.
     seed : int, Array or None
         The seed of dropout.
     known_logsumexp : Array or None
@@ -53,6 +53,8 @@ class Operands(NamedTuple):
         In a call for gradients, the output and its gradient, shape (..., H, L, E).
     logsumexp_gradient : Array or None
         In a call for gradients, that of the logsumexp, shape (..., H, L).
+    query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent : Array or None
+        In a call for a directional derivative, the tangents of these arguments; None for 0.
     """
 
     query: Array
@@ -69,6 +71,11 @@ class Operands(NamedTuple):
     output: Array | None = None
     output_gradient: Array | None = None
     logsumexp_gradient: Array | None = None
+    query_tangent: Array | None = None
+    key_tangent: Array | None = None
+    value_tangent: Array | None = None
+    bias_tangent: Array | None = None
+    sinks_tangent: Array | None = None
 
 
 class Gradients(NamedTuple):
@@ -96,7 +103,7 @@ class Gradients(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The facts of a call without the values of its arrays. Plans are remembered by it."""
+    """The facts of a call, without the contents of its arrays; plans are cached by them."""
 
     query: ArrayFacts
     key: ArrayFacts
@@ -121,6 +128,7 @@ class Call(NamedTuple):
     layout: str
     logsumexp: bool
     transforms: frozenset[str]
+    tangents: tuple[tuple[str, ArrayFacts], ...] = ()
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:
         """Return the names and facts of query, key and value."""
@@ -135,7 +143,7 @@ class Call(NamedTuple):
                 found.append((name, given))
             elif isinstance(given, (Mask, Score, Similarity)):
                 found += named(given, name)
-        return found
+        return [*found, *self.tangents]
 
 
 def describe(
@@ -160,6 +168,7 @@ def describe(
     output: Any = None,
     output_gradient: Any = None,
     logsumexp_gradient: Any = None,
+    tangents: dict[str, Any] | None = None,
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
@@ -213,6 +222,9 @@ def describe(
         query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
         known_logsumexp, output, output_gradient, logsumexp_gradient,
     )  # fmt: skip
+    if tangents is not None:
+        described = tuple((name, facts(array, name)) for name, array in tangents.items())
+        return call._replace(tangents=described), operands._replace(**tangents)
     return call, operands
 
 
@@ -248,9 +260,10 @@ def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any
     if not isinstance(score_mod, Score):
         check_signature("score_mod", score_mod, "score, b, h, i, j")
         return "function"
-    for _, thing in score_mod.carried():
+    for name, thing in score_mod.carried():
         if not is_array(thing):
-            check_signature("score_mod", thing, "score, b, h, i, j")
+            of = "the derivative of score_mod" if name == "derivative" else "score_mod"
+            check_signature(of, thing, "score, b, h, i, j")
     return score_mod.spec(facts)
 
 
@@ -299,7 +312,10 @@ def _without_band(
 
 
 def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
-    """Move a softcap that comes first out of a score value, and a function alone out of its."""
+    """Move a leading softcap to its option, and take a single function out of its expression.
+
+    A function with a derivative stays: only the expression has both.
+    """
     parts = score.parts if isinstance(score, Chain) else (score,)
     first = parts[0]
     if softcap is None and isinstance(first, Softcap):
@@ -308,4 +324,7 @@ def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | 
         return None, softcap
     if len(parts) > 1:
         return Chain(parts), softcap
-    return parts[0].rule if isinstance(parts[0], Function) else parts[0], softcap
+    only = parts[0]
+    if isinstance(only, Function) and only.derivative is None:
+        return only.rule, softcap
+    return only, softcap

@@ -62,7 +62,7 @@ class Plan(NamedTuple):
         return output, None if logsumexp is None else _on_query_device(query, back(logsumexp))
 
     def run_backward(self, operands: Operands) -> Gradients:
-        """Run the kernel's backward pass; the gradients are in the query's library, on its device."""
+        """Run the kernel's backward pass, and return gradients on the query's device."""
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
@@ -145,8 +145,8 @@ def _wrap_callback(
         result = function(*map(back, indices))
         if isinstance(result, bool):
             return result
-        facts = facts_of(result, "what the function returned")
-        lost = conversion_loss("what the function returned", facts, problem.transforms)
+        facts = facts_of(result, "the result of the function")
+        lost = conversion_loss("the result of the function", facts, problem.transforms)
         if lost is not None:
             raise UnsupportedError(lost)
         return _mover(backend_of(result), backend, problem.device)(result)

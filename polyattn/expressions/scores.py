@@ -1,4 +1,4 @@
-"""Score modifications as expressions: what `polyattn.scores` makes and a kernel applies."""
+"""Score modifications as expressions, which `polyattn.scores` makes and kernels apply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, cast, is_array
-from polyattn.expressions.expression import Expression
+from polyattn.expressions.derivatives import into_heads, used
+from polyattn.expressions.expression import Expression, shown
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 
 __all__ = [
@@ -44,6 +45,34 @@ class Score(Expression):
         """
         raise NotImplementedError
 
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        """Return the gradients of the scores and of the arrays that the modification carries.
+
+        Each modified score is a function of one score, so a tangent in place of the gradient makes
+        the first result the forward derivative.
+
+        Parameters
+        ----------
+        scores : Array
+            The scores before the modification.
+        at : ScoreIndices
+            The indices of their tile.
+        gradient : Array
+            The gradient of the modified scores, shape (..., H, l, s). It is 0 where a key is
+            absent, and the result is 0 there whatever the score.
+
+        Returns
+        -------
+        Array
+            The gradient of the scores, shape (..., H, l, s).
+        list of Array
+            The gradient of each array of `carried()`, in its shape and in the dtype of the scores,
+            summed over the tile.
+        """
+        raise NotImplementedError
+
     def check(self, dims: ScoreDims) -> None:
         """Raise if the modification does not fit a call.
 
@@ -74,15 +103,21 @@ def _chained(*scores: Any) -> Score:
     return Chain(tuple(parts))
 
 
-def as_score(rule: Any) -> Score:
+def as_score(rule: Any, derivative: Any = None) -> Score:
     """Return a score value as it is, and a function as the value that means it."""
-    if isinstance(rule, Score):
+    if derivative is None and isinstance(rule, Score):
         return rule
     if not callable(rule) or isinstance(rule, Expression):
+        place = "scores compose with scores and functions"
+        if derivative is not None:
+            place = "scores.function: a derivative goes with a function"
+        raise TypeError(f"{place} (score, b, h, i, j); got {rule!r}")
+    if not (derivative is None or callable(derivative)) or isinstance(derivative, Expression):
         raise TypeError(
-            f"scores compose with scores and functions (score, b, h, i, j); got {rule!r}"
+            "scores.function: derivative must be a function (score, b, h, i, j), the derivative"
+            f" with respect to the score; got {derivative!r}"
         )
-    return Function(rule)
+    return Function(rule, derivative)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,6 +128,18 @@ class Chain(Score):
         for part in self.parts:
             scores = part.apply(scores, at)
         return scores
+
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        given = [scores]
+        for part in self.parts[:-1]:
+            given.append(part.apply(given[-1], at))
+        found: list[Array] = []
+        for part, before in zip(reversed(self.parts), reversed(given), strict=True):
+            gradient, arrays = part.pullback(before, at, gradient)
+            found = arrays + found
+        return gradient, found
 
     def check(self, dims: ScoreDims) -> None:
         for part in self.parts:
@@ -110,6 +157,12 @@ class Softcap(Score):
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return self.cap * at.xp.tanh(scores / self.cap)
 
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        bounded = at.xp.tanh(used(at.xp, scores, gradient) / self.cap)
+        return gradient * (1 - bounded * bounded), []
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Temperature(Score):
@@ -119,6 +172,11 @@ class Temperature(Score):
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return scores / self.t
 
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        return gradient / self.t, []
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Alibi(Score):
@@ -126,13 +184,25 @@ class Alibi(Score):
     slopes: Any
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
-        far = cast(at.xp, at.xp.abs(at.away_from_row()), scores.dtype)
-        return scores - self._slopes(at, scores.dtype) * far
+        return scores - self._slopes(at, scores.dtype) * self._far(at, scores.dtype)
+
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        if not is_array(self.slopes):
+            return gradient, []
+        lost = -gradient * self._far(at, scores.dtype)
+        lost = _sum_lead(at.xp, at.xp.sum(lost, axis=(-2, -1)), 1)
+        return gradient, [into_heads(at.xp, lost, at.head, self.slopes.shape[0])]
+
+    @staticmethod
+    def _far(at: ScoreIndices, dtype: Any) -> Array:
+        return cast(at.xp, at.xp.abs(at.away_from_row()), dtype)
 
     def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
             return cast(at.xp, at.per_head(self.slopes), dtype)
-        # Those of a power of two of heads, and for the rest every other one of twice as many.
+        # The slopes for a power of two heads; for the rest, every other slope for twice as many.
         whole = 1 << (self.slopes.bit_length() - 1)
         head = cast(at.xp, at.head, dtype)
         exponent = at.xp.where(
@@ -164,16 +234,32 @@ class RelativeBias(Score):
     max_distance: int = 128
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
-        bucket = self.bucket(at.away_from_row(), self.table.shape[0], at.xp)
+        bucket = self._bucket(at)
         return scores + cast(at.xp, at.looked_up(self.table, bucket, at.head), scores.dtype)
 
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        xp, bucket = at.xp, self._bucket(at)
+        buckets, heads = self.table.shape
+        # The standard cannot add at indices, so a pass for each bucket, over as few as can be.
+        each = gradient if math.prod(bucket.shape[:-2]) > 1 else _sum_lead(xp, gradient, 3)
+        sums = [
+            _sum_lead(xp, xp.sum(xp.where(bucket == n, each, 0.0), axis=(-2, -1)), 1)
+            for n in range(buckets)
+        ]
+        return gradient, [into_heads(xp, xp.stack(sums), at.head, heads)]
+
+    def _bucket(self, at: ScoreIndices) -> Array:
+        return self.bucket(at.away_from_row(), self.table.shape[0], at.xp)
+
     def bucket(self, away: Array, buckets: int, xp: Any) -> Array:
-        """Return the bucket of keys so far after their rows."""
+        """Return the bucket of keys at these distances after their rows."""
         each = buckets // 2 if self.bidirectional else buckets
         exact = each // 2
         zero = xp.zeros_like(away)
         distance = xp.abs(away) if self.bidirectional else xp.where(away < 0, -away, zero)
-        # Steps at whole numbers, where a logarithm would round to either side by its library.
+        # The steps are whole numbers, because libraries round a logarithm differently.
         found = xp.where(distance < exact, distance, zero + exact)
         for first in _steps(exact, each, self.max_distance):
             found = found + cast(xp, distance >= first, away.dtype)
@@ -194,6 +280,12 @@ class RelativeBias(Score):
         return f"{table}{given})"
 
 
+def _sum_lead(xp: Any, array: Array, rank: int) -> Array:
+    """Sum an array over all but its last axes."""
+    lead = tuple(range(len(array.shape) - rank))
+    return xp.sum(array, axis=lead) if lead else array
+
+
 def _steps(exact: int, each: int, most: int) -> list[int]:
     """Return the first distance of each bucket after the exact ones.
 
@@ -212,6 +304,19 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
 class Function(Score):
     name: ClassVar[str] = "function"
     rule: Callable[..., Any]
+    derivative: Callable[..., Any] | None = None
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return at.by_score_mod(self.rule, scores)
+
+    def pullback(
+        self, scores: Array, at: ScoreIndices, gradient: Array
+    ) -> tuple[Array, list[Array]]:
+        if self.derivative is None:
+            raise TypeError(
+                f"scores.function({shown(self.rule)}) has no derivative: give it one,"
+                " scores.function(f, derivative=g), or use torch or JAX, which differentiate f"
+                " themselves"
+            )
+        slope = at.by_score_mod(self.derivative, used(at.xp, scores, gradient))
+        return gradient * used(at.xp, slope, gradient), []

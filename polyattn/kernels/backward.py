@@ -15,14 +15,13 @@ from polyattn.arrays import Array, cast
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
-from polyattn.kernels.dense import scaled
 from polyattn.kernels.masked_sum import hide, visible_product
 from polyattn.kernels.sums import Sums
 from polyattn.plugin import Backend
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
 from polyattn.tiles.coverage import TileQuery, combined_mask
-from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
+from polyattn.tiles.grouped_heads import fold_heads, scaled, unfold_heads
 from polyattn.tiles.indices import Indices
 
 __all__ = ["RowBlock", "Scored", "gradients", "score_tile", "visible_tiles"]
@@ -83,19 +82,19 @@ class RowBlock(NamedTuple):
         The query rows.
     query : Array
         scale · query, or the query for another similarity, shape (..., G, H/G · l, D).
-    output_gradient : Array
-        The gradient of the output, shape (..., G, H/G · l, E).
+    output_gradient : Array or None
+        The gradient of the output, shape (..., G, H/G · l, E); None in forward mode.
     logsumexp : Array or None
         0 where it is −inf, shape (..., H, l, 1); None with another normalizer.
-    delta : Array
+    delta : Array or None
         Σ output · output gradient − logsumexp gradient, shape (..., H, l, 1).
     """
 
     rows: Span
     query: Array
-    output_gradient: Array
+    output_gradient: Array | None
     logsumexp: Array | None
-    delta: Array
+    delta: Array | None
 
     @classmethod
     def of(cls, problem: Problem, x: Operands, backend: Backend, rows: Span) -> RowBlock:
@@ -106,25 +105,21 @@ class RowBlock(NamedTuple):
         def part(array: Array) -> Array:
             return cast(xp, array[..., rows.start : rows.stop, :], dtype)
 
-        gradient = part(x.output_gradient)
-        logsumexp = None
-        delta = xp.sum(part(x.output) * gradient, axis=-1, keepdims=True)
+        query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
+        empty = logsumexp = None
         if x.known_logsumexp is not None:
             logsumexp = part(x.known_logsumexp[..., None])
             empty = logsumexp == -math.inf
-            zeros = xp.zeros_like(delta)
-            delta = xp.where(empty, zeros, delta)
-            if x.logsumexp_gradient is not None:
-                direct = part(x.logsumexp_gradient[..., None])
-                delta = delta - xp.where(empty, zeros, direct)
             logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)
-        return cls(
-            rows,
-            scaled(problem, x.query[..., rows.start : rows.stop, :], xp),
-            fold_heads(problem, gradient, xp),
-            logsumexp,
-            delta,
-        )
+        if x.output_gradient is None:
+            return cls(rows, query, None, logsumexp, None)
+        gradient = part(x.output_gradient)
+        delta = xp.sum(part(x.output) * gradient, axis=-1, keepdims=True)
+        if x.logsumexp_gradient is not None:
+            delta = delta - part(x.logsumexp_gradient[..., None])
+        if empty is not None:
+            delta = xp.where(empty, xp.zeros_like(delta), delta)
+        return cls(rows, query, fold_heads(problem, gradient, xp), logsumexp, delta)
 
 
 class Scored(NamedTuple):
@@ -191,9 +186,10 @@ def score_tile(
     if problem.masks:
         weights = xp.where(seen, weights, nothing)
         # A derivative is taken at every score: where none is seen, at 0.
-        product, normed, capped = (
-            xp.where(seen, one, nothing) for one in (product, normed, capped)
-        )
+        normed, capped = (xp.where(seen, one, nothing) for one in (normed, capped))
+        # The norm of a row counts the keys that the bias hides.
+        for one in hidden if problem.score_norm else [seen]:
+            product = xp.where(one, product, nothing)
     return Scored(product, normed, capped, seen, weights, hidden)
 
 

@@ -7,20 +7,21 @@ The letters are those of the semantics: query (..., H, L, D), key (..., G, S, D)
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from polyattn.arrays import Array, cast
-from polyattn.call.describe import Operands
+from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
+from polyattn.kernels.backward import gradients
+from polyattn.kernels.jvp import tangents
 from polyattn.kernels.masked_sum import hide, weighted_sum
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
-from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
+from polyattn.tiles.grouped_heads import scaled, unfold_heads
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
-__all__ = ["Dense", "attend", "scaled", "scores"]
+__all__ = ["Dense", "attend", "scores"]
 
 
 class Dense(Kernel):
@@ -43,12 +44,17 @@ class Dense(Kernel):
                 state = combine(backend.xp, initial_state(problem, x, backend.xp, rows), state)  # 6
         return normalize(problem, state, x.query.dtype, backend.xp)  # 7, the division
 
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the gradients."""
+        return gradients(problem, operands, backend, *_whole(problem))
 
-def scaled(problem: Problem, query: Array, xp: Any) -> Array:
-    """Return scale · query, at least in float32, the heads of a group folded into its rows."""
-    query = cast(xp, query, getattr(xp, problem.accumulator))
-    # Another similarity need not be linear in the query, so its result is scaled.
-    return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, xp)
+    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+        """Return the tangents of output and logsumexp."""
+        return tangents(problem, operands, backend, *_whole(problem))
+
+
+def _whole(problem: Problem) -> tuple[int, int]:
+    return max(1, problem.query_length), max(1, problem.key_length)
 
 
 def scores(
@@ -66,9 +72,9 @@ def scores(
     Parameters
     ----------
     problem, x, backend
-        As a kernel is given them.
+        The arguments of a kernel.
     query : Array
-        What `scaled` made of the tile's rows of the query.
+        The result of `scaled` for the tile's query rows.
     at : Indices
         The indices of the tile.
     columns : Span
@@ -113,13 +119,13 @@ def attend(
     Parameters
     ----------
     problem, x, backend, query, columns, masked
-        As of `scores`.
+        As for `scores`.
     rows : Span
         The query rows.
 
     Returns
     -------
-    Running
+    SoftmaxState
         The weighted sum of values, and the maximum and sum of the weights.
     """
     xp = backend.xp

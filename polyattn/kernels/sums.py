@@ -152,6 +152,7 @@ class Sums:
 
     def _joined_bias(self) -> Array:
         xp, bias = self._xp, self._x.bias
+        assert bias is not None
         if not self._bias:
             return self._zeros(bias)
         down, across = (

@@ -1,7 +1,7 @@
 """The same result in memory for one tile of scores, for any L and S.
 
 `combine` folds over blocks of keys, for one block of rows at a time. Empty tiles are skipped and
-full tiles are not masked, as far as static facts and readable arrays tell.
+full tiles are not masked, as far as static facts and readable arrays show.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.backward import gradients
-from polyattn.kernels.dense import attend, scaled
+from polyattn.kernels.dense import attend
+from polyattn.kernels.jvp import tangents
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
 from polyattn.tiles.coverage import TileQuery, combined_mask
+from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
 __all__ = ["Tiled"]
 
-# No less than this for each head, however many heads there are.
+# The least scores of a tile per head, for any number of heads.
 SMALLEST = 2**12
 
 
 class Tiled(Kernel):
-    """The formula a tile of scores at a time, with memory for one tile beside the output."""
+    """The formula, one tile of scores at a time, with memory for one tile beside the output."""
 
     name = "tiled"
     # A norm and a normalizer need a whole row at once.
@@ -47,6 +49,10 @@ class Tiled(Kernel):
     def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
         """Return the gradients, with memory for one tile beside them."""
         return gradients(problem, operands, backend, *block_sizes(problem, self.tile))
+
+    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+        """Return the tangents, with memory for one tile beside them."""
+        return tangents(problem, operands, backend, *block_sizes(problem, self.tile))
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

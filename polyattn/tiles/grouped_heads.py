@@ -1,17 +1,17 @@
 """Grouped heads by reshaping: the query heads that share a key/value head become rows of it.
 
 Query head h reads key/value head h // (H // G), so folding (G, H/G, l) into (G, H/G · l) rows makes
-one matrix product of a group, and no key or value is ever repeated.
+one matrix product of a group, and keys and values are not repeated.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array
+from polyattn.arrays import Array, cast
 from polyattn.call.problem import Problem
 
-__all__ = ["fold_heads", "unfold_heads"]
+__all__ = ["fold_heads", "scaled", "unfold_heads"]
 
 
 def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
@@ -35,7 +35,7 @@ def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
         return array
     *batch, heads, rows, size = array.shape
     groups, members = problem.key_heads, heads // problem.key_heads
-    # In two steps, of which dask can do each where it could not do both at once.
+    # In two steps: dask can do each of them, but not both at once.
     array = xp.reshape(array, (*batch, groups, members, rows, size))
     return xp.reshape(array, (*batch, groups, members * rows, size))
 
@@ -63,3 +63,25 @@ def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
     members = problem.heads // groups
     array = xp.reshape(array, (*batch, groups, members, folded // members, size))
     return xp.reshape(array, (*batch, groups * members, folded // members, size))
+
+
+def scaled(problem: Problem, query: Array, xp: Any) -> Array:
+    """Return scale · query, at least in float32, its heads folded.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    query : Array
+        Rows of the query, shape (..., H, l, D).
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    Array
+        Shape (..., G, H/G · l, D).
+    """
+    query = cast(xp, query, getattr(xp, problem.accumulator))
+    # Another similarity need not be linear in the query, so its result is scaled.
+    return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, xp)

@@ -1,0 +1,134 @@
+"""The directional derivative of attention, a tile of scores at a time: forward mode.
+
+With weights p, the tangent of the output is Σ p·(t − m)·v + p·(tangent of v), where t is the
+tangent of a score and m = Σ p·t that of the logsumexp.
+"""
+
+from __future__ import annotations
+
+import math
+
+from polyattn.arrays import Array, cast
+from polyattn.call.describe import Operands
+from polyattn.call.problem import Problem
+from polyattn.kernels.backward import RowBlock, Scored, score_tile, visible_tiles
+from polyattn.kernels.masked_sum import weighted_sum
+from polyattn.plugin import Backend
+from polyattn.span import Span
+from polyattn.tiles.grouped_heads import scaled, unfold_heads
+from polyattn.tiles.indices import Indices
+
+__all__ = ["tangents"]
+
+
+def tangents(
+    problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
+) -> tuple[Array, Array]:
+    """Return the tangents of output and logsumexp, in the accumulator's dtype.
+
+    Parameters
+    ----------
+    problem, x, backend
+        As a kernel is given them; the operands hold the results and the tangents.
+    row_block, column_block : int
+        The rows and keys of a tile.
+    """
+    xp, output = backend.xp, x.output
+    found = [
+        _of_rows(problem, x, backend, rows, column_block)
+        for rows in Span(0, problem.query_length).split(row_block)
+    ]
+    if not found:
+        zeros = xp.zeros_like(output, dtype=getattr(xp, problem.accumulator))
+        return zeros, xp.sum(zeros, axis=-1)
+    outputs, logsumexps = zip(*found, strict=True)
+    return xp.concat(outputs, axis=-2), xp.concat(logsumexps, axis=-1)
+
+
+def _of_rows(
+    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
+) -> tuple[Array, Array]:
+    xp, whole = backend.xp, x.output
+    assert whole is not None
+    output = cast(xp, whole[..., rows.start : rows.stop, :], getattr(xp, problem.accumulator))
+    block = RowBlock.of(problem, x, backend, rows)
+    tangent = xp.zeros_like(output)
+    mean = xp.zeros_like(output[..., :1])
+    if x.sinks_tangent is not None:
+        sinks, t = (
+            xp.reshape(cast(xp, array, output.dtype), (problem.heads, 1, 1))
+            for array in (x.sinks, x.sinks_tangent)
+        )
+        mean = mean + xp.exp(sinks - block.logsumexp) * t
+    for columns, masked in visible_tiles(problem, x, backend, rows, column_block):
+        key, value = (
+            cast(xp, array[..., columns.start : columns.stop, :], output.dtype)
+            for array in (x.key, x.value)
+        )
+        at = Indices(problem, xp, x, rows, columns)
+        tile = score_tile(problem, x, backend, block, key, at, masked)
+        t = _of_scores(problem, x, backend, block, columns, key, at, tile)
+        weights = tile.weights
+        if problem.normalizer is None:
+            t = weights * t
+            mean = mean + xp.sum(t, axis=-1, keepdims=True)
+        else:
+            t = problem.normalizer.pullback(weights, t, xp)  # its Jacobian is symmetric
+        if problem.masks:
+            t = xp.where(tile.seen, t, xp.zeros_like(t))
+        if problem.dropout:
+            keep = at.keep_mask()
+            t, weights = (
+                xp.where(keep, one / (1 - problem.dropout), xp.zeros_like(one))
+                for one in (t, weights)
+            )
+        marked = xp.where(tile.seen, xp.zeros_like(t), -math.inf)
+        tangent = tangent + weighted_sum(problem, backend, t, marked, value)
+        if x.value_tangent is not None:
+            moved = cast(xp, x.value_tangent[..., columns.start : columns.stop, :], output.dtype)
+            tangent = tangent + weighted_sum(problem, backend, weights, marked, moved)
+    return tangent - mean * output, mean[..., 0]
+
+
+def _of_scores(
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    block: RowBlock,
+    columns: Span,
+    key: Array,
+    at: Indices,
+    tile: Scored,
+) -> Array:
+    """Return the tangent of a tile of scores, 0 where a key is absent."""
+    xp = backend.xp
+    moved_query, moved_key = (
+        None if array is None else array[..., span.start : span.stop, :]
+        for array, span in ((x.query_tangent, block.rows), (x.key_tangent, columns))
+    )
+    moved_query = (
+        xp.zeros_like(block.query) if moved_query is None else scaled(problem, moved_query, xp)
+    )
+    moved_key = xp.zeros_like(key) if moved_key is None else cast(xp, moved_key, key.dtype)
+    if x.similarity is None:
+        t = backend.matmul(moved_query, xp.matrix_transpose(key))
+        t = t + backend.matmul(block.query, xp.matrix_transpose(moved_key))
+        t = unfold_heads(problem, t, xp)
+    else:
+        t = x.similarity.pushforward(block.query, key, moved_query, moved_key, backend.matmul, xp)
+        t = problem.scale * unfold_heads(problem, t, xp)
+    zeros = xp.zeros_like(tile.weights)
+    if problem.score_norm is not None:
+        for seen in tile.hidden:
+            t = xp.where(seen, t, zeros)
+        t = problem.score_norm.pullback(tile.product, tile.hidden, t, xp)
+    if problem.masks:
+        t = xp.where(tile.seen, t, zeros)
+    if problem.softcap is not None:
+        bent = xp.tanh(tile.normed / problem.softcap)
+        t = t * (1 - bent * bent)
+    # Each score depends on itself only, so that the pullback is the pushforward too.
+    t, _ = at.score_pullback(tile.capped, t, backend.pullback)
+    if x.bias_tangent is not None:
+        t = t + cast(xp, at.of_scores(x.bias_tangent), t.dtype)
+    return xp.where(tile.seen, t, zeros) if problem.masks else t

@@ -1,0 +1,372 @@
+"""The derivatives of expressions, against torch's derivatives of the expressions."""
+
+import numpy as np
+import pytest
+import torch
+from libraries import LIBRARIES, TORCH
+
+from polyattn import explain, scores
+from polyattn.arrays import is_array, library_of
+from polyattn.call.describe import Operands
+from polyattn.expressions.scores import as_score
+from polyattn.span import Span
+from polyattn.tiles.indices import Indices
+
+B, H, L, S, D = 2, 6, 5, 7, 4
+RNG = np.random.default_rng(7)
+SCORES, GRADIENT, TANGENT = (2 * RNG.normal(size=(B, H, L, S)) for _ in range(3))
+QUERY, KEY, QUERY_TANGENT, KEY_TANGENT = (RNG.normal(size=(B, H, n, D)) for n in (L, S, L, S))
+SLOPES, TABLE, WEIGHT = RNG.random(H), RNG.normal(size=(8, H)), RNG.normal(size=D)
+ROWS, COLUMNS = Span(0, L), Span(0, S)
+OFFSETS = np.array([3, 0])
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+# torch itself uses it where it is first asked for a forward derivative.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def squared(score, b, h, i, j):
+    return score * score
+
+
+def twice(score, b, h, i, j):
+    return 2 * score
+
+
+MADE = {
+    "softcap": lambda to: scores.softcap(1.5),
+    "temperature": lambda to: scores.temperature(2.5),
+    "alibi": lambda to: scores.alibi(H),
+    "alibi by slopes": lambda to: scores.alibi(to(SLOPES)),
+    "relative bias": lambda to: scores.relative_bias(to(TABLE)),
+    "relative bias, one way": lambda to: scores.relative_bias(
+        to(TABLE), bidirectional=False, max_distance=6
+    ),
+    "function": lambda to: scores.function(squared, derivative=twice),
+    "chain": lambda to: (
+        scores.alibi(to(SLOPES))
+        >> scores.function(squared, twice)
+        >> scores.relative_bias(to(TABLE))
+        >> scores.softcap(3.0)
+    ),
+}
+
+
+def tile(to, offset=None, rows=ROWS, columns=COLUMNS, **some):
+    """Return the indices of a tile of a call whose arrays `to` makes."""
+    options = {} if offset is None else {"query_offset": to(offset)}
+    query, key = to(QUERY), to(KEY)
+    problem = explain(query, key, key, **options, backend="array-api").problem
+    operands = Operands(*[None] * 8)._replace(query=query, key=key, value=key)
+    if offset is not None:
+        operands = operands._replace(query_offset=to(offset.reshape(-1, 1, 1, 1)))
+    return Indices(problem, library_of(query).xp, operands, rows, columns, **some)
+
+
+def arrays_of(expression):
+    return [thing for _, thing in expression.carried() if is_array(thing)]
+
+
+def with_arrays(expression, arrays):
+    rest = iter(arrays)
+    return expression.map(lambda _, thing: next(rest) if is_array(thing) else thing)
+
+
+def torch_gradients(forward, inputs, gradient):
+    """Return the gradients of the inputs of a function by torch, 0 for one that is not used."""
+    inputs = [torch.tensor(np.asarray(x), requires_grad=True) for x in inputs]
+    found = torch.autograd.grad(
+        forward(*inputs), inputs, torch.tensor(gradient), materialize_grads=True
+    )
+    return [x.numpy() for x in found]
+
+
+def numbers(library, arrays):
+    return [library.back(x) for x in arrays]
+
+
+def assert_all_close(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, **CLOSE)
+
+
+# ---- score modifications -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("offset", [None, OFFSETS], ids=["", "offsets"])
+@pytest.mark.parametrize("name", MADE)
+def test_the_pullback_of_a_score_value_is_its_gradient(name, offset, library):
+    value = MADE[name](library.to)
+    at = tile(library.to, offset)
+    of_scores, of_arrays = value.pullback(library.to(SCORES), at, library.to(GRADIENT))
+
+    def forward(s, *arrays):
+        return with_arrays(MADE[name](TORCH.to), arrays).apply(s, tile(TORCH.to, offset))
+
+    expected = torch_gradients(forward, [SCORES, *arrays_of(MADE[name](np.asarray))], GRADIENT)
+    assert_all_close(numbers(library, [of_scores, *of_arrays]), expected)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_pullback_of_a_tangent_is_the_forward_derivative(name):
+    value, at = MADE[name](TORCH.to), tile(TORCH.to)
+    found, _ = value.pullback(torch.tensor(SCORES), at, torch.tensor(TANGENT))
+    _, expected = torch.func.jvp(
+        lambda s: value.apply(s, at), (torch.tensor(SCORES),), (torch.tensor(TANGENT),)
+    )
+    np.testing.assert_allclose(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["alibi by slopes", "relative bias", "chain"])
+def test_the_gradients_of_tiles_add_up(name):
+    value, whole = MADE[name](np.array), tile(np.array)
+    expected = value.pullback(SCORES, whole, GRADIENT)[1]
+    total = [np.zeros_like(x) for x in expected]
+    for items, heads, rows, columns in (
+        (Span(0, 1), Span(0, H), Span(0, L), Span(0, S)),
+        (Span(1, 2), Span(0, 2), Span(0, L), Span(0, S)),
+        (Span(1, 2), Span(2, H), Span(0, 3), Span(0, S)),
+        (Span(1, 2), Span(2, H), Span(3, L), Span(0, 4)),
+        (Span(1, 2), Span(2, H), Span(3, L), Span(4, S)),
+    ):
+        at = tile(np.array, rows=rows, columns=columns, items=items, heads=heads)
+        cut = tuple(slice(*span) for span in (items, heads, rows, columns))
+        parts = value.pullback(SCORES[cut], at, GRADIENT[cut])[1]
+        total = [one + part for one, part in zip(total, parts, strict=True)]
+    assert_all_close(total, expected)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", MADE)
+def test_an_absent_score_has_the_gradient_0(name, library):
+    value, s, gradient = MADE[name](library.to), SCORES.copy(), GRADIENT.copy()
+    s[..., :3] = -np.inf, np.inf, np.nan
+    gradient[..., :3] = 0
+    found = value.pullback(library.to(s), tile(library.to), library.to(gradient))
+    s[..., :3] = 0
+    expected = value.pullback(library.to(s), tile(library.to), library.to(gradient))
+    for one, other in zip([found[0], *found[1]], [expected[0], *expected[1]], strict=True):
+        np.testing.assert_array_equal(library.back(one), library.back(other))
+    assert np.all(library.back(found[0])[..., :3] == 0)
+
+
+def test_a_derivative_that_is_not_finite_leaves_a_gradient_of_0():
+    value = scores.function(lambda s, *at: s**0.5, lambda s, *at: 0.5 / s**0.5)
+    with np.errstate(divide="ignore"):
+        found, _ = value.pullback(0 * SCORES, tile(np.array), 0 * GRADIENT)
+    np.testing.assert_array_equal(found, 0)
+
+
+def test_gradients_of_arrays_have_the_dtype_of_the_scores():
+    value = scores.alibi(SLOPES) >> scores.relative_bias(TABLE)
+    low = SCORES.astype("float32"), GRADIENT.astype("float32")
+    found, arrays = value.pullback(low[0], tile(np.array), low[1])
+    assert [x.dtype for x in (found, *arrays)] == ["float32"] * 3
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_pullback_has_derivatives_itself(name):
+    value, at = MADE[name](TORCH.to), tile(TORCH.to)
+
+    def forward(s, g, *arrays):
+        of_scores, of_arrays = with_arrays(value, arrays).pullback(s, at, g)
+        return of_scores, *of_arrays
+
+    given = [SCORES, GRADIENT, *arrays_of(MADE[name](np.asarray))]
+    inputs = [torch.tensor(x, requires_grad=True) for x in given]
+    assert torch.autograd.gradcheck(forward, inputs, atol=1e-5, fast_mode=True)
+
+
+def test_the_second_derivative_is_not_lost_where_a_gradient_is_0():
+    value, at = scores.softcap(1.5), tile(TORCH.to)
+    s, gradient = torch.tensor(SCORES), torch.zeros(SCORES.shape, dtype=torch.float64)
+    _, found = torch.func.jvp(
+        lambda g: value.pullback(s, at, g)[0], (gradient,), (torch.tensor(TANGENT),)
+    )
+    np.testing.assert_allclose(found, value.pullback(s, at, torch.tensor(TANGENT))[0], **CLOSE)
+
+
+# ---- functions with a derivative ---------------------------------------------------------------
+
+
+def test_a_function_without_a_derivative_says_so():
+    words = r"scores.function\(squared\) has no derivative: give it one, scores.function\(f, deriv"
+    with pytest.raises(TypeError, match=words):
+        as_score(squared).pullback(SCORES, tile(np.array), GRADIENT)
+
+
+def test_a_function_is_its_rule_and_its_derivative():
+    value = scores.function(squared, derivative=twice)
+    assert repr(value) == "scores.function(squared, twice)"
+    assert value == scores.function(squared, twice)
+    assert hash(value) == hash(scores.function(squared, twice))
+    assert value != scores.function(squared)
+    assert [name for name, _ in value.carried()] == ["rule", "derivative"]
+    assert [name for name, _ in scores.function(squared).carried()] == ["rule"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "derivative", "words"),
+    [
+        (squared, 2.0, "derivative must be a function .* got 2.0"),
+        (squared, scores.softcap(1.0), "derivative must be a function .* got scores.softcap"),
+        (scores.softcap(1.0), twice, "a derivative goes with a function .* got scores.softcap"),
+    ],
+)
+def test_what_is_no_function_has_no_derivative(rule, derivative, words):
+    with pytest.raises(TypeError, match=words):
+        scores.function(rule, derivative)
+
+
+def test_a_function_alone_keeps_its_derivative():
+    shape = (B, H, L, D)
+    problem = explain(shape, shape, shape, score_mod=scores.function(squared, twice)).problem
+    assert problem.features == {"score_mod", "score_expression"}
+    assert str(problem.score_spec) == "scores.function(<function>, <function>)"
+    plain = explain(shape, shape, shape, score_mod=scores.function(squared)).problem
+    assert plain.features == {"score_mod"}
+    with pytest.raises(TypeError, match="the derivative of score_mod must take"):
+        explain(shape, shape, shape, score_mod=scores.function(squared, lambda score: score))
+
+
+# ---- similarities ------------------------------------------------------------------------------
+
+SIMILAR = {
+    "cosine": lambda to: scores.cosine(),
+    "distance": lambda to: scores.distance(),
+    "distance of 1": lambda to: scores.distance(p=1),
+    "additive": lambda to: scores.additive(to(WEIGHT)),
+}
+
+
+def pulled(library, name, query, key, gradient):
+    similarity, xp = SIMILAR[name](library.to), library_of(library.to(query)).xp
+    found = similarity.pullback(*map(library.to, (query, key, gradient)), xp.matmul, xp)
+    return numbers(library, [found[0], found[1], *found[2]])
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SIMILAR)
+def test_the_pullback_of_a_similarity_is_its_gradient(name, library):
+    query, key = QUERY.copy(), KEY.copy()
+    key[:, :, 1] = query[:, :, 2]
+    query[:, :, 3] = 0
+    xp = library_of(TORCH.to(query)).xp
+
+    def forward(q, k, *arrays):
+        return with_arrays(SIMILAR[name](TORCH.to), arrays).between(q, k, xp.matmul, xp)
+
+    carried = arrays_of(SIMILAR[name](np.asarray))
+    expected = torch_gradients(forward, [query, key, *carried], GRADIENT)
+    assert_all_close(pulled(library, name, query, key, GRADIENT), expected)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SIMILAR)
+def test_the_pushforward_of_a_similarity_is_its_forward_derivative(name, library):
+    given = QUERY, KEY, QUERY_TANGENT, KEY_TANGENT
+    similarity, xp = SIMILAR[name](library.to), library_of(library.to(QUERY)).xp
+    found = similarity.pushforward(*map(library.to, given), xp.matmul, xp)
+    theirs, xp = SIMILAR[name](TORCH.to), library_of(TORCH.to(QUERY)).xp
+    query, key, *tangents = map(TORCH.to, given)
+    _, expected = torch.func.jvp(
+        lambda q, k: theirs.between(q, k, xp.matmul, xp), (query, key), tuple(tangents)
+    )
+    np.testing.assert_allclose(library.back(found), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", SIMILAR)
+def test_what_an_absent_key_holds_changes_no_gradient(name, poison, library):
+    key, gradient = KEY.copy(), GRADIENT.copy()
+    gradient[..., 2] = 0
+    expected = pulled(library, name, QUERY, key, gradient)
+    key[..., 2, 1:3] = poison
+    found = pulled(library, name, QUERY, key, gradient)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-15, atol=1e-15)
+    assert np.all(found[1][..., 2, :] == 0)
+
+
+@pytest.mark.parametrize("name", SIMILAR)
+def test_the_pullback_of_a_similarity_has_derivatives_itself(name):
+    xp = library_of(TORCH.to(QUERY)).xp
+
+    def forward(q, k, g, *arrays):
+        similarity = with_arrays(SIMILAR[name](TORCH.to), arrays)
+        of_query, of_key, of_arrays = similarity.pullback(q, k, g, xp.matmul, xp)
+        return of_query, of_key, *of_arrays
+
+    given = [QUERY, KEY, GRADIENT, *arrays_of(SIMILAR[name](np.asarray))]
+    inputs = [torch.tensor(x, requires_grad=True) for x in given]
+    assert torch.autograd.gradcheck(forward, inputs, atol=1e-5, fast_mode=True)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SIMILAR)
+def test_vectors_of_no_numbers_have_gradients_of_none(name, library):
+    made = {**SIMILAR, "additive": lambda to: scores.additive(to(WEIGHT[:0]))}
+    similarity, xp = made[name](library.to), library_of(library.to(QUERY)).xp
+    given = [library.to(x) for x in (QUERY[..., :0], KEY[..., :0], GRADIENT)]
+    of_query, of_key, of_arrays = similarity.pullback(*given, xp.matmul, xp)
+    assert of_query.shape == (B, H, L, 0)
+    assert of_key.shape == (B, H, S, 0)
+    assert [x.shape for x in of_arrays] == [(0,)] * len(of_arrays)
+
+
+# ---- norms and normalizers ---------------------------------------------------------------------
+
+SEEN = np.tril(np.ones((L, S), bool), 1)
+SEEN[2] = False
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()], ids=repr)
+def test_the_pullback_of_a_normalizer_is_its_gradient(normalizer, library):
+    hidden = np.where(SEEN, SCORES / 4, -np.inf)
+    xp = library_of(library.to(hidden)).xp
+    weights = normalizer.weights(library.to(hidden), xp)
+    gradient = np.where(SEEN, GRADIENT, np.nan)
+    found = library.back(normalizer.pullback(weights, library.to(gradient), xp))
+    xp = library_of(TORCH.to(hidden)).xp
+    expected = torch_gradients(lambda s: normalizer.weights(s, xp), [hidden], GRADIENT)
+    np.testing.assert_allclose(found, expected[0], **CLOSE)
+    assert np.all(found[..., ~SEEN] == 0)
+
+
+@pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()], ids=repr)
+def test_a_weight_that_is_nan_has_no_other_gradient(normalizer):
+    weights = normalizer.weights(SCORES, np)
+    weights[0, 0, 0, 0] = np.nan
+    assert np.isnan(normalizer.pullback(weights, GRADIENT, np)[0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+def test_the_pullback_of_the_norm_is_its_gradient(library):
+    rule, s = scores.by_norm(3.0), SCORES.copy()
+    s[0, 0, 0] = 0
+    hidden = np.where(SEEN, GRADIENT, 0)
+    xp = library_of(TORCH.to(s)).xp
+    seen = TORCH.to(SEEN)
+    expected = torch_gradients(lambda s: rule.apply(s, [seen], xp), [s], hidden)[0]
+    xp = library_of(library.to(s)).xp
+    s, gradient = np.where(SEEN, s, np.nan), np.where(SEEN, GRADIENT, np.nan)
+    found = rule.pullback(library.to(s), [library.to(SEEN)], library.to(gradient), xp)
+    np.testing.assert_allclose(library.back(found), expected, **CLOSE)
+
+
+def test_the_pullbacks_of_norms_and_normalizers_have_derivatives_themselves():
+    xp, seen = library_of(TORCH.to(SCORES)).xp, TORCH.to(SEEN)
+    s, gradient = (torch.tensor(x, requires_grad=True) for x in (SCORES, GRADIENT))
+    for forward in (
+        lambda s, g: scores.by_norm(3.0).pullback(s, [seen], g, xp),
+        *(
+            lambda s, g, n=n: n.pullback(n.weights(s, xp), g, xp)
+            for n in (scores.sigmoid(), scores.sparsemax())
+        ),
+    ):
+        assert torch.autograd.gradcheck(forward, (s, gradient), atol=1e-5, fast_mode=True)
