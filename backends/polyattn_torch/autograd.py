@@ -139,9 +139,7 @@ class _Gradients(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         results = output, logsumexp
-        return asked.step.gradients(
-            tensors, results, (of_output, of_logsumexp), asked.wanted
-        )
+        return asked.step.gradients(tensors, results, (of_output, of_logsumexp), asked.wanted)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

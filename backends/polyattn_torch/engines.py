@@ -18,7 +18,16 @@ from polyattn_torch.attn_mask import as_bias, is_square_causal, masks_by_positio
 from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.workarounds import EngineInputs
 
-__all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_CPU", "WITH_LOGSUMEXP", "Engine", "in_rows", "operator"]
+__all__ = [
+    "CUDNN",
+    "EFFICIENT",
+    "FLASH",
+    "FLASH_CPU",
+    "WITH_LOGSUMEXP",
+    "Engine",
+    "in_rows",
+    "operator",
+]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 

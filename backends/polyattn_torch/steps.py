@@ -18,7 +18,14 @@ from polyattn.plugin import (
     Score,
     Span,
 )
-from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_recorded, moved_along
+from polyattn_torch.autograd import (
+    Optionals,
+    Tensors,
+    apply,
+    in_transform,
+    is_recorded,
+    moved_along,
+)
 
 __all__ = ["KernelStep", "run_step", "step_of"]
 
@@ -85,9 +92,7 @@ class KernelStep:
             constants=frozenset(self._constants(wanted)),
         )
         found = self._by_slot(self._kernel.backward(problem, operands, self._backend))
-        return tuple(
-            [found[n].to(x.dtype) for n, x in enumerate(tensors) if wanted[n]]
-        )
+        return tuple([found[n].to(x.dtype) for n, x in enumerate(tensors) if wanted[n]])
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
