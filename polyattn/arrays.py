@@ -19,9 +19,11 @@ __all__ = [
     "Array",
     "ArrayFacts",
     "Library",
+    "RecordedError",
     "Recorder",
     "broadcast_shapes",
     "cast",
+    "check_not_recorded",
     "constant_when_traced",
     "facts_of",
     "index_range",
@@ -95,6 +97,10 @@ class Recorder(Protocol):
         """Run the backward pass of a `Plan`, and record how its `Gradients` depend on them."""
 
 
+class RecordedError(TypeError):
+    """The error of a function that reads a recorded array and was called with plain ones."""
+
+
 class Library(NamedTuple):
     """The library of a class of arrays."""
 
@@ -165,6 +171,17 @@ def library_of(array: Array, name: str = "array") -> Library:
 def is_recorded(array: Array) -> bool:
     """Return whether the array records operations, so that functions must return new arrays."""
     return library_of(array).recorder is not None
+
+
+def check_not_recorded(function: str, result: Array, xp: Any) -> None:
+    """Raise if what a function returned is of another namespace, which records operations."""
+    library = library_of(result)
+    if library.recorder is not None and library.xp is not xp:
+        raise RecordedError(
+            f"{function} reads an array that is differentiated, and query, key and value are not:"
+            " the gradient would be lost. Pass that array in bias=, or in an expression such as"
+            " scores.relative_bias(array)"
+        )
 
 
 def namespace_of(*arrays: Array) -> Any:

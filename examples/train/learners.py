@@ -1,6 +1,6 @@
-"""Train one model in two libraries, each with its own gradients and optimizer.
+"""Train one model in three libraries, each with its own gradients and optimizer.
 
-Requirements: both start with the same weights and take the same steps for the same batches, so that
+Requirements: all start with the same weights and take the same steps for the same batches, so that
 losses and texts agree to within rounding.
 """
 
@@ -116,7 +116,7 @@ class Numpy:
         self._model = gpt(letters, np.zeros(1, np.float32))
         self._parameters = self._model.parameters()
         self._loss_and_gradients = value_and_grad(self._loss)
-        self._moments: dict[str, Any] = {name: (0.0, 0.0) for name in self._parameters}
+        self._moments: dict[str, Any] = dict.fromkeys(self._parameters, (0.0, 0.0))
         self._steps = 0
 
     def step(self, windows: Ids, rate: float) -> float:

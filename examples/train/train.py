@@ -25,7 +25,7 @@ from train.writing import write  # noqa: E402
 BATCH, RATE, LAST_RATE, WARMING = 12, 4e-3, 1e-4, 50  # windows, learning rates, steps
 TARGET = 1.8
 LOOKS = 8  # how often the held-out text is looked at
-NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}
+NEEDS = {"torch": ("torch",), "jax": ("jax", "optax"), "numpy": ("autograd",)}
 BLUE, VERMILION = "#0072b2", "#d55e00"  # Okabe and Ito's
 
 
@@ -60,11 +60,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        epilog="needs: pip install torch matplotlib tqdm, or jax optax in torch's place",
+        epilog="needs: pip install torch matplotlib tqdm; in torch's place jax and optax, or for"
+        " NumPy autograd",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--library", choices=sorted(LEARNERS), default="torch", help="what computes")
+    add(
+        "--library",
+        choices=sorted(LEARNERS),
+        default="torch",
+        help="what trains; numpy by autograd",
+    )
     add("--steps", type=int, metavar="N", help="stop after so many steps, if time is left")
     add("--minutes", type=float, metavar="M", default=2.0, help="stop after so long")
     add("--target", type=float, metavar="LOSS", default=TARGET, help="the held-out loss to reach")

@@ -4,13 +4,14 @@ autograd records operations on boxes around arrays. A call of attention is one o
 runs on the arrays, on the kernel that would run without autograd, and its derivatives are those of
 `attention_backward` and `attention_jvp`. What no kernel differentiates is computed by the formula,
 `dense`, on the boxes themselves: derivatives of derivatives, weights, and functions in
-``score_mod`` whose derivative is not given.
+``score_mod`` that read boxes.
 
 Importing this module is not needed: the first box that polyattn meets imports it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,9 @@ from autograd.core import make_jvp, make_vjp
 from autograd.extend import defjvp_argnums, defvjp_argnums, primitive, vspace
 from autograd.tracer import getval, isbox
 
-from polyattn.arrays import Array, Library, is_array, quiet
-from polyattn.expressions.expression import Expression
-from polyattn.expressions.scores import Chain, Function
+from polyattn.arrays import Array, Library, RecordedError, facts_of, is_array, quiet
+from polyattn.expressions.expression import Expression, has_function
+from polyattn.expressions.scores import Chain, Function, Score, as_score
 from polyattn.integrations import autograd_functions
 from polyattn.kernels.dense import Dense
 from polyattn.plugin import Backend, Gradients, Operands
@@ -50,10 +51,11 @@ class Recorder:
             return _on_boxes(plan.kernel, problem, operands)
         if "jvp" in problem.features:
             return _on_boxes(Dense().jvp, problem, operands)
-        if _has_rule_without_derivative(operands.score_mod):
-            return _on_boxes(Dense(), problem, operands)
         call = _Recorded(plan, operands)
-        result = _attention(call, *call.arrays)
+        try:
+            result = _attention(call, *call.arrays)
+        except RecordedError:  # a function reads boxes that are no argument
+            return _on_boxes(Dense(), problem, operands)
         return (result[0], result[1]) if call.is_pair else (result, None)
 
     def run_backward(self, plan: Any, operands: Operands) -> Gradients:
@@ -62,13 +64,46 @@ class Recorder:
         return found
 
 
-def _has_rule_without_derivative(score_mod: Any) -> bool:
-    """Return whether autograd must see a function, which may also read boxes from elsewhere."""
+# ---- functions in score_mod --------------------------------------------------------------------
+
+# Kernels call functions from several threads, and autograd counts its traces without a lock.
+_one_at_a_time = threading.RLock()
+
+
+def _with_derivatives(plan: Any, operands: Operands) -> tuple[Any, Operands]:
+    """Return a call whose functions in ``score_mod`` know their derivatives, by autograd."""
+    given = operands.score_mod
+    if given is None or not has_function(as_score(given).spec(facts_of)):
+        return plan, operands
+    score_mod = _differentiable(as_score(given))
+    placement = plan.placement
+    problem = placement.problem._replace(
+        features=placement.problem.features | {"score_expression"},
+        score_spec=score_mod.spec(facts_of),
+    )
+    plan = plan._replace(placement=placement._replace(problem=problem))
+    return plan, operands._replace(score_mod=score_mod)
+
+
+def _differentiable(score_mod: Score) -> Score:
     if isinstance(score_mod, Chain):
-        return any(map(_has_rule_without_derivative, score_mod.parts))
-    if isinstance(score_mod, Function):
-        return score_mod.derivative is None
-    return callable(score_mod) and not isinstance(score_mod, Expression)
+        return Chain(tuple(map(_differentiable, score_mod.parts)))
+    if isinstance(score_mod, Function) and score_mod.derivative is None:
+        return Function(score_mod.rule, _derivative_of(score_mod.rule))
+    return score_mod
+
+
+def _derivative_of(rule: Any) -> Any:
+    def derivative(scores: Array, *indices: Array) -> Array:
+        with _one_at_a_time:
+            # Each result is a function of one score; autograd warns where it is a constant.
+            pullback, _ = make_vjp(lambda s: rule(s, *indices) + 0 * s, scores)
+            return pullback(np.ones_like(scores))
+
+    return derivative
+
+
+# ---- operations on boxes -----------------------------------------------------------------------
 
 
 def _on_boxes(function: Any, problem: Any, operands: Operands) -> Any:
@@ -130,40 +165,56 @@ class _Recorded:
         output, logsumexp = _on_boxes(Dense(), problem, self.operands(arrays))
         return recorded_tuple((output, logsumexp)) if self.is_pair else output
 
-    def run(self, feature: str, operands: Operands) -> Any:
-        """Run the plan, or the first of its kernels that has one feature more."""
-        placement = self.plan.placement
-        problem = placement.problem
-        problem = problem._replace(features=problem.features | {feature})
-        # The array-API kernels at the end of the list compute everything.
-        kernel = next(
-            kernel
-            for kernel in (self.plan.kernel, *placement.kernels)
-            if problem.features <= kernel.features and not kernel.reasons_against(problem)
+    def forward(self, arrays: Sequence[Array]) -> Any:
+        """Run the plan; keep the logsumexp if its kernel computes one."""
+        operands, softmax = self.operands(arrays), self.plan.placement.problem.normalizer is None
+        plan = _able(self.plan, "logsumexp")
+        self.logsumexp = None
+        if softmax and plan.kernel is self.plan.kernel:
+            output, self.logsumexp = plan.run(operands)
+        else:
+            output, _ = self.plan.run(operands)
+            if softmax:
+                _, self.logsumexp = plan.run(operands)
+        return (output, self.logsumexp) if self.is_pair else output
+
+    def derivative(
+        self, feature: str, arrays: Sequence[Array], output: Any, **given: Array | None
+    ) -> Any:
+        """Run the backward pass or a directional derivative, from the result of `forward`."""
+        operands = self.operands(
+            arrays,
+            output=output[0] if self.is_pair else output,
+            known_logsumexp=self.logsumexp,
+            **given,
         )
-        moved = placement.moved
+        plan, operands = _with_derivatives(self.plan, operands)
+        moved = plan.placement.moved
         if "query" in moved:
             moved |= {n for n in (*RESULTS, *TANGENTS) if getattr(operands, n) is not None}
-        plan = self.plan._replace(
-            kernel=kernel, placement=placement._replace(problem=problem, moved=moved)
-        )
+        plan = plan._replace(placement=plan.placement._replace(moved=moved))
+        plan = _able(plan, feature)
         return plan.run_backward(operands) if feature == "backward" else plan.run(operands)
 
-    def results(self, output: Any, **others: Any) -> dict[str, Any]:
-        """Return the operands that hold the results of the last run."""
-        output = output[0] if self.is_pair else output
-        return {"output": output, "known_logsumexp": self.logsumexp, **others}
+
+def _able(plan: Any, feature: str) -> Any:
+    """Return the plan with one feature more, by its kernel or by the first that has it."""
+    placement = plan.placement
+    problem = placement.problem
+    problem = problem._replace(features=problem.features | {feature})
+    # The array-API kernels at the end of the list compute everything.
+    kernel = next(
+        kernel
+        for kernel in (plan.kernel, *placement.kernels)
+        if problem.features <= kernel.features and not kernel.reasons_against(problem)
+    )
+    return plan._replace(kernel=kernel, placement=placement._replace(problem=problem))
 
 
 @primitive
 def _attention(call: _Recorded, *arrays: Array) -> Any:
     """Return the output, or output and logsumexp if the call asks for both."""
-    operands = call.operands(arrays)
-    if call.plan.placement.problem.normalizer is not None:
-        output, _ = call.plan.run(operands)
-        return output
-    output, call.logsumexp = call.run("logsumexp", operands)
-    return (output, call.logsumexp) if call.is_pair else output
+    return call.forward(arrays)
 
 
 def _pullback(argnums: Sequence[int], output: Any, arguments: Any, _: Any) -> Any:
@@ -197,7 +248,7 @@ def _gradients(
             ("output_gradient", output_gradient), ("logsumexp_gradient", logsumexp_gradient)
         )
     }  # fmt: skip
-    found = call.run("backward", call.operands(arrays, **call.results(output, **given)))
+    found = call.derivative("backward", arrays, output, **given)
     listed: list[Any] = []
     for name in dict.fromkeys(call.names):
         gradient = getattr(found, name)
@@ -220,8 +271,7 @@ def _pushforward(
         f"{name}_tangent": np.asarray(tangent, arrays[n - 1].dtype)
         for n, name, tangent in zip(argnums, names, given, strict=True)
     }
-    operands = call.operands(arrays, **call.results(output, **moved))
-    tangent, of_logsumexp = call.run("jvp", operands)
+    tangent, of_logsumexp = call.derivative("jvp", arrays, output, **moved)
     whole = output[0] if call.is_pair else output
     tangent = np.asarray(tangent, whole.dtype)
     return (tangent, of_logsumexp) if call.is_pair else tangent
