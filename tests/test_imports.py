@@ -43,8 +43,9 @@ OUTSIDE = {
     "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }
-#: A method of a mask draws it: the one import that goes up, made when it is called.
-LAZY = {("expressions", "polyattn.plot.mask_picture")}
+#: The imports that go up, made when they are called: a method of a mask draws it, and a backend has
+#: a kernel for its others.
+LAZY = {("expressions", "polyattn.plot.mask_picture"), ("plugin", "polyattn.kernels.tiled")}
 
 
 def imports_of(file):

@@ -81,7 +81,7 @@ class CupyBackend(Backend):
     def peak_memory(
         self, device: str | None, function: Callable[..., Array], *arrays: Array
     ) -> int | None:
-        """Return how much CuPy's pool, which counts blocks of 512 bytes, grows in the call."""
+        """Return the growth of CuPy's pool during the call; it counts blocks of 512 bytes."""
         with cupy.cuda.Device(None if device is None else _number(device)):
             pool = cupy.get_default_memory_pool()
             pool.free_all_blocks()

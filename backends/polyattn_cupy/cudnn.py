@@ -99,9 +99,9 @@ def _static_reasons(problem: Problem) -> list[str]:
     if 0 in problem.scores or 0 in sizes:
         reasons.append("it takes no empty arrays")
     if any(size % 8 for size in sizes):
-        reasons.append(f"head and value size must be a multiple of 8; here are {sizes}")
+        reasons.append(f"head and value size must be a multiple of 8; got {sizes}")
     if problem.scale <= 0:
-        reasons.append(f"it takes only a scale above 0; here is {problem.scale}")
+        reasons.append(f"it takes only a scale above 0; got {problem.scale}")
     made = math.prod(_bias_shape(problem)) if _needs_bias(problem) else 0
     if problem.softcap is not None and (made or _band(problem) is not None):
         reasons.append("it caps scores only if no key is hidden and no bias added")
@@ -113,7 +113,8 @@ def _static_reasons(problem: Problem) -> list[str]:
 def _device_reasons(problem: Problem, device: int) -> list[str]:
     capability = plans.compute_capability(device)
     if capability < (8, 0):
-        return [f"it needs compute capability 8.0; here is {capability[0]}.{capability[1]}"]
+        major, minor = capability
+        return [f"it needs compute capability 8.0; this device has {major}.{minor}"]
     if (
         capability >= (10, 0)
         and "grouped_heads" in problem.features
@@ -231,7 +232,7 @@ def _aligned(count: int) -> int:
 
 
 def _made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array]:
-    """Return all that shifts and hides scores as one bias, and which rows see no key."""
+    """Return bias, masks and band as one bias, and which rows see no key."""
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
     indices = Indices(problem, backend.xp, x, rows, columns)
     seen: Any = None

@@ -49,7 +49,7 @@ class Graph(NamedTuple):
 
 
 def describe(graph: Graph, **where: Any) -> Any:
-    """Return a graph as an unchecked cudnn.pygraph, for which cuDNN and a device are not needed.
+    """Return a graph as an unchecked cudnn.pygraph, which needs neither cuDNN nor a device.
 
     `where` is the `handle` of a device, or `sm_version` and `device_property` of an absent one.
     """

@@ -15,9 +15,9 @@ from polyattn import nn
 from .text import Ids
 
 SIZE, HEADS, LAYERS, CONTEXT = 96, 3, 4, 64
-BETAS, DECAY, LARGEST = (0.9, 0.99), 0.1, 1.0  # of AdamW, and the norm that gradients are cut to
+BETAS, DECAY, LARGEST = (0.9, 0.99), 0.1, 1.0  # of AdamW; the norm to clip gradients to
 
-# In a text longer than those of training, a letter sees as many letters as there.
+# In a text longer than the training windows, a letter sees as many letters as in training.
 WINDOW = (CONTEXT - 1, 0)
 
 
@@ -46,7 +46,7 @@ class Learner(Protocol):
     """A model that learns."""
 
     def step(self, windows: Ids, rate: float) -> float:
-        """Learn from windows of shape (number, length + 1), and return the loss before."""
+        """Learn from windows of shape (number, length + 1), and return the previous loss."""
 
     def loss(self, windows: Ids) -> float:
         """Return the mean over the letters of −log of the probability that each was given."""

@@ -42,10 +42,10 @@ def heads_first(call: Call, operands: Operands) -> Operands:
         offset: Any = operands.query_offset
         changed["query_offset"] = library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
     for name, facts in call.tangents if swapped or _has_rank_2(call) else ():
-        array = getattr(operands, name)
-        if name in ("bias_tangent", "sinks_tangent"):
-            continue
-        changed[name] = array[None, ...] if len(facts.shape) == 2 else _swap(array, -2, -3)
+        if name.removesuffix("_tangent") in ("query", "key", "value"):
+            array, is_flat_one = getattr(operands, name), len(facts.shape) == 2
+            if is_flat_one or swapped:
+                changed[name] = array[None, ...] if is_flat_one else _swap(array, -2, -3)
     for name, axis in _OF_RESULTS.items() if swapped or flat else ():
         array = getattr(operands, name)
         if array is not None:

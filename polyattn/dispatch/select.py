@@ -18,8 +18,9 @@ from polyattn.dispatch.errors import BackendError, BackendUnavailableError, Unsu
 from polyattn.dispatch.explanation import Candidate, Explanation
 from polyattn.dispatch.placement import check_one_place, find_placement
 from polyattn.dispatch.request import AUTO, Names, Request, check_known
-from polyattn.dispatch.transfer import Plan, Refusal
-from polyattn.plugin import Kernel
+from polyattn.dispatch.transfer import Placement, Plan, Refusal
+from polyattn.expressions.scores import Chain, Function
+from polyattn.plugin import Backend, Kernel
 
 __all__ = ["check_kernel", "check_possible", "default_device", "explain_selection", "select"]
 
@@ -114,6 +115,9 @@ def _try_candidates(
         if isinstance(placement, Refusal):
             candidates.append(Candidate(name, None, placement.status, (placement.reason,)))
             continue
+        if _lacks_derivative(call, problem, placement):
+            candidates.append(Candidate(name, None, "refused", (_NO_DERIVATIVE,)))
+            continue
         kernels = _matching(placement.kernels, requested_kernel)
         for kernel in kernels:
             candidate = _judge(
@@ -131,6 +135,23 @@ def _try_candidates(
             reason = f"it has no kernel of that name; it has {names}"
             candidates.append(Candidate(name, str(requested_kernel), "refused", (reason,)))
     return plan, candidates
+
+
+_NO_DERIVATIVE = (
+    "it differentiates no function: give the derivative of score_mod, as in"
+    " scores.function(f, derivative=g)"
+)
+
+
+def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
+    """Return whether the derivative of a score function is needed and cannot be had."""
+    if problem.features.isdisjoint(("backward", "jvp")) or "score_mod" not in problem.features:
+        return False
+    backend, score = placement.backend, call.score_mod
+    parts = score.parts if isinstance(score, Chain) else (score,)
+    given = all(part.derivative is not None for part in parts if isinstance(part, Function))
+    differentiates = backend is not None and type(backend).pullback is not Backend.pullback
+    return not differentiates and (isinstance(score, str) or not given)
 
 
 def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:

@@ -171,8 +171,8 @@ def _wrap_callback(
         result = function(*map(back, indices))
         if isinstance(result, bool):
             return result
-        facts = facts_of(result, "what the function returned")
-        lost = conversion_loss("what the function returned", facts, problem.transforms)
+        facts = facts_of(result, "the result of the function")
+        lost = conversion_loss("the result of the function", facts, problem.transforms)
         if lost is not None:
             raise UnsupportedError(lost)
         return _mover(backend_of(result), backend, problem.device)(result)

@@ -156,7 +156,7 @@ def _shown_array(array: Any) -> str:
     facts = facts_of(array)
     module = "jax.numpy" if facts.library == "jax" else facts.library
     known = not (facts.traced or is_recorded(array)) and facts.device != "meta"
-    # A list of no lists does not say how long they would be.
+    # An empty list does not show the lengths of the axes inside it.
     if not known or math.prod(facts.shape) > MOST_PRINTED or 0 in facts.shape[:-1]:
         return f"<{facts.shape} {facts.dtype} of {module}>"
     numbers = _listed(array, facts.dtype)

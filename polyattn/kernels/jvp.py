@@ -7,7 +7,6 @@ tangent of a score and m = Σ p·t that of the logsumexp.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from polyattn.arrays import Array, cast
 from polyattn.call.describe import Operands
@@ -34,26 +33,24 @@ def tangents(
     row_block, column_block : int
         The rows and keys of a tile.
     """
-    xp = backend.xp
+    xp, output = backend.xp, x.output
     found = [
         _of_rows(problem, x, backend, rows, column_block)
         for rows in Span(0, problem.query_length).split(row_block)
     ]
     if not found:
-        return _zeros(problem, x, xp, x.output), _zeros(problem, x, xp, x.output[..., 0])
+        zeros = xp.zeros_like(output, dtype=getattr(xp, problem.accumulator))
+        return zeros, xp.sum(zeros, axis=-1)
     outputs, logsumexps = zip(*found, strict=True)
     return xp.concat(outputs, axis=-2), xp.concat(logsumexps, axis=-1)
-
-
-def _zeros(problem: Problem, x: Operands, xp: Any, like: Array) -> Array:
-    return xp.zeros_like(like, dtype=getattr(xp, problem.accumulator))
 
 
 def _of_rows(
     problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
 ) -> tuple[Array, Array]:
-    xp = backend.xp
-    output = cast(xp, x.output[..., rows.start : rows.stop, :], getattr(xp, problem.accumulator))
+    xp, whole = backend.xp, x.output
+    assert whole is not None
+    output = cast(xp, whole[..., rows.start : rows.stop, :], getattr(xp, problem.accumulator))
     block = RowBlock.of(problem, x, backend, rows)
     tangent = xp.zeros_like(output)
     mean = xp.zeros_like(output[..., :1])

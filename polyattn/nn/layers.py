@@ -72,7 +72,7 @@ class Linear(Module):
         inputs, outputs : int
             The sizes of the last axis before and after.
         like : Array
-            An array of the library, device and dtype that the parameters are to have.
+            An array of the library, device and dtype of the parameters.
         seed : int or Initializer
             Equal seeds give equal weights in every library. The parts of a model share the
             initializer that it makes from its seed.

@@ -14,7 +14,7 @@ from polyattn.dispatch.transfer import backend_of
 
 __all__ = ["affine", "by_rows"]
 
-# What each step reads and writes at a time; a core's own cache is several times as large.
+# The bytes that a step reads and writes at a time; a core's own cache is several times larger.
 BLOCK_BYTES = 2**18
 # Rows of a matrix product: few enough to share among threads, enough to keep BLAS at full speed.
 BLOCK_ROWS = 256

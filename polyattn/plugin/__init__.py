@@ -1,8 +1,8 @@
-"""The contract of a plugin, and all that a plugin imports from polyattn.
+"""The contract of a plugin, and everything that a plugin imports from polyattn.
 
-A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``, by
-the name that the spec has. Its `implementation` is a `Backend`, loaded when first needed, that may
-bring `Kernel` objects, better primitives for the array-API kernels, and device placement::
+A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``,
+under the name of the spec. Its `implementation` is a `Backend`, loaded when first needed, which may
+have `Kernel` objects, better primitives for the array-API kernels, and device placement::
 
     # pyproject.toml
     [project.entry-points."polyattn.backends"]
@@ -22,7 +22,7 @@ bring `Kernel` objects, better primitives for the array-API kernels, and device 
 
     class Fused(Kernel):
         name = "fused"
-        features = frozenset({"causal", "scale"})  # of FEATURES: it is given nothing else
+        features = frozenset({"causal", "scale"})  # of FEATURES: it gets no others
 
         def __call__(self, problem, operands, backend):
             query, key, value = operands[:3]  # (..., H, L, D), (..., G, S, D), (..., G, S, E)
@@ -42,6 +42,7 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
+from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
@@ -63,6 +64,7 @@ __all__ = [
     "Backend",
     "BackendSpec",
     "BackendTools",
+    "Expression",
     "Gradients",
     "Indices",
     "Kernel",

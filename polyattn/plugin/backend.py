@@ -1,4 +1,4 @@
-"""A kernel computes attention; a backend is a library on its hardware, with its kernels."""
+"""Base classes of kernels, which compute attention, and of backends, which have kernels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["Backend", "Kernel"]
 
 
 class Kernel:
-    """One way of computing attention.
+    """A way to compute attention.
 
-    A kernel is given only problems whose features it declares and against which it has no reason.
+    A kernel gets only problems whose features it declares, and against which it gives no reason.
 
     Attributes
     ----------
     name : str
-        What users call it.
+        Its name in ``kernel=``.
     features : frozenset of str
-        Which of `FEATURES` it computes by the semantics, exactly.
+        Those of `FEATURES` that it computes exactly as the semantics define.
     poison_safe : bool
         Whether NaN or ±inf in a masked key or value leaves the row unchanged.
     batch_invariant : bool
-        Whether a batch item's result has the same bits alone and among others.
+        Whether a batch item's result has the same bits with and without the others.
     deterministic : bool
         Whether the same call twice gives the same bits.
     compiles : bool
@@ -36,10 +36,11 @@ class Kernel:
     devices : frozenset of str or None
         The kinds of device that it runs on, or None for all that its backend does.
     only_on : mapping of str to frozenset of str
-        Features that it computes on only some of those, and on which.
+        Features that it computes only on some kinds of device, with these kinds.
     tile : int or None
-        For a kernel that works in tiles, the most scores in one. The kernel reads it when it is
-        called: `polyattn.conformance` sets it low on a copy, so that small arrays have many tiles.
+        For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
+        in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
+        tiles.
     """
 
     name: ClassVar[str]
@@ -88,12 +89,12 @@ class Kernel:
         Parameters
         ----------
         problem : Problem
-            The facts of a call that the kernel takes.
+            The facts of a call that the kernel supports.
 
         Returns
         -------
         str or None
-            A clause, such as which engine of a library is at work; or None.
+            A clause, such as the engine of the library that would run; or None.
         """
         return None
 
@@ -170,8 +171,8 @@ class Kernel:
 class Backend(BackendTools):
     """A library on its hardware: devices, primitives and kernels.
 
-    The methods here serve any library of the standard as it is. A plugin overrides those that it
-    can do better, and `place`, `fetch` and `devices` if it can take arrays from elsewhere.
+    These methods work for any library that follows the standard. A plugin overrides those that it
+    can improve, and `place`, `fetch` and `devices` if it accepts arrays from other libraries.
 
     Parameters
     ----------
@@ -189,10 +190,10 @@ class Backend(BackendTools):
     def __init__(self, xp: Any) -> None:
         self.xp = xp
 
-    # ---- where arrays live ----
+    # ---- devices of arrays ----
 
     def devices(self) -> list[str]:
-        """List the devices at hand.
+        """List the available devices.
 
         Returns
         -------
@@ -212,12 +213,12 @@ class Backend(BackendTools):
         Returns
         -------
         str or None
-            A clause about the backend, with how to mend it; or None.
+            A clause about the backend that says how to correct it; or None.
         """
         return None
 
     def place(self, array: Array, device: str | None) -> Array:
-        """Return an array of this library on `device`, without a copy where it can be.
+        """Return an array of this library on `device`, without a copy where possible.
 
         Parameters
         ----------
@@ -231,7 +232,7 @@ class Backend(BackendTools):
         Array
             An array of this library.
         """
-        # DLPack has bfloat16; NumPy, whose bfloat16 is another package's, trades it by no DLPack.
+        # NumPy does not exchange bfloat16, a dtype of another package, by DLPack.
         is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
         return self.xp.asarray(array) if is_bfloat16 else self.xp.from_dlpack(array)
 
@@ -246,7 +247,7 @@ class Backend(BackendTools):
         Returns
         -------
         Array
-            A NumPy array, or one that NumPy can import, without a copy where it can be.
+            A NumPy array, or one that NumPy can import, without a copy where possible.
         """
         return array
 
@@ -275,16 +276,16 @@ class Backend(BackendTools):
         Parameters
         ----------
         scores : Array
-            Scores, −inf where a key is absent. They are needed again, so not written to.
+            Scores, −inf where a key is absent. Do not write to them: they are needed again.
 
         Returns
         -------
         weights : Array
-            ``exp(scores − maximum)``, 0 throughout a row that is −inf throughout.
+            ``exp(scores − maximum)``, 0 in a row that is all −inf.
         maximum : Array
-            The maximum of each row, its last axis kept.
+            The maximum of each row, with the last axis kept.
         total : Array
-            The sum of each row's weights, its last axis kept.
+            The sum of each row's weights, with the last axis kept.
         """
         xp = self.xp
         maximum = xp.max(scores, axis=-1, keepdims=True)
@@ -403,9 +404,9 @@ class Backend(BackendTools):
         Returns
         -------
         output : Array
-            What the kernel returns.
+            The kernel's output.
         logsumexp : Array or None
-            What the kernel returns.
+            The kernel's logsumexp.
         """
         with arrays.quiet(problem.library):
             if "jvp" in problem.features:

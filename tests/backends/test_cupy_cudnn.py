@@ -528,11 +528,11 @@ def test_what_cudnn_would_misread_is_copied(view, monkeypatch):
 
 REFUSED = {
     "it supports float16 and bfloat16 only": {"dtype": "float32"},
-    "must be a multiple of 8; here are (12, 12)": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
-    "must be a multiple of 8; here are (16, 12)": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
+    "must be a multiple of 8; got (12, 12)": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
+    "must be a multiple of 8; got (16, 12)": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
     "empty": {"shapes": ((1, 4, 16), (1, 0, 16), (1, 0, 16))},
-    "a scale above 0; here is -1.0": {"scale": -1.0},
-    "a scale above 0; here is 0.0": {"scale": 0.0},
+    "a scale above 0; got -1.0": {"scale": -1.0},
+    "a scale above 0; got 0.0": {"scale": 0.0},
     "it caps scores only": {"softcap": 2.0, "is_causal": True},
     "caps scores only": {"softcap": 2.0, "mask": (100, 300)},
     "a bias of 67,174,400 elements, above 67,108,864": {
@@ -571,7 +571,7 @@ def test_what_cudnn_refuses_is_a_reason(monkeypatch, library):
 def test_devices_that_it_is_not_for(monkeypatch, library):
     facts = {"library": "numpy", "device": "cpu", "dtype": "float16"}
     monkeypatch.setattr(Device, "compute_capability", "75")
-    assert "needs compute capability 8.0; here is 7.5" in reasons(*SHAPES, **facts)
+    assert "needs compute capability 8.0; this device has 7.5" in reasons(*SHAPES, **facts)
     forget()
     monkeypatch.setattr(Device, "compute_capability", "100")
     assert "pytorch#193893" in reasons(*SHAPES, **facts)

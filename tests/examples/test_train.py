@@ -212,7 +212,7 @@ def test_a_target_that_is_missed_is_said_and_is_a_failure(tmp_path, capsys, monk
     ("options", "says"),
     [
         (["--prompt", "naïve"], "has no 'ï'"),
-        (["--prompt", ""], "a letter at least"),
+        (["--prompt", ""], "at least one letter"),
         (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--minutes", "-1"], "--minutes must be at least 0; got -1"),
         (["--plot", "nowhere/loss.png"], "there is no folder nowhere"),

@@ -1,0 +1,349 @@
+"""Gradients and directional derivatives without automatic differentiation."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import (
+    Gradients,
+    Partial,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_partial,
+    attention_vjp,
+    masks,
+    merge,
+    scores,
+)
+from polyattn.arrays import is_array
+from polyattn.kernels import Tiled
+
+RNG = np.random.default_rng(0)
+SHAPES = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 5))
+
+
+def small_tiles():
+    kernel = Tiled()
+    kernel.tile = 96
+    return kernel
+
+
+def draw(*shapes):
+    return [RNG.standard_normal(shape) for shape in shapes]
+
+
+OPTIONS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "scale of 0": {"scale": 0.0},
+    "causal, softcap": {"is_causal": True, "softcap": 1.5, "scale": -0.4},
+    "window, offset": {"window": (2, 1), "query_offset": 1},
+    "rows without keys, sinks": {
+        **{"is_causal": True, "query_offset": -3, "sinks": RNG.standard_normal(4)},
+    },
+    "offset array": {"is_causal": True, "query_offset": np.array([2, -5])},
+    "mask": {"mask": RNG.random((9, 13)) < 0.6, "sinks": RNG.standard_normal(4)},
+    "bias (L, S)": {"bias": RNG.standard_normal((9, 13)), "softcap": 2.0},
+    "bias (S,)": {"bias": RNG.standard_normal(13)},
+    "bias (H, 1, S)": {"bias": RNG.standard_normal((4, 1, 13))},
+    "bias (B, 1, L, 1)": {"bias": RNG.standard_normal((2, 1, 9, 1)), "window": (3, 0)},
+    "bias of all scores": {"bias": RNG.standard_normal((2, 4, 9, 13)), "is_causal": True},
+    "dropout": {"dropout": (0.3, 7), "is_causal": True},
+    "alibi": {"score_mod": scores.alibi(RNG.random(4)), "is_causal": True},
+    "relative bias": {
+        "score_mod": scores.softcap(2.0)
+        >> scores.relative_bias(RNG.standard_normal((8, 4)), max_distance=8)
+        >> scores.temperature(0.8),
+    },
+    "function": {
+        "score_mod": scores.function(
+            lambda s, b, h, i, j: 0.2 * s * s, derivative=lambda s, b, h, i, j: 0.4 * s
+        )
+    },
+    "cosine": {"similarity": scores.cosine(), "scale": 3.0, "is_causal": True},
+    "distance": {"similarity": scores.distance(2)},
+    "additive": {"similarity": scores.additive(RNG.standard_normal(8))},
+    "long sequence": {"scale": scores.long_sequence(), "mask": masks.causal() | masks.prefix(3)},
+    "sigmoid": {"normalizer": scores.sigmoid(), "is_causal": True},
+    "sparsemax": {"normalizer": scores.sparsemax(), "score_mod": scores.alibi(4)},
+    "norm": {"scale": scores.by_norm(3.0), "is_causal": True},
+    "norm, bias that hides": {
+        "scale": scores.by_norm(3.0),
+        "bias": np.where(RNG.random((9, 13)) < 0.3, -np.inf, RNG.standard_normal((9, 13))),
+    },
+}
+# What needs a whole row at once has no tiles.
+IN_TILES = sorted(name for name in OPTIONS if not {"norm", "sigm", "spar"} & {name[:4]})
+LAYOUTS = {
+    "rank 2": ((9, 8), (13, 8), (13, 5)),
+    "broadcast batch": ((2, 1, 2, 9, 8), (1, 3, 2, 13, 8), (3, 2, 13, 5)),
+    "heads after length": ((2, 9, 4, 8), (2, 13, 2, 8), (2, 13, 2, 5)),
+    "value with a batch": ((9, 8), (13, 8), (3, 1, 13, 5)),
+}
+
+
+def slope(function):
+    """The derivative at 0, by differences of the fourth order."""
+    step = 2.0**-12
+    near, far = (function(n * step) - function(-n * step) for n in (1, 2))
+    return (8 * near - far) / (12 * step)
+
+
+def arrays_of(expression):
+    return [x for _, x in expression.carried() if is_array(x)]
+
+
+def moved_by(expression, directions, step):
+    rest = iter(directions)
+    return expression.map(lambda _, x: x + step * next(rest) if is_array(x) else x)
+
+
+def check(options, shapes, kernel=None):
+    """Compare every gradient with differences, along random directions, and with forward mode."""
+    query, key, value = draw(*shapes)
+    inputs = {"query": query, "key": key, "value": value, **options}
+    output, pullback = attention_vjp(query, key, value, **options, kernel=kernel)
+    assert np.allclose(output, attention(query, key, value, **options), rtol=0, atol=1e-12)
+    along = RNG.standard_normal(output.shape)
+    gradients = pullback(along)
+
+    def by_difference(**moved):
+        return slope(
+            lambda step: np.sum(
+                attention(**inputs | {n: move(step) for n, move in moved.items()}, kernel="dense")
+                * along
+            )
+        )
+
+    expected, found = {}, {}
+    for name, given in inputs.items():
+        gradient = getattr(gradients, name, None)
+        if isinstance(given, float):
+            expected[name] = by_difference(**{name: lambda step, x=given: x + step})
+            found[name] = float(gradient)
+        elif name in ("score_mod", "similarity") and arrays_of(given):
+            directions = draw(*(x.shape for x in arrays_of(given)))
+
+            expected[name] = by_difference(**{name: partial(moved_by, given, directions)})
+            pairs = zip(arrays_of(gradient), directions, strict=True)
+            found[name] = sum(np.sum(x * t) for x, t in pairs)
+        elif gradient is not None and is_array(given):
+            assert gradient.shape == given.shape
+            direction = RNG.standard_normal(given.shape)
+            expected[name] = by_difference(**{name: lambda e, x=given, t=direction: x + e * t})
+            found[name] = np.sum(gradient * direction)
+    assert {"query", "key", "value"} <= found.keys()
+    assert found == pytest.approx(expected, rel=1e-8, abs=1e-8)
+
+    tangents = draw(*shapes)
+    moved = {f"{n}_tangent": draw(inputs[n].shape)[0] for n in ("bias", "sinks") if n in inputs}
+    same, tangent = attention_jvp((query, key, value), tangents, **moved, **options, kernel=kernel)
+    assert np.array_equal(same, output)
+    moved |= {f"{n}_tangent": t for n, t in zip(("query", "key", "value"), tangents, strict=True)}
+    adjoint = sum(np.sum(getattr(gradients, n.removesuffix("_tangent")) * moved[n]) for n in moved)
+    assert np.sum(tangent * along) == pytest.approx(adjoint, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_by_differences(name):
+    check(OPTIONS[name], SHAPES)
+
+
+@pytest.mark.parametrize("name", IN_TILES)
+def test_by_differences_in_tiles(name):
+    check(OPTIONS[name], SHAPES, small_tiles())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    layout = "...LHD" if name == "heads after length" else "...HLD"
+    check({"is_causal": True, "layout": layout}, LAYOUTS[name], small_tiles())
+
+
+@pytest.mark.parametrize("lengths", [(0, 13), (9, 0), (0, 0)])
+def test_nothing_to_compute(lengths):
+    query, key, value = draw((2, lengths[0], 8), (2, lengths[1], 8), (2, lengths[1], 5))
+    sinks = np.zeros(2)
+    output, pullback = attention_vjp(query, key, value, sinks=sinks, bias=np.zeros(lengths))
+    for gradient, like in zip(pullback(output), (query, key, value), strict=False):
+        assert np.array_equal(gradient, np.zeros_like(like))
+    assert pullback(output).bias.shape == lengths
+    assert np.array_equal(pullback(output).sinks, sinks)
+
+
+# ---- parts of the keys ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_the_shares_of_parts_of_the_keys_add_up(dtype):
+    query, key, value = (x.astype(dtype) for x in draw(*SHAPES))
+    along = RNG.standard_normal((2, 4, 9, 5)).astype(dtype)
+    options = {"is_causal": True, "softcap": 2.0}
+    parts = [(slice(0, 5), 4), (slice(5, 13), -1)]
+
+    def of(part, offset):
+        return {"key": key[..., part, :], "value": value[..., part, :], "query_offset": offset}
+
+    whole = merge(*(attention_partial(query, **of(*p), **options) for p in parts))
+    sums = Gradients()
+    for part in parts:
+        found = attention_backward(
+            query, partial=whole, output_gradient=along, into=Gradients(query=sums.query),
+            **of(*part), **options,
+        )  # fmt: skip
+        assert found.query.dtype == ("float64" if dtype == "float64" else "float32")
+        sums = Gradients(
+            found.query,
+            *(
+                x if before is None else np.concatenate((before, x), axis=-2)
+                for before, x in ((sums.key, found.key), (sums.value, found.value))
+            ),
+        )
+    expected = attention_vjp(query, key, value, **options)[1](along)
+    assert expected.query.dtype == dtype
+    error = {"float16": 4e-3, "float32": 2e-6, "float64": 2e-15}[dtype]
+    for x, y in zip(sums[:3], expected[:3], strict=True):
+        assert np.max(np.abs(x - y)) <= error * np.max(np.abs(y))
+
+
+def test_the_gradient_of_the_logsumexp():
+    query, key, value = draw(*SHAPES)
+    bias, sinks = draw((9, 13), (4,))
+    along, weight = draw((2, 4, 9, 5), (2, 4, 9))
+    options = {"bias": bias, "sinks": sinks, "is_causal": True}
+    _, pullback = attention_vjp(query, key, value, **options)
+    gradients = pullback(along, logsumexp_gradient=weight)
+
+    def loss(**moved):
+        given = {"query": query, "key": key, "value": value, **options} | moved
+        output, logsumexp = attention_partial(**given)
+        return np.sum(output * along) + np.sum(logsumexp * weight)
+
+    for name, given in {"query": query, "key": key, "bias": bias, "sinks": sinks}.items():
+        t = RNG.standard_normal(given.shape)
+        expected = slope(lambda step, n=name, x=given, t=t: loss(**{n: x + step * t}))
+        assert np.sum(getattr(gradients, name) * t) == pytest.approx(expected, rel=1e-8)
+
+
+# ---- NaN and infinity ----
+
+
+@pytest.mark.parametrize("kernel", [None, small_tiles()], ids=["whole", "tiles"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_what_is_hidden_changes_no_gradient(poison, kernel):
+    mask = RNG.random((9, 13)) < 0.6
+    mask[:, 4] = False
+    mask[5:, 7] = False  # seen by some rows only
+    query, key, value = draw(*SHAPES)
+    along = RNG.standard_normal((2, 4, 9, 5))
+    options = {"mask": mask, "softcap": 2.0, "kernel": kernel}
+    clean = attention_vjp(query, key, value, **options)[1](along)
+    for one in (4, 7):
+        at_fault = mask[:, one]
+        bad_key, bad_value = key.copy(), value.copy()
+        bad_key[..., one, :] = bad_value[..., one, :] = poison
+        found = attention_vjp(query, bad_key, bad_value, **options)[1](along)
+        assert np.array_equal(found.query[..., ~at_fault, :], clean.query[..., ~at_fault, :])
+        beside = ~np.any(mask[at_fault], axis=0)  # keys that no such row sees
+        for x, y in ((found.key, clean.key), (found.value, clean.value)):
+            assert np.array_equal(x[..., beside, :], y[..., beside, :])
+
+
+# ---- what is given ----
+
+
+@pytest.mark.parametrize("backend", ["torch", "array-api"])
+def test_a_named_backend(backend):
+    query, key, value = draw(*SHAPES)
+    slopes = scores.alibi(RNG.random(4))
+    options = {"is_causal": True, "score_mod": slopes}
+    along = RNG.standard_normal((2, 4, 9, 5))
+    here = attention_vjp(query, key, value, **options)[1](along)
+    there = attention_vjp(query, key, value, **options, backend=backend)[1](along)
+    assert isinstance(there.query, np.ndarray)
+    assert np.allclose(here.query, there.query, rtol=0, atol=1e-13)
+    assert np.allclose(here.score_mod.slopes, there.score_mod.slopes, rtol=0, atol=1e-12)
+    assert there.bias is there.softcap is there.similarity is None
+
+
+def test_what_cannot_be_differentiated_is_refused():
+    query, key, value = draw(*SHAPES)
+    output, pullback = attention_vjp(query, key, value, score_mod=lambda s, b, h, i, j: s * s)
+    with pytest.raises(polyattn.UnsupportedError, match=r"scores\.function\(f, derivative=g\)"):
+        pullback(output)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"partial": None}, TypeError, "partial must be the Partial"),
+        ({"into": 0}, TypeError, "into must be Gradients; got a int"),
+        ({"output_gradient": np.zeros(3)}, ValueError, "output_gradient must have the shape"),
+        ({"output_gradient": np.zeros((2, 4, 9, 5), "float32")}, TypeError, "float64 as the query"),
+        ({"logsumexp_gradient": np.zeros((2, 4, 8))}, ValueError, "logsumexp_gradient must have"),
+        ({"is_casual": True}, TypeError, "unexpected keyword argument 'is_casual'"),
+        (
+            {"partial": Partial(np.zeros((2, 4, 9, 6)), np.zeros((2, 4, 9)))},
+            ValueError,
+            "output must have the shape",
+        ),
+        (
+            {"partial": Partial(np.zeros((2, 4, 9, 5)), np.zeros((2, 4, 8)))},
+            ValueError,
+            "logsumexp must be that of attention_partial",
+        ),
+        ({"partial": Partial(np.zeros((2, 4, 9, 5)), None)}, ValueError, "needs the logsumexp"),
+    ],
+)
+def test_bad_input(change, error, message):
+    query, key, value = draw(*SHAPES)
+    result = attention_partial(query, key, value)
+    given = {"partial": result, "output_gradient": result.output} | change
+    with pytest.raises(error, match=message):
+        attention_backward(query, key, value, **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (
+            (1, (None,) * 3),
+            {},
+            TypeError,
+            "primals must be those of query, key and value; got a int",
+        ),
+        ((None, (None,) * 2), {}, TypeError, "tangents must be those of .* got 2 of them"),
+        ((None, (np.zeros(3), None, None)), {}, ValueError, "query_tangent must have the shape"),
+        ((None, (None,) * 3), {"bias_tangent": np.zeros(3)}, ValueError, "bias_tangent must have"),
+    ],
+)
+def test_bad_tangents(arguments, options, error, message):
+    primals, tangents = arguments
+    with pytest.raises(error, match=message):
+        attention_jvp(draw(*SHAPES) if primals is None else primals, tangents, **options)
+
+
+def test_no_tangent_is_a_tangent_of_0():
+    primals = draw(*SHAPES)
+    output, tangent = attention_jvp(primals, (None, None, None))
+    assert np.array_equal(output, attention(*primals))
+    assert not tangent.any()
+
+
+def test_partials_of_16_bits_keep_their_digits_where_they_are_merged():
+    query, key, value = (x.astype("float16") for x in draw((2, 4, 8), (2, 64, 8), (2, 64, 5)))
+    parts = [slice(n, n + 8) for n in range(0, 64, 8)]
+
+    def joined(**options):
+        return merge(*(attention_partial(query, key[:, p], value[:, p], **options) for p in parts))
+
+    exact = attention(*(x.astype("float64") for x in (query, key, value)))
+    whole = joined(dtype="float32")
+    assert whole.output.dtype == "float32"
+    assert np.max(np.abs(whole.output - exact)) < 1e-6
+    assert np.max(np.abs(joined().output - exact)) > 1e-4
+    with pytest.raises(ValueError, match="dtype must be float16 or float32 for this query"):
+        joined(dtype="float64")
