@@ -39,6 +39,12 @@ def empty(shape, dtype):
     return at_home(memory[first : first + size].view(dtype).reshape(shape))
 
 
+def full(shape, number, dtype):
+    array = empty(shape, dtype)
+    array[...] = number
+    return array
+
+
 class Device(contextlib.AbstractContextManager):
     """Which device is the current one, as CuPy switches it."""
 
@@ -59,10 +65,12 @@ def stand_in(**cuda):
     """Return what the kernels ask of CuPy."""
     return types.SimpleNamespace(
         empty=empty,
+        zeros=lambda shape, dtype: full(shape, 0, dtype),
+        full=full,
         broadcast_to=lambda array, shape: at_home(np.broadcast_to(array, shape)),
         ascontiguousarray=lambda array: at_home(np.ascontiguousarray(array)),
         maximum=np.maximum,
-        where=np.where,
+        where=lambda *args: at_home(np.where(*args)),
         copyto=np.copyto,
         cuda=types.SimpleNamespace(
             device=types.SimpleNamespace(get_cublas_handle=lambda: "handle"),
