@@ -168,4 +168,3 @@ class FusedStep:
 def _operands(tensors: Tensors) -> Operands:
     query, key, value, *mask = tensors
     return Operands(query, key, value, None, mask[0] if mask else None, None, None, None)
-

@@ -11,11 +11,17 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import Gradients, Partial, attention, attention_backward, attention_partial, masks, scores
+from polyattn import (
+    Gradients,
+    attention,
+    attention_backward,
+    attention_partial,
+    masks,
+    scores,
+)
 from polyattn_numpy import backward as backward_module
 from polyattn_numpy import blocks
 from polyattn_numpy.tiled import Tiled
-from polyattn_numpy.turns import Turns
 
 B, H, G, L, S, D, E = 2, 4, 2, 130, 150, 8, 12
 RNG = np.random.default_rng(11)
@@ -114,7 +120,7 @@ FEATURES = {
     "offset": ({"is_causal": True, "query_offset": -9}, {"seen": KEYS <= ROWS - (S - L) - 9}),
     "offset by item": (
         {"is_causal": True, "query_offset": np.array([-30, 90])},
-        {"seen": (KEYS <= ROWS - (S - L) + np.array([-30, 90])[:, None, None])[:, None]},
+        {"seen": (ROWS - (S - L) + np.array([-30, 90])[:, None, None] >= KEYS)[:, None]},
     ),
     "window": ({"window": (20, 5)}, {"seen": (KEYS >= ROWS - 20) & (KEYS <= ROWS + 5)}),
     "mask": ({"mask": RANDOM[0, 0]}, {"seen": RANDOM[0, 0]}),
@@ -193,7 +199,10 @@ def test_batch_axes_that_broadcast(lead):
 def test_few_rows_of_many_keys_are_cut_by_keys():
     qkv = arrays([(1, 2, 3, D), (1, 2, 200, D), (1, 2, 200, E)])
     bias = randn(3, 1, seed=5)
-    for options, others in (({}, {}), ({"window": (150, 0)}, {"seen": np.arange(200) >= np.arange(197, 200)[:, None] - 150})):
+    for options, others in (
+        ({}, {}),
+        ({"window": (150, 0)}, {"seen": np.arange(200) >= np.arange(197, 200)[:, None] - 150}),
+    ):
         options = options | {"bias": bias}
         found, gradients = backward(qkv, of_tiles(2**10), **options)
         if "window" in options:
@@ -221,8 +230,15 @@ def bits(found):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True}, {"bias": BIAS[0]}, {"bias": BIAS[:, :1]}, {"mask": RANDOM}, {"sinks": BIAS[:, 0, 0]},
-     {"score_mod": scores.alibi(SLOPES.numpy())}],
+    [
+        {},
+        {"is_causal": True},
+        {"bias": BIAS[0]},
+        {"bias": BIAS[:, :1]},
+        {"mask": RANDOM},
+        {"sinks": BIAS[:, 0, 0]},
+        {"score_mod": scores.alibi(SLOPES.numpy())},
+    ],
     ids=lambda options: "".join(options),
 )
 @pytest.mark.parametrize("broadcast", [False, True], ids=["", "one key for all items"])
@@ -340,7 +356,7 @@ def test_poison_reaches_the_rows_that_see_it(poisoned, poison):
     first = HIDDEN - (S - L)
     assert found.query[:, :, :first].tobytes() == want.query[:, :, :first].tobytes()
     assert np.isnan(found.query[:, :, first:]).all()
-    assert np.isnan(found.key[:, :, :HIDDEN + 1]).all()
+    assert np.isnan(found.key[:, :, : HIDDEN + 1]).all()
 
 
 @pytest.mark.parametrize("options", [{"query_offset": -10}, {"mask": ROWS - S + L > 9}], ids=str)
