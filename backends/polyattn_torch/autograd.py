@@ -127,7 +127,7 @@ class _Attention(_Compiled):
 
 
 class _Asked:
-    """A step and which of its gradients are asked for: one argument, which torch.func takes whole."""
+    """A step and the gradients asked for: one argument, which torch.func takes whole."""
 
     def __init__(self, step: Step, wanted: Sequence[bool]) -> None:
         self.step, self.wanted = step, wanted

@@ -41,7 +41,7 @@ def takes(problem: Problem) -> bool:
 def recorded(
     problem: Problem, x: EngineInputs, backend: Backend, *, is_causal: bool
 ) -> torch.Tensor | None:
-    """Return the output as autograd records it; None if scaled_dot_product_attention can do that."""
+    """Return the output as autograd records it; None if torch's own function can do that."""
     if torch.compiler.is_compiling() or not is_recorded(problem):
         return None
     # A switch of torch's, of all devices.

@@ -26,6 +26,7 @@ from polyattn_numpy.tiled import Tiled
 B, H, G, L, S, D, E = 2, 4, 2, 130, 150, 8, 12
 RNG = np.random.default_rng(11)
 ROWS, KEYS = np.arange(L)[:, None] + S - L, np.arange(S)
+HEADS, ITEMS = np.arange(H)[:, None, None], np.arange(B)[:, None, None, None]
 IDS = np.sort(RNG.integers(0, 3, (B, L))), np.sort(RNG.integers(0, 3, (B, S)))
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 
@@ -45,7 +46,7 @@ def of_tiles(tile):
 
 def textbook(query, key, value, output_gradient, logsumexp_gradient, **options):
     """Return gradients by torch: `seen` and `kept` are arrays, `rule` a function of the scores."""
-    given = dict(query=query, key=key, value=value) | {
+    given = {"query": query, "key": key, "value": value} | {
         name: np.asarray(options[name]) for name in ("bias", "sinks", "scale", "softcap", "array")
         if options.get(name) is not None
     }  # fmt: skip
@@ -127,7 +128,7 @@ FEATURES = {
     "mask by head and item": ({"mask": RANDOM}, {"seen": RANDOM}),
     "mask function": (
         {"mask": lambda b, h, i, j: (i + j + b + h) % 3 > 0},
-        {"seen": (ROWS - S + L + KEYS + np.arange(H)[:, None, None] + np.arange(B)[:, None, None, None]) % 3 > 0},
+        {"seen": (ROWS - S + L + KEYS + HEADS + ITEMS) % 3 > 0},
     ),
     "segments": (
         {"mask": masks.segments(*IDS), "is_causal": True},
@@ -323,7 +324,8 @@ HIDES = {
     "function": {"mask": lambda b, h, i, j: j < HIDDEN + 0 * i},
     "bias": {"bias": np.where(KEYS < HIDDEN, 0, -math.inf)},
     "function of scores": {"score_mod": scores.function(
-        lambda s, b, h, i, j: np.where(j < HIDDEN, s, -np.inf), lambda s, b, h, i, j: 1.0 * (j < HIDDEN)
+        lambda s, b, h, i, j: np.where(j < HIDDEN, s, -np.inf),
+        lambda s, b, h, i, j: 1.0 * (j < HIDDEN),
     )},
     "softcap": {"mask": KEYS < HIDDEN, "softcap": 2.0},
     "dropout": {"mask": KEYS < HIDDEN, "dropout": (0.2, 1)},
@@ -346,8 +348,9 @@ def test_hidden_poison_changes_no_bit(option, poison):
     assert not found.key[:, :, HIDDEN:].any()
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("poisoned", ["key", "value"])
+@pytest.mark.parametrize(
+    ("poisoned", "poison"), [("key", math.nan), ("value", math.nan), ("value", math.inf)]
+)
 def test_poison_reaches_the_rows_that_see_it(poisoned, poison):
     qkv = arrays()
     want, gradients = backward(qkv, of_tiles(2**12), is_causal=True)
