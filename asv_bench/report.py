@@ -44,8 +44,8 @@ class Benchmark(NamedTuple):
 def read(file: Path, patterns: Sequence[str] = ()) -> list[Benchmark]:
     """Return the benchmarks of a file of asv's results, ``MACHINE/COMMIT-ENVIRONMENT.json``.
 
-    Cases that none of the `patterns` of ``--bench`` matches are left out, since asv writes the same
-    for them as for skipped ones. `started` is in seconds since the epoch.
+    Cases that match no pattern of ``--bench`` are left out, because asv writes the same for them as
+    for skipped ones. `started` is in seconds since the epoch.
     """
     results = json.loads(file.read_text(encoding="utf-8"))
     known = json.loads((file.parents[1] / "benchmarks.json").read_text(encoding="utf-8"))

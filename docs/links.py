@@ -47,16 +47,16 @@ def page(file: Path) -> Page:
 
 
 def wrong(file: Path, link: Link) -> str | None:
-    """Return what is wrong with a link of a page, or None."""
+    """Return the fault of a link of a page, or None."""
     to = urlsplit(link.to)
     if to.scheme or to.netloc:
         if link.loaded and to.scheme != "data":
-            return "is loaded from afar"
+            return "is loaded from another site"
         well_formed = to.scheme in ("http", "https") and "." in to.netloc and " " not in link.to
-        return None if well_formed or to.scheme in ("mailto", "data") else "is no address"
+        return None if well_formed or to.scheme in ("mailto", "data") else "is not an address"
     target = file.parent / unquote(to.path) if to.path else file
     if not target.is_file():
-        return "leads to no file"
+        return "does not lead to a file"
     known = target.suffix != ".html" or not to.fragment
     return None if known or unquote(to.fragment) in page(target).anchors else "has no such anchor"
 
@@ -69,7 +69,7 @@ def problems(folder: Path) -> Iterator[str]:
                 yield f"{file.relative_to(folder)}: {link.to} {reason}"
     for file in sorted(folder.rglob("*.css")):
         for address in FROM_AFAR.findall(file.read_text(encoding="utf-8")):
-            yield f"{file.relative_to(folder)}: {address} is loaded from afar"
+            yield f"{file.relative_to(folder)}: {address} is loaded from another site"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Draw the pictures of scores.md, from what the score expressions compute."""
+"""Draw the pictures of scores.md, from the results of the score expressions."""
 
 import math
 from io import BytesIO
@@ -28,7 +28,7 @@ def weights(query, key, **options):
 
 
 def at_distance(value: scores.Score, head: int, away: np.ndarray, heads: int) -> np.ndarray:
-    """Return what a score expression adds to a score of 0, by the distance from row to key."""
+    """Return the effect of a score expression on a score of 0, by the distance from row to key."""
     far = abs(away).max()
     s = np.zeros((1, heads, 1, len(away)))
     b, h = np.zeros((1, 1, 1, 1), int), np.arange(heads).reshape(1, -1, 1, 1)

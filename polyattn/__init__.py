@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Import the parts that are not needed by attention when they are first asked for."""
+    """Import a part that attention does not need, when it is first used."""
     if name in ("conformance", "dialects", "nn", "plot"):
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

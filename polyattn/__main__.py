@@ -1,4 +1,4 @@
-"""``python -m polyattn`` is ``polyattn``."""
+"""The command ``python -m polyattn``, which is the same as ``polyattn``."""
 
 import sys
 

@@ -282,10 +282,10 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
         print(*function_report.lines(rows), sep="\n")
     if options.html is not None:
         options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
-    departs = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
+    differ = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
     if not options.json:
-        print(f"  {departs or 'no'} case{'s' * (departs != 1)} depart{'s' * (departs == 1)}")
-    return 1 if departs else 0
+        print(f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}")
+    return 1 if differ else 0
 
 
 def _demo(arguments: list[str]) -> int:

@@ -123,7 +123,7 @@ def dot_product_attention(
         Number of real (non-padding) rows and keys per batch item, shape (B,). The output of the
         other rows is 0.
     local_window_size : int or tuple of int, optional
-        How many keys before and after its position a row sees; an integer is for both sides.
+        Number of keys that a row sees before and after its position; an integer is for both sides.
     return_residual : bool
         Whether to return the logsumexp too, (B, L, H), in float32 at least.
 
@@ -220,7 +220,7 @@ def onnx_attention(
     q_num_heads, kv_num_heads : int, optional
         H and G, for inputs of rank 3.
     left_window_size, right_window_size : int
-        How many keys before and after its position a row sees; -1 for no bound.
+        Number of keys that a row sees before and after its position; -1 for no bound.
     softmax_precision : int, optional
         Accepted; scores and sums are float32 at least.
     kernel : str, optional
@@ -290,7 +290,7 @@ def onnx_attention(
 def _padding_mask(
     xp: Any, array: Array, lengths: Array | None, axes: tuple[int, int]
 ) -> Array | None:
-    """Return which rows or keys are not padding, along the axis of the scores that is -1."""
+    """Return which rows or keys are not padding; `axes` is -1 at their axis of the scores."""
     if lengths is None:
         return None
     indices = xp.reshape(index_range(xp, 0, array.shape[-3], array), axes)

@@ -64,7 +64,7 @@ def window(left: int | None, right: int | None) -> Mask:
     Parameters
     ----------
     left, right : int or None
-        How many keys before and after the position, itself not counted; None for no bound. A
+        Number of keys before and after the position, itself not counted; None for no bound. A
         window of 256 tokens that ends at the row's position is ``window(255, 0)``.
 
     Returns
@@ -246,7 +246,7 @@ def dense(array: Array) -> Mask:
 
 
 def rule(function: Callable[..., Array]) -> Mask:
-    """Turn a function as FlexAttention takes it into a mask that composes.
+    """Turn a function in FlexAttention's form into a mask that composes.
 
     Parameters
     ----------
@@ -256,8 +256,8 @@ def rule(function: Callable[..., Array]) -> Mask:
     Returns
     -------
     Mask
-        A row sees a key where the function is True. Which tiles are empty is known only for a
-        compiled mask: see `compile`.
+        A row sees a key where the function returns True. Its empty tiles are known only if the
+        mask is compiled: see `compile`.
 
     Examples
     --------
@@ -289,28 +289,30 @@ def compile(
     heads: int = 1,
     tile: int = 128,
 ) -> Mask:
-    """Look at a mask once, and keep which of its tiles are empty, full and mixed.
+    """Evaluate a mask once, and store which of its tiles are empty, full and mixed.
 
-    For rules given as functions, whose tiles nothing tells: make it once, use it in every layer and
-    at every step. Kernels skip the empty tiles and do not ask about the full ones.
+    This is for masks given as functions, whose tiles are otherwise unknown: compile the mask once,
+    and use it in every layer and at every step. Kernels skip its empty tiles, and do not evaluate
+    it in full ones.
 
     Parameters
     ----------
     mask : Mask, callable or Array of bool
-        What to look at.
+        The mask to compile.
     query_length, key_length : int
-        L and S of the calls that it is for; S is L if it is not given.
+        L and S of the calls that will use it; S is L by default.
     query_offset : int, optional
         The position of the first row among the keys, S − L by default.
     like : Array, optional
-        An array of the library and device where the function works, if those of the arrays that the
-        mask carries, or else NumPy's, are not right.
+        An array of the library and device to evaluate the mask on; by default those of the arrays
+        in the mask, or else NumPy.
     batch : int or tuple of int
-        How many batch items to ask about, or the batch axes, for a mask that differs among them.
+        Number of batch items, or the batch axes, for a mask that differs between items.
     heads : int
-        How many query heads to ask about, for a mask that differs among them.
+        Number of query heads, for a mask that differs between heads.
     tile : int
-        How many rows and keys a tile has. Few leave less to compute, and cost more to look up.
+        Number of rows and keys of a tile. Smaller tiles leave less to compute, and take longer to
+        look up.
 
     Returns
     -------

@@ -47,6 +47,6 @@ class Recent(Generic[K, V]):
             self._old.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop all entries."""
         with self._lock:
             self._young, self._old = {}, {}

@@ -14,7 +14,7 @@ class Span(NamedTuple):
     Attributes
     ----------
     start, stop : int
-        The first, and the one after the last.
+        The first one, and the one after the last.
     """
 
     start: int
@@ -22,21 +22,21 @@ class Span(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Their number."""
+        """The number of rows or keys."""
         return self.stop - self.start
 
     def split(self, size: int) -> Iterator[Span]:
-        """Cut it up.
+        """Cut the span into parts.
 
         Parameters
         ----------
         size : int
-            How many a part has at most.
+            The largest length of a part.
 
         Yields
         ------
         Span
-            The parts in order, all but the last of that size.
+            The parts in order; all but the last have that size.
         """
         for first in range(self.start, self.stop, size):
             yield Span(first, min(first + size, self.stop))

@@ -28,7 +28,7 @@ def use_threads(count: SupportsIndex) -> Iterator[None]:
     """Limit the threads of all calls that this thread or task makes inside the block.
 
     Only the NumPy backend follows it; PyTorch and JAX have their own settings. The number of
-    threads does not change a bit of the result.
+    threads does not change any bit of the result.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Define what the benchmarks share: the backends, their warm-up and their data.
+"""Shared parts of the benchmarks: the backends, their warm-up and their data.
 
 The lists of backends do not depend on what is installed, because asv keeps results by parameter; a
 missing backend is skipped with a reason. asv calls `setup` before every sample, in one process for
@@ -26,7 +26,6 @@ BACKENDS = (
 )
 ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "array-api")
 ON_CUDA = ("torch:cuda", "cupy", "jax:cuda")
-WITH_GRADIENTS = ("torch:cpu", "torch:cuda", "torch:mps", "jax:cpu", "jax:cuda")
 
 
 class BackendBenchmark:

@@ -1,4 +1,4 @@
-"""Time what a new process imports, each in a new interpreter."""
+"""Time imports, each in a new interpreter."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Imports:
     timeout = 300
 
     def timeraw_numpy(self) -> str:
-        """Only NumPy, which all others import too."""
+        """Import only NumPy, which all others import too."""
         return "import numpy"
 
     def timeraw_polyattn(self) -> str:
-        """The package."""
+        """Import the package."""
         return "import polyattn"
 
     def timeraw_first_call(self) -> str:
-        """The package, NumPy's backend, and a small call."""
+        """Import the package and NumPy's backend, and make a small call."""
         return """
         import numpy, polyattn
         query = numpy.ones((1, 1, 16, 16), dtype=numpy.float32)
@@ -27,5 +27,5 @@ class Imports:
         """
 
     def timeraw_list_backends(self) -> str:
-        """The table of backends, which loads every installed array library."""
+        """List the backends, which loads every installed array library."""
         return "import polyattn; polyattn.list_backends()"

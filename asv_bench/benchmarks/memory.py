@@ -72,7 +72,7 @@ def host_peak(call: Callable[[], Any]) -> int:
     """Return the growth of the resident memory during a call, in bytes."""
     reset = Path("/proc/self/clear_refs")
     if not reset.exists():
-        raise SkipNotImplemented("only Linux tells the peak of a part of a process")
+        raise SkipNotImplemented("only Linux reports the peak memory of a part of a process")
     # Freed memory that the C library still holds would be reused without growth.
     getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     before = _status("VmRSS")
@@ -85,7 +85,7 @@ def _status(name: str) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise SkipNotImplemented(f"this kernel tells no {name}")
+    raise SkipNotImplemented(f"this system does not report {name}")
 
 
 def _torch_peak(library: Library, call: Callable[[], Any]) -> int:

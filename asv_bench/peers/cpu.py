@@ -155,7 +155,7 @@ def _torch(arrays: list[Array], case: Case, mask: Array, bias: Array, threads: i
 
 
 def _jax(arrays: list[Array], case: Case, attend: Any, head_axis: int) -> Contender:
-    """Return an attention function under jit; `jax.nn` if None is given, whose heads are later."""
+    """Return an attention function under jit, by default that of `jax.nn`."""
     import jax
 
     attend = attend or jax.nn.dot_product_attention
@@ -238,7 +238,7 @@ def one_window(call: Contender, window: float) -> float:
 
 
 def rates(window: float) -> dict[str, float]:
-    """Return the rates that bound the time, on one thread: of both products, and ns of exp."""
+    """Return the rates that bound the time on one thread: of both products, and ns per exp."""
     from polyattn_numpy import threads
     from polyattn_numpy.scratch import fast_exp2
 
@@ -285,8 +285,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the tables and draw the plot."""
     parser = script.parser(__doc__, 9)
     script.add_files(parser.add_argument)
-    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases with this text")
-    parser.add_argument("--threads", type=int, default=0, help="of each (default: all)")
+    parser.add_argument("--cases", default="", metavar="TEXT", help="run only cases with this text")
+    parser.add_argument("--threads", type=int, default=0, help="of each contender (default: all)")
     options = parser.parse_args(arguments)
     threads = options.threads or script.all_threads()
     rounds, window = (1, 0.0) if options.quick else (options.rounds, 0.1)

@@ -71,7 +71,7 @@ def contenders(threads: int) -> dict[str, Callable[[], Any]]:
 def main(arguments: list[str] | None = None) -> int:
     """Print the times and their ratios."""
     parser = script.parser(__doc__, 15)
-    parser.add_argument("--threads", type=int, default=0, help="of each (default: all)")
+    parser.add_argument("--threads", type=int, default=0, help="of each contender (default: all)")
     parser.add_argument(
         "--cpu-time",
         action="store_true",

@@ -1,4 +1,4 @@
-"""Time against the share of visible tiles of a mask, as ratios of alternating runs.
+"""Call time against the share of visible tiles, as ratios of alternating runs.
 
 Hidden tiles should cost nothing: the time of a call over that of causal attention should equal the
 ratio of their visible tiles. Each round calls attention once with every mask, and the ratios are of

@@ -1,4 +1,4 @@
-"""What `polyattn.attention` costs over the bare call that it makes, on very small arrays.
+"""The overhead of `polyattn.attention` over the bare call that it makes, on very small arrays.
 
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
 lines of NumPy and torch's `scaled_dot_product_attention`.

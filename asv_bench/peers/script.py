@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: options, their first line, figures as JSON and plots."""
+"""Shared parts of the scripts in this folder: options, the first line, JSON and plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def all_threads() -> int:
 
 
 def machine(threads: int) -> str:
-    """Return what the times were measured on."""
+    """Describe the processor and the libraries that the times were measured on."""
     return f"{processor()}, {threads} threads each; {versions()}; float32"
 
 

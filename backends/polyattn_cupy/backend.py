@@ -14,7 +14,7 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_cupy import loading
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
@@ -81,7 +81,7 @@ class CupyBackend(Backend):
     def peak_memory(
         self, device: str | None, function: Callable[..., Array], *arrays: Array
     ) -> int | None:
-        """Return how much CuPy's pool, which counts blocks of 512 bytes, grows in the call."""
+        """Return the growth of CuPy's pool during the call; it counts blocks of 512 bytes."""
         with cupy.cuda.Device(None if device is None else _number(device)):
             pool = cupy.get_default_memory_pool()
             pool.free_all_blocks()
@@ -114,7 +114,12 @@ class CupyBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Run a kernel on the device of the query, whatever the current device is."""
         with operands.query.device:
-            return kernel(problem, operands, self)
+            return super().run(kernel, problem, operands)
+
+    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+        """Run the backward pass of a kernel on the device of the query."""
+        with operands.query.device:
+            return super().run_backward(kernel, problem, operands)
 
 
 def _number(device: str) -> int:

@@ -83,12 +83,12 @@ class Block(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Scores from one row to the next, a multiple of 8 as tensor cores need it."""
+        """Scores from one row to the next, a multiple of 8 for tensor cores."""
         return -(-self.columns.length // 8) * 8
 
     @property
     def size(self) -> int:
-        """Number of scores that it has memory for."""
+        """Number of scores that its memory holds."""
         return self.pairs.length * self.rows.length * self.pitch
 
 

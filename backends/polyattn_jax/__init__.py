@@ -1,4 +1,4 @@
-"""JAX on CPU, CUDA and TPU. Importing this must not import JAX."""
+"""JAX on CPU, CUDA and TPU. This module must not import JAX."""
 
 from polyattn.plugin import BackendSpec
 

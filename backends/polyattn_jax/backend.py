@@ -1,6 +1,6 @@
 """JAX's devices and primitives.
 
-Arrays may be traced, so nothing but `fetch` and `synchronize` reads a value or waits for one.
+Arrays may be traced, so only `fetch` and `synchronize` read values or wait for them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class JaxBackend(Backend):
         return list(all_devices())
 
     def hardware(self, device: str) -> dict[str, str | int]:
-        """Return what JAX knows about a device."""
+        """Return the facts that JAX knows about a device."""
         handle: Any = device_of(device)
         known: dict[str, str | int] = {}
-        if handle.platform != "cpu":  # for which it is just "cpu"
+        if handle.platform != "cpu":  # the kind of a CPU is only "cpu"
             known["name"] = handle.device_kind
         memory = (handle.memory_stats() or {}).get("bytes_limit")
         if memory is not None:

@@ -1,4 +1,4 @@
-"""Kernel that calls cuDNN through `jax.nn`, for what it computes exactly by the semantics.
+"""Kernel that calls cuDNN through `jax.nn`, for calls that it computes as the semantics define.
 
 Where `jax.nn` differs, the kernel corrects the result or refuses the call: its causal counts from
 the first key, a row without keys gives an average, and its logsumexp is rounded to 16 bits.
@@ -33,7 +33,7 @@ class Cudnn(Kernel):
     devices = frozenset({"cuda"})
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why cuDNN, or its wrapper in `jax.nn`, cannot take the problem."""
+        """Return why cuDNN, or its wrapper in `jax.nn`, cannot compute the problem."""
         if not problem.device and default_kind() != "cuda":
             return [f"it runs on cuda only, and JAX would put this on {default_kind()}"]
         reasons = mismatches(problem)
@@ -47,7 +47,7 @@ class Cudnn(Kernel):
 
 
 def mismatches(problem: Problem) -> list[str]:
-    """Return what `jax.nn` does not support in the problem, or would compute differently."""
+    """Return the facts of the problem that `jax.nn` does not support or computes differently."""
     reasons = []
     if problem.dtype not in ("float16", "bfloat16"):
         reasons.append(f"it supports float16 and bfloat16 only, and this is {problem.dtype}")

@@ -1,4 +1,4 @@
-"""JAX's devices by polyattn's names for them, such as ``cpu:0`` and ``cuda:1``."""
+"""Lookup of JAX's devices by name, such as ``cpu:0`` and ``cuda:1``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Layout of the loops: which tiles of the scores each loop over blocks of rows visits.
 
-Static facts about the masks decide which tiles are listed. What arrays hide is a table in the
-graph, by which a listed tile can still be skipped when it would be computed.
+Static facts about the masks decide which tiles are listed. Masks given as arrays are a
+table in the graph, by which a listed tile can still be skipped at run time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["Loop", "block_sizes", "loops", "tiles_to_compute", "visible_tiles"]
 
 # The smallest area of a tile for each head, however many heads there are.
 MIN_AREA = 2**12
-# All blocks of a loop take as many steps as the one with most work. Into about so many loops the
-# rows are split, so that few steps visit keys that their rows do not see.
+# All blocks of a loop take as many steps as the one with most work. So the rows are split into
+# about this many loops, and few steps visit keys that their rows do not see.
 LOOPS = 8
-# Most rows and keys of a tile where a mask may leave tiles empty: more of the smaller tiles are.
+# The most rows and keys of a tile where masks may leave tiles empty: smaller tiles skip more.
 MAX_MASKED_SIDE = 512
 
 
@@ -44,7 +44,7 @@ class Loop(NamedTuple):
 
 
 def masks_tiles(problem: Problem) -> bool:
-    """Whether masks may leave tiles empty that causal and window do not."""
+    """Return whether masks may leave tiles empty that causal and window do not."""
     return problem.mask_spec is not None
 
 

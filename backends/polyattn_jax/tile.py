@@ -79,8 +79,8 @@ class TileIndices(Indices):
         half = -(-(columns // self.decided + 2) // 2)
         blocks = first // self.decided + jnp.arange(2 * half).reshape(2, half)
 
-        # The bits of one number, so that the words of a hash are computed together. In a loop,
-        # since XLA would fuse the hash with every user of it and compute it for each.
+        # One number holds the bits of a block, so that the words of a hash are computed together.
+        # A loop computes them once: XLA would fuse the hash with each of its uses.
         def packed(blocks: Array) -> Array:
             bits = enumerate(self.keep_mask_by_word(blocks))
             return sum((kept.astype("uint8") << place for place, kept in bits), jnp.uint8(0))
@@ -156,7 +156,7 @@ def product(a: Array, b: Array) -> Array:
 def weighted_sum(
     problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, masked: bool
 ) -> Array:
-    """Return weights · value, in which the value of a masked key takes no part."""
+    """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)
     if not masked:
         return unfold_heads(problem, product(weights, value), jnp)

@@ -43,7 +43,7 @@ class Xla(Kernel):
     """A loop over tiles of the scores, compiled by XLA."""
 
     name = "xla"
-    # Not a normalizer and a norm of scores: they need a whole row at once.
+    # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
         "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
         "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
@@ -193,8 +193,8 @@ def visit(
     )
     if is_needed is None:
         return add_tile(state, indices, query, key, value, new), None
-    # A gradient keeps the inputs of one branch for both branches. So a branch is given what it
-    # needs only, and no array whole.
+    # A gradient keeps the inputs of one branch for both branches. So a branch is given only
+    # what it needs, and no whole array.
     indices = indices.with_cut_operands()
 
     def add(state: SoftmaxState) -> SoftmaxState:

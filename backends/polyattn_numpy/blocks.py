@@ -1,7 +1,7 @@
 """Cut a call into pieces, which threads take in any order, and a piece into tiles.
 
-Where a batch item is cut depends only on its own shape. So its result has the same bits whatever
-the number of items and threads.
+The cuts of a batch item depend only on its own shape. So its result has the same bits for any
+number of items and threads.
 
 Glossary
 --------
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
     batch: Span  # along the last batch axis
     heads: Span  # the key/value heads
     rows: Span
-    columns: Span  # the keys outside which its rows see nothing of this piece
+    columns: Span  # its rows see no other keys of this piece
     part: int  # the number of this part of the keys, of `parts`
     parts: int
 
@@ -149,7 +149,7 @@ def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     rows = even_size(problem.query_length, most)
     strip = min(rows, max(1, STRIP * math.isqrt(tile) // 512))
     if not uses_table(problem, tile):
-        # Where the band of each item lies is not known before the call.
+        # The position of each item's band is not known before the call.
         whole = not problem.masks_by_position or problem.query_offset is None
         return rows, rows if whole else strip
     # A table has strips of one height, so pieces are whole numbers of them.
@@ -159,11 +159,12 @@ def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def pieces(
-    problem: Problem, tile: int, threads: int, *, share_items: bool = True
+    problem: Problem, tile: int, threads: int, *, share_items: bool = True, products: int = 2
 ) -> tuple[Piece, ...]:
-    """Cut a call into pieces, those with most work first, parts in the order of their keys.
+    """Cut a call into pieces, those with the most work first, parts in the order of their keys.
 
-    `tile` is how many scores a tile may hold. Items whose mask tables differ share no piece.
+    `tile` is the largest number of scores in a tile, and `products` how many products each takes.
+    Items whose mask tables differ share no piece.
     """
     side, group_size = math.isqrt(tile), group_size_of(problem)
     rows, strip = row_sizes(problem, tile)
@@ -175,12 +176,12 @@ def pieces(
     if problem.key_heads * len(blocks) < FEW_PIECES:
         part = max(PART_KEYS * tile // 2**18, 1)
     *outer, items = problem.batch or (1,)
-    # How many heads fill a tile, and how many may be in one piece, which holds their sums.
+    # The number of heads that fill a tile, and the most in a piece, which holds their sums.
     fit = max(1, tile // (strip * group_size * min(side, problem.key_length)))
     most = max(fit, tile // (rows * group_size * max(problem.value_size, 64)))
     if threads > 1:
         head_count = math.prod(outer) * items * problem.key_heads * len(blocks)
-        sizes = problem.head_size + problem.value_size
+        sizes = (problem.head_size + problem.value_size) * products // 2
         work = head_count * rows * group_size * problem.key_length * sizes
         rounds = min(max(work // (threads * PIECE_WORK), 1), ROUNDS)
         share = -(-head_count // (threads * rounds))

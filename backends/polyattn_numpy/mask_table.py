@@ -1,4 +1,4 @@
-"""Which cells of the scores masks leave empty, mixed or full, and the tiles that follow from it.
+"""Table of the empty, mixed and full cells of the scores, and the tiles that follow from it.
 
 The table is made once a call from the coverage that masks report for cells of 128 rows and 64 keys;
 nothing as large as the scores is built for it. How a head is cut depends only on its own mask:
@@ -31,9 +31,9 @@ from polyattn_numpy.blocks import (
 __all__ = ["MaskTable"]
 
 EMPTY, MIXED, FULL = range(3)
-# Keys of a cell if a tile has 512. Fewer than rows: narrow products lose less than low ones.
+# Keys of a cell if a tile has 512. Fewer than rows: narrow products lose less speed than low ones.
 CELL = 64
-# To see quickly that a mask array is mixed everywhere, one row in so many is read first.
+# To see quickly that a mask array is mixed everywhere, one row in this many is read first.
 SAMPLE = 8
 # Cells that all rows of a piece must see to make one product of all rows worthwhile.
 SHARED_CELLS = 8
@@ -138,7 +138,7 @@ class CellGrid(TileGrid):
         return some, every
 
     def _of_rows(self, seen: Array) -> tuple[Array, Array]:
-        """Return the same of one block of rows."""
+        """Return the same for one block of rows."""
         some, every = self._reduced(seen[..., ::SAMPLE, :])
         if some.all() and not every.any():
             return some, every

@@ -1,4 +1,4 @@
-"""What threads and calls reuse: scratch arrays, small constants, facts about the processor."""
+"""Reused data of threads and calls: scratch arrays, small constants, facts about the processor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scratch:
         self._arrays: dict[tuple[str, Any], Array] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Return the array of this name and shape, which holds whatever was last written."""
+        """Return the array of this name and shape; its values are those last written."""
         size, key = math.prod(shape), (name, dtype)
         array = self._arrays.get(key)
         if array is None or array.size < size:

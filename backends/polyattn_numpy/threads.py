@@ -25,8 +25,8 @@ T = TypeVar("T")
 class Exclusive:
     """A lock for actions, which is always free afterwards.
 
-    An interrupt may come between any two instructions of the main thread, so at the end of a `with`
-    block too, and would leave its lock taken.
+    An interrupt may come between any two instructions of the main thread. At the end of a `with`
+    block, it would leave the lock taken.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Blas:
         return self._libraries
 
     def threads(self) -> int:
-        """Return how many threads BLAS has when nothing limits it; 0 if it cannot be limited."""
+        """Return the number of threads of BLAS without a limit; 0 if it cannot be limited."""
         return min(self._one_at_a_time.run(lambda: self._counts or self._read()), default=0)
 
     def held(self, work: Callable[[], T]) -> T:
@@ -152,7 +152,7 @@ class Job:
             self._wake.put(None)
 
     def finish(self) -> None:
-        """Let no thread begin any more, and wait for those that have begun."""
+        """Keep further threads from starting, and wait for those that have started."""
         self._closed = True
         while len(self._ended) < len(self._begun):
             self._wake.get()

@@ -1,4 +1,4 @@
-"""Attention in NumPy as fast as a compiled kernel, in the memory of a few tiles for each thread.
+"""Attention in NumPy as fast as a compiled kernel, with memory for a few tiles per thread.
 
 A call is cut into pieces of rows and heads (`blocks`), which threads take in turn (`threads`); each
 piece is a pass over tiles (`sweep`).
@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, thread_count
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
+from polyattn_numpy.backward import gradients
 from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
@@ -22,7 +23,7 @@ from polyattn_numpy.sweep import Sweep
 
 __all__ = ["Tiled", "empty_result"]
 
-# Up to so many scores of an item, the array-API kernel is faster, since it makes few calls.
+# Up to this many scores of an item the array-API kernel is faster, because it makes few calls.
 TINY = 2**12
 # OpenBLAS starts no threads for products of fewer multiply-adds.
 UNTHREADED = 2**18
@@ -32,10 +33,10 @@ class Tiled(Kernel):
     """Tiles of the scores by BLAS, on threads."""
 
     name = "tiled"
-    # Not a normalizer and a norm of scores: they need a whole row at once.
+    # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
-        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
-        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
+        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
         "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
@@ -45,7 +46,7 @@ class Tiled(Kernel):
         """Leave small calls to the dense kernel."""
         # Decided by the shape of one item, so that an item is computed alike in any batch.
         if problem.heads * problem.query_length * problem.key_length <= TINY:
-            return "an item has so few scores that dense, with less around it, is faster"
+            return "an item has so few scores that dense, with less overhead, is faster"
         return None
 
     def __call__(
@@ -82,6 +83,10 @@ class Tiled(Kernel):
         result.write_parts()
         return output, logsumexp
 
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the gradients."""
+        return gradients(problem, operands, backend, self.tile)
+
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     """Return an uninitialized output, and a logsumexp if the problem asks for it."""
@@ -92,7 +97,7 @@ def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
 
 
 def attend(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:
-    """Compute a piece by a fast pass, and what is not reliable there by the slower kinds."""
+    """Compute a piece by a fast pass, and its unreliable rows by the slower kinds."""
     sweep = Sweep(call, piece, scratch)
     state = sweep.run()
     reliable = sweep.reliable_rows(state)

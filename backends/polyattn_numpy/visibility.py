@@ -1,4 +1,4 @@
-"""What masks hide in the tiles of a piece: by the mask table if there is one, else by the band.
+"""The visible scores in the tiles of a piece, by the mask table if there is one, else by the band.
 
 Masks of a tile have the axes (b, k, row, g, key): items, key/value heads, rows, the query heads of
 a group, keys.
@@ -25,7 +25,7 @@ RegionMask = tuple[Any, Array]
 
 
 class Visibility:
-    """The tiles of a piece, and what masks hide in them."""
+    """The tiles of a piece, and the scores that are visible in them."""
 
     def __init__(self, call: PreparedCall, piece: Piece) -> None:
         self.call, self.piece, self.problem = call, piece, call.problem
@@ -56,7 +56,7 @@ class Visibility:
         return masks
 
     def _of_regions(self, tile: Tile, regions: tuple[Region, ...]) -> list[RegionMask]:
-        """Return the masks of some regions, those of the tile before if only the heads differ."""
+        """Return the masks of some regions; reuse the previous tile's if only the heads differ."""
         assert self.call.mask is not None
         assert self.call.table is not None
         key = (tile.rows, tile.columns)

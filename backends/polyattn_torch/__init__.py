@@ -1,4 +1,4 @@
-"""PyTorch on CPU, CUDA and MPS. Importing this must not import torch."""
+"""PyTorch on CPU, CUDA and MPS. This module must not import torch."""
 
 from polyattn.plugin import BackendSpec
 

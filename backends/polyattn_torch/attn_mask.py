@@ -30,7 +30,7 @@ __all__ = [
 
 
 def is_square_causal(problem: Problem) -> bool:
-    """Whether torch's is_causal means exactly this problem's band."""
+    """Return whether torch's is_causal means exactly this problem's band."""
     return (
         problem.is_causal
         and problem.window[0] is None
@@ -41,23 +41,23 @@ def is_square_causal(problem: Problem) -> bool:
 
 
 def needs_band(problem: Problem) -> bool:
-    """Whether causal and window hide keys that is_causal cannot."""
+    """Return whether causal and window hide keys that is_causal cannot."""
     whole = Span(0, problem.query_length), Span(0, problem.key_length)
     return not (is_full(problem, *whole) or is_square_causal(problem))
 
 
 def takes_mask(problem: Problem) -> bool:
-    """Whether scaled_dot_product_attention needs an attn_mask."""
+    """Return whether scaled_dot_product_attention needs an attn_mask."""
     return not masks_by_position_only(problem) or needs_band(problem)
 
 
 def masks_by_position_only(problem: Problem) -> bool:
-    """Whether keys are hidden only by causal and window."""
+    """Return whether keys are hidden only by causal and window."""
     return problem.features.isdisjoint(("mask", "mask_mod", "mask_expression", "bias"))
 
 
 def may_have_empty_rows(problem: Problem) -> bool:
-    """Whether attn_mask may leave a row without keys."""
+    """Return whether attn_mask may leave a row without keys."""
     if not masks_by_position_only(problem) or problem.query_offset is None:
         return takes_mask(problem)
     low, high = band(problem)
@@ -66,7 +66,7 @@ def may_have_empty_rows(problem: Problem) -> bool:
 
 
 def made_mask(problem: Problem, *, banded: bool) -> int:
-    """Return how many elements a mask built for the call may have; 0 if it exists already."""
+    """Return the most elements of a mask built for the call; 0 if the mask exists already."""
     scores = problem.query_length * problem.key_length
     if "mask_mod" in problem.features:
         return scores * math.prod(problem.batch) * problem.heads

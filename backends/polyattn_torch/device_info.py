@@ -1,6 +1,6 @@
-"""Versions and hardware of a device: what torch's engines are chosen by.
+"""Versions and hardware of a device, by which torch's engines are chosen.
 
-A device that is absent is described too; what only the device could tell is None.
+An absent device is described too; facts that only the device could give are None.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeviceInfo(NamedTuple):
 # torch.compile uses the result as a constant instead of tracing the queries.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def describe_device(device: str) -> DeviceInfo:
-    """Return what is known of a device such as ``cuda:0``: the same object at every call."""
+    """Describe a device such as ``cuda:0``, by the same object at every call."""
     return _describe_device(device)
 
 

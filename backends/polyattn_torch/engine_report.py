@@ -1,7 +1,7 @@
 """Report for `explain`: which engine scaled_dot_product_attention chooses, and why no other one.
 
-Nothing is computed: torch is asked with empty tensors of one batch item. What it cannot answer is
-left out.
+Nothing is computed: torch is asked with empty tensors of one batch item. Questions that it cannot
+answer are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyattn_torch.route import Route
 
 __all__ = ["report_engine"]
 
-# What torch._fused_sdp_choice returns.
+# The results of torch._fused_sdp_choice.
 ENGINES = ("math", "flash", "efficient", "cudnn", "overrideable")
 
 
@@ -35,7 +35,7 @@ class StandIns(NamedTuple):
 
 
 def report_engine(problem: Problem, route: Route) -> str | None:
-    """Return how torch would compute a problem; None if it cannot say, as without the device."""
+    """Describe how torch would compute a problem; None if unknown, such as without the device."""
     try:
         return "; ".join(_clauses(problem, route))
     except Exception:  # out of memory, no such device, a release that cannot be asked
@@ -84,7 +84,7 @@ def _stand_ins(problem: Problem, route: Route) -> StandIns:
 
 
 def _why_not(stand_ins: StandIns, chosen: str) -> Iterator[str]:
-    """Yield why each engine that was not chosen could not be."""
+    """Yield the reasons why each other engine could not be chosen."""
     params = torch.backends.cuda.SDPAParams(*stand_ins)
     for name in ("cudnn", "flash", "efficient"):
         can_use = getattr(torch.backends.cuda, f"can_use_{name}_attention")

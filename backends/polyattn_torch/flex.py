@@ -64,7 +64,7 @@ class Flex(Kernel):
         return "it compiles for seconds at the first call of each shape"
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why FlexAttention cannot take the problem."""
+        """Return why FlexAttention cannot compute the problem."""
         reasons = []
         if problem.transforms:
             reasons.append("it is compiled, which torch.func cannot transform")
@@ -82,7 +82,7 @@ class Flex(Kernel):
         if AuxRequest is None and "logsumexp" in problem.features:
             reasons.append("this release of torch returns no logsumexp from it")
         if problem.converted and not problem.features.isdisjoint(("mask_mod", "score_mod")):
-            reasons.append("it compiles mask and score functions, and these are of another library")
+            reasons.append("it compiles mask and score functions; these belong to another library")
         return reasons
 
     def __call__(

@@ -18,7 +18,7 @@ __all__ = ["QUIRKS", "Quirk", "Workaround", "refusals", "workarounds_for"]
 
 
 class Workaround(Enum):
-    """What `Sdpa` does about a quirk; `explain` shows the text."""
+    """The way in which `Sdpa` avoids a quirk; `explain` shows the text."""
 
     REFUSE = "left to the array-API kernels"
     AVOID_CUDNN = "not by cuDNN"
@@ -36,7 +36,7 @@ class Quirk(NamedTuple):
 
     where: str  # device, engine and releases
     predicate: Callable[[Problem, DeviceInfo], bool]  # whether a problem triggers it
-    effect: str  # what torch would do, as a clause about it
+    effect: str  # the wrong result, as a clause about torch
     workaround: Workaround
     upstream: str  # where it is reported
 
@@ -47,7 +47,7 @@ def workarounds_for(problem: Problem, device: DeviceInfo) -> frozenset[Workaroun
 
 
 def refusals(problem: Problem, device: DeviceInfo) -> list[str]:
-    """Return the quirks that no workaround helps against, as reasons."""
+    """Return the quirks without a workaround, as reasons."""
     return [
         f"{quirk.effect} ({quirk.upstream})"
         for quirk in QUIRKS

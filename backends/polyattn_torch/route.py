@@ -17,7 +17,7 @@ __all__ = ["Route", "route_of", "why_no_engine"]
 
 
 class Route(NamedTuple):
-    """How torch computes a problem."""
+    """The way in which torch computes a problem."""
 
     engine: Engine | None  # None: scaled_dot_product_attention chooses
     workarounds: frozenset[Workaround]
@@ -28,7 +28,7 @@ class Route(NamedTuple):
 
 
 def route_of(problem: Problem) -> Route:
-    """Return how to compute a problem that no reason speaks against."""
+    """Return the route of a problem that `Sdpa` has no reason against."""
     if torch.compiler.is_compiling():
         return _route(problem)
     try:
@@ -68,14 +68,14 @@ def _engine(
 def _engines_by_name(
     problem: Problem, device: DeviceInfo, workarounds: frozenset[Workaround]
 ) -> tuple[Engine, ...]:
-    """Return the engines of which one must be called by name, best first."""
+    """Return the engines that can replace torch's own choice, best first; one must run."""
     if "logsumexp" in problem.features:
         return WITH_LOGSUMEXP.get(device.kind, ())
     return (EFFICIENT,) if Workaround.AVOID_CUDNN in workarounds else ()
 
 
 def why_no_engine(problem: Problem) -> str | None:
-    """Return why none of the engines that must be called by name can run, or None."""
+    """Return why no engine that must be called by name can run, or None."""
     device = describe_device(problem.device)
     with_logsumexp = "logsumexp" in problem.features
     if with_logsumexp and (problem.requires_grad or problem.transforms):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def said_by(*arguments: str) -> str:
-    """Return what the command line prints, at the width of a page."""
+    """Return the output of the command line, at the width of a page."""
     return subprocess.run(
         [sys.executable, "-m", "polyattn", *arguments],
         env=os.environ | {"COLUMNS": "88", "NO_COLOR": "1"},
@@ -49,7 +49,7 @@ def raised() -> Iterator[tuple[str, str]]:
 
 
 def error_table() -> str:
-    """Return the table of polyattn's exceptions: their meaning, and what raises them."""
+    """Return a table of the exceptions: their meanings and the functions that raise them."""
     by = defaultdict(list)
     for kind, name in raised():
         by[kind].append(f"{{py:func}}`~polyattn.{name}`")
@@ -68,10 +68,10 @@ PLACE = re.compile(rf"^```{{({'|'.join(WRITERS)})}}\n```$", flags=re.MULTILINE)
 
 
 def write(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace the name of each writer by what it returns."""
+    """Replace the name of each writer by its result."""
 
     def written(found: re.Match[str]) -> str:
-        app.env.reread_always.add(page)  # for what it is written from is no file of this page
+        app.env.reread_always.add(page)  # its sources are not part of the page's file
         return relinked(WRITERS[found[1]](), ROOT)
 
     source[0] = PLACE.sub(written, source[0])

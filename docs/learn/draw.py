@@ -1,4 +1,4 @@
-"""Draw the pictures of these pages, from what the code of the pages computes."""
+"""Draw the pictures of these pages, from the results of the code on the pages."""
 
 import argparse
 import io

@@ -157,7 +157,7 @@ def print_pair(pair: tuple[Interpretation, Interpretation]) -> None:
             print_bar(reading.tokens[j], float(reading.shares[j]))
         print_bar("no word", 1 - float(reading.shares[reading.words].sum()))
     print(f'\n  "{WORD}" turns from {one.tokens[one.top]} to {other.tokens[other.top]}.')
-    print("  No word: [CLS], [SEP] and the full stop, where BERT rests attention no word needs.")
+    print("  No word: [CLS], [SEP] and the full stop, where BERT puts attention no word needs.")
 
 
 def print_bar(label: str, share: float) -> None:

@@ -1,4 +1,4 @@
-"""Draw what a word attends to: arcs for one head, and a heat map of its layer.
+"""Draw the attention of a word: arcs for one head, and a heat map of its layer.
 
 Requirements: every width, shade and number is an attention weight of the model, on one scale for
 both sentences; colour-blind readers can tell the colours apart (Okabe and Ito, 2008), and colour

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interpretation:
-    """What a word attends to in one sentence."""
+    """The attention of a word in one sentence."""
 
     sentence: str
     tokens: list[str]

@@ -1,9 +1,10 @@
-"""Train one model in two libraries, each with its own gradients and optimizer.
+"""Train one model in three libraries, each with its own gradients and optimizer.
 
-Requirements: both start with the same weights and take the same steps for the same batches, so that
+Requirements: all start with the same weights and take the same steps for the same batches, so that
 losses and texts agree to within rounding.
 """
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +15,9 @@ from polyattn import nn
 from .text import Ids
 
 SIZE, HEADS, LAYERS, CONTEXT = 96, 3, 4, 64
-BETAS, DECAY, LARGEST = (0.9, 0.99), 0.1, 1.0  # of AdamW, and the norm that gradients are cut to
+BETAS, DECAY, LARGEST = (0.9, 0.99), 0.1, 1.0  # of AdamW; the norm to clip gradients to
 
-# In a text longer than those of training, a letter sees as many letters as there.
+# In a text longer than the training windows, a letter sees as many letters as in training.
 WINDOW = (CONTEXT - 1, 0)
 
 
@@ -45,7 +46,7 @@ class Learner(Protocol):
     """A model that learns."""
 
     def step(self, windows: Ids, rate: float) -> float:
-        """Learn from windows of shape (number, length + 1), and return the loss before."""
+        """Learn from windows of shape (number, length + 1), and return the previous loss."""
 
     def loss(self, windows: Ids) -> float:
         """Return the mean over the letters of −log of the probability that each was given."""
@@ -102,6 +103,68 @@ class Torch:
                 new = self._torch.from_numpy(ids)
                 logits, caches = self._model(new, caches=caches, window=WINDOW)
             return logits[-1].numpy()
+
+        return decode
+
+
+class Numpy:
+    """The model in NumPy: autograd differentiates, and a few lines optimize."""
+
+    def __init__(self, letters: int) -> None:
+        from autograd import value_and_grad
+
+        self._model = gpt(letters, np.zeros(1, np.float32))
+        self._parameters = self._model.parameters()
+        self._loss_and_gradients = value_and_grad(self._loss)
+        self._moments: dict[str, Any] = dict.fromkeys(self._parameters, (0.0, 0.0))
+        self._steps = 0
+
+    def step(self, windows: Ids, rate: float) -> float:
+        before, gradients = self._loss_and_gradients(self._parameters, windows)
+        self._parameters = self._updated(gradients, rate)
+        return float(before)
+
+    def _updated(self, gradients: dict[str, Any], rate: float) -> dict[str, Any]:
+        """Return new parameters by AdamW, from gradients cut to a largest norm."""
+        self._steps += 1
+        norm = math.sqrt(sum(float(np.vdot(g, g)) for g in gradients.values()))
+        updated = {}
+        for name, parameter in self._parameters.items():
+            gradient = gradients[name] * min(1.0, LARGEST / (norm + 1e-6))
+            powers = gradient, gradient * gradient
+            moments = zip(BETAS, self._moments[name], powers, strict=True)
+            self._moments[name] = [b * old + (1 - b) * new for b, old, new in moments]
+            mean, square = (
+                moment / (1 - beta**self._steps)
+                for beta, moment in zip(BETAS, self._moments[name], strict=True)
+            )
+            step = mean / (np.sqrt(square) + 1e-8)
+            updated[name] = (1 - rate * DECAY) * parameter - rate * step
+        return updated
+
+    def loss(self, windows: Ids) -> float:
+        return float(self._loss(self._parameters, windows))
+
+    def _loss(self, parameters: Any, windows: Ids) -> Any:
+        import autograd.numpy as anp
+
+        logits = self._model.with_parameters(parameters)(windows[:, :-1], is_causal=True)
+        logits = logits.reshape((-1, logits.shape[-1]))
+        chosen = logits[np.arange(len(logits)), windows[:, 1:].ravel()]
+        # No letter's logit is so large that its exponential overflows.
+        return anp.sum(anp.log(anp.sum(anp.exp(logits), axis=1)) - chosen) / chosen.size
+
+    def logits(self, ids: Ids) -> NDArray[np.float32]:
+        return self._model.with_parameters(self._parameters)(ids, window=WINDOW)
+
+    def decoder(self, capacity: int) -> Decoder:
+        model = self._model.with_parameters(self._parameters)
+        caches = model.caches(capacity)
+
+        def decode(ids: Ids) -> NDArray[np.float32]:
+            nonlocal caches
+            logits, caches = model(ids, caches=caches, window=WINDOW)
+            return logits[-1]
 
         return decode
 
@@ -171,4 +234,8 @@ class Jax:
         return decode
 
 
-LEARNERS: dict[str, type[Torch] | type[Jax]] = {"torch": Torch, "jax": Jax}
+LEARNERS: dict[str, type[Torch] | type[Jax] | type[Numpy]] = {
+    "torch": Torch,
+    "jax": Jax,
+    "numpy": Numpy,
+}

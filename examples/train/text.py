@@ -28,7 +28,7 @@ class Text(NamedTuple):
         """Return the indices of letters; raise ValueError for unknown ones."""
         unknown = sorted(set(text) - set(self.letters))
         if unknown:
-            raise ValueError(f"the text that was trained on has no {''.join(unknown)!r}")
+            raise ValueError(f"the training text has no {''.join(unknown)!r}")
         return np.asarray([self.letters.index(letter) for letter in text], dtype=np.int64)
 
 

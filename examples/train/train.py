@@ -24,8 +24,8 @@ from train.writing import write  # noqa: E402
 
 BATCH, RATE, LAST_RATE, WARMING = 12, 4e-3, 1e-4, 50  # windows, learning rates, steps
 TARGET = 1.8
-LOOKS = 8  # how often the held-out text is looked at
-NEEDS = {"torch": ("torch",), "jax": ("jax", "optax")}
+LOOKS = 8  # how often the held-out text is evaluated
+NEEDS = {"torch": ("torch",), "jax": ("jax", "optax"), "numpy": ("autograd",)}
 BLUE, VERMILION = "#0072b2", "#d55e00"  # Okabe and Ito's
 
 
@@ -60,19 +60,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0],
-        epilog="needs: pip install torch matplotlib tqdm, or jax optax in torch's place",
+        epilog="needs: pip install torch matplotlib tqdm; instead of torch, jax and optax for JAX,"
+        " or autograd for NumPy",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--library", choices=sorted(LEARNERS), default="torch", help="what computes")
-    add("--steps", type=int, metavar="N", help="stop after so many steps, if time is left")
-    add("--minutes", type=float, metavar="M", default=2.0, help="stop after so long")
+    add("--library", choices=sorted(LEARNERS), default="torch", help="the library to compute with")
+    add("--steps", type=int, metavar="N", help="stop after this many steps, if time is left")
+    add("--minutes", type=float, metavar="M", default=2.0, help="stop after this many minutes")
     add("--target", type=float, metavar="LOSS", default=TARGET, help="the held-out loss to reach")
     add("--plot", type=Path, metavar="FILE.png", default=Path("loss.png"), help="plot of the loss")
     add("--generate", type=int, metavar="N", default=600, help="how many letters to write")
-    add("--prompt", metavar="TEXT", default="ROSALIND.\n", help="what they follow")
+    add("--prompt", metavar="TEXT", default="ROSALIND.\n", help="the text to continue")
     add("--temperature", type=float, metavar="T", default=0.7, help="0: the likeliest letter")
-    add("--seed", type=int, metavar="N", default=0, help="of the batches and the writing")
+    add("--seed", type=int, metavar="N", default=0, help="seed of the batches and the writing")
     arguments = parser.parse_args(argv)
     for name, least in (("steps", 1), ("minutes", 0), ("generate", 0), ("temperature", 0)):
         value = getattr(arguments, name)
@@ -83,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--prompt {arguments.prompt!r}: {error}")
     if not arguments.prompt:
-        parser.error("--prompt must have a letter at least")
+        parser.error("--prompt must have at least one letter")
     if not arguments.plot.parent.is_dir():
         parser.error(f"--plot {arguments.plot}: there is no folder {arguments.plot.parent}")
     return arguments

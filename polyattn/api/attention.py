@@ -57,17 +57,17 @@ def attention(
     value : Array
         Values, shape (..., G, S, E), the dtype of the query.
     mask : Array of bool, mask expression, or callable, optional
-        Which keys take part (True): an array that broadcasts to (..., H, L, S), of that rank or of
-        at most 2; an expression such as ``masks.window(256, 0) | masks.prefix(16)``; or a function
-        ``mask(b, h, i, j)`` of index arrays. The other keys are absent, whatever they or their
-        values hold.
+        The keys that take part (True): an array that broadcasts to (..., H, L, S), of that rank or
+        of at most 2; an expression such as ``masks.window(256, 0) | masks.prefix(16)``; or a
+        function ``mask(b, h, i, j)`` of index arrays. The other keys are absent, whatever they or
+        their values hold.
     bias : Array of float, optional
         Added to the scores; broadcasts to (..., H, L, S). Where it is −inf the key is absent.
     is_causal : bool
         Whether row i sees only the keys j <= i + `query_offset`.
     window : tuple of (int or None, int or None), optional
-        How many keys before and after its own position a row sees; None for no bound. The position
-        of row i is i + `query_offset`.
+        Number of keys that a row sees before and after its own position; None for no bound. The
+        position of row i is i + `query_offset`.
     query_offset : int or Array of int, optional
         The position of the first query among the keys; an array gives one for each batch item. By
         default S − L: the queries are the newest tokens.
@@ -84,7 +84,7 @@ def attention(
     dropout : tuple of (float, int), optional
         The rate at which weights are dropped, and the seed. The seed, batch item, head, row and key
         decide whether a weight is dropped, the same on every backend. The seed may be an integer
-        array of no axes, so that each step of a compiled training loop gets a new one.
+        array without axes, so that each step of a compiled training loop gets a new one.
     similarity : similarity of polyattn.scores, optional
         Replaces the product query·key, such as ``scores.cosine()``.
     normalizer : normalizer of polyattn.scores, optional

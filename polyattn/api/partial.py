@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 
 from polyattn.api.attention import compute
 from polyattn.api.options import AttentionOptions, check_names
-from polyattn.arrays import Array, cast, facts_of, library_of, quiet
+from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, quiet
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
 
@@ -36,7 +36,12 @@ class Partial(NamedTuple):
 
 
 def attention_partial(
-    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    dtype: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Partial:
     """Compute attention over some of the keys, to be merged with attention over the others.
 
@@ -44,6 +49,9 @@ def attention_partial(
     ----------
     query, key, value : Array
         As for `attention`, with only some of the keys and their values.
+    dtype : {"float32", "float64"}, optional
+        The dtype of the output: that of the inputs by default, or that of the logsumexp, which
+        keeps the digits of 16-bit inputs for `merge`. The inputs are cast to it first.
     **options
         As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
         sinks, dropout, similarity, layout, backend and kernel. Indices and positions count from the
@@ -55,6 +63,11 @@ def attention_partial(
     Partial
         The output, as from `attention`, and the logsumexp, shape (..., H, L) in the layout of the
         output, in float32, or float64 for float64 inputs; −inf for a row that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`; ValueError if `dtype` is neither of the two.
 
     See Also
     --------
@@ -70,10 +83,22 @@ def attention_partial(
     ((8, 5, 64), (8, 5))
     """
     check_names("attention_partial", options)
+    if dtype is not None:
+        query, key, value = _in_dtype(dtype, query=query, key=key, value=value)
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     described = describe(query, key, value, logsumexp=True, **arguments)
     return Partial(*compute(*described, backend, kernel))
+
+
+def _in_dtype(dtype: str, **arrays: Array) -> list[Array]:
+    """Return the arrays in this dtype, theirs or that of the logsumexp."""
+    own = facts_of(arrays["query"], "query").dtype
+    allowed = dict.fromkeys((own, "float64" if own == "float64" else "float32"))
+    if dtype not in allowed:
+        raise ValueError(f"dtype must be {' or '.join(allowed)} for this query; got {dtype!r}")
+    libraries = {name: library_of(array, name).xp for name, array in arrays.items()}
+    return [cast(xp, arrays[name], getattr(xp, dtype)) for name, xp in libraries.items()]
 
 
 def merge(*partials: Partial) -> Partial:
@@ -166,7 +191,7 @@ def _check_alike(partials: tuple[Partial, ...]) -> None:
 
 
 def _merge_two(left: Partial, right: Partial) -> Partial:
-    xp = library_of(left.output).xp
+    xp = namespace_of(*left, *right)
     top = xp.maximum(left.logsumexp, right.logsumexp)
     # If both are empty, there is nothing to subtract: −inf − −inf is NaN.
     shift = xp.where(top == -math.inf, xp.zeros_like(top), top)

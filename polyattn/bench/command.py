@@ -1,7 +1,7 @@
 """Define and check the options of ``polyattn bench``, and print and write its results.
 
 Errors in the command line are reported before anything is measured. Rows are printed as soon as
-they are measured, and an interrupt loses none of them.
+they are measured, and an interrupt does not lose them.
 """
 
 from __future__ import annotations

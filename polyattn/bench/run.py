@@ -24,15 +24,15 @@ from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
 __all__ = ["measure", "measure_peaks"]
 
-# Least number of calls for a row: to compile, to estimate, for the memory, and the rounds.
+# Smallest number of calls for a row: to compile, to estimate, for the memory, and the rounds.
 CALLS = 3 + FEWEST
 # Seconds for the rounds of the first of several lengths, so that rows are printed soon.
 SOON = 1.0
-# Budget of a length relative to the one before.
+# Budget of a length relative to the previous one.
 GROWTH = 1.5
-# Most by which a call may be faster than a matrix product measured on a busy machine.
+# The factor by which a call may be faster than a matrix product measured on a busy machine.
 DOUBT = 10.0
-# Least seconds of a backend at a length, so that short calls are never left out.
+# Minimum seconds for a backend at a length, so that short calls are never left out.
 LEAST = 1.0
 
 Say = Callable[[str], None]

@@ -1,1 +1,1 @@
-"""What a call asks: described, checked, and in the letters of the semantics."""
+"""Description and checks of a call, in the letters of the semantics."""

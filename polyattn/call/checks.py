@@ -159,7 +159,7 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
     known = call.known_logsumexp
     if known is not None and (known.shape != rows or known.dtype not in ("float32", "float64")):
         raise ValueError(
-            f"logsumexp must be what attention_partial gave for this call, {rows} in float32"
+            f"logsumexp must be that of attention_partial for this call, {rows} in float32"
             f" or float64; got {known}"
         )
     if call.output is not None and known is None and call.normalizer is None:

@@ -1,6 +1,6 @@
 """Describe a call: the facts of its arrays and its options, each option checked by itself.
 
-`polyattn.call.problem` checks what must hold among them.
+`polyattn.call.problem` checks them together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     sinks : Array or None
         Shape (H,).
     similarity : Similarity or None
-        What replaces q·k.
+        The replacement for q·k.
     seed : int, Array or None
         The seed of dropout.
     known_logsumexp : Array or None
@@ -103,7 +103,7 @@ class Gradients(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The facts of a call without the values of its arrays. Plans are remembered by it."""
+    """The facts of a call, without the contents of its arrays; plans are cached by them."""
 
     query: ArrayFacts
     key: ArrayFacts
@@ -312,9 +312,9 @@ def _without_band(
 
 
 def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
-    """Move a softcap that comes first out of a score value, and a function alone out of its.
+    """Move a leading softcap to its option, and take a single function out of its expression.
 
-    A function with a derivative stays, as only the value has both.
+    A function with a derivative stays: only the expression has both.
     """
     parts = score.parts if isinstance(score, Chain) else (score,)
     first = parts[0]

@@ -1,4 +1,4 @@
-"""The closed vocabulary of what a call can ask of a kernel."""
+"""The closed list of features that a call can need of a kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ __all__ = ["DTYPES", "FEATURES", "MASKING"]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-#: What a call can ask of a kernel. A kernel declares which of these it computes, and is never given
-#: a problem that needs another.
+#: The features that a call can need. A kernel declares those that it computes, and never gets a
+#: problem that needs another.
 FEATURES: dict[str, str] = {
     "backward": "gradients by attention_backward",
     "batch_broadcast": "batch axes of query, key and value that differ",

@@ -1,7 +1,7 @@
 """Examine a call: check it as a whole and state its facts in the letters of the semantics.
 
-Only shapes, dtypes, libraries and options are looked at, never the values of an array, so that
-checks work on traced and lazy arrays and wait for no device. They come before any conversion.
+Checks see only shapes, dtypes, libraries and options, never the contents of an array. So they work
+on traced and lazy arrays, and do not wait for a device. They come before any conversion.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     window : tuple of (int or None, int or None)
         How far a row sees to either side of its position.
     query_offset : int or None
-        The position of the first row; None if an array gives it. S − L where none matters.
+        The position of the first row; None if an array gives it. S − L if positions do not matter.
     scale : float
         The factor of q·k.
     softcap : float or None
@@ -64,20 +64,23 @@ class Problem(NamedTuple):
     requires_grad : bool
         Whether an array carries a graph of gradients.
     transforms : frozenset of str
-        Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are at work.
+        Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are transforming the call.
     traced : bool
         Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
     converted : bool
         Whether the arrays come from another library or device than the kernel's.
     mask_spec, score_spec, similarity_spec : Mask, Score, Similarity or None
-        The values given for mask, score_mod and similarity, with facts in place of arrays, and
-        compiled masks without their tables.
+        The expressions given for mask, score_mod and similarity, with facts in place of arrays,
+        and compiled masks without their tables.
     score_norm : ByNorm or None
         The rule that divides the scores of each row by their norm.
     normalizer : Normalizer or None
-        What replaces softmax.
+        The replacement for softmax.
     dropout : float
         The rate at which weights are dropped.
+    constants : frozenset of str
+        In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
+        asked for: a kernel may return None for them.
     """
 
     library: str
@@ -109,6 +112,7 @@ class Problem(NamedTuple):
     score_norm: ByNorm | None = None
     normalizer: Normalizer | None = None
     dropout: float = 0.0
+    constants: frozenset[str] = frozenset()
 
     @property
     def device_kind(self) -> str:
@@ -216,10 +220,10 @@ def _check_values(call: Call, problem: Problem) -> None:
         problem.similarity_spec.check(problem.head_size)
     if problem.normalizer is not None:
         asked = call.logsumexp or call.known_logsumexp is not None
-        for name, given in (("sinks", call.sinks is not None), ("a logsumexp", asked)):
+        for name, given in (("sinks", call.sinks is not None), ("logsumexp", asked)):
             if given:
                 raise ValueError(
-                    f"{name} is of softmax alone, and normalizer={problem.normalizer!r} was given"
+                    f"normalizer={problem.normalizer!r} supports no {name}; only softmax does"
                 )
 
 

@@ -37,7 +37,7 @@ class Explanation:
     problem : Problem
         The call as the kernels get it.
     source : str
-        What selected the backends: an argument, a context, the environment, or the arrays.
+        The source of the choice of backends: an argument, a context, the environment or the arrays.
     candidates : tuple of Candidate
         All candidates, in the order in which they were tried.
     """

@@ -49,7 +49,7 @@ def _array_api_placement(
     devices = [device for _, device in locations if device]
     if device or len({library for library, _ in locations}) > 1 or len(devices) > 1:
         listed = " and ".join(f"{library} {where}".strip() for library, where in locations)
-        reason = f"it computes where the arrays are and moves none; they are on {listed}"
+        reason = f"it computes where the arrays are and does not move them; they are on {listed}"
         return Refusal("refused", reason)
     backend = None if query is None else registry.array_api_backend(query)
     return Placement(backend, registry.kernels_of(backend), problem, frozenset())
@@ -66,7 +66,7 @@ def _target_device(call: Call, spec: BackendSpec, requested: str) -> str | Refus
     device = home if stays else registry.device_of(spec.name, requested)
     if device is None:
         available = ", ".join(registry.devices_of(spec.name)) or "none"
-        return Refusal("refused", f"there is no device {requested!r} here; there is {available}")
+        return Refusal("refused", f"there is no device {requested!r} here; available: {available}")
     unplaced = [name for name, facts in call.arrays() if facts.traced and not facts.device]
     if unplaced and device != registry.devices_of(spec.name)[0]:
         reason = (
@@ -105,7 +105,7 @@ def _reason_against(
         is_moved = name.partition(".")[0] in moved
         if facts.traced and "query" in moved and not is_moved:
             return (
-                f"{name} is traced, and the result has no values yet to take back to"
+                f"{name} is traced, so the result has no values to convert back to"
                 f" {call.query.library}: pass arrays of one library"
             )
         if is_moved and facts.device == "meta":

@@ -1,8 +1,8 @@
 """Cache plans by the facts of a call, so that a similar call skips selection.
 
-Keys and plans hold facts in place of arrays, functions and tables, so the cache keeps no object of
-the caller alive. If the caller passes a kernel object, its placements are cached as long as it
-lives.
+Keys and plans hold facts in place of arrays, functions and tables, so the cache does not keep
+objects of the caller alive. If the caller passes a kernel object, its placements are cached as long
+as it lives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which backends a call requests: by argument, by context, or by environment variable.
+"""The backends that a call requests: by argument, by context, or by environment variable.
 
 The argument wins over the innermost context, which wins over the variable, read at call time.
 """

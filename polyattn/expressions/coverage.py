@@ -1,6 +1,6 @@
-"""How much of a block of scores a mask shows, found without looking at each key.
+"""The coverage of a block of scores by a mask, found without a look at each key.
 
-A block gives bounds, as Python numbers or as arrays of them. An answer is conservative: an empty
+A block gives bounds, as Python numbers or as arrays of them. A coverage is conservative: an empty
 block may be reported as non-empty, which costs time; the reverse would give a wrong result.
 """
 
@@ -14,7 +14,7 @@ __all__ = ["UNKNOWN", "Block", "Coverage", "TileTable", "logical_not"]
 
 
 class Coverage(NamedTuple):
-    """How much of a block is visible: bools, or arrays of them with the axes (..., H, rows, keys).
+    """The visibility of a block: bools, or arrays of them with the axes (..., H, rows, keys).
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class TileTable(NamedTuple):
 
     def of_block(self, rows: tuple[int, int], columns: tuple[int, int]) -> Coverage:
         """Return the coverage of a block of any bounds, over all batch items and heads."""
-        # Each tile by its number: torch.compile makes constants of them where a length is a symbol.
+        # Numbers of tiles, which torch.compile makes constants even where a length is a symbol.
         down, across = (
             tuple(range(first // self.size, -(-stop // self.size)))
             for first, stop in (rows, columns)
@@ -70,7 +70,7 @@ class Block(Protocol):
     Attributes
     ----------
     rows, columns : tuple
-        The first, and the one after the last.
+        The first one, and the one after the last.
     reads : bool
         Whether arrays may be read.
     """

@@ -1,7 +1,8 @@
 """The indices that a mask or score expression is evaluated at.
 
-`ScoreIndices` is what an expression may ask. `PointIndices` holds single indices, as a function in
-FlexAttention's form is called with; `polyattn.tiles.indices` has the indices of a tile.
+`ScoreIndices` is the interface that expressions use. `PointIndices` holds single
+indices, as a function in FlexAttention's form gets them; `polyattn.tiles.indices` has the indices
+of a tile.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ INDEX_LIMIT = 2**30
 def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
     """Return offset + shift, limited to ±INDEX_LIMIT, although neither may fit in `dtype`.
 
-    An offset given as an array may be anything that its own dtype holds, and a window is a Python
-    integer of any size. Only their sum says which keys are seen.
+    An offset given as an array may hold any number of its dtype, and a window is a Python
+    integer of any size. Only their sum determines which keys are seen.
     """
     if isinstance(offset, int):
         return max(-INDEX_LIMIT, min(offset + shift, INDEX_LIMIT))
     if "uint" in str(offset.dtype) and xp.iinfo(dtype).bits == 64:
-        # torch computes little with unsigned integers.
+        # torch supports few operations on unsigned integers.
         signed = cast(xp, offset, dtype)
         offset = xp.where(signed < 0, xp.full_like(signed, 2**63 - 1), signed)
     info = xp.iinfo(offset.dtype)
@@ -165,7 +166,7 @@ class ScoreIndices(Protocol):
 
 
 class PointIndices:
-    """Single indices, as a function in FlexAttention's form is called with.
+    """Single indices, as a function in FlexAttention's form gets them.
 
     Parameters
     ----------
@@ -259,7 +260,7 @@ class PointIndices:
         seen = rule(self.batch, self.head, self.row, self.column)
         if isinstance(seen, bool):
             return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
-        facts = facts_of(seen, "what the mask function returned")
+        facts = facts_of(seen, "the result of the mask function")
         if facts.dtype != "bool":
             raise TypeError(
                 "the mask function must return a bool array, True where a key takes part; it"

@@ -1,7 +1,7 @@
-"""Masks as expressions: what a mask answers, how masks compose, arrays and functions as masks.
+"""Masks as expressions: their interface, their composition, and arrays and functions as masks.
 
-A mask answers two questions. `seen`, at some indices (`ScoreIndices`): which keys take part.
-`coverage`, for a block (`Block`): whether any key of it may take part, and whether all surely do.
+A mask has two methods. `seen` returns which keys take part, at some indices (`ScoreIndices`).
+`coverage` returns whether any key of a block (`Block`) may take part, and whether all surely do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["And", "Dense", "Joined", "Mask", "Not", "Or", "Rule", "as_mask"]
 
 
 class Mask(Expression):
-    """Which keys each row may see. Masks compose by ``&``, ``|`` and ``~``.
+    """The keys that each row may see. Masks compose by ``&``, ``|`` and ``~``.
 
     `polyattn.masks` makes them and ``mask=`` takes them. Called as ``mask(b, h, i, j)`` it is a
     mask function in FlexAttention's form, the rows counted from the first key.
@@ -48,7 +48,7 @@ class Mask(Expression):
         raise NotImplementedError
 
     def coverage(self, block: Block) -> Coverage:
-        """Return how much of a block is visible, without looking at each key.
+        """Return the coverage of a block, without a look at each key.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class Joined(Mask):
     Attributes
     ----------
     parts : tuple of Mask
-        Two or more, none of them joined by the same operator.
+        Two or more; a part is not joined by the same operator itself.
     """
 
     sign: ClassVar[str]
@@ -158,12 +158,12 @@ class Joined(Mask):
 
     @classmethod
     def of(cls, *masks: Any) -> Mask:
-        """Return masks joined.
+        """Join masks.
 
         Parameters
         ----------
         *masks : Mask, callable or Array of bool
-            What is to be joined; what is joined by the same operator already is taken apart.
+            The masks to join; one that is joined by the same operator is replaced by its parts.
         """
         parts: list[Mask] = []
         for mask in map(as_mask, masks):
@@ -189,7 +189,7 @@ class Joined(Mask):
             part.check(dims)
 
     def __repr__(self) -> str:
-        # Of the two, & binds closer.
+        # & binds more tightly than |.
         parts = [f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts]
         return f" {self.sign} ".join(parts)
 

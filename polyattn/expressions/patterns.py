@@ -173,7 +173,7 @@ class Segments(Mask):
     def _coverage(self, block: Block) -> Coverage:
         low, high = block.per_row(self.query_ids)
         least, most = block.per_key(self._keys)
-        # Two ranges that meet may have an id in common; ranges of one id each, the same, do.
+        # Two ranges that overlap may share an id; they surely do if both have one id only.
         meet = (low <= most) & (least <= high)
         return Coverage(meet, meet & (low == high) & (least == most))
 
@@ -181,7 +181,7 @@ class Segments(Mask):
         dims.check_per_token("masks.segments: query_ids", self.query_ids, "L", dims.query_length)
         if self.key_ids is None and dims.query_length != dims.key_length:
             raise ValueError(
-                f"masks.segments of queries alone stand for keys too, and here L ="
+                "masks.segments without key_ids needs L = S; got L ="
                 f" {dims.query_length} and S = {dims.key_length}: pass key_ids as well"
             )
         if self.key_ids is not None:

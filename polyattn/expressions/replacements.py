@@ -28,11 +28,11 @@ MatMul = Callable[..., Array]
 
 
 class Similarity(Expression):
-    """What stands in place of q·k. Its scale is 1 where none is given."""
+    """A replacement for q·k. Its scale is 1 by default."""
 
     module: ClassVar[str] = "scores"
-    # Whether it is a sum over D of what no matrix product gives, so that a compiler may keep D
-    # numbers for each score.
+    # Whether it is a sum over D that no matrix product gives, so that a compiler may hold D numbers
+    # for each score.
     entrywise: ClassVar[bool] = True
 
     def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
@@ -63,20 +63,21 @@ class Similarity(Expression):
 
         Parameters
         ----------
-        query, key, matmul, xp
+        query, key : Array
             As of `between`.
         gradient : Array
             The gradient of the similarity, shape (..., l, s), in the dtype of the query. It is 0
             where a key is absent, whatever the key holds.
+        matmul : callable
+            As of `between`.
+        xp : module
+            As of `between`.
 
         Returns
         -------
-        Array
-            The gradient of the queries, shape (..., l, D), with the batch axes of `gradient`.
-        Array
-            That of the keys, shape (..., s, D), with the batch axes of `gradient`.
-        list of Array
-            That of each array of `carried()`, in its shape, summed over all else.
+        tuple
+            The gradients of the queries, (..., l, D), and of the keys, (..., s, D), with the batch
+            axes of `gradient`; and a list of those of the arrays of `carried()`, each in its shape.
         """
         raise NotImplementedError
 
@@ -93,10 +94,14 @@ class Similarity(Expression):
 
         Parameters
         ----------
-        query, key, matmul, xp
+        query, key : Array
             As of `between`.
         query_tangent, key_tangent : Array
             The tangents, of the shapes of the query and the key.
+        matmul : callable
+            As of `between`.
+        xp : module
+            As of `between`.
 
         Returns
         -------
@@ -140,15 +145,16 @@ class Cosine(Similarity):
         matmul: MatMul,
         xp: Any,
     ) -> Array:
-        by_query = unit_slope(query, query_tangent, xp), unit(key, xp)
-        by_key = unit(query, xp), unit_slope(key, key_tangent, xp)
-        return sum(matmul(q, xp.matrix_transpose(k)) for q, k in (by_query, by_key))
+        first, second = unit(query, xp), unit(key, xp)
+        of_first = unit_slope(query, query_tangent, xp)
+        turned = xp.matrix_transpose(unit_slope(key, key_tangent, xp))
+        return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
 
 
 def _over_size(
     xp: Any, step: Callable[[int, Array, Array], Array], query: Array, key: Array
 ) -> Array:
-    """Sum over D, an entry at a time, so that memory is for l · s numbers, not D times those."""
+    """Sum over D, one entry at a time, with memory for l · s numbers and not D times as many."""
     total = None
     for d in range(query.shape[-1]):
         term = step(d, query[..., :, d, None], key[..., None, :, d])
@@ -167,7 +173,7 @@ class Distance(Similarity):
         if self.p == 1:
             return -_over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
         square = _over_size(xp, lambda d, q, k: (q - k) * (q - k), query, key)
-        # The root has no slope at 0, where its gradient is taken to be 0.
+        # The root has no slope at 0, so its gradient is defined as 0 there.
         far = square > 0
         root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
         return -xp.where(far, root, square)
@@ -198,15 +204,11 @@ class Distance(Similarity):
         matmul: MatMul,
         xp: Any,
     ) -> Array:
-        slope = _over_size(
-            xp,
-            lambda d, q, k: (
-                (sign(xp, q - k) if self.p == 1 else q - k)
-                * (query_tangent[..., :, d, None] - key_tangent[..., None, :, d])
-            ),
-            query,
-            key,
-        )
+        def step(d: int, q: Array, k: Array) -> Array:
+            change = query_tangent[..., :, d, None] - key_tangent[..., None, :, d]
+            return (sign(xp, q - k) if self.p == 1 else q - k) * change
+
+        slope = _over_size(xp, step, query, key)
         return -slope if self.p == 1 else -slope * self._over_root(query, key, xp)
 
     @staticmethod
@@ -242,8 +244,8 @@ class Additive(Similarity):
             of_query.append(weight[d] * xp.sum(slope, axis=-1))
             of_key.append(weight[d] * xp.sum(slope, axis=-2))
             of_weight.append(xp.sum(gradient * bent))
-        of_arrays = [xp.stack(of_weight) if of_weight else weight]
-        return *stacked(xp, of_query, of_key, gradient), of_arrays
+        carried = xp.stack(of_weight) if of_weight else weight
+        return *stacked(xp, of_query, of_key, gradient), [carried]
 
     def pushforward(
         self,
@@ -273,7 +275,7 @@ class Additive(Similarity):
 
 
 class ScaleRule(Expression):
-    """What ``scale=`` takes beside a number."""
+    """A rule for ``scale=``, in place of a number."""
 
     module: ClassVar[str] = "scores"
 
@@ -289,7 +291,7 @@ class ByNorm(ScaleRule):
     factor: float = 1.0
 
     def apply(self, scores: Array, seen: Iterable[Array], xp: Any) -> Array:
-        """Return rows of scores over their norms; a score counts where all of `seen` hold."""
+        """Divide rows of scores by their norms; a score counts where all of `seen` are True."""
         counted, zeros = scores, xp.zeros_like(scores)
         for one in seen:
             counted = xp.where(one, counted, zeros)
@@ -316,7 +318,7 @@ class ByNorm(ScaleRule):
 
 
 class Normalizer(Expression):
-    """What makes weights of scores in place of softmax. It has no logsumexp."""
+    """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
 
     module: ClassVar[str] = "scores"
 
@@ -355,7 +357,7 @@ class Sigmoid(Normalizer):
     name: ClassVar[str] = "sigmoid"
 
     def weights(self, scores: Array, xp: Any) -> Array:
-        # Each half by the exponential that cannot overflow there; of −inf weight and slope are 0.
+        # Each half uses the exponential that cannot overflow. For −inf, weight and slope are 0.
         zeros = xp.zeros_like(scores)
         seen, negative = scores != -math.inf, scores < 0
         low = xp.exp(xp.where(seen & negative, scores, zeros))
@@ -374,11 +376,11 @@ class Sparsemax(Normalizer):
         highest = xp.max(scores, axis=-1, keepdims=True)
         empty = highest == -math.inf
         seen = scores != -math.inf
-        # Two below the highest none has weight, so what lies there or is absent may lie at −2.
+        # A score 2 or more below the highest has no weight, so it may be −2, as may an absent one.
         low = xp.full_like(scores, -2.0)
         shifted = scores - xp.where(empty, xp.zeros_like(highest), highest)
         shifted = xp.where(shifted < -2, low, shifted)
-        # NumPy's own sort, which a plugin may bring, knows no descending order.
+        # NumPy's own sort, which a plugin may use, has no descending order.
         ordered = -xp.sort(-shifted, axis=-1)
         total = xp.cumulative_sum(ordered, axis=-1)
         count = xp.cumulative_sum(xp.ones_like(ordered), axis=-1)
@@ -386,7 +388,7 @@ class Sparsemax(Normalizer):
         size = xp.sum(within, axis=-1, keepdims=True)
         threshold = (xp.sum(within * ordered, axis=-1, keepdims=True) - 1) / size
         over = shifted - threshold
-        weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a NaN that is seen stays
+        weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a visible NaN stays
         return xp.where(seen, weights, xp.zeros_like(weights))
 
     def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:

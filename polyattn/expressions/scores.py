@@ -1,4 +1,4 @@
-"""Score modifications as expressions: what `polyattn.scores` makes and a kernel applies."""
+"""Score modifications as expressions, which `polyattn.scores` makes and kernels apply."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class Alibi(Score):
     def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
             return cast(at.xp, at.per_head(self.slopes), dtype)
-        # Those of a power of two of heads, and for the rest every other one of twice as many.
+        # The slopes for a power of two heads; for the rest, every other slope for twice as many.
         whole = 1 << (self.slopes.bit_length() - 1)
         head = cast(at.xp, at.head, dtype)
         exponent = at.xp.where(
@@ -254,12 +254,12 @@ class RelativeBias(Score):
         return self.bucket(at.away_from_row(), self.table.shape[0], at.xp)
 
     def bucket(self, away: Array, buckets: int, xp: Any) -> Array:
-        """Return the bucket of keys so far after their rows."""
+        """Return the bucket of keys at these distances after their rows."""
         each = buckets // 2 if self.bidirectional else buckets
         exact = each // 2
         zero = xp.zeros_like(away)
         distance = xp.abs(away) if self.bidirectional else xp.where(away < 0, -away, zero)
-        # Steps at whole numbers, where a logarithm would round to either side by its library.
+        # The steps are whole numbers, because libraries round a logarithm differently.
         found = xp.where(distance < exact, distance, zero + exact)
         for first in _steps(exact, each, self.max_distance):
             found = found + cast(xp, distance >= first, away.dtype)

@@ -1,4 +1,4 @@
-"""How attention is computed, written once against the array API standard, for any library."""
+"""The array-API kernels, written once for any library that follows the array API standard."""
 
 from polyattn.kernels.dense import Dense
 from polyattn.kernels.tiled import Tiled

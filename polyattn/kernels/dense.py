@@ -72,9 +72,9 @@ def scores(
     Parameters
     ----------
     problem, x, backend
-        As a kernel is given them.
+        The arguments of a kernel.
     query : Array
-        What `scaled` made of the tile's rows of the query.
+        The result of `scaled` for the tile's query rows.
     at : Indices
         The indices of the tile.
     columns : Span
@@ -119,13 +119,13 @@ def attend(
     Parameters
     ----------
     problem, x, backend, query, columns, masked
-        As of `scores`.
+        As for `scores`.
     rows : Span
         The query rows.
 
     Returns
     -------
-    Running
+    SoftmaxState
         The weighted sum of values, and the maximum and sum of the weights.
     """
     xp = backend.xp

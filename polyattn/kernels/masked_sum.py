@@ -1,7 +1,7 @@
 """Products over the visible keys only, in which a masked key takes no part.
 
 Between the steps a score of −inf marks an absent key. 0 · NaN is NaN, so a value that is not finite
-must be kept from the rows that do not see its key.
+must not reach the rows that do not see its key.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def hide(xp: Any, scores: Array, seen: Array) -> Array:
 def weighted_sum(
     problem: Problem, backend: Backend, weights: Array, scores: Array, value: Array
 ) -> Array:
-    """Return weights · value; the value of an absent key takes no part.
+    """Return weights · value, without the values of absent keys.
 
     Weights (..., H, l, s) are 0 and scores −inf where a key is absent.
     """

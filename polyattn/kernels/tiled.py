@@ -1,7 +1,7 @@
 """The same result in memory for one tile of scores, for any L and S.
 
 `combine` folds over blocks of keys, for one block of rows at a time. Empty tiles are skipped and
-full tiles are not masked, as far as static facts and readable arrays tell.
+full tiles are not masked, as far as static facts and readable arrays show.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, 
 
 __all__ = ["Tiled"]
 
-# No less than this for each head, however many heads there are.
+# The least scores of a tile per head, for any number of heads.
 SMALLEST = 2**12
 
 
 class Tiled(Kernel):
-    """The formula a tile of scores at a time, with memory for one tile beside the output."""
+    """The formula, one tile of scores at a time, with memory for one tile beside the output."""
 
     name = "tiled"
     # A norm and a normalizer need a whole row at once.

@@ -1,4 +1,4 @@
-"""The weights as an array, for looking at, computed a block of rows at a time.
+"""The weights as an array, for inspection, computed one block of rows at a time.
 
 Memory is needed for the result and for a few arrays of one block of rows.
 """
@@ -32,7 +32,7 @@ class Weights(Kernel):
     rows, heads : tuple of Span or None
         The rows and heads to return, in order; None for all, empty where the call has none.
     top : int or None
-        How many of the largest weights of each row to return, with their keys, and no others.
+        The number of largest weights of each row to return, with their keys; None for all weights.
     per_key : bool
         Whether to return only the sums over the rows.
     """
@@ -87,7 +87,7 @@ class Weights(Kernel):
         return _joined(xp, found, -2)
 
     def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
-        """Reduce the weights of a block of rows to what the caller wants."""
+        """Reduce the weights of a block of rows to the part that the caller wants."""
         if self.per_key:
             return xp.sum(weights, axis=-2), None
         if self.top is None:
@@ -101,7 +101,7 @@ def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
     """Return the weights of a call without rows, keys, heads or items: an empty array."""
     problem = problem._replace(value_size=problem.key_length)
     empty = initial_state(problem, x._replace(sinks=None), xp, Span(0, rows)).output
-    return empty + 0  # an array of the caller's own, where a broadcast view may be read-only
+    return empty + 0  # a new array, because a broadcast view may be read-only
 
 
 def _joined(
@@ -123,7 +123,7 @@ def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Sp
         weights = problem.normalizer.weights(s, xp)
     elif x.known_logsumexp is not None:
         known = cast(xp, at.of_scores(x.known_logsumexp[..., None]), s.dtype)
-        weights = xp.exp(s - or_zero(xp, known))  # where it is −inf all scores are
+        weights = xp.exp(s - or_zero(xp, known))  # if it is −inf, so are all scores
     else:
         sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)
         weights = _softmax(backend, s, sink)

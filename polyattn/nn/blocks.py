@@ -192,7 +192,7 @@ class DecoderBlock(Module):
         cache : KVCache, optional
             The keys and values of the tokens before `x`.
         context_mask : optional
-            Which of the encoder's tokens take part, as ``mask=`` of `polyattn.attention`.
+            The encoder's tokens that take part, as ``mask=`` of `polyattn.attention`.
         **options : Any
             Options of the self-attention, as for `MultiHeadAttention`; it is causal unless
             ``is_causal=False``. ``backend`` and ``kernel`` apply to the cross-attention too.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arrays import Array, cast, facts_of, library_of
+from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn.nn.erf import erf
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
@@ -72,7 +72,7 @@ class Linear(Module):
         inputs, outputs : int
             The sizes of the last axis before and after.
         like : Array
-            An array of the library, device and dtype that the parameters are to have.
+            An array of the library, device and dtype of the parameters.
         seed : int or Initializer
             Equal seeds give equal weights in every library. The parts of a model share the
             initializer that it makes from its seed.
@@ -319,5 +319,5 @@ class Embedding(Module):
         Array
             Shape (..., tokens).
         """
-        xp = library_of(x).xp
+        xp = namespace_of(x, self.weight)
         return xp.matmul(x, xp.matrix_transpose(self.weight))

@@ -69,7 +69,7 @@ class Sinusoidal(Module):
         positions : Array of int
             Shape (...).
         like : Array
-            An array of the dtype that the result is to have.
+            An array of the dtype of the result.
 
         Returns
         -------
@@ -193,11 +193,11 @@ class Rotary(Module):
     Attributes
     ----------
     size : int
-        How many components of each vector are rotated, from the first on; even.
+        Number of components of each vector to rotate, from the first on; even.
     base : float
         The longest wavelength over 2π.
     pairing : {"halves", "neighbours"}
-        Which components form a pair: n and n + size / 2 (Llama in transformers, GPT-NeoX), or 2n
+        The components of a pair: n and n + size / 2 (Llama in transformers, GPT-NeoX), or 2n
         and 2n + 1 (the paper, GPT-J, Llama as published).
     frequencies : tuple of float, optional
         The angle between neighbouring positions for each of the size / 2 pairs, by default
@@ -247,7 +247,8 @@ class Rotary(Module):
         if len(positions.shape) > 1:
             angles = angles[..., None, :, :]
         cosine, sine = (cast(xp, f(angles) * self.magnitude, x.dtype) for f in (xp.cos, xp.sin))
-        rotated, rest = x[..., : self.size], x[..., self.size :]
+        whole = x.shape[-1] == self.size
+        rotated = x if whole else x[..., : self.size]
         half, adjacent = self.size // 2, self.pairing == "neighbours"
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
@@ -256,7 +257,7 @@ class Rotary(Module):
             result = xp.reshape(xp.stack(pairs, axis=-1), rotated.shape)
         else:
             result = xp.concat(pairs, axis=-1)
-        return xp.concat((result, rest), axis=-1) if rest.shape[-1] else result
+        return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 
 def _check_even(size: int) -> None:
@@ -283,7 +284,7 @@ def linear_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[
     Parameters
     ----------
     size : int
-        How many components are rotated.
+        Number of components to rotate.
     factor : float
         The new length over the length of training.
     base : float

@@ -61,13 +61,13 @@ def mask(
     query_length, key_length : int, optional
         L and S; by default the lengths of arrays and tables in the mask, or else 64.
     axes : matplotlib.axes.Axes, optional
-        Where to draw, by default in a new figure.
+        The axes to draw in, by default in a new figure.
     **options : Any
         ``query_offset``, the position of the first row among the keys, S − L by default; ``tile``,
         the number of rows and keys of a tile, by default an eighth of the longer side and at most
         128; ``batch``, the batch axes; ``item`` and ``head``, the batch item, counted flat, and the
-        query head to draw, both 0 by default; ``like``, as for `polyattn.masks.compile`. What a
-        table in the mask determines is the default.
+        query head to draw, both 0 by default; ``like``, as for `polyattn.masks.compile`. A table
+        in the mask determines the defaults.
 
     Returns
     -------
@@ -313,7 +313,7 @@ def _paint(axes: Any, kinds: Any, size: int, lengths: tuple[int, int]) -> None:
         interpolation="antialiased",
         interpolation_stage="rgba",
     )
-    # Cut off what the last tiles lack in rows and keys.
+    # Cut off the rows and keys that the last tiles lack.
     axes.set(xlim=(-0.5, lengths[1] - 0.5), ylim=(lengths[0] - 0.5, -0.5))
 
 

@@ -26,7 +26,7 @@ FONT = 8  # points
 SPACING = 1.3  # the space for a label, over its height
 BAR = {"fraction": 0.05, "aspect": 30, "pad": 0.02}
 LONGEST = 16  # characters of a label
-# How a label shows white space.
+# The signs for white space in labels.
 BLANK = {"\n": "↵", "\r": "←", "\t": "⇥"}
 
 
@@ -54,7 +54,7 @@ def attention_map(
         The exponent of the weights in the scale of colours: by default 1, and 0.5 for more than 64
         keys, where most weights would otherwise look like 0.
     axes : matplotlib.axes.Axes or sequence of them, optional
-        Where to draw, one for each head; by default in a new figure.
+        The axes to draw in, one for each head; by default in a new figure.
 
     Returns
     -------
@@ -115,7 +115,7 @@ def entropy(weights: Array | Sequence[Array], *, axes: Any = None) -> Any:
         Shape (layers, H, L, S), or an array of shape (H, L, S) for each layer, as
         `polyattn.attention_weights` returns them.
     axes : matplotlib.axes.Axes, optional
-        Where to draw, by default in a new figure.
+        The axes to draw in, by default in a new figure.
 
     Returns
     -------
@@ -298,7 +298,7 @@ def _label(token: str) -> str:
 
 
 def _write(axis: Any, name: str, tokens: list[str] | None, shown: bool) -> None:
-    """Label an axis and its ticks, if they are to be shown."""
+    """Label an axis and its ticks, if the labels are shown."""
     ticker = require_matplotlib("ticker")
     is_x = axis.axis_name == "x"
     axis.set_tick_params(

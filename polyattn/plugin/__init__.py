@@ -1,8 +1,8 @@
-"""The contract of a plugin, and all that a plugin imports from polyattn.
+"""The contract of a plugin, and everything that a plugin imports from polyattn.
 
-A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``, by
-the name that the spec has. Its `implementation` is a `Backend`, loaded when first needed, that may
-bring `Kernel` objects, better primitives for the array-API kernels, and device placement::
+A plugin registers one light `BackendSpec` as an entry point in the group ``polyattn.backends``,
+under the name of the spec. Its `implementation` is a `Backend`, loaded when first needed, which may
+have `Kernel` objects, better primitives for the array-API kernels, and device placement::
 
     # pyproject.toml
     [project.entry-points."polyattn.backends"]
@@ -22,7 +22,7 @@ bring `Kernel` objects, better primitives for the array-API kernels, and device 
 
     class Fused(Kernel):
         name = "fused"
-        features = frozenset({"causal", "scale"})  # of FEATURES: it is given nothing else
+        features = frozenset({"causal", "scale"})  # of FEATURES: it gets no others
 
         def __call__(self, problem, operands, backend):
             query, key, value = operands[:3]  # (..., H, L, D), (..., G, S, D), (..., G, S, E)
@@ -42,10 +42,12 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
+from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.plugin.backend import Backend, Kernel
+from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import API_VERSION, BackendSpec
 from polyattn.plugin.tools import BackendTools
 from polyattn.span import Span
@@ -61,8 +63,10 @@ __all__ = [
     "FEATURES",
     "Array",
     "Backend",
+    "BackendPrimitives",
     "BackendSpec",
     "BackendTools",
+    "Expression",
     "Gradients",
     "Indices",
     "Kernel",

@@ -1,34 +1,35 @@
-"""A kernel computes attention; a backend is a library on its hardware, with its kernels."""
+"""Base classes of kernels, which compute attention, and of backends, which have kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from polyattn import arrays
 from polyattn.arrays import Array
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.problem import Problem
+from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
 
 __all__ = ["Backend", "Kernel"]
 
 
 class Kernel:
-    """One way of computing attention.
+    """A way to compute attention.
 
-    A kernel is given only problems whose features it declares and against which it has no reason.
+    A kernel gets only problems whose features it declares, and against which it gives no reason.
 
     Attributes
     ----------
     name : str
-        What users call it.
+        Its name in ``kernel=``.
     features : frozenset of str
-        Which of `FEATURES` it computes by the semantics, exactly.
+        Those of `FEATURES` that it computes exactly as the semantics define.
     poison_safe : bool
         Whether NaN or ±inf in a masked key or value leaves the row unchanged.
     batch_invariant : bool
-        Whether a batch item's result has the same bits alone and among others.
+        Whether a batch item's result has the same bits with and without the others.
     deterministic : bool
         Whether the same call twice gives the same bits.
     compiles : bool
@@ -36,10 +37,11 @@ class Kernel:
     devices : frozenset of str or None
         The kinds of device that it runs on, or None for all that its backend does.
     only_on : mapping of str to frozenset of str
-        Features that it computes on only some of those, and on which.
+        Features that it computes only on some kinds of device, with these kinds.
     tile : int or None
-        For a kernel that works in tiles, the most scores in one. The kernel reads it when it is
-        called: `polyattn.conformance` sets it low on a copy, so that small arrays have many tiles.
+        For a kernel that works in tiles, the largest number of scores in one. The kernel reads it
+        in each call: `polyattn.conformance` sets it low on a copy, so that small arrays have many
+        tiles.
     """
 
     name: ClassVar[str]
@@ -88,12 +90,12 @@ class Kernel:
         Parameters
         ----------
         problem : Problem
-            The facts of a call that the kernel takes.
+            The facts of a call that the kernel supports.
 
         Returns
         -------
         str or None
-            A clause, such as which engine of a library is at work; or None.
+            A clause, such as the engine of the library that would run; or None.
         """
         return None
 
@@ -167,11 +169,11 @@ class Kernel:
         raise NotImplementedError
 
 
-class Backend(BackendTools):
+class Backend(BackendPrimitives, BackendTools):
     """A library on its hardware: devices, primitives and kernels.
 
-    The methods here serve any library of the standard as it is. A plugin overrides those that it
-    can do better, and `place`, `fetch` and `devices` if it can take arrays from elsewhere.
+    These methods work for any library that follows the standard. A plugin overrides those that it
+    can improve, and `place`, `fetch` and `devices` if it accepts arrays from other libraries.
 
     Parameters
     ----------
@@ -186,13 +188,10 @@ class Backend(BackendTools):
 
     kernels: tuple[Kernel, ...] = ()
 
-    def __init__(self, xp: Any) -> None:
-        self.xp = xp
-
-    # ---- where arrays live ----
+    # ---- devices of arrays ----
 
     def devices(self) -> list[str]:
-        """List the devices at hand.
+        """List the available devices.
 
         Returns
         -------
@@ -212,12 +211,12 @@ class Backend(BackendTools):
         Returns
         -------
         str or None
-            A clause about the backend, with how to mend it; or None.
+            A clause about the backend that says how to correct it; or None.
         """
         return None
 
     def place(self, array: Array, device: str | None) -> Array:
-        """Return an array of this library on `device`, without a copy where it can be.
+        """Return an array of this library on `device`, without a copy where possible.
 
         Parameters
         ----------
@@ -231,7 +230,7 @@ class Backend(BackendTools):
         Array
             An array of this library.
         """
-        # DLPack has bfloat16; NumPy, whose bfloat16 is another package's, trades it by no DLPack.
+        # NumPy does not exchange bfloat16, a dtype of another package, by DLPack.
         is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
         return self.xp.asarray(array) if is_bfloat16 else self.xp.from_dlpack(array)
 
@@ -246,143 +245,9 @@ class Backend(BackendTools):
         Returns
         -------
         Array
-            A NumPy array, or one that NumPy can import, without a copy where it can be.
+            A NumPy array, or one that NumPy can import, without a copy where possible.
         """
         return array
-
-    # ---- primitives of the array-API kernels ----
-
-    def matmul(self, a: Array, b: Array) -> Array:
-        """Multiply two stacks of matrices of one dtype.
-
-        Parameters
-        ----------
-        a : Array
-            Shape (..., M, K), float32 or float64.
-        b : Array
-            Shape (..., K, N), the dtype of `a`.
-
-        Returns
-        -------
-        Array
-            Shape (..., M, N), the dtype of `a`.
-        """
-        return self.xp.matmul(a, b)
-
-    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
-        """Return the softmax over the last axis, before its division.
-
-        Parameters
-        ----------
-        scores : Array
-            Scores, −inf where a key is absent. They are needed again, so not written to.
-
-        Returns
-        -------
-        weights : Array
-            ``exp(scores − maximum)``, 0 throughout a row that is −inf throughout.
-        maximum : Array
-            The maximum of each row, its last axis kept.
-        total : Array
-            The sum of each row's weights, its last axis kept.
-        """
-        xp = self.xp
-        maximum = xp.max(scores, axis=-1, keepdims=True)
-        shift = xp.where(maximum == -float("inf"), xp.zeros_like(maximum), maximum)
-        weights = xp.exp(scores - shift)
-        return weights, maximum, xp.sum(weights, axis=-1, keepdims=True)
-
-    def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
-        """Return the gradient of an array from that of a function of it.
-
-        Parameters
-        ----------
-        function : callable
-            Takes an array of this library and returns one.
-        array : Array
-            Where it is differentiated.
-        gradient : Array
-            The gradient of what the function returns.
-
-        Returns
-        -------
-        Array
-            The gradient of `array`.
-        """
-        raise TypeError(
-            "this library differentiates no function: give the derivative, as in"
-            " scores.function(f, derivative=g)"
-        )
-
-    def stack_rows(
-        self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
-    ) -> tuple[Array, Array | None]:
-        """Put blocks of rows together.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        like : Array
-            An array of the output's library, dtype and device.
-        blocks : iterable of (Array, Array or None)
-            Output and logsumexp of some rows each, in order.
-
-        Returns
-        -------
-        output : Array
-            The whole output, (..., H, L, E).
-        logsumexp : Array or None
-            The whole logsumexp, (..., H, L).
-        """
-        empty = self.empty_result(problem, like)
-        if empty is None:
-            outputs, logsumexps = zip(*blocks, strict=True)
-            if len(outputs) == 1:
-                return outputs[0], logsumexps[0]
-            logsumexp = None if logsumexps[0] is None else self.xp.concat(logsumexps, axis=-1)
-            return self.xp.concat(outputs, axis=-2), logsumexp
-        output, logsumexp = empty
-        first = 0
-        for part, part_logsumexp in blocks:
-            stop = first + part.shape[-2]
-            output[..., first:stop, :] = part
-            if logsumexp is not None:
-                logsumexp[..., first:stop] = part_logsumexp
-            first = stop
-        return output, logsumexp
-
-    def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
-        """Allocate the result of a call, so that blocks of rows are written in place.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        like : Array
-            An array of the output's library, dtype and device.
-
-        Returns
-        -------
-        tuple of (Array, Array or None), or None
-            Output and logsumexp, without values; None if arrays cannot be written to here.
-        """
-        return None
-
-    def is_eager(self, array: Array) -> bool:
-        """Return whether values of an array can be read without waiting for a device.
-
-        Parameters
-        ----------
-        array : Array
-            An array of this library.
-
-        Returns
-        -------
-        bool
-            False if it is traced, lazy or on an accelerator.
-        """
-        return arrays.library_of(array).name == "numpy"
 
     # ---- running a kernel ----
 
@@ -403,9 +268,9 @@ class Backend(BackendTools):
         Returns
         -------
         output : Array
-            What the kernel returns.
+            The kernel's output.
         logsumexp : Array or None
-            What the kernel returns.
+            The kernel's logsumexp.
         """
         with arrays.quiet(problem.library):
             if "jvp" in problem.features:

@@ -1,4 +1,4 @@
-"""A backend's spec: what is known before its array library is imported."""
+"""The spec of a backend: the facts that are known before its array library is imported."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class BackendSpec:
     Parameters
     ----------
     name : str
-        What users call it.
+        Its name in ``backend=``.
     namespaces : tuple of str
         The array libraries whose arrays it takes as they are, by the root of their namespace.
     implementation : str
-        Where its `Backend` subclass is, as ``"module:Class"``; it is called without arguments.
+        The import path of its `Backend` subclass, ``"module:Class"``, called without arguments.
     requires : tuple of str
         Modules without which it cannot run.
     install : str
         The command that installs them.
     devices : tuple of str
-        Kinds of device it can run on: what ``str(array.device)`` gives, up to a colon.
+        Kinds of device it can run on: the text of ``array.device``, up to a colon.
     dtypes : tuple of str
         The dtypes it takes, of float16, bfloat16, float32 and float64.
     api_version : int
@@ -39,9 +39,9 @@ class BackendSpec:
     Raises
     ------
     TypeError
-        If one of the tuples is no tuple of strings.
+        If a field that must be a tuple of strings is not.
     ValueError
-        If a dtype is none that attention takes.
+        If attention does not support a dtype.
     """
 
     name: str

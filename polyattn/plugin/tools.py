@@ -13,6 +13,13 @@ __all__ = ["BackendTools"]
 class BackendTools:
     """The optional part of a backend, which no call of attention needs."""
 
+    @property
+    def tiled(self) -> Any:
+        """The array-API kernel `tiled`, for what a kernel that has no derivatives leaves to it."""
+        from polyattn.kernels.tiled import Tiled
+
+        return Tiled()
+
     def hardware(self, device: str) -> dict[str, str | int]:
         """Describe a device.
 
@@ -24,7 +31,7 @@ class BackendTools:
         Returns
         -------
         dict
-            What is known of it: ``name``; ``memory``, in bytes; ``compute_capability``.
+            The known facts: ``name``; ``memory``, in bytes; ``compute_capability``.
         """
         return {}
 
@@ -34,7 +41,7 @@ class BackendTools:
         Returns
         -------
         dict of str to str
-            The versions of those that are here, such as cuDNN's, by name.
+            The versions of the available engines, by name.
         """
         return {}
 
@@ -48,9 +55,9 @@ class BackendTools:
         """
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Return a function as users of the library call it repeatedly: compiled, if they do that.
+        """Return a function in the form that users of the library would call: compiled, if usual.
 
-        `polyattn bench` times what this returns.
+        `polyattn bench` times the result.
 
         Parameters
         ----------
@@ -60,7 +67,7 @@ class BackendTools:
         Returns
         -------
         callable
-            The same function, or one that does the same once it is compiled.
+            The function itself, or a compiled form of it.
         """
         return function
 
@@ -74,15 +81,15 @@ class BackendTools:
         device : str or None
             One of `devices`, or None for the default.
         function : callable
-            What `compile` returned; it has been called with these arrays before.
+            A result of `compile`, already called with these arrays.
         *arrays : Array
-            What it is to be called with.
+            Its arguments.
 
         Returns
         -------
         int or None
-            Bytes, or None if the library does not count them. Of the CPU the operating system is
-            asked then.
+            Bytes, or None if the library does not count them. For the CPU, the operating system is
+            asked instead.
         """
         return None
 
@@ -92,7 +99,7 @@ class BackendTools:
         Parameters
         ----------
         work : callable
-            What to do with an item.
+            A function of one item.
         items : sequence
             The items.
         """

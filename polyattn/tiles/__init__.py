@@ -1,1 +1,1 @@
-"""Parts of the scores: what is visible in them, and their indices."""
+"""Parts of the scores: their visibility and their indices."""

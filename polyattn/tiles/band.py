@@ -1,7 +1,7 @@
 """The band of visible keys that causal and window leave, in Python numbers.
 
-Masks given as arrays and functions are not looked at here. Ends are clamped to where they can
-matter, so that no library's integers overflow, however far a window or an offset reaches.
+Masks given as arrays and functions are not considered here. Ends are clamped to the range where
+they matter, so that no library's integers overflow, however far a window or an offset reaches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
 
 
 def visible_band(problem: Problem) -> Band | None:
-    """Return causal and window as a mask, without an end that hides nothing; None if neither does.
+    """Return causal and window as a mask, without ends that hide nothing; None if no key is hidden.
 
     Parameters
     ----------

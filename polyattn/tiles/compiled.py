@@ -23,11 +23,11 @@ class Compiled(Mask):
     Attributes
     ----------
     mask : Mask
-        The mask that was looked at.
+        The compiled mask.
     query_length, key_length, query_offset : int
-        L, S and the position of the first row, which the table is for.
+        L, S and the position of the first row, for which the table was made.
     size, shape, any_visible, all_visible : int, tuple of int, bytes, bytes
-        The table, as `TileTable` has it.
+        The fields of its `TileTable`.
     """
 
     name: ClassVar[str] = "compile"
@@ -75,7 +75,7 @@ class Compiled(Mask):
 
 
 def compile_mask(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> Compiled:
-    """Look at every key of a mask once, and return the mask with the table of its tiles."""
+    """Evaluate every key of a mask once, and return the mask with the table of its tiles."""
     if isinstance(mask, Compiled):
         mask = mask.mask
     _check_fits(mask, dims)
@@ -99,12 +99,12 @@ def _check_fits(mask: Mask, dims: ScoreDims) -> None:
         mask.spec(facts_of).check(dims)
     except ValueError as error:
         raise ValueError(
-            f"{error}; masks.compile was asked for batch={dims.batch}, heads={dims.heads}"
+            f"{error}; masks.compile was called with batch={dims.batch}, heads={dims.heads}"
         ) from None
 
 
 def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: int) -> TileTable:
-    """Ask the mask about all keys, a block of rows at a time."""
+    """Evaluate all keys of a mask, one block of rows at a time."""
     heads, length, keys = dims.scores[-3:]
 
     def indices(first: int, stop: int, *shape: int) -> Array:
@@ -122,7 +122,7 @@ def _table_of(mask: Mask, xp: Any, like: Array | None, dims: ScoreDims, size: in
         whole = (dims.items, heads, block.length, keys)
         if len(seen.shape) > 4 or broadcast_shapes(tuple(seen.shape), whole) != whole:
             raise ValueError(
-                f"what the mask function returns must broadcast to {whole}, the shape that its"
+                f"the result of the mask function must broadcast to {whole}, the shape that its"
                 f" index arrays broadcast to; it returned {tuple(seen.shape)}"
             )
         seen = xp.reshape(seen, (1,) * (4 - len(seen.shape)) + tuple(seen.shape))

@@ -1,7 +1,7 @@
-"""Which tiles of the scores a mask leaves empty, full or mixed.
+"""Empty, full and mixed tiles of the scores by a mask.
 
-`TileQuery` asks about one tile in Python numbers; `TileGrid` asks about all tiles of one size, in
-arrays. Both work on traced arrays where nothing is read, and build no array as large as the scores.
+`TileQuery` is one tile, in Python numbers; `TileGrid` is all tiles of one size, in arrays. Both
+work on traced arrays if nothing is read, and build no array as large as the scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["TileGrid", "TileQuery", "combined_mask"]
 
 
 def combined_mask(problem: Problem, x: Operands) -> Mask | None:
-    """Return causal, window and ``mask=`` as one mask, or None if none of them is given.
+    """Return causal, window and ``mask=`` as one mask, or None if all are absent.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
 
 
 class TileQuery:
-    """A tile over all batch items and heads, which a mask answers for.
+    """A tile over all batch items and heads, whose coverage a mask gives.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class TileQuery:
     rows, columns : Span
         The query rows and the keys.
     reads : bool
-        Whether the answer may depend on the values of arrays.
+        Whether the result may depend on the contents of arrays.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TileQuery:
             self._offset = x.query_offset
 
     def of(self, mask: Mask) -> Coverage:
-        """Return how much of the tile a mask shows.
+        """Return the coverage of the tile by a mask.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class TileQuery:
 
 
 class TileGrid(TileQuery):
-    """All tiles of one size, which a mask answers for at once.
+    """All tiles of one size, whose coverage a mask gives at once.
 
     Parameters
     ----------
@@ -162,9 +162,9 @@ class TileGrid(TileQuery):
     size : tuple of int
         Rows and keys of a tile; the last tiles may have fewer.
     like : Array
-        An array on the device of the answer.
+        An array on the device of the result.
     reads : bool
-        Whether the answer may depend on arrays; they may be traced.
+        Whether the result may depend on arrays; they may be traced.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class TileGrid(TileQuery):
         return first, xp.where(stop > length, xp.full_like(stop, length), stop)
 
     def of(self, mask: Mask) -> Coverage:
-        """Return how much of each tile a mask shows.
+        """Return the coverage of each tile by a mask.
 
         Parameters
         ----------
@@ -292,7 +292,7 @@ class TileGrid(TileQuery):
         """
         xp, size = self._xp, self.tile_size[axis]
         missing = -self.lengths[axis] % size
-        if missing:  # the last once more changes no least, greatest, any or all
+        if missing:  # to repeat the last entry changes no minimum, maximum, any or all
             last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
             array = xp.concat((array, last), axis=-1)
         return reduce(xp.reshape(array, (*array.shape[:-1], -1, size)), axis=-1)

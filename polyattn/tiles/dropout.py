@@ -1,8 +1,8 @@
-"""Which weights dropout keeps: a hash of the seed and the indices, the same bits everywhere.
+"""The choice of the weights that dropout keeps: a hash of the seed and the indices.
 
-Philox 4×32-10 makes four words of a counter of four, keyed by the seed. The counter of the weight
-(b, h, i, j) is (j // 4, i, h, b), and its word the one of number j mod 4. So the decision depends
-on nothing but the seed and the indices, on no library, device or tile.
+Philox 4×32-10 makes four words of a counter of four, keyed by the seed. The weight (b, h, i, j)
+uses word j mod 4 of the counter (j // 4, i, h, b). So the decision depends only on the seed and the
+indices, and is the same in every library, on every device and for every tile.
 
 References
 ----------
@@ -17,7 +17,7 @@ from polyattn.arrays import Array, cast, is_array
 
 __all__ = ["WORDS", "keep_mask", "keep_mask_by_word", "philox"]
 
-#: Words that a counter gives.
+#: Number of words per counter.
 WORDS = 4
 
 _MASK = 0xFFFFFFFF
@@ -49,7 +49,7 @@ def keep_mask_by_word(
     row: Array,
     blocks: Array,
 ) -> tuple[Array, ...]:
-    """Return which weights are kept: of the first keys of blocks, the second, third and fourth."""
+    """Return which weights are kept, for the first, second, third and fourth keys of blocks."""
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
     words = philox(counter, _key(xp, seed, dtype))
@@ -71,19 +71,19 @@ def philox(counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...
 
 
 def _raised(word: Any, by: int, like: Array) -> Any:
-    """Return the sum of two words, less what it has above 32 bits."""
+    """Return the sum of two words modulo 2³²."""
     if isinstance(word, int):
         return (word + by) & _MASK
     return (word + _as(like, by)) & _as(like, _MASK)
 
 
 def _as(like: Array, number: Any) -> Any:
-    """Return a word as the words of an array are, for JAX takes no Python number above 31 bits."""
+    """Return a word in the dtype of an array, since JAX refuses Python numbers above 31 bits."""
     return getattr(like.dtype, "type", int)(number) if isinstance(number, int) else number
 
 
 def _product(multiplier: int, word: Array) -> tuple[Array, Array]:
-    """Return the high and low word of a product, by halves, of which none exceeds 32 bits."""
+    """Return the high and low word of a product, by half words, so that no sum exceeds 32 bits."""
     low, high = multiplier & 0xFFFF, multiplier >> 16
     word_low, word_high = word & 0xFFFF, word >> 16
     least = word_low * low
@@ -96,7 +96,7 @@ def _product(multiplier: int, word: Array) -> tuple[Array, Array]:
 
 
 def _word_dtype(xp: Any) -> Any:
-    # torch has no arithmetic of uint32.
+    # torch has no arithmetic in uint32.
     return xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32
 
 
@@ -105,7 +105,7 @@ def _key(xp: Any, seed: Any, dtype: Any) -> tuple[Any, Any]:
         return seed
     if not is_array(seed):
         return int(seed) & _MASK, int(seed) >> 32
-    # At least one axis, for arithmetic on an array wraps without a warning.
+    # At least one axis, because arithmetic on such an array wraps without a warning.
     word = xp.reshape(seed, (1,))
     if xp.iinfo(word.dtype).bits > 32:
         return cast(xp, word & _MASK, dtype), cast(xp, (word >> 32) & _MASK, dtype)

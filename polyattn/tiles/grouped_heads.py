@@ -1,7 +1,7 @@
 """Grouped heads by reshaping: the query heads that share a key/value head become rows of it.
 
 Query head h reads key/value head h // (H // G), so folding (G, H/G, l) into (G, H/G · l) rows makes
-one matrix product of a group, and no key or value is ever repeated.
+one matrix product of a group, and keys and values are not repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
         return array
     *batch, heads, rows, size = array.shape
     groups, members = problem.key_heads, heads // problem.key_heads
-    # In two steps, of which dask can do each where it could not do both at once.
+    # In two steps: dask can do each of them, but not both at once.
     array = xp.reshape(array, (*batch, groups, members, rows, size))
     return xp.reshape(array, (*batch, groups, members * rows, size))
 

@@ -10,7 +10,15 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
+from polyattn.arrays import (
+    Array,
+    ArrayFacts,
+    broadcast_shapes,
+    cast,
+    check_not_recorded,
+    facts_of,
+    index_range,
+)
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
@@ -41,7 +49,7 @@ class Indices:
         kernel that takes some at a time. Such a tile has one batch axis.
     """
 
-    #: How many keys dropout decides about at once, the first of them a multiple of it.
+    #: Number of keys that dropout decides about at once; the first is a multiple of it.
     decided: ClassVar[int] = WORDS
 
     def __init__(
@@ -85,7 +93,7 @@ class Indices:
         """The key, shape (1, s)."""
         return self._range(*self._columns, 1, self._columns.length)
 
-    # ---- what of an array falls on the tile ----
+    # ---- the tile's part of an array ----
 
     def cut(self, array: Array) -> Array:
         """Return the rows and keys of the tile, cut out of an array.
@@ -181,7 +189,7 @@ class Indices:
         taken = self.xp.take(self.xp.reshape(table, (-1,)), self.xp.reshape(flat, (-1,)), axis=0)
         return self.xp.reshape(taken, flat.shape)
 
-    # ---- where the rows stand among the keys ----
+    # ---- positions of the rows among the keys ----
 
     def position(self, shift: int = 0) -> Array:
         """Return the positions of the rows among the keys, plus `shift`.
@@ -189,7 +197,7 @@ class Indices:
         Parameters
         ----------
         shift : int
-            What is added to the positions.
+            Added to the positions.
 
         Returns
         -------
@@ -234,7 +242,7 @@ class Indices:
         return found[..., start : start + self._columns.length]
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
-        """Return which weights dropout keeps in blocks of `decided` keys, by place in the block.
+        """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
 
         Parameters
         ----------
@@ -244,7 +252,7 @@ class Indices:
         Returns
         -------
         tuple of Array of bool
-            For each place in a block, shape (..., H, l, n).
+            For each index in a block, shape (..., H, l, n).
         """
         return keep_mask_by_word(self.xp, *self._drawn_by(), blocks)
 
@@ -344,6 +352,7 @@ class Indices:
         facts = self._check("score_mod", result)
         if facts.dtype == "bool" or "complex" in facts.dtype:
             raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
+        check_not_recorded("score_mod", result, self.xp)
         if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
             whole = broadcast_shapes(facts.shape, scores.shape)
             result = self.xp.broadcast_to(result, whole)
@@ -374,7 +383,7 @@ class Indices:
         return seen
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
-        facts = facts_of(result, f"what {name} returned")
+        facts = facts_of(result, f"the result of {name}")
         if facts.library != self._problem.library:
             raise TypeError(
                 f"{name} was called with arrays of {self._problem.library} and must return one; it"
@@ -383,7 +392,7 @@ class Indices:
         tile = (*self._batch, self._heads.length, self._rows.length, self._columns.length)
         if len(facts.shape) > len(tile) or broadcast_shapes(facts.shape, tile) != tile:
             raise ValueError(
-                f"what {name} returns must broadcast to {tile}, the shape that its index arrays"
+                f"the result of {name} must broadcast to {tile}, the shape that its index arrays"
                 f" broadcast to; it returned {facts.shape}"
             )
         return facts

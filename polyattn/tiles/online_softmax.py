@@ -1,4 +1,4 @@
-"""The online softmax: what some of the keys give each row, before the division.
+"""The online softmax: the partial sums of each row over some keys, before the division.
 
 `combine` is associative and commutative up to rounding, so the keys may be split in any way. The
 sum is kept undivided, beside its maximum, and not as a logsumexp: at scores of 1e4 a float32
@@ -58,7 +58,7 @@ def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> Softmax
     Parameters
     ----------
     problem, x : Problem, Operands
-        As a kernel is given them.
+        The arguments of a kernel.
     xp : module
         The standard's namespace of the library.
     rows : Span
@@ -72,7 +72,7 @@ def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> Softmax
     accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
     if problem.requires_grad:
-        # Where no key is seen the gradients are 0, not absent: a sum over nothing ties them in.
+        # An empty sum keeps the arrays in the graph, so the gradients are 0 where no key is seen.
         for array in (x.query, x.key, x.key if x.value is None else x.value):
             zero = zero + xp.sum(cast(xp, array[..., :0, :], accumulator))
     if x.sinks is None:
@@ -143,7 +143,7 @@ def normalize(
     logsumexp = or_zero(xp, state.maximum) + xp.log(total)
     logsumexp = xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)
     shape = output.shape[:-1]
-    if logsumexp.shape[:-1] != shape:  # value has batch axes that query and key have not
-        # + 0: an array of the caller's own, where a broadcast view may be read-only.
+    if logsumexp.shape[:-1] != shape:  # value has batch axes that query and key lack
+        # + 0 makes a new array, because a broadcast view may be read-only.
         logsumexp = xp.broadcast_to(logsumexp, (*shape, 1)) + 0.0
     return output, logsumexp[..., 0]

@@ -341,7 +341,7 @@ def test_a_mask_function_that_returns_numbers():
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
-        (1.0, TypeError, "what score_mod returned is a float"),
+        (1.0, TypeError, "the result of score_mod is a float"),
         (np.zeros((5, 6)), ValueError, "must broadcast to (2, 4, 5, 7)"),
         (np.zeros((1, 2, 4, 5, 7)), ValueError, "it returned (1, 2, 4, 5, 7)"),
         (np.zeros((5, 7), complex), TypeError, "complex128"),

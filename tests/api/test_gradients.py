@@ -1,5 +1,7 @@
 """Gradients and directional derivatives without automatic differentiation."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -63,7 +65,6 @@ OPTIONS = {
     },
     "cosine": {"similarity": scores.cosine(), "scale": 3.0, "is_causal": True},
     "distance": {"similarity": scores.distance(2)},
-    "sum of distances": {"similarity": scores.distance(1), "scale": 0.3},
     "additive": {"similarity": scores.additive(RNG.standard_normal(8))},
     "long sequence": {"scale": scores.long_sequence(), "mask": masks.causal() | masks.prefix(3)},
     "sigmoid": {"normalizer": scores.sigmoid(), "is_causal": True},
@@ -95,6 +96,11 @@ def arrays_of(expression):
     return [x for _, x in expression.carried() if is_array(x)]
 
 
+def moved_by(expression, directions, step):
+    rest = iter(directions)
+    return expression.map(lambda _, x: x + step * next(rest) if is_array(x) else x)
+
+
 def check(options, shapes, kernel=None):
     """Compare every gradient with differences, along random directions, and with forward mode."""
     query, key, value = draw(*shapes)
@@ -121,11 +127,7 @@ def check(options, shapes, kernel=None):
         elif name in ("score_mod", "similarity") and arrays_of(given):
             directions = draw(*(x.shape for x in arrays_of(given)))
 
-            def moved(step, given=given, directions=directions):
-                rest = iter(directions)
-                return given.map(lambda _, x: x + step * next(rest) if is_array(x) else x)
-
-            expected[name] = by_difference(**{name: moved})
+            expected[name] = by_difference(**{name: partial(moved_by, given, directions)})
             pairs = zip(arrays_of(gradient), directions, strict=True)
             found[name] = sum(np.sum(x * t) for x, t in pairs)
         elif gradient is not None and is_array(given):
@@ -140,13 +142,9 @@ def check(options, shapes, kernel=None):
     moved = {f"{n}_tangent": draw(inputs[n].shape)[0] for n in ("bias", "sinks") if n in inputs}
     same, tangent = attention_jvp((query, key, value), tangents, **moved, **options, kernel=kernel)
     assert np.array_equal(same, output)
-    along_tangents = [*zip(gradients[:3], tangents, strict=True)]
-    along_tangents += [
-        (getattr(gradients, n.removesuffix("_tangent")), t) for n, t in moved.items()
-    ]
-    assert np.sum(tangent * along) == pytest.approx(
-        sum(np.sum(x * t) for x, t in along_tangents), rel=1e-10, abs=1e-10
-    )
+    moved |= {f"{n}_tangent": t for n, t in zip(("query", "key", "value"), tangents, strict=True)}
+    adjoint = sum(np.sum(getattr(gradients, n.removesuffix("_tangent")) * moved[n]) for n in moved)
+    assert np.sum(tangent * along) == pytest.approx(adjoint, rel=1e-10, abs=1e-10)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -295,7 +293,7 @@ def test_what_cannot_be_differentiated_is_refused():
         (
             {"partial": Partial(np.zeros((2, 4, 9, 5)), np.zeros((2, 4, 8)))},
             ValueError,
-            "logsumexp must be what attention_partial gave",
+            "logsumexp must be that of attention_partial",
         ),
         ({"partial": Partial(np.zeros((2, 4, 9, 5)), None)}, ValueError, "needs the logsumexp"),
     ],
@@ -333,3 +331,19 @@ def test_no_tangent_is_a_tangent_of_0():
     output, tangent = attention_jvp(primals, (None, None, None))
     assert np.array_equal(output, attention(*primals))
     assert not tangent.any()
+
+
+def test_partials_of_16_bits_keep_their_digits_where_they_are_merged():
+    query, key, value = (x.astype("float16") for x in draw((2, 4, 8), (2, 64, 8), (2, 64, 5)))
+    parts = [slice(n, n + 8) for n in range(0, 64, 8)]
+
+    def joined(**options):
+        return merge(*(attention_partial(query, key[:, p], value[:, p], **options) for p in parts))
+
+    exact = attention(*(x.astype("float64") for x in (query, key, value)))
+    whole = joined(dtype="float32")
+    assert whole.output.dtype == "float32"
+    assert np.max(np.abs(whole.output - exact)) < 1e-6
+    assert np.max(np.abs(joined().output - exact)) > 1e-4
+    with pytest.raises(ValueError, match="dtype must be float16 or float32 for this query"):
+        joined(dtype="float64")

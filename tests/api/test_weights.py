@@ -225,7 +225,7 @@ def test_no_array_of_all_scores_is_made_where_it_is_not_asked_for(asked):
         (
             {"logsumexp": np.zeros((B, H, L), np.float32), "normalizer": scores.sigmoid()},
             ValueError,
-            "softmax alone",
+            "supports no logsumexp",
         ),
     ],
 )

@@ -257,7 +257,7 @@ def test_devices_have_names():
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(
-        polyattn.dispatch.errors.BackendError, match=r"no device 'cuda' here; there is cpu"
+        polyattn.dispatch.errors.BackendError, match=r"no device 'cuda' here; available: cpu"
     ):
         attention(Q, K, V, backend="jax:cuda")
 
@@ -329,7 +329,7 @@ def test_a_result_can_be_written_to_and_any_byte_order_comes():
 
 def test_a_traced_key_beside_a_query_of_another_library_is_refused():
     with pytest.raises(
-        polyattn.dispatch.errors.UnsupportedError, match="key is traced, and the result"
+        polyattn.dispatch.errors.UnsupportedError, match="key is traced, so the result"
     ):
         jax.jit(lambda k, v: attention(Q, k, v, backend="jax"))(K, V)
 

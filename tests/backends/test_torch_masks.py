@@ -431,6 +431,6 @@ def test_flex_takes_values_of_another_library_but_no_functions():
     options = {"mask": masks.segments(ROWS.numpy(), KEYS.numpy())}
     output = attention(q, k, v, backend="torch", kernel="flex", **options)
     np.testing.assert_allclose(output, attention(q, k, v, **options), rtol=1e-4, atol=1e-5)
-    with pytest.raises(polyattn.UnsupportedError, match="of another library"):
+    with pytest.raises(polyattn.UnsupportedError, match="belong to another library"):
         attention(q, k, v, backend="torch", kernel="flex",
                   mask=masks.rule(blocks_of) & masks.prefix(3))  # fmt: skip

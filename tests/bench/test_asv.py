@@ -75,7 +75,7 @@ def test_every_benchmark_runs_at_its_smallest(name):
     backend = next((b for b in ("numpy", "torch:cpu") if b in known), known[0])
     benchmark, case = found(), smallest(found, backend)
     if backend.endswith("cuda") and not libraries.has_driver():
-        with pytest.raises(Skip, match="no driver of a GPU"):
+        with pytest.raises(Skip, match="no GPU driver"):
             benchmark.setup(*case)
         return
     benchmark.setup(*case)
@@ -188,7 +188,7 @@ def test_without_a_driver_a_gpu_is_skipped_before_anything_is_imported(backend, 
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: there)
     monkeypatch.setattr(libraries, "has_driver", lambda: False)
     monkeypatch.setitem(sys.modules, backend.partition(":")[0], None)
-    with pytest.raises(Skip, match="there is no driver of a GPU"):
+    with pytest.raises(Skip, match="there is no GPU driver"):
         libraries.open_library(backend)
 
 

@@ -410,7 +410,7 @@ def test_a_gradient_in_the_closure_of_a_function_is_not_lost():
     slope = torch.ones(4, requires_grad=True)
     rule = {"score_mod": lambda s, b, h, i, j: s * slope[h]}
     assert attention(tensor, tensor, tensor, **rule).requires_grad
-    with pytest.raises(polyattn.UnsupportedError, match="what the function returned requires grad"):
+    with pytest.raises(polyattn.UnsupportedError, match="the result of the function requires grad"):
         attention(tensor, tensor, tensor, backend="numpy", **rule)
 
 
@@ -435,9 +435,9 @@ def test_the_result_comes_back_to_the_callers_device():
 
 
 def test_array_api_moves_no_array():
-    with pytest.raises(polyattn.UnsupportedError, match="moves none"):
+    with pytest.raises(polyattn.UnsupportedError, match="does not move them"):
         attention(X, X, X, backend="array-api:cuda")
-    with pytest.raises(polyattn.UnsupportedError, match="moves none; they are on numpy"):
+    with pytest.raises(polyattn.UnsupportedError, match="does not move them; they are on numpy"):
         attention(X, torch.from_numpy(X), X, backend="array-api")
 
 

@@ -130,13 +130,13 @@ def test_the_table_of_environment_variables_is_what_the_code_reads():
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ('<a href="gone.html">x</a>', "gone.html leads to no file"),
+        ('<a href="gone.html">x</a>', "gone.html does not lead to a file"),
         ('<a href="other.html#gone">x</a>', "other.html#gone has no such anchor"),
         ('<a href="#gone">x</a>', "#gone has no such anchor"),
-        ('<a href="http:/x">x</a>', "http:/x is no address"),
-        ('<script src="https://example.org/x.js"></script>', "is loaded from afar"),
-        ('<link rel="stylesheet" href="//example.org/x.css">', "is loaded from afar"),
-        ('<img src="gone.png">', "gone.png leads to no file"),
+        ('<a href="http:/x">x</a>', "http:/x is not an address"),
+        ('<script src="https://example.org/x.js"></script>', "is loaded from another site"),
+        ('<link rel="stylesheet" href="//example.org/x.css">', "is loaded from another site"),
+        ('<img src="gone.png">', "gone.png does not lead to a file"),
     ],
 )
 def test_a_link_that_is_wrong_is_found(body, reason, tmp_path):
@@ -154,7 +154,7 @@ def test_a_link_that_is_wrong_is_found(body, reason, tmp_path):
 def test_a_style_sheet_that_loads_from_afar_is_found(tmp_path):
     (tmp_path / "site.css").write_text("@import 'https://example.org/x.css';")
     (found,) = script("links").problems(tmp_path)
-    assert found == "site.css: https://example.org/x.css is loaded from afar"
+    assert found == "site.css: https://example.org/x.css is loaded from another site"
 
 
 # ---- writing a backend ----

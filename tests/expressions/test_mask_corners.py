@@ -306,7 +306,7 @@ def test_dilation_counts_from_a_far_position(name):
     ids=repr,
 )
 def test_a_mask_compiled_for_too_few_items_or_heads_is_refused(mask):
-    with pytest.raises(ValueError, match=r"asked for batch=\(1,\), heads=1"):
+    with pytest.raises(ValueError, match=r"called with batch=\(1,\), heads=1"):
         masks.compile(mask, L, tile=2)
     compiled = masks.compile(mask, L, batch=B, heads=H, tile=2)
     found = run(mask=compiled, kernel=tiles_of(4 * H), backend="array-api")

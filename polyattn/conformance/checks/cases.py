@@ -1,6 +1,6 @@
 """Check a kernel with a case: which cases apply to it, and whether its results are right.
 
-A check returns if the kernel is right and raises AssertionError, with what is wrong, if not.
+A check returns if the kernel is right. Otherwise it raises AssertionError, which names the fault.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     output : Deviation or None
-        How far the output is off; None if the kernel refuses the call.
+        The error of the output; None if the kernel refuses the call.
     logsumexp : Deviation or None
-        The same of the logsumexp; None if the kernel does not compute it.
+        The same for the logsumexp; None if the kernel does not compute it.
     refusal : str or None
         Why it refuses.
     """

@@ -1,7 +1,7 @@
 """Check what a kernel and its plugin declare, other than results.
 
 These are the features, determinism, batch invariance, threads and imports. A check returns if the
-promise holds and raises AssertionError, with what is wrong, if not.
+promise holds. Otherwise it raises AssertionError, which names the fault.
 """
 
 from __future__ import annotations

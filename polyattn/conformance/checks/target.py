@@ -1,4 +1,4 @@
-"""Describe what is checked: a backend, on the arrays of one library, and each of its kernels.
+"""The target of a check: a backend, on the arrays of one library, and each of its kernels.
 
 NumPy arrays are converted to the library and back bit for bit, so that every target gets the same
 numbers and is compared with the same results.
@@ -306,7 +306,7 @@ class Target:
         Returns
         -------
         Any
-            What the function returns.
+            The result of the function.
         """
         self._forget_compiled()
         arrays, options = arguments or self.arguments(case)

@@ -1,1 +1,1 @@
-"""What is right, and how wrong a result may be."""
+"""Exact results, and limits for the errors of others."""

@@ -127,7 +127,7 @@ def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
 
 @np.errstate(all="ignore")
 def conditions(case: Case) -> dict[str, Array]:
-    """Return how far relative errors of 1 in each step could move the gradients."""
+    """Return the effect of relative errors of 1 in each step on the gradients."""
     how = Order()
     x = steps(case, np.dtype(np.longdouble), how)
     # A weight depends on its own score, and on all scores of the row by the denominator.

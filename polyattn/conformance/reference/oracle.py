@@ -65,7 +65,7 @@ EXTENDED = Arithmetic(
 
 
 class Oracle(NamedTuple):
-    """The exact results, and how far relative errors of 1 in each step could move them.
+    """The exact results, and the effect of relative errors of 1 in each step on them.
 
     Attributes
     ----------
@@ -316,7 +316,7 @@ def sigmoid(a: Arithmetic, s: Any) -> Any:
 def sparsemax(a: Arithmetic, scores: Sequence[Any]) -> Sequence[Any]:
     """Return the weights of one row: the scores above a threshold, less it, which sum to 1.
 
-    Scores below the threshold of all scores are removed, and so on until it is below all left.
+    Scores below the threshold are removed, and again, until it is below all that remain.
     """
     if any(math.isnan(s) for s in scores):
         return [math.nan] * len(scores)

@@ -56,7 +56,7 @@ class Yardstick(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """How far a result is from the exact one.
+    """The distance of a result from the exact one.
 
     Attributes
     ----------

@@ -1,7 +1,7 @@
 """Collect the results of a backend and print them as a table.
 
 A row is a feature, a dtype or a corner case of the semantics, a column is a kernel, and a cell is
-the largest error in units of eps · Σ w|v|, or why the kernel refuses.
+the largest error in units of eps · Σ w|v|, or the reason why the kernel refuses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Row(NamedTuple):
-    """A row of the table, and which cases it shows."""
+    """A row of the table, and the rule for the cases that it shows."""
 
     group: str
     name: str

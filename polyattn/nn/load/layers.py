@@ -39,7 +39,7 @@ def torch_attention(
     heads : int
         The layer's ``num_heads``.
     like : Array
-        An array of the library, device and dtype that the parameters are to have.
+        An array of the library, device and dtype of the parameters.
     prefix : str
         The beginning of the layer's names, if `weights` are those of a larger model.
 
@@ -134,7 +134,7 @@ def _torch_attention(
     if extra:
         raise ValueError(
             f"a layer with {' and '.join(extra)}, of add_bias_kv=True, cannot be loaded:"
-            " MultiHeadAttention has no place for them"
+            " MultiHeadAttention does not support them"
         )
     names = [f"{prefix}{name}_proj_weight" for name in ("in", "q", "k", "v")]
     in_proj, *separate = names

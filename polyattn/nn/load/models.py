@@ -46,7 +46,7 @@ def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Arr
         The content of ``config.json``, or ``config.to_dict()``; by default the file beside the
         weights.
     like : Array
-        An array of the library, device and dtype that the parameters are to have.
+        An array of the library, device and dtype of the parameters.
 
     Returns
     -------
