@@ -125,11 +125,11 @@ def cupy_contenders(case: Case, device: str) -> Iterator[Contender]:
     """Yield cuDNN's plan replayed into one output, and polyattn."""
     import cupy
 
-    from polyattn_cupy import cudnn, graphs, plans
+    from polyattn_cupy import graphs, plans, problem_graphs
 
     arrays = [cupy.asarray(x).astype(case.dtype) for x in arrays_of(case)]
     call = polyattn.explain(*arrays, is_causal=case.is_causal)
-    graph = cudnn._graph(call.problem, *(x.strides for x in arrays))
+    graph = problem_graphs.graph_of(call.problem, *(x.strides for x in arrays))
     output = cupy.empty(arrays[0].shape, arrays[0].dtype)
     names = (graphs.QUERY, graphs.KEY, graphs.VALUE, graphs.OUTPUT)
     pointers = {n: x.data.ptr for n, x in zip(names, (*arrays, output), strict=True)}

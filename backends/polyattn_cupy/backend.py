@@ -14,7 +14,7 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_cupy import loading
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
@@ -114,7 +114,12 @@ class CupyBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Run a kernel on the device of the query, whatever the current device is."""
         with operands.query.device:
-            return kernel(problem, operands, self)
+            return super().run(kernel, problem, operands)
+
+    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+        """Run the backward pass of a kernel on the device of the query."""
+        with operands.query.device:
+            return super().run_backward(kernel, problem, operands)
 
 
 def _number(device: str) -> int:

@@ -114,7 +114,6 @@ class BackwardSweep(TileScores):
         self.sums, self.number, self.backend = sums, number, backend
         self.turn = sums.turns.begin(number)
         self.modified = problem.softcap is not None or x.score_mod is not None
-        # Whether a product with the additional column gives the scores, but for the bias.
         self.linear = not self.modified and x.similarity is None
         # Whether absent or dropped keys may hold what is not finite.
         self.careful = problem.masks or problem.dropout > 0
@@ -154,7 +153,6 @@ class BackwardSweep(TileScores):
         np.negative(shift, shift)
         shift[self.empty] = -NOTHING
         self._read_query(self.factor if self.call.x.similarity is None else 1)
-
         self.output_gradient = self._per_row("output gradient", problem.value_size + 1)
         gradient, delta = self.output_gradient[..., :-1], self.output_gradient[..., -1:]
         self._by_head(gradient)[...] = self._rows_of(results.output_gradient)
@@ -169,7 +167,6 @@ class BackwardSweep(TileScores):
             np.negative(self._by_head(delta), self._rows_of(self.sums.delta))
         if problem.dropout:
             gradient /= self.dtype.type(1 - problem.dropout)
-
         self.query_gradient = self._per_row("query gradient", problem.head_size)
         self.row_sums = {name: self._per_row(name, 1) for name in ("bias", "scale", "softcap")}
         for total in (self.query_gradient, *self.row_sums.values()):
@@ -399,7 +396,5 @@ class BackwardSweep(TileScores):
 
 def _sum_to(array: Array, shape: Sequence[int]) -> Array:
     """Sum an array over the axes along which one of this shape was broadcast to it."""
-    axes = tuple(
-        axis for axis, (n, own) in enumerate(zip(shape, array.shape, strict=True)) if n != own
-    )
+    axes = tuple(n for n, size in enumerate(shape) if size != array.shape[n])
     return array.sum(axis=axes, keepdims=True) if axes else array

@@ -68,7 +68,15 @@ def apply(step: Step, tensors: Tensors) -> Tensors:
     """Return output and logsumexp of a step, recorded by autograd."""
     if torch.compiler.is_compiling():
         return _Compiled.apply(step, *tensors)  # type: ignore[no-any-return, no-untyped-call]
-    return _Attention.apply(step, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(_Attention, step, *tensors)
+
+
+def _applied(function: type[torch.autograd.Function], *arguments: Any) -> Tensors:
+    """Apply a function as `apply` does, which inspects its signature first: most of its time."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    alive = torch._functorch.utils.unwrap_dead_wrappers(arguments)
+    return super(torch.autograd.Function, function).apply(*alive)  # type: ignore[misc, no-any-return]
 
 
 class _Compiled(torch.autograd.Function):
@@ -99,9 +107,10 @@ class _Compiled(torch.autograd.Function):
             if of_output is None:
                 of_output = torch.zeros_like(output)
             given = of_output, of_logsumexp, output, logsumexp, *tensors
-            if torch.compiler.is_compiling():
-                return _Gradients.forward(_Asked(step, wanted), *given)
-            return _Gradients.apply(_Asked(step, wanted), *given)  # type: ignore[no-untyped-call]
+            asked = _Asked(step, wanted)
+            if torch.compiler.is_compiling() or not _may_be_differentiated():
+                return _Gradients.forward(asked, *given)
+            return _applied(_Gradients, asked, *given)
 
         with without_autocast(output.device.type):
             return None, *_placed(item_by_item(gradients, of_results), wanted)
@@ -118,7 +127,7 @@ class _Attention(_Compiled):
 
 
 class _Asked:
-    """A step and which of its gradients are asked for: one argument, which torch.func takes whole."""
+    """A step and the gradients asked for: one argument, which torch.func takes whole."""
 
     def __init__(self, step: Step, wanted: Sequence[bool]) -> None:
         self.step, self.wanted = step, wanted
@@ -189,6 +198,13 @@ class _Gradients(torch.autograd.Function):
             return moved_along(
                 gradients, (of_results, results, tensors), (moved[1:3], moved[3:5], moved[5:])
             )
+
+
+def _may_be_differentiated() -> bool:
+    """Return whether the caller's operations may be."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    return bool(getattr(forward_mode, "_current_level", -1) >= 0)
 
 
 def _saved(ctx: Any) -> tuple[Optionals, Tensors, Tensors]:

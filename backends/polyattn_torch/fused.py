@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from polyattn.plugin import Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import Backend, Gradients, Operands, Problem
 from polyattn_torch.attn_mask import as_bias
 from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_recorded
 from polyattn_torch.engines import in_rows, operator
@@ -41,17 +41,21 @@ def takes(problem: Problem) -> bool:
 def recorded(
     problem: Problem, x: EngineInputs, backend: Backend, *, is_causal: bool
 ) -> torch.Tensor | None:
-    """Return the output as autograd records it; None if scaled_dot_product_attention can do that."""
-    if torch.compiler.is_compiling() or not is_recorded(problem) or not takes(problem):
+    """Return the output as autograd records it; None if torch's own function can do that."""
+    if torch.compiler.is_compiling() or not is_recorded(problem):
         return None
-    if not torch.backends.cuda.flash_sdp_enabled():
+    # A switch of torch's, of all devices.
+    if not torch.backends.cuda.flash_sdp_enabled() or not takes(problem):
         return None
-    size = max(x.query.shape[-1], x.value.shape[-1])
-    tensors = [in_rows(_padded(one, size)) for one in x[:3]]
+    size, value_size = x.query.shape[-1], x.value.shape[-1]
+    if size != value_size:
+        size = max(size, value_size)
+        x = EngineInputs(*[F.pad(one, (0, size - one.shape[-1])) for one in x[:3]], x.mask)
+    tensors = [in_rows(x.query), in_rows(x.key), in_rows(x.value)]
     if x.mask is not None:
         tensors.append(as_bias(x.mask, x.query.dtype))
     output, _ = apply(FusedStep(problem, is_causal, backend), tensors)
-    return output[..., : x.value.shape[-1]]
+    return output if size == value_size else output[..., :value_size]
 
 
 class FusedStep:
@@ -60,13 +64,13 @@ class FusedStep:
     def __init__(self, problem: Problem, is_causal: bool, backend: Backend) -> None:
         self.problem = problem
         self._is_causal, self._backend = is_causal, backend
-        self._tiled: Kernel = backend.tiled
 
     def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
         """Return output and logsumexp."""
         if by_operations:
             problem = self._in_letters(tensors, "logsumexp", by_operations)
-            return self._tiled(problem, _operands(tensors), self._backend)  # type: ignore[return-value]
+            operands = _operands(tensors)
+            return self._backend.tiled(problem, operands, self._backend)  # type: ignore[no-any-return]
         query, key, value, *mask = tensors
         return _forward(  # type: ignore[no-any-return]
             query, key, value, 0.0, self._is_causal,
@@ -93,8 +97,12 @@ class FusedStep:
                 of_results[0], query, key, value, *results, 0.0, self._is_causal,
                 attn_mask=mask[0] if mask else None, scale=self.problem.scale,
             )  # fmt: skip
-        chosen = zip(found, tensors, wanted, strict=False)
-        return tuple([one.to(x.dtype) for one, x, is_wanted in chosen if is_wanted])
+        dtype = tensors[0].dtype
+        return tuple([
+            one if one.dtype == dtype else one.to(dtype)
+            for one, is_wanted in zip(found, wanted, strict=False)
+            if is_wanted
+        ])  # fmt: skip
 
     def _by_tiles(
         self,
@@ -114,7 +122,7 @@ class FusedStep:
         named = zip((*_QKV, "bias"), wanted, strict=False)
         constants = frozenset([name for name, is_wanted in named if not is_wanted])
         problem = problem._replace(constants=constants)
-        return self._tiled.backward(problem, operands, self._backend)
+        return self._backend.tiled.backward(problem, operands, self._backend)  # type: ignore[no-any-return]
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
@@ -125,7 +133,7 @@ class FusedStep:
             **dict(zip(names, moved, strict=False)),
         )
         problem = self._in_letters(tensors, "jvp", by_operations=True)
-        found = self._tiled.jvp(problem, operands, self._backend)
+        found = self._backend.tiled.jvp(problem, operands, self._backend)
         return [
             tangent.to(result.dtype)  # type: ignore[union-attr]
             for tangent, result in zip(found, results, strict=True)
@@ -160,7 +168,3 @@ class FusedStep:
 def _operands(tensors: Tensors) -> Operands:
     query, key, value, *mask = tensors
     return Operands(query, key, value, None, mask[0] if mask else None, None, None, None)
-
-
-def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))

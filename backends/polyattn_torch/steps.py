@@ -35,7 +35,7 @@ _EXPRESSIONS = ("score_mod", "similarity")
 
 
 class Slot(NamedTuple):
-    """The place of a tensor among those of a step. It has what `Expression.map` knows an array by."""
+    """The place of a tensor among those of a step; an array to `Expression.map`."""
 
     index: int
     shape: tuple[int, ...]

@@ -47,6 +47,7 @@ from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.plugin.backend import Backend, Kernel
+from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import API_VERSION, BackendSpec
 from polyattn.plugin.tools import BackendTools
 from polyattn.span import Span
@@ -62,6 +63,7 @@ __all__ = [
     "FEATURES",
     "Array",
     "Backend",
+    "BackendPrimitives",
     "BackendSpec",
     "BackendTools",
     "Expression",

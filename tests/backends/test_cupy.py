@@ -211,9 +211,15 @@ def test_a_kernel_runs_on_the_device_of_the_query():
     cuda = CupyBackend()
     query = cuda.place(X, "cuda:1")
     operands = types.SimpleNamespace(query=query)
-    kernel = lambda problem, operands, backend: (Device.current, backend)  # noqa: E731
-    assert cuda.run(kernel, None, operands) == (1, cuda)
-    assert Device.current == 0
+    here = lambda problem, operands, backend: (Device.current, backend)  # noqa: E731
+    for kernel, features, run in (
+        (here, set(), cuda.run),
+        (types.SimpleNamespace(jvp=here), {"jvp"}, cuda.run),
+        (types.SimpleNamespace(backward=here), {"backward"}, cuda.run_backward),
+    ):
+        problem = types.SimpleNamespace(library="cupy", features=features)
+        assert run(kernel, problem, operands) == (1, cuda)
+        assert Device.current == 0
 
 
 @pytest.mark.usefixtures("here")

@@ -5,6 +5,9 @@ properties are in sm90_device.json. No driver is needed: one is made up, which f
 
 ``make cudnn-plans`` fetches cuDNN and cuBLAS, about 1 GB, into a folder that it hands to this.
 It ends with 1 where cuDNN answers otherwise than is written here.
+
+With ``--frontend`` only NVIDIA's frontend is asked. It has rules of its own, and needs of cuDNN
+only the version: tests/backends/test_cupy_frontend.py makes up the rest.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
@@ -65,6 +69,48 @@ CASES = {
     "softcap": ((LONG, GROUPED, GROUPED), {"softcap": 30.0}, YES),
     "size 12": (((2, 8, 77, 12),) * 3, {}, "multiple of 8"),
 }
+ODD = (2, 2, 511, 64)
+#: The same of gradients. Only the frontend has been asked these.
+GRADIENTS = {
+    "plain": ((LONG, LONG, LONG), {}, YES),
+    "one head": (((512, 64), (300, 64), (300, 64)), {}, YES),
+    "grouped": ((LONG, GROUPED, GROUPED), {}, YES),
+    "odd": ((SHORT, ODD, ODD), {}, YES),
+    "size 128": (((2, 8, 77, 128),) * 3, {}, YES),
+    "size 256": (((2, 8, 77, 256),) * 3, {}, YES),
+    "size 192, values 128": (((2, 8, 77, 192),) * 2 + ((2, 8, 77, 128),), {}, YES),
+    "causal": ((SHORT, GROUPED, GROUPED), {"is_causal": True}, YES),
+    "causal, square": ((LONG, GROUPED, GROUPED), {"is_causal": True}, YES),
+    "causal, from the first": (
+        (SHORT, GROUPED, GROUPED),
+        {"is_causal": True, "query_offset": 0},
+        YES,
+    ),
+    "causal, more queries": ((LONG, SHORT, SHORT), {"is_causal": True}, YES),
+    "causal, elsewhere": ((SHORT, GROUPED, GROUPED), {"is_causal": True, "query_offset": 9}, YES),
+    "left window": ((SHORT, GROUPED, GROUPED), {"window": (7, None)}, YES),
+    "window": ((LONG, GROUPED, GROUPED), {"window": (7, 3)}, YES),
+    "window, causal": ((SHORT, GROUPED, GROUPED), {"window": (7, 0)}, YES),
+    "window, more queries": ((LONG, SHORT, SHORT), {"window": (7, 3)}, YES),
+    "decode": (((2, 8, 1, 64), GROUPED, GROUPED), {"is_causal": True}, YES),
+    "mask of keys": ((SHORT, GROUPED, GROUPED), {"mask": (2, 1, 1, 512)}, YES),
+    "mask, odd": ((SHORT, ODD, ODD), {"mask": (100, 511)}, YES),
+    "mask and causal": (
+        (SHORT, GROUPED, GROUPED),
+        {"mask": (2, 1, 1, 512), "is_causal": True},
+        YES,
+    ),
+    "mask and causal, square": ((LONG, GROUPED, GROUPED), {"mask": (512,), "is_causal": True}, YES),
+    "bias": ((LONG, GROUPED, GROUPED), {"bias": (8, 512, 512)}, YES),
+    "bias for all heads": ((LONG, GROUPED, GROUPED), {"bias": (512, 512)}, YES),
+    "bias of an item": ((SHORT, GROUPED, GROUPED), {"bias": (2, 8, 100, 512)}, YES),
+    "bias, odd": ((SHORT, ODD, ODD), {"bias": (8, 100, 511)}, YES),
+    "bias and causal": ((LONG, GROUPED, GROUPED), {"bias": (512,), "is_causal": True}, YES),
+    "bias and window": ((LONG, GROUPED, GROUPED), {"bias": (512,), "window": (9, 9)}, YES),
+    "size 12": (((2, 8, 77, 12),) * 3, {}, "multiple of 8"),
+    "size 264": (((2, 8, 77, 264),) * 3, {}, "less than or equal to 256"),
+    "one query, one key": (((2, 8, 1, 64), (2, 2, 1, 64), (2, 2, 1, 64)), {}, "s_q = s_kv = 1"),
+}
 
 
 def main(folder: Path) -> int:
@@ -89,32 +135,56 @@ def make_driver(folders: list[Path], where: Path) -> None:
     subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-o", library, source], check=True)
 
 
-def ask() -> int:
-    """Print what cuDNN says of each case."""
+def graph_of_call(shapes: Any, dtype: str, is_gradient: bool, options: Any) -> Any:
+    """Return the graph that the kernel makes of a call, or of its gradients."""
+    from polyattn import explain
+    from polyattn.call.problem import examine
+    from polyattn_cupy.problem_graphs import gradient_graph_of, graph_of
+
+    call = explain(*shapes, library="numpy", device="cpu", dtype=dtype, **options).call
+    if not is_gradient:
+        return graph_of(examine(call))
+    rows = call.query.shape[:-1]
+    output = call.query._replace(shape=(*rows, call.value.shape[-1]))
+    logsumexp = call.query._replace(shape=rows, dtype="float32")
+    return gradient_graph_of(
+        examine(call._replace(output=output, output_gradient=output, known_logsumexp=logsumexp))
+    )
+
+
+def ask(*, only_frontend: bool) -> int:
+    """Print the answer of cuDNN to each case, or that of its frontend."""
     import cudnn
 
-    from polyattn import explain
     from polyattn_cupy import graphs, loading
-    from polyattn_cupy.cudnn import _graph
 
     properties = cudnn.create_device_properties((HERE / "sm90_device.json").read_text())
+    where = {"sm_version": 90, "device_property": properties}
     print(", ".join(f"{name} {version}" for name, version in loading.versions().items()))
     wrong = 0
     for dtype in ("float16", "bfloat16"):
-        for name, (shapes, options, expected) in CASES.items():
-            facts = explain(*shapes, library="numpy", device="cpu", dtype=dtype, **options)
-            graph, said, engine = _graph(facts.problem), YES, ""
-            try:
-                plan = graphs.build(graph, sm_version=90, device_property=properties)
-                engine = plan.get_plan_name_at_index(0)
-            except Exception as error:
-                said = str(error).splitlines()[0]
-            right = expected in said if expected else not said
-            wrong += not right
-            verdict = "as written" if right else "OTHERWISE"
-            print(f"{verdict:10}  {dtype:8}  {name:26}  {said or engine}")
+        for is_gradient, cases in enumerate((CASES, GRADIENTS)):
+            for name, (shapes, options, expected) in cases.items():
+                graph = graph_of_call(shapes, dtype, bool(is_gradient), options)
+                said, engine = YES, ""
+                try:
+                    if only_frontend:
+                        plan = graphs.describe(graph, **where)
+                        plan.validate()
+                        plan.build_operation_graph()
+                    else:
+                        engine = graphs.build(graph, **where).get_plan_name_at_index(0)
+                except Exception as error:
+                    said = str(error).splitlines()[0]
+                right = expected in said if expected else not said
+                wrong += not right
+                verdict = "as written" if right else "OTHERWISE"
+                kind = "gradients" if is_gradient else ""
+                print(f"{verdict:10}  {dtype:8}  {kind:9}  {name:26}  {said or engine}")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(ask() if sys.argv[1:] == ["--ask"] else main(Path(sys.argv[1]).resolve()))
+    if sys.argv[1:] in (["--ask"], ["--frontend"]):
+        sys.exit(ask(only_frontend=sys.argv[1] == "--frontend"))
+    sys.exit(main(Path(sys.argv[1]).resolve()))

@@ -6,7 +6,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polyattn import attention, attention_partial, explain
+from polyattn import (
+    Gradients,
+    Partial,
+    attention,
+    attention_backward,
+    attention_partial,
+    attention_vjp,
+    explain,
+)
 from polyattn.conformance.suite import BackendSuite
 from polyattn_cupy import graphs, loading, plans, products
 
@@ -16,6 +24,7 @@ if not cupy.cuda.is_available():
 RNG = np.random.default_rng(0)
 HAS_CUDNN = loading.why_no_library() is None
 KERNELS = ["fused", *(["cudnn"] if HAS_CUDNN else [])]
+DIFFERENTIATING = ["tiled", *(["cudnn"] if HAS_CUDNN else [])]
 HALVES = ["float16", "bfloat16"]
 
 
@@ -236,3 +245,153 @@ def test_arrays_of_torch_come_without_a_copy():
     output = attention(tensor, tensor, tensor, backend="cupy")
     assert output.device == tensor.device
     torch.testing.assert_close(output, attention(tensor, tensor, tensor), atol=2e-2, rtol=2e-2)
+
+
+# ---- gradients ---------------------------------------------------------------------------------
+
+
+def gradients_agree(kernel, *arrays, logsumexp=False, **options):
+    """Hold a kernel's gradients against the formula in NumPy, and return them."""
+    there = {k: cupy.asarray(x) if isinstance(x, np.ndarray) else x for k, x in options.items()}
+    dtype = arrays[0].dtype
+    wide = [x.astype("float64") for x in arrays]
+    formula = attention_partial(*wide, kernel="dense", **options)
+    along = randn(*formula.output.shape, dtype=dtype)
+    rows = randn(*formula.logsumexp.shape, dtype="float32") if logsumexp else None
+    accumulator = "float64" if dtype == "float64" else "float32"
+    partial = Partial(
+        cupy.asarray(formula.output.astype(dtype)),
+        cupy.asarray(formula.logsumexp.astype(accumulator)),
+    )
+    mine = attention_backward(
+        *map(cupy.asarray, arrays), partial, cupy.asarray(along), into=Gradients(), kernel=kernel,
+        logsumexp_gradient=None if rows is None else cupy.asarray(rows.astype(accumulator)),
+        **there,
+    )  # fmt: skip
+    expected = attention_backward(
+        *wide, formula, along.astype("float64"), kernel="dense", **options,
+        logsumexp_gradient=None if rows is None else rows.astype("float64"),
+    )  # fmt: skip
+    eps = max(float(ml_dtypes.finfo(dtype).eps), 1e-6)
+    for name in ("query", "key", "value", "bias", "scale"):
+        one, other = getattr(mine, name), getattr(expected, name)
+        assert (one is None) == (other is None), name
+        if one is None:
+            continue
+        assert one.dtype == accumulator
+        one = cupy.asnumpy(one).astype("float64")
+        terms = wide[0] * cupy.asnumpy(mine.query) if name == "scale" else None
+        size = np.abs(other).max() if terms is None else np.abs(terms).sum()
+        np.testing.assert_allclose(one, other, rtol=0, atol=4 * eps * max(1, size), err_msg=name)
+    return mine
+
+
+DIFFERENTIATED = {
+    "plain": (256, 256, 8, {}),
+    "odd": (77, 191, 8, {}),
+    "causal, square": (256, 256, 2, {"is_causal": True}),
+    "causal": (100, 333, 2, {"is_causal": True}),
+    "causal, from the first": (100, 333, 2, {"is_causal": True, "query_offset": 0}),
+    "causal, tall": (333, 100, 2, {"is_causal": True, "query_offset": 0}),
+    "causal, rows without keys": (333, 100, 2, {"is_causal": True}),
+    "window": (200, 333, 2, {"window": (17, 5)}),
+    "window, causal": (200, 200, 8, {"window": (64, 0)}),
+    "window, one side": (200, 200, 8, {"window": (64, None)}),
+    "decode": (1, 777, 2, {"is_causal": True}),
+    "elsewhere": (64, 192, 2, {"is_causal": True, "query_offset": 7}),
+    "mask": (130, 192, 2, {"mask": RNG.random((2, 1, 130, 192)) > 0.5}),
+    "mask of keys, causal": (130, 130, 2, {"mask": RNG.random(130) > 0.3, "is_causal": True}),
+    "bias": (130, 256, 2, {"bias": randn(8, 130, 256, dtype="float32")}),
+    "bias for all, causal": (192, 192, 2, {"bias": randn(192, 192), "is_causal": True}),
+    "bias of keys": (130, 192, 8, {"bias": randn(2, 1, 1, 192, dtype="float32")}),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+def test_gradients(kernel, name, dtype):
+    length, keys, groups, options = DIFFERENTIATED[name]
+    q = randn(2, 8, length, 64, dtype=dtype)
+    k, v = randn(2, groups, keys, 64, dtype=dtype), randn(2, groups, keys, 64, dtype=dtype)
+    gradients_agree(kernel, q, k, v, **options)
+    gradients_agree(kernel, q, k, v, logsumexp=True, **options)
+
+
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (64, 40), (128, 128), (192, 128)])
+def test_gradients_of_vectors_of_other_sizes(kernel, size, value_size):
+    gradients_agree(
+        kernel, randn(1, 4, 70, size), randn(1, 2, 90, size), randn(1, 2, 90, value_size)
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+def test_gradients_of_low_rows_with_a_bias(kernel, dtype):
+    """cuDNN 9.19 makes NaN of them if the keys do not fill a tile (pytorch#196678)."""
+    q, k, v = (randn(1, 2, 64, 64, dtype=dtype), *(randn(1, 2, 192, 64, dtype=dtype),) * 2)
+    mine = gradients_agree(kernel, q, k, v, bias=np.full((64, 192), -300, "float32"))
+    assert all(bool(cupy.isfinite(x).all()) for x in mine[:4])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+def test_gradients_of_rows_that_see_nothing(kernel, dtype):
+    q, k, v = (randn(2, 2, 130, 64, dtype=dtype), *(randn(2, 2, 192, 64, dtype=dtype),) * 2)
+    mask = RNG.random((2, 1, 130, 192)) > 0.5
+    mask[1, 0, 3], mask[0, 0, 64:128] = False, False
+    mine = gradients_agree(kernel, q, k, v, mask=mask, logsumexp=True)
+    assert not bool(mine.query[1, :, 3].any())
+    assert not bool(mine.query[0, :, 64:128].any())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+def test_gradients_of_parts_of_the_keys_add_up(kernel, dtype):
+    q, k, v = (randn(1, 4, 100, 64, dtype=dtype), *(randn(1, 4, 300, 64, dtype=dtype),) * 2)
+    wide = [x.astype("float64") for x in (q, k, v)]
+    output, pullback = attention_vjp(*wide)
+    along = randn(*output.shape, dtype=dtype)
+    expected = pullback(along.astype("float64"))
+    whole = attention_partial(*map(cupy.asarray, (q, k, v)))
+    shares = [
+        attention_backward(
+            *map(cupy.asarray, (q, k[:, :, part], v[:, :, part])), whole, cupy.asarray(along),
+            into=Gradients(), kernel=kernel,
+        )
+        for part in (slice(0, 140), slice(140, 300))
+    ]  # fmt: skip
+    atol = 8 * float(ml_dtypes.finfo(dtype).eps)
+    both = cupy.asnumpy(shares[0].query + shares[1].query)
+    np.testing.assert_allclose(both, expected.query, rtol=0, atol=atol)
+    both = cupy.asnumpy(cupy.concatenate([share.key for share in shares], axis=-2))
+    np.testing.assert_allclose(both, expected.key, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+def test_gradients_have_the_same_bits_twice_and_nothing_waits(kernel):
+    q, k, v, along = (cupy.asarray(randn(2, 4, 300, 64)) for _ in range(4))
+    partial = attention_partial(q, k, v, is_causal=True)
+
+    def run():
+        return attention_backward(q, k, v, partial, along, is_causal=True, kernel=kernel)
+
+    once = run()
+    with cupyx.allow_synchronize(False):
+        twice = run()
+    for one, other in zip(once[:3], twice[:3], strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(one), cupy.asnumpy(other))
+
+
+@pytest.mark.parametrize("kernel", DIFFERENTIATING)
+def test_memory_of_gradients_stays_below_that_of_the_scores(kernel):
+    q, k, v, along = (cupy.asarray(randn(1, 64, 8192, 64)) for _ in range(4))
+    partial = attention_partial(q, k, v)
+    few = [x[:, :, :64] for x in (q, k, v, along)]
+    attention_backward(*few[:3], attention_partial(*few[:3]), few[3], kernel=kernel)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    attention_backward(q, k, v, partial, along, kernel=kernel)
+    assert pool.total_bytes() - before < 64 * 8192 * 8192 * 2 / 2

@@ -111,6 +111,8 @@ def test_boxes_and_arrays_mix(layout):
             np.testing.assert_allclose(gradient, tensors[name].grad, atol=1e-12)
 
 
+# torch imports what it deprecates.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_the_second_derivative_is_that_of_torch():
     def inner(query):
         return total(attention(query, KEY, VALUE, is_causal=True, sinks=SINKS))

@@ -1,0 +1,181 @@
+"""The gradients of attention by cuDNN, from the output and the logsumexp that are known.
+
+cuDNN takes the logsumexp as an array and computes exp(score − logsumexp), so it may be that of more
+keys than are given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from polyattn.plugin import Array, Backend, Gradients, Operands, Problem, Span
+from polyattn_cupy import graphs, plans
+from polyattn_cupy.graphs import GradientGraph
+from polyattn_cupy.inputs import bias_memory, made_bias, packed, ready
+from polyattn_cupy.problem_graphs import gradient_graph_of, needs_bias, parts_of
+
+__all__ = ["gradients"]
+
+# The factors with which a float32 number is a sum of three 16-bit numbers, however large it is.
+FACTORS = (2.0**10, 1.0, 2.0**-10)
+
+
+class _Given(NamedTuple):
+    """The arrays of a call that all runs share, with one batch axis."""
+
+    query: Array
+    key: Array
+    logsumexp: Array
+    bias: Array | None
+
+
+class _Found(NamedTuple):
+    """Gradients in float32, with one batch axis."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+
+
+def gradients(problem: Problem, x: Operands, backend: Backend) -> Gradients:
+    """Return the gradients of a call that cuDNN supports."""
+    given, value = _given(problem, x, backend), ready(problem, x.value)
+    results: list[Any] = [x.output, x.output_gradient]
+    output, output_gradient = (
+        ready(problem, array.astype(value.dtype, copy=False)) for array in results
+    )
+    found = _run(problem, given, value, output, output_gradient)
+    query_gradient, key_gradient, bias_gradient = found.query, found.key, found.bias
+    if x.logsumexp_gradient is not None:
+        share = _run(problem, given, *_of_logsumexp(problem, x.logsumexp_gradient, output, value))
+        query_gradient, key_gradient = query_gradient + share.query, key_gradient + share.key
+        bias_gradient = None if share.bias is None else bias_gradient + share.bias
+    of_query = _summed(problem, query_gradient, x.query.shape)
+    return Gradients(
+        of_query,
+        _summed(problem, key_gradient, x.key.shape),
+        _summed(problem, found.value, x.value.shape),
+        None if x.bias is None else _summed(problem, bias_gradient, x.bias.shape),
+        # query · its gradient = Σ gradient of the score · score, and the scale is above 0.
+        scale=backend.xp.sum(of_query * x.query.astype(np.float32)) / problem.scale,
+    )
+
+
+def _given(problem: Problem, x: Operands, backend: Backend) -> _Given:
+    query, key = (ready(problem, array) for array in (x.query, x.key))
+    logsumexp: Any = x.known_logsumexp
+    bias = None
+    if needs_bias(problem):
+        bias, _ = made_bias(problem, x, backend)
+        # All scores of a row without keys are about -2**40, so that its weights are 0.
+        logsumexp = cupy.where(logsumexp == -math.inf, np.float32(0), logsumexp)
+    logsumexp = logsumexp.astype(np.float32, copy=False).reshape(query.shape[:3])
+    return _Given(query, key, logsumexp, bias)
+
+
+def _run(
+    problem: Problem, given: _Given, value: Array, output: Array, output_gradient: Array
+) -> _Found:
+    """Compute the gradients, one part after the other."""
+    query, key, logsumexp, bias = given
+    of_bias: Any = None
+    strides = (array.strides for array in (query, key, value, output, output_gradient))
+    graph = gradient_graph_of(problem, *strides)
+    of_query, of_key, of_value = (
+        cupy.empty(array.shape, array.dtype) for array in (query, key, value)
+    )
+    by_head = {
+        graphs.QUERY: query,
+        graphs.OUTPUT: output,
+        graphs.OUTPUT_GRADIENT: output_gradient,
+        graphs.LOGSUMEXP: logsumexp,
+        graphs.QUERY_GRADIENT: of_query,
+    }
+    by_group = {
+        graphs.KEY: key,
+        graphs.VALUE: value,
+        graphs.KEY_GRADIENT: of_key,
+        graphs.VALUE_GRADIENT: of_value,
+    }
+    if bias is not None:
+        by_head[graphs.BIAS] = bias
+        of_bias = cupy.zeros(bias.shape, np.float32) if graph.bias_gradient else None
+    lengths = _lengths(problem, graph) if graph.lengths else {}
+    members = problem.heads // problem.key_heads
+    for items, groups in parts_of(problem):
+        heads = Span(groups.start * members, groups.stop * members)
+        arrays = {uid: _cut(array, items, heads) for uid, array in by_head.items()}
+        arrays |= {uid: _cut(array, items, groups) for uid, array in by_group.items()}
+        arrays[graphs.LOGSUMEXP] = packed(arrays[graphs.LOGSUMEXP])
+        if of_bias is not None:
+            share = arrays[graphs.BIAS_GRADIENT] = bias_memory(arrays[graphs.BIAS].shape)
+            share[...] = 0  # cuDNN may add to it
+        plans.run(graph, {uid: array.data.ptr for uid, array in (arrays | lengths).items()})
+        if of_bias is not None:
+            _cut(of_bias, items, heads)[...] += share
+    return _Found(
+        of_query.astype(np.float32),
+        of_key.astype(np.float32),
+        of_value.astype(np.float32),
+        of_bias,
+    )
+
+
+def _cut(array: Array, items: Span, heads: Span) -> Array:
+    """Return some items and heads of an array, which may have one for all."""
+    many_items, many_heads = (length > 1 for length in array.shape[:2])
+    return array[
+        slice(*items) if many_items else slice(None), slice(*heads) if many_heads else slice(None)
+    ]
+
+
+def _lengths(problem: Problem, graph: GradientGraph) -> dict[int, Array]:
+    """Return the number of queries and keys of each item of a part: all of them."""
+    shape = (graph.query.shape[0], 1, 1, 1)
+    return {
+        uid: cupy.full(shape, length, np.int32)
+        for uid, length in zip(
+            (graphs.QUERY_LENGTHS, graphs.KEY_LENGTHS), problem.scores[-2:], strict=True
+        )
+    }
+
+
+def _of_logsumexp(
+    problem: Problem, gradient: Array, output: Array, value: Array
+) -> tuple[Array, Array, Array]:
+    """Return a value, an output and its gradient that make the share of the logsumexp's gradient.
+
+    cuDNN takes no gradient of the logsumexp. It computes p (dO·V − dO·O) as the gradient of a
+    score. With V = 0 and dO·O = −gradient that is the share p · gradient. The 16-bit numbers in dO
+    add up to the float32 gradient. The gradient of this value has no meaning.
+    """
+    result = cupy.zeros(output.shape, output.dtype)
+    result_gradient = cupy.zeros(output.shape, output.dtype)
+    rest = gradient.reshape(output.shape[:3]).astype(np.float32)
+    for place, factor in enumerate(FACTORS):
+        part = (rest / np.float32(factor)).astype(output.dtype)
+        result[..., place] = -factor
+        result_gradient[..., place] = part
+        rest = rest - part.astype(np.float32) * np.float32(factor)
+    return cupy.zeros(value.shape, value.dtype), result, result_gradient
+
+
+def _summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Return a gradient in the shape of its argument, which was broadcast."""
+    items, *rest = gradient.shape
+    batch = (1,) * len(problem.batch) if items == 1 else problem.batch
+    gradient = gradient.reshape(*batch, *rest)
+    extra = gradient.ndim - len(shape)
+    axes = [
+        axis
+        for axis, length in enumerate(gradient.shape)
+        if length != 1 and (axis < extra or shape[axis - extra] == 1)
+    ]
+    if axes:
+        gradient = gradient.sum(axis=tuple(axes), keepdims=True)
+    return gradient.reshape(shape)
