@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Block", "Ran", "blocks", "commands", "run"]
+__all__ = ["Block", "Ran", "blocks", "commands", "run", "surprises"]
 
 BLOCK = re.compile(
     r"(?:^!\[[^]]*\]\((?P<picture>[^)]+)\)\n\n)?"
@@ -77,6 +77,11 @@ def run(page: Path) -> tuple[Ran, ...]:
                 exec(code, names)
             done.append(Ran(block, printed.getvalue(), dict(names), figure()))
     return tuple(done)
+
+
+def surprises(page: Path) -> list[tuple[Block, str]]:
+    """Return the blocks that print something else than the page shows, with what they print."""
+    return [(ran.block, ran.printed) for ran in run(page) if ran.printed != (ran.block.shown or "")]
 
 
 def figure() -> Any:

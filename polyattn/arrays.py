@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import array_api_compat
 
@@ -19,16 +19,22 @@ __all__ = [
     "Array",
     "ArrayFacts",
     "Library",
+    "RecordedError",
+    "Recorder",
     "broadcast_shapes",
     "cast",
+    "check_not_recorded",
     "constant_when_traced",
     "facts_of",
     "index_range",
     "is_array",
     "is_compiling",
+    "is_recorded",
     "library_of",
+    "namespace_of",
     "numbers_like",
     "quiet",
+    "recorders",
     "torch_transforms",
 ]
 
@@ -74,6 +80,27 @@ def torch_transforms() -> frozenset[str]:
     return frozenset(transforms)
 
 
+class Recorder(Protocol):
+    """The part of an integration that knows arrays which record what is done to them.
+
+    Such an array is a box around an array with numbers. Its library is that of the numbers, so that
+    boxes and plain arrays mix, and all that is decided by facts is decided as for plain arrays.
+    """
+
+    def value(self, array: Array) -> Array:
+        """Return the array with the numbers."""
+
+    def run(self, plan: Any, operands: Any) -> tuple[Array, Array | None]:
+        """Run a `Plan`, and record how its results depend on the operands."""
+
+    def run_backward(self, plan: Any, operands: Any) -> Any:
+        """Run the backward pass of a `Plan`, and record how its `Gradients` depend on them."""
+
+
+class RecordedError(TypeError):
+    """The error of a function that reads a recorded array and was called with plain ones."""
+
+
 class Library(NamedTuple):
     """The library of a class of arrays."""
 
@@ -81,6 +108,7 @@ class Library(NamedTuple):
     xp: Any  # the array API namespace
     traced: bool = False  # whether these arrays are traced, lazy, or wrappers without own memory
     strided: Any = None  # the layout of an ordinary array, if the library has several
+    recorder: Recorder | None = None  # of arrays that record operations, to differentiate them
 
 
 class ArrayFacts(NamedTuple):
@@ -97,11 +125,16 @@ class ArrayFacts(NamedTuple):
         return f"{self.shape} {self.dtype}"
 
 
+# Modules that know the arrays of a library: imported when the first is seen. Each has a `LIBRARY`.
+_INTEGRATED = {("autograd", "ArrayBox"): "polyattn.integrations.autograd"}
+
 # Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
 _libraries: dict[type, Library] = {}
 _tensors: dict[type, Library] = {}
 _modules: dict[str, Any] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
+#: The recorder of each class of arrays that has one, once an array of it was seen.
+recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
 
@@ -129,14 +162,41 @@ def library_of(array: Array, name: str = "array") -> Library:
         if reason is not None:
             raise TypeError(f"{name} {reason.format(name)}")
         library = _tensors[cls] if _is_tensor(cls) else _standard_library(array, name)
+        if library.recorder is not None:
+            recorders[cls] = library.recorder
         _libraries[cls] = library
     return library
 
 
+def is_recorded(array: Array) -> bool:
+    """Return whether the array records operations, so that functions must return new arrays."""
+    return library_of(array).recorder is not None
+
+
+def check_not_recorded(function: str, result: Array, xp: Any) -> None:
+    """Raise if what a function returned is of another namespace, which records operations."""
+    library = library_of(result)
+    if library.recorder is not None and library.xp is not xp:
+        raise RecordedError(
+            f"{function} reads an array that is differentiated, and query, key and value are not:"
+            " the gradient would be lost. Pass that array in bias=, or in an expression such as"
+            " scores.relative_bias(array)"
+        )
+
+
+def namespace_of(*arrays: Array) -> Any:
+    """Return the namespace whose functions take all these arrays of one library."""
+    libraries = [library_of(array) for array in arrays]
+    return next((x.xp for x in libraries if x.recorder is not None), libraries[0].xp)
+
+
+def _names(cls: type) -> list[tuple[str, str]]:
+    return [(c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__]
+
+
 @constant_when_traced
 def _reason_against(cls: type) -> str | None:
-    keys = [(c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__]
-    return next((_REFUSED[key] for key in keys if key in _REFUSED), None)
+    return next((_REFUSED[key] for key in _names(cls) if key in _REFUSED), None)
 
 
 @constant_when_traced
@@ -155,6 +215,11 @@ def _is_tensor(cls: type) -> bool:
 
 
 def _standard_library(array: Array, name: str) -> Library:
+    classes = type(array).__mro__
+    for key in _names(type(array)):
+        if key in _INTEGRATED:
+            known: Library = importlib.import_module(_INTEGRATED[key]).LIBRARY
+            return known
     try:
         xp = array_api_compat.array_namespace(array)
     except TypeError:
@@ -165,7 +230,6 @@ def _standard_library(array: Array, name: str) -> Library:
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)
-    classes = type(array).__mro__
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
     return Library(library, xp, traced or library == "dask")
 
@@ -183,6 +247,8 @@ def _dtype_name(library: str, dtype: Any) -> str:
 def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     """Return the facts of `array`; errors refer to the array as `name`."""
     library = library_of(array, name)
+    if library.recorder is not None:
+        return facts_of(library.recorder.value(array), name)
     if library.strided is not None and (
         array.layout is not library.strided or array.is_nested or array.is_quantized
     ):

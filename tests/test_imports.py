@@ -10,7 +10,7 @@ import polyattn
 
 ROOT = Path(polyattn.__file__).resolve().parent
 BACKENDS = ROOT.parent / "backends"
-FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx"}
+FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
 
@@ -31,7 +31,7 @@ ROOMS = {
 ROOMS["plot"] = GROUND | {"expressions", "call", "tiles", "dispatch", "api"}
 ROOMS["dialects"] = GROUND | {"api"}
 ROOMS["nn"] = GROUND | {"expressions", "masks", "scores", "dispatch", "api"}
-ROOMS["integrations"] = GROUND | {"plugin", "api", "nn"}
+ROOMS["integrations"] = GROUND | {"expressions", "plugin", "kernels", "api", "nn"}
 ROOMS["bench"] = GROUND | {"call", "plugin", "kernels", "dispatch", "api"}
 ROOMS["conformance"] = ROOMS["api"] | {"tiles", "masks", "scores", "api"}
 ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "api"}
@@ -40,11 +40,12 @@ OUTSIDE = {
     "arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl"},
     "conformance": TESTING,
-    "integrations": {"jax", "torch", "transformers"},
+    "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }
-#: A method of a mask draws it: the one import that goes up, made when it is called.
-LAZY = {("expressions", "polyattn.plot.mask_picture")}
+#: The imports that go up, made when they are called: a method of a mask draws it, and a backend has
+#: a kernel for its others.
+LAZY = {("expressions", "polyattn.plot.mask_picture"), ("plugin", "polyattn.kernels.tiled")}
 
 
 def imports_of(file):

@@ -1,4 +1,4 @@
-"""Time the forward and backward pass together, by each library's own differentiation."""
+"""Time the forward and backward pass together: by the library's autograd, or `attention_vjp`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import polyattn
 
-from .common import WITH_GRADIENTS, BackendBenchmark, random
+from .common import BACKENDS, BackendBenchmark, random
 from .libraries import open_library
 
 
 class Backward(BackendBenchmark):
     """8 heads of 64, float32, causal."""
 
-    params = (WITH_GRADIENTS, (256, 2048))
+    params = (BACKENDS, (256, 2048))
+    version = "2"
     param_names = ("backend", "length")
 
     def prepare(self, backend: str, length: int) -> Callable[[], Any]:

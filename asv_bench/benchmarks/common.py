@@ -26,7 +26,6 @@ BACKENDS = (
 )
 ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "array-api")
 ON_CUDA = ("torch:cuda", "cupy", "jax:cuda")
-WITH_GRADIENTS = ("torch:cpu", "torch:cuda", "torch:mps", "jax:cpu", "jax:cuda")
 
 
 class BackendBenchmark:

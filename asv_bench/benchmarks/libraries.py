@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from asv_runner.benchmarks.mark import SkipNotImplemented
 
+import polyattn
+
 Call = Callable[[], Any]
 
 
@@ -64,8 +66,17 @@ class Library:
         return functools.partial(function, *arrays)
 
     def gradients(self, function: Callable[..., Any], along: Any, *arrays: Any) -> Call:
-        """Return the call of a function and its gradients, for a gradient of its output."""
-        raise SkipNotImplemented(f"{self.module} has no gradients")
+        """Return the call of attention and its gradients, for a gradient of its output.
+
+        Here by `attention_vjp`, with the options of the partial function.
+        """
+        options = getattr(function, "keywords", {})
+
+        def both(along: Any, *arrays: Any) -> Any:
+            _, pullback = polyattn.attention_vjp(*arrays, **options)
+            return pullback(along)
+
+        return self.call(both, along, *arrays)
 
 
 class ArrayAPI(Library):

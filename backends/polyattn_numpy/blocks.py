@@ -159,11 +159,12 @@ def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def pieces(
-    problem: Problem, tile: int, threads: int, *, share_items: bool = True
+    problem: Problem, tile: int, threads: int, *, share_items: bool = True, products: int = 2
 ) -> tuple[Piece, ...]:
     """Cut a call into pieces, those with the most work first, parts in the order of their keys.
 
-    `tile` is the largest number of scores in a tile. Items whose mask tables differ share no piece.
+    `tile` is the largest number of scores in a tile, and `products` how many products each takes.
+    Items whose mask tables differ share no piece.
     """
     side, group_size = math.isqrt(tile), group_size_of(problem)
     rows, strip = row_sizes(problem, tile)
@@ -180,7 +181,7 @@ def pieces(
     most = max(fit, tile // (rows * group_size * max(problem.value_size, 64)))
     if threads > 1:
         head_count = math.prod(outer) * items * problem.key_heads * len(blocks)
-        sizes = problem.head_size + problem.value_size
+        sizes = (problem.head_size + problem.value_size) * products // 2
         work = head_count * rows * group_size * problem.key_length * sizes
         rounds = min(max(work // (threads * PIECE_WORK), 1), ROUNDS)
         share = -(-head_count // (threads * rounds))

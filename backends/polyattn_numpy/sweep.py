@@ -23,12 +23,13 @@ from typing import Literal
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Indices
+from polyattn.plugin import Array
 from polyattn_numpy.blocks import Piece, Tile
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, fast_exp2, ones
-from polyattn_numpy.visibility import RegionMask, Visibility
+from polyattn_numpy.tile_scores import TileScores
+from polyattn_numpy.visibility import RegionMask
 
 __all__ = ["Sweep"]
 
@@ -39,7 +40,7 @@ VECTORS = 8
 LOG2_E = math.log2(math.e)
 
 
-class Sweep:
+class Sweep(TileScores):
     """A pass over the tiles of a piece; the result stays in `scratch` until that is lent again."""
 
     def __init__(
@@ -49,33 +50,25 @@ class Sweep:
         scratch: Scratch,
         kind: Literal["fast", "poison_safe", "stable"] = "fast",
     ) -> None:
+        super().__init__(call, piece, scratch)
         problem, x = call.problem, call.x
-        self.call, self.piece, self.problem, self.scratch = call, piece, problem, scratch.array
         self.fast, self.stable = kind == "fast", kind == "stable"
-        self.dtype = np.dtype(problem.accumulator)
         self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
         masked = x.mask is not None or problem.query_offset is None
         # Whether weights are the exponentials of products, but for tiles that a band crosses.
         self.direct = self.fast and not (self.modified or masked or problem.dropout)
-        self.visibility = Visibility(call, piece)
         in_nats = self.stable or x.score_mod is not None or x.bias is not None
         self.per_nat = LOG2_E if not in_nats and fast_exp2(self.dtype) else 1.0
         self.exp = np.exp if self.per_nat == 1.0 else np.exp2
-        self.key, self.value = piece.view(call.key), piece.view(call.value)
         query = piece.view(call.query, None, piece.rows).swapaxes(2, 3)
-        *self.shape, self.group_size, size = query.shape
         factor = problem.scale * self.per_nat
         if problem.softcap is not None:
             factor = problem.scale / problem.softcap
         self.factor = self.dtype.type(factor)
-        self.query = self._per_row("query", size)
+        self.query = self._per_row("query", problem.head_size)
         # Other similarities are scaled afterwards: they need not be linear in the query.
         factor = self.factor if x.similarity is None else self.dtype.type(1)
         np.multiply(query, factor, out=self.query.reshape(query.shape))
-
-    def _per_row(self, name: str, size: int) -> Array:
-        batch, heads, rows = self.shape
-        return self.scratch(name, (batch, heads, rows * self.group_size, size), self.dtype)
 
     def run(self) -> SoftmaxState:
         """Add up all tiles."""
@@ -176,14 +169,6 @@ class Sweep:
 
     # ---- scores and weights of a tile ----
 
-    def _block(self, name: str, block: Array) -> Array:
-        """Return keys or values in the dtype and layout of the products."""
-        if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
-            return block
-        copy = self.scratch(name, block.shape, self.dtype)
-        np.copyto(copy, block, casting="unsafe")
-        return copy
-
     def _scores(self, query: Array, key: Array) -> Array:
         """Return scale · q·k or another similarity, times `per_nat` unless scores are capped."""
         s = self.scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
@@ -196,10 +181,14 @@ class Sweep:
             np.matmul(query, key.swapaxes(2, 3), s)
         return s
 
-    def _by_head(self, s: Array) -> Array:
-        """Return a view of scores with the axes (b, k, row, g, key)."""
-        batch, heads, rows, size = s.shape
-        return s.reshape(batch, heads, rows // self.group_size, self.group_size, size)
+    def _modify(self, s: Array, tile: Tile) -> None:
+        """Apply softcap, score function and bias to scores by head."""
+        if self.problem.softcap is not None:
+            self._cap(s)
+        if self.call.x.score_mod is not None:
+            self._apply_score_mod(s, tile)
+        if self.call.bias is not None:
+            s += self._bias(tile)
 
     def _weigh(self, s: Array, tile: Tile, masks: list[RegionMask]) -> None:
         """Turn scores into weights, with no maximum subtracted."""
@@ -234,23 +223,3 @@ class Sweep:
         output *= shrink
         total *= shrink
         reference[...] = highest
-
-    def _modify(self, s: Array, tile: Tile) -> None:
-        """Apply softcap, score function and bias to scores by head."""
-        if self.problem.softcap is not None:
-            np.tanh(s, s)
-            s *= self.dtype.type(self.problem.softcap * self.per_nat)
-        if self.call.x.score_mod is not None:
-            b, k, rows, g, size = s.shape
-            scores = s.swapaxes(2, 3).reshape(b, k * g, rows, size)
-            s[...] = self.call.by_row(np.asarray(self._indices(tile).modified(scores)))
-        if self.call.bias is not None:
-            s += self._bias(tile)
-
-    def _indices(self, tile: Tile) -> Indices:
-        return self.call.indices(self.piece, tile.heads, tile.rows, tile.columns)
-
-    def _bias(self, tile: Tile) -> Array:
-        """Return a tile's view of the bias, with the axes (b, k, row, g, key)."""
-        piece = self.piece._replace(heads=tile.heads)
-        return piece.view(self.call.bias, None, tile.rows, tile.columns).swapaxes(2, 3)

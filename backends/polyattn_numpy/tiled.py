@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, thread_count
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
+from polyattn_numpy.backward import gradients
 from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
@@ -34,8 +35,8 @@ class Tiled(Kernel):
     name = "tiled"
     # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
-        "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp", "mask",
-        "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
+        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
         "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
@@ -81,6 +82,10 @@ class Tiled(Kernel):
             threads.each(attend_to, cut, count, shared)
         result.write_parts()
         return output, logsumexp
+
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the gradients."""
+        return gradients(problem, operands, backend, self.tile)
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:

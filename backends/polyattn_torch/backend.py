@@ -13,9 +13,11 @@ import array_api_compat.torch as xp
 import numpy as np
 import torch
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn_torch.autograd import without_autocast
 from polyattn_torch.flex import Flex
 from polyattn_torch.sdpa import Sdpa
+from polyattn_torch.steps import run_step, step_of
 
 __all__ = ["TorchBackend"]
 
@@ -125,15 +127,32 @@ class TorchBackend(Backend):
             and not torch.compiler.is_compiling()
         )
 
+    def pullback(
+        self, function: Callable[[Array], Array], array: Array, gradient: Array
+    ) -> torch.Tensor:
+        """Return the gradient of an array from that of a function of it, by torch.func.vjp."""
+        _, pullback = torch.func.vjp(function, array)
+        (found,) = pullback(gradient)
+        # An absent key has a gradient of 0, whatever the function's slope is there.
+        return torch.where((gradient == 0) & ~torch.isfinite(found), 0.0, found)
+
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel with autocast off."""
-        kind = operands.query.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            with torch.autocast(kind, enabled=False):
-                return kernel(problem, operands, self)
-        return kernel(problem, operands, self)
+        """Run a kernel with autocast off, as one step of autograd where it has derivatives."""
+        with without_autocast(operands.query.device.type):
+            if "jvp" in problem.features:
+                return kernel.jvp(problem, operands, self)
+            if problem.requires_grad or problem.transforms:
+                step = step_of(kernel, problem, operands, self)
+                if step is not None:
+                    return run_step(*step)
+            return kernel(problem, operands, self)
+
+    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+        """Run the backward pass of a kernel with autocast off."""
+        with without_autocast(operands.query.device.type):
+            return kernel.backward(problem, operands, self)
 
 
 def _import(array: Array) -> torch.Tensor:

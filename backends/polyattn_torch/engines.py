@@ -18,7 +18,16 @@ from polyattn_torch.attn_mask import as_bias, is_square_causal, masks_by_positio
 from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.workarounds import EngineInputs
 
-__all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_CPU", "WITH_LOGSUMEXP", "Engine", "operator"]
+__all__ = [
+    "CUDNN",
+    "EFFICIENT",
+    "FLASH",
+    "FLASH_CPU",
+    "WITH_LOGSUMEXP",
+    "Engine",
+    "in_rows",
+    "operator",
+]
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -83,7 +92,7 @@ def _call_cpu(problem: Problem, x: EngineInputs) -> Result:
     # It assumes that the numbers of a vector are adjacent, whatever their stride (torch 2.13).
     accumulator = getattr(torch, problem.accumulator)
     return _cpu(  # type: ignore[no-any-return]
-        *map(_in_rows, x[:3]), 0.0, x.mask is None and is_square_causal(problem),
+        *map(in_rows, x[:3]), 0.0, x.mask is None and is_square_causal(problem),
         attn_mask=None if x.mask is None else as_bias(x.mask, accumulator), scale=problem.scale,
     )  # fmt: skip
 
@@ -138,7 +147,7 @@ def _call_flash(problem: Problem, x: EngineInputs) -> Result:
     size = _round_up(max(problem.head_size, problem.value_size), 8)
     keys = slice(*window.keys)
     query, key, value = (
-        _in_rows(_padded(array, size)).transpose(1, 2)
+        in_rows(_padded(array, size)).transpose(1, 2)
         for array in (x.query, x.key[:, :, keys], x.value[:, :, keys])
     )
     output, logsumexp, *_ = _flash(
@@ -233,7 +242,8 @@ def _whole_bias(problem: Problem, mask: torch.Tensor, query: torch.Tensor) -> to
 # ---- shared helpers ----
 
 
-def _in_rows(x: torch.Tensor) -> torch.Tensor:
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in which the numbers of each vector are adjacent."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

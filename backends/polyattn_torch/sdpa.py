@@ -14,6 +14,7 @@ from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.batched import one_batch_axis
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
+from polyattn_torch.fused import recorded, takes
 from polyattn_torch.quirks import refusals
 from polyattn_torch.route import route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
@@ -40,7 +41,7 @@ class Sdpa(Kernel):
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result, or use too much memory."""
         reasons = refusals(problem, describe_device(problem.device))
-        if "jvp" in problem.transforms:
+        if "jvp" in problem.transforms and not takes(problem):
             reasons.append("it has no forward derivative")
         no_engine = why_no_engine(problem)
         if no_engine is not None:
@@ -77,7 +78,12 @@ class Sdpa(Kernel):
         inputs = EngineInputs(query, key, value, mask)
         if route.workarounds:
             inputs, empty = apply_workarounds(problem, route.workarounds, inputs)
+        output = None
         if route.engine is None:
+            output = recorded(problem, inputs, backend, is_causal=route.is_causal)
+        if output is not None:
+            pass
+        elif route.engine is None:
             output = F.scaled_dot_product_attention(
                 *inputs[:3], attn_mask=inputs.mask, is_causal=route.is_causal,
                 scale=problem.scale, enable_gqa=route.enable_gqa,

@@ -1,1 +1,1 @@
-"""A small GPT, trained from scratch on four comedies, in PyTorch or JAX."""
+"""A small GPT, trained from scratch on four comedies, in PyTorch, JAX or NumPy."""

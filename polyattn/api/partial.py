@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 
 from polyattn.api.attention import compute
 from polyattn.api.options import AttentionOptions, check_names
-from polyattn.arrays import Array, cast, facts_of, library_of, quiet
+from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, quiet
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
 
@@ -191,7 +191,7 @@ def _check_alike(partials: tuple[Partial, ...]) -> None:
 
 
 def _merge_two(left: Partial, right: Partial) -> Partial:
-    xp = library_of(left.output).xp
+    xp = namespace_of(*left, *right)
     top = xp.maximum(left.logsumexp, right.logsumexp)
     # If both are empty, there is nothing to subtract: −inf − −inf is NaN.
     shift = xp.where(top == -math.inf, xp.zeros_like(top), top)

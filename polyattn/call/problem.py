@@ -78,6 +78,9 @@ class Problem(NamedTuple):
         The replacement for softmax.
     dropout : float
         The rate at which weights are dropped.
+    constants : frozenset of str
+        In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
+        asked for: a kernel may return None for them.
     """
 
     library: str
@@ -109,6 +112,7 @@ class Problem(NamedTuple):
     score_norm: ByNorm | None = None
     normalizer: Normalizer | None = None
     dropout: float = 0.0
+    constants: frozenset[str] = frozenset()
 
     @property
     def device_kind(self) -> str:

@@ -200,9 +200,10 @@ def spec_of(name: str) -> BackendSpec:
 def array_api_backend(array: Array) -> Backend:
     """Return the backend that runs the core's kernels on the library of `array`."""
     library = library_of(array)
-    backend = _array_api.get(library.name)
+    name = library.xp.__name__
+    backend = _array_api.get(name)
     if backend is None:
-        backend = _array_api[library.name] = Backend(library.xp)
+        backend = _array_api[name] = Backend(library.xp)
     return backend
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of
+from polyattn.arrays import (
+    Array,
+    ArrayFacts,
+    Recorder,
+    facts_of,
+    is_array,
+    library_of,
+    recorders,
+)
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
@@ -46,6 +54,9 @@ class Plan(NamedTuple):
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return the result in the query's library and on its device."""
+        recorder = _recorder(operands)
+        if recorder is not None:
+            return recorder.run(self, operands)
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
@@ -63,6 +74,10 @@ class Plan(NamedTuple):
 
     def run_backward(self, operands: Operands) -> Gradients:
         """Run the kernel's backward pass, and return gradients on the query's device."""
+        recorder = _recorder(operands)
+        if recorder is not None:
+            recorded: Gradients = recorder.run_backward(self, operands)
+            return recorded
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
@@ -124,6 +139,17 @@ class Plan(NamedTuple):
             return leaf
         back = _mover(backend, backend_of(operands.query), self.home)
         return _wrap_callback(leaf, back, backend, problem)
+
+
+def _recorder(operands: Operands) -> Recorder | None:
+    """Return the recorder of the operands, if one of them is an array that has one."""
+    if not recorders:
+        return None
+    things: list[Any] = list(operands)
+    for value in (operands.mask, operands.score_mod, operands.similarity):
+        if isinstance(value, Expression):
+            things += [thing for _, thing in value.carried()]
+    return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)
 
 
 def _clip_to_int32(offset: Array, problem: Problem) -> Array:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
-from polyattn.arrays import ArrayFacts, facts_of, is_array, library_of
+from polyattn.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
 
 __all__ = ["FUNCTION", "Expression", "has_function", "named"]
 
@@ -29,6 +29,8 @@ class Expression:
     ----------
     module, name : str
         The code that makes it is ``module.name(fields)``.
+    __match_args__ : tuple of str
+        The names of the fields.
     """
 
     module: ClassVar[str]
@@ -36,7 +38,18 @@ class Expression:
     __match_args__: ClassVar[tuple[str, ...]] = ()
 
     def map(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the expression with each array and function replaced by `change(name, object)`."""
+        """Return the expression with each array and function replaced.
+
+        Parameters
+        ----------
+        change : callable
+            Takes the name of the field and the array or function, and returns what replaces it.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
         return self._map(change, lambda table: table)
 
     def _map(self: V, change: Callable[[str, Any], Any], other: Callable[[bytes], bytes]) -> V:
@@ -65,13 +78,35 @@ class Expression:
         return found
 
     def spec(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
-        """Return the expression with facts for arrays, and without functions and tables."""
+        """Return the expression with facts for arrays, and without functions and tables.
+
+        Parameters
+        ----------
+        facts : callable
+            Takes an array and its name, and returns its facts.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
         return self._map(
             lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
         )
 
     def filled(self: V, value: Expression) -> V:
-        """Return a spec with the tables of the expression that it was made from."""
+        """Return a spec with the tables of the expression that it was made from.
+
+        Parameters
+        ----------
+        value : Expression
+            The expression that the spec was made from.
+
+        Returns
+        -------
+        Expression
+            The spec.
+        """
         tables: list[bytes] = []
 
         def note(table: bytes) -> bytes:
@@ -155,7 +190,7 @@ def shown(field: Any) -> str:
 def _shown_array(array: Any) -> str:
     facts = facts_of(array)
     module = "jax.numpy" if facts.library == "jax" else facts.library
-    known = not facts.traced and facts.device != "meta"
+    known = not (facts.traced or is_recorded(array)) and facts.device != "meta"
     # An empty list does not show the lengths of the axes inside it.
     if not known or math.prod(facts.shape) > MOST_PRINTED or 0 in facts.shape[:-1]:
         return f"<{facts.shape} {facts.dtype} of {module}>"

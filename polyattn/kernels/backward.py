@@ -221,16 +221,10 @@ def _add_tile(
             xp.where(keep, one / (1 - problem.dropout), nothing) for one in (weights, d_weights)
         )
     over_keys = _transposed(problem, seen, xp)
-    total.add_value(
-        visible_product(
-            problem,
-            backend,
-            _transposed(problem, weights, xp),
-            over_keys,
-            block.output_gradient,
-        ),
-        columns,
-    )
+    if total.wants("value"):
+        by_key = _transposed(problem, weights, xp)
+        found = visible_product(problem, backend, by_key, over_keys, block.output_gradient)
+        total.add_value(found, columns)
 
     # The scores, backwards through the steps 5 to 2.
     if problem.normalizer is None:
@@ -253,10 +247,14 @@ def _add_tile(
     # Query and key, step 1.
     folded = fold_heads(problem, ds, xp)
     if x.similarity is None:
-        d_query = visible_product(problem, backend, folded, fold_heads(problem, seen, xp), key)
-        d_key = visible_product(
-            problem, backend, _transposed(problem, ds, xp), over_keys, block.query
-        )
+        if total.wants("query"):
+            seen = fold_heads(problem, seen, xp)
+            d_query = visible_product(problem, backend, folded, seen, key)
+            total.add_query(unfold_heads(problem, d_query, xp), block.rows)
+        if total.wants("key"):
+            by_key = _transposed(problem, ds, xp)
+            d_key = visible_product(problem, backend, by_key, over_keys, block.query)
+            total.add_key(d_key, columns)
     else:
         if problem.scale:
             total.add_scale(xp.sum(ds * tile.product) / problem.scale)
@@ -265,8 +263,8 @@ def _add_tile(
             query, key, problem.scale * folded, backend.matmul, xp
         )
         total.add_similarity(of_similarity)
-    total.add_query(unfold_heads(problem, d_query, xp), block.rows)
-    total.add_key(d_key, columns)
+        total.add_query(unfold_heads(problem, d_query, xp), block.rows)
+        total.add_key(d_key, columns)
 
 
 def _finite(problem: Problem, xp: Any, array: Array) -> Array:

@@ -51,6 +51,10 @@ class Sums:
         self._scale: Array = None
         self._softcap: Array = None
 
+    def wants(self, name: str) -> bool:
+        """Return whether the gradient of query, key, value, bias or sinks is asked for."""
+        return getattr(self._x, name) is not None and name not in self._problem.constants
+
     def add_query(self, gradient: Array, rows: Span) -> None:
         """Add to the gradient of a block of the query, without the scale."""
         shape = (*self._x.query.shape[:-2], rows.length, gradient.shape[-1])
@@ -86,7 +90,7 @@ class Sums:
 
     def add_bias(self, gradient: Array, rows: Span, columns: Span) -> None:
         """Add the gradient of a tile of scores to that of the bias."""
-        if self._x.bias is None:
+        if not self.wants("bias"):
             return
         at, shape = (0, 0), list(self._x.bias.shape)
         if shape and shape[-1] != 1:
@@ -97,7 +101,7 @@ class Sums:
 
     def add_sinks(self, logsumexp: Array, delta: Array) -> None:
         """Add what rows give to the gradient of the sinks."""
-        if self._x.sinks is None:
+        if not self.wants("sinks"):
             return
         shape = (self._problem.heads, 1, 1)
         sinks = self._xp.reshape(cast(self._xp, self._x.sinks, delta.dtype), shape)
@@ -129,8 +133,8 @@ class Sums:
             query * problem.scale if x.similarity is None else query,
             self._joined(self._key, x.key),
             self._joined(self._value, x.value),
-            None if x.bias is None else self._joined_bias(),
-            None if x.sinks is None else self._or_zeros(self._sinks, x.sinks),
+            self._joined_bias() if self.wants("bias") else None,
+            self._or_zeros(self._sinks, x.sinks) if self.wants("sinks") else None,
             self._of_arrays(self._score, x.score_mod),
             self._of_arrays(self._similarity, x.similarity),
             zero if self._scale is None else self._scale,

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, is_array, is_compiling, library_of, torch_transforms
+from polyattn.arrays import (
+    Array,
+    index_range,
+    is_array,
+    is_compiling,
+    is_recorded,
+    library_of,
+    namespace_of,
+    torch_transforms,
+)
 from polyattn.expressions.masks import as_mask
 from polyattn.masks import padding
 
@@ -239,9 +248,11 @@ class KVCache:
         """Return a cache of new arrays, made without writing to an array."""
         more, first, memory = key.shape[-2], self.first, [self.key, self.value]
         if not is_array(self.length) and first + self.length + more > self.capacity:
-            xp, unused = library_of(key).xp, self._enlarged(more) - self.length
+            unused = self._enlarged(more) - self.length
             memory = [
-                xp.concat((filled, _zeros(filled, unused, filled.shape[-1])), axis=-2)
+                library_of(filled).xp.concat(
+                    (filled, _zeros(filled, unused, filled.shape[-1])), axis=-2
+                )
                 for filled in (self.keys, self.values)
             ]
             first = 0
@@ -322,7 +333,7 @@ def _zeros(like: Array, capacity: int, width: int) -> Array:
 
 def _with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
     """Return `memory` with `rows` in place of those from `at` on."""
-    xp = library_of(memory).xp
+    xp = namespace_of(memory, rows)
     indices = index_range(xp, 0, memory.shape[-2], memory) - at
     new = (indices >= 0) & (indices < rows.shape[-2])
     spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)
@@ -343,7 +354,8 @@ def _is_writable(new: list[Array], memory: list[Array]) -> bool:
     """Return whether rows can be written without breaking a trace or a graph of gradients."""
     library = library_of(memory[0])
     if library.name != "torch":
-        return library.name in ("numpy", "cupy")
+        recorded = any(is_recorded(array) for array in (*new, *memory))
+        return library.name in ("numpy", "cupy") and not recorded
     if is_compiling() or torch_transforms():
         return False
     # Memory made in inference mode cannot be written to outside of it.

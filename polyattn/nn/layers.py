@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arrays import Array, cast, facts_of, library_of
+from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn.nn.erf import erf
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
@@ -319,5 +319,5 @@ class Embedding(Module):
         Array
             Shape (..., tokens).
         """
-        xp = library_of(x).xp
+        xp = namespace_of(x, self.weight)
         return xp.matmul(x, xp.matrix_transpose(self.weight))

@@ -50,19 +50,21 @@ class Module:
         """
         current = self.parameters()
         differences = {
-            "missing": current.keys() - parameters,
-            "unknown": parameters.keys() - current,
+            "missing": current.keys() - set(parameters),
+            "unknown": set(parameters) - current.keys(),
         }
         if any(differences.values()):
             listed = [f"{kind}: {', '.join(sorted(n))}" for kind, n in differences.items() if n]
             raise ValueError("parameters do not fit the module; " + "; ".join(listed))
+        # Each is read once: a library may record that it was.
+        new = {name: parameters[name] for name in current}
         for name, array in current.items():
-            if tuple(parameters[name].shape) != tuple(array.shape):
+            if tuple(new[name].shape) != tuple(array.shape):
                 raise ValueError(
                     f"the parameter {name} has the shape {tuple(array.shape)}; got"
-                    f" {tuple(parameters[name].shape)}"
+                    f" {tuple(new[name].shape)}"
                 )
-        changed: M = _replaced(self, "", parameters)
+        changed: M = _replaced(self, "", new)
         return changed
 
     def copied(self: M) -> M:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, library_of
+from polyattn.arrays import Array, is_recorded, library_of, namespace_of
 from polyattn.dispatch.transfer import backend_of
 
 __all__ = ["affine", "by_rows"]
@@ -22,22 +22,24 @@ BLOCK_ROWS = 256
 
 def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
     """Apply a function that maps each row of `x`, its last axis, to a row of the same length."""
-    if library_of(x).name != "numpy" or x.nbytes <= BLOCK_BYTES:
+    if not _is_numpys(x) or x.nbytes <= BLOCK_BYTES:
+        return function(x)
+    row = function(x.reshape(-1, x.shape[-1])[:1])
+    if is_recorded(row):  # by a parameter of the function
         return function(x)
 
     def write(rows: Array, out: Array) -> None:
         out[...] = function(rows)
 
     max_rows = max(1, BLOCK_BYTES // (x.shape[-1] * x.itemsize))
-    dtype = function(x.reshape(-1, x.shape[-1])[:1]).dtype
-    return _in_blocks(write, x, (x.shape[-1], dtype), max_rows)
+    return _in_blocks(write, x, (x.shape[-1], row.dtype), max_rows)
 
 
 def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
-    library = library_of(x)
-    matmul = library.xp.matmul
-    if library.name != "numpy" or x.dtype != weight.dtype or x.size <= BLOCK_ROWS * x.shape[-1]:
+    matmul = namespace_of(x, weight).matmul
+    plain = all(_is_numpys(array) for array in (x, weight, bias) if array is not None)
+    if not plain or x.dtype != weight.dtype or x.size <= BLOCK_ROWS * x.shape[-1]:
         y = matmul(x, weight)
         return y if bias is None else y + bias
 
@@ -47,6 +49,10 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
             out += bias
 
     return _in_blocks(write, x, (weight.shape[1], x.dtype), BLOCK_ROWS)
+
+
+def _is_numpys(array: Array) -> bool:
+    return library_of(array).name == "numpy" and not is_recorded(array)
 
 
 def _in_blocks(

@@ -247,7 +247,8 @@ class Rotary(Module):
         if len(positions.shape) > 1:
             angles = angles[..., None, :, :]
         cosine, sine = (cast(xp, f(angles) * self.magnitude, x.dtype) for f in (xp.cos, xp.sin))
-        rotated, rest = x[..., : self.size], x[..., self.size :]
+        whole = x.shape[-1] == self.size
+        rotated = x if whole else x[..., : self.size]
         half, adjacent = self.size // 2, self.pairing == "neighbours"
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
@@ -256,7 +257,7 @@ class Rotary(Module):
             result = xp.reshape(xp.stack(pairs, axis=-1), rotated.shape)
         else:
             result = xp.concat(pairs, axis=-1)
-        return xp.concat((result, rest), axis=-1) if rest.shape[-1] else result
+        return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 
 def _check_even(size: int) -> None:

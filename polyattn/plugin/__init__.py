@@ -42,10 +42,12 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Gradients, Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
+from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.plugin.backend import Backend, Kernel
+from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import API_VERSION, BackendSpec
 from polyattn.plugin.tools import BackendTools
 from polyattn.span import Span
@@ -61,8 +63,10 @@ __all__ = [
     "FEATURES",
     "Array",
     "Backend",
+    "BackendPrimitives",
     "BackendSpec",
     "BackendTools",
+    "Expression",
     "Gradients",
     "Indices",
     "Kernel",

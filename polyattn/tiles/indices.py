@@ -10,7 +10,15 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, index_range
+from polyattn.arrays import (
+    Array,
+    ArrayFacts,
+    broadcast_shapes,
+    cast,
+    check_not_recorded,
+    facts_of,
+    index_range,
+)
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
@@ -344,6 +352,7 @@ class Indices:
         facts = self._check("score_mod", result)
         if facts.dtype == "bool" or "complex" in facts.dtype:
             raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
+        check_not_recorded("score_mod", result, self.xp)
         if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
             whole = broadcast_shapes(facts.shape, scores.shape)
             result = self.xp.broadcast_to(result, whole)

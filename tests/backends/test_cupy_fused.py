@@ -33,8 +33,8 @@ def on_host(monkeypatch):
 
 # ---- it computes what it says ------------------------------------------------------------------
 
-RUNS = [(name, False) for name in cases(Fused.features, 4)]
-RUNS += [(name, True) for name in cases(Fused.features, 10**6)]
+RUNS = [pytest.param(*x.values, False, marks=x.marks) for x in cases(Fused.features, 8)]
+RUNS += [pytest.param(*x.values, True, marks=x.marks) for x in cases(Fused.features, 10**6)]
 
 
 @pytest.mark.parametrize(("name", "small_tiles"), RUNS)

@@ -80,7 +80,7 @@ def compiled():
         source.write_text(SHIM + rows.SOURCE + RUN + entries)
         subprocess.run(
             [
-                *(compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-w"),
+                *(compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-w"),
                 *("-fno-strict-aliasing", f"-DMOST_THREADS={rows.MOST_THREADS}"),
                 *("-o", library, source),
             ],

@@ -1,13 +1,15 @@
 """What NumPy's kernel leaves out by a mask's tiles: no key that is seen, and no bit of a result."""
 
 import math
+import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
 
 import polyattn
 import polyattn_numpy.tiled as module
-from polyattn import attention, attention_partial, masks, scores
+from polyattn import attention, attention_partial, attention_weights, masks, scores
 from polyattn_numpy.tiled import Tiled
 from polyattn_numpy.visibility import Visibility
 
@@ -59,11 +61,20 @@ def qkv():
     )
 
 
-@pytest.fixture(params=[2**12, 2**14])
+TILES = (2**12, 2**14)
+
+
+@pytest.fixture(params=TILES)
 def small_tiles(request, monkeypatch):
     """Tiles of which even short arrays have many."""
     monkeypatch.setattr(Tiled, "tile", request.param)
     return request.param
+
+
+def by_turns(*choices):
+    """Return all combinations of the choices, with each size of small tiles in half of them."""
+    numbered = product(*(enumerate(choice) for choice in choices))
+    return [(TILES[sum(n for n, _ in some) % 2], *(x for _, x in some)) for some in numbered]
 
 
 def bits(result):
@@ -107,10 +118,9 @@ def passes(monkeypatch):
 
 def seen_by(mask):
     """Return what a mask shows, shape (ITEMS, HEADS, LENGTH, KEYS)."""
-    values = np.broadcast_to(np.eye(KEYS, dtype=np.float32), (ITEMS, HEADS, KEYS, KEYS))
-    nothing = np.zeros((ITEMS, HEADS, LENGTH, 1), np.float32)
+    queries = np.zeros((ITEMS, HEADS, LENGTH, 1), np.float32)
     keys = np.zeros((ITEMS, HEADS, KEYS, 1), np.float32)
-    return attention(nothing, keys, values, mask=mask, kernel="dense") > 0
+    return attention_weights(queries, keys, mask=mask) > 0
 
 
 # ---- the same result ---------------------------------------------------------------------------
@@ -133,25 +143,32 @@ def test_tiles_hold_every_visible_key_once_and_hide_the_others(qkv, small_tiles,
     np.testing.assert_array_equal(got, seen_by(MASKS[name]))
 
 
-@pytest.mark.parametrize("name", MASKS)
+OPTIONS = {
+    "alone": {},
+    "sinks, bias": {
+        **{"sinks": np.linspace(-1, 1, HEADS).astype("f4"), "bias": randn(LENGTH, KEYS, seed=4)},
+    },
+    "dropout": {"dropout": (0.3, 5)},
+    "softcap, score_mod": {"softcap": 2.0, "score_mod": scores.alibi(HEADS)},
+    "similarity, scale": {"similarity": scores.cosine(), "scale": 4.0},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sinks": np.linspace(-1, 1, HEADS).astype("f4"), "bias": randn(LENGTH, KEYS, seed=4)},
-        {"dropout": (0.3, 5)},
-        {"softcap": 2.0, "score_mod": scores.alibi(HEADS)},
-        {"similarity": scores.cosine(), "scale": 4.0},
-    ],
-    ids=lambda options: ", ".join(options) or "alone",
+    ("small_tiles", "name", "options"), by_turns(MASKS, OPTIONS), indirect=["small_tiles"]
 )
 def test_every_mask_with_every_option_gives_what_the_formula_does(qkv, small_tiles, name, options):
-    got = attention_partial(*qkv, mask=MASKS[name], kernel="tiled", **options)
-    assert_close(got, attention_partial(*qkv, mask=MASKS[name], kernel="dense", **options))
+    options = {"mask": MASKS[name], **OPTIONS[options]}
+    got = attention_partial(*qkv, kernel="tiled", **options)
+    assert_close(got, attention_partial(*qkv, kernel="dense", **options))
 
 
-# Its function knows which item it is asked about.
-@pytest.mark.parametrize("name", sorted(MASKS.keys() - {"rule in a value"}))
+# The function of "rule in a value" knows which item it is asked about.
+@pytest.mark.parametrize(
+    ("small_tiles", "name"),
+    by_turns(sorted(MASKS.keys() - {"rule in a value"})),
+    indirect=["small_tiles"],
+)
 def test_an_item_whose_mask_differs_has_the_same_bits_alone(qkv, small_tiles, name):
     def own(name, thing):
         by_item = not callable(thing) and thing.ndim and thing.shape[0] == ITEMS
@@ -332,25 +349,23 @@ def test_a_table_is_made_only_where_it_can_save_something(looks):
         assert {call.table is not None for call, *_ in looks} == {tabled}
 
 
-@pytest.mark.parametrize("mask", ["window", "documents", "compiled"])
-def test_long_sequences_need_memory_for_a_few_tiles(run_python, mask):
-    said = run_python(f"""
-import tracemalloc
-import numpy as np
-from polyattn import attention, masks
+LONG = 16384
 
-def near(b, h, i, j):
-    return (j <= i) & (j >= i - 1024)
 
-length = 32768
-x = np.random.default_rng(0).standard_normal((1, 1, length, 16), dtype=np.float32)
-mask = {{
-    "window": lambda: masks.window(1024, 0),
-    "documents": lambda: masks.segments(np.arange(length) // 4096) & masks.window(1024, 0),
-    "compiled": lambda: masks.compile(near, length),
-}}["{mask}"]()
-tracemalloc.start()
-out = attention(x, x, x, mask=mask)
-print(tracemalloc.get_traced_memory()[1] - out.nbytes)
-""")
-    assert int(said) < 64e6
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: masks.window(1024, 0),
+        lambda: masks.segments(np.arange(LONG) // 4096) & masks.window(1024, 0),
+        lambda: masks.compile(lambda b, h, i, j: (j <= i) & (j >= i - 1024), LONG),
+    ],
+    ids=["window", "documents", "compiled"],
+)
+def test_long_sequences_need_memory_for_a_few_tiles(mask):
+    x, mask = randn(1, 1, LONG, 16), mask()
+    tracemalloc.start()
+    try:
+        out = attention(x, x, x, mask=mask)
+        assert tracemalloc.get_traced_memory()[1] - out.nbytes < 64e6
+    finally:
+        tracemalloc.stop()

@@ -7,10 +7,14 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pages
 import pytest
@@ -18,6 +22,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel
 
+from polyattn import attention
 from polyattn.dispatch import plans, registry
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
@@ -37,6 +42,14 @@ def program(page, name, folder):
     (code,) = [code for code in blocks(page, "python") if code.startswith(f"# {name}\n")]
     (folder / name).write_text(code, encoding="utf-8")
     return folder / name
+
+
+def module(path):
+    """Import a program."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 def run(folder, *arguments, **environment):
@@ -60,6 +73,50 @@ def squeezed(message):
 # ---- many devices ----
 
 
+class Threads:
+    """What ring.py asks of torch.distributed, where threads stand for processes."""
+
+    isend, irecv = "isend", "irecv"
+
+    def __init__(self, size):
+        self.size, self.own = size, threading.local()
+        self.sent = {(i, j): Queue() for i in range(size) for j in range(size)}
+
+    def get_rank(self):
+        return self.own.rank
+
+    def get_world_size(self):
+        return self.size
+
+    def P2POp(self, kind, array, other):  # noqa: N802
+        return kind, array, other
+
+    def batch_isend_irecv(self, operations):
+        for kind, array, other in operations:
+            if kind == self.isend:
+                self.sent[self.own.rank, other].put(array.clone())
+        for kind, array, other in operations:
+            if kind == self.irecv:
+                array.copy_(self.sent[other, self.own.rank].get(timeout=60))
+        return []
+
+
+def test_a_ring_of_threads_computes_what_one_does(tmp_path):
+    ring = module(program(MANY, "ring.py", tmp_path))
+    ring.dist = Threads(3)
+    query, key, value = torch.randn(3, 2, 4, 24, 8)
+
+    def attend(rank):
+        ring.dist.own.rank = rank
+        return ring.ring_attention(*(x.chunk(3, dim=-2)[rank] for x in (query, key, value)))
+
+    with ThreadPoolExecutor(3) as pool:
+        output = torch.cat(list(pool.map(attend, range(3))), dim=-2)
+    expected = attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
 def test_a_ring_of_processes_computes_what_one_process_does(tmp_path):
     program(MANY, "ring.py", tmp_path)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
@@ -84,6 +141,16 @@ except Exception as error:
 """
 
 
+def test_a_ring_of_one_device_gives_what_the_call_does(tmp_path):
+    sharded = module(program(MANY, "sharded.py", tmp_path))
+    arrays = [jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 2, 24, 8))]
+    shards = [x.reshape(2, 4, 6, 8).swapaxes(0, 1) for x in arrays]
+    ring = jax.jit(jax.vmap(sharded.ring_attention, axis_name="ring"))
+    output = ring(*shards).swapaxes(0, 1).reshape(2, 24, 8)
+    np.testing.assert_allclose(output, attention(*arrays, is_causal=True), atol=2e-6)
+
+
+@pytest.mark.slow
 def test_sharded_arrays_give_what_one_device_does(tmp_path):
     program(MANY, "sharded.py", tmp_path)
     # Most of its time would go into making fast code that runs once.
@@ -137,12 +204,7 @@ def expected_vectors(model):
 @pytest.fixture
 def service(tmp_path):
     """The program of the page as a module."""
-    spec = importlib.util.spec_from_file_location(
-        "service", program(SERVICE, "service.py", tmp_path)
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module(program(SERVICE, "service.py", tmp_path))
 
 
 @pytest.mark.parametrize("most", [4096, 5], ids=["one pass", "several passes"])
@@ -226,7 +288,8 @@ PAGES = sorted(page.name for page in FOLDER.glob("*.md"))
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(provoked(page))])
 @pytest.mark.usefixtures("without_cupy")
-def test_the_messages_on_a_page_are_those_raised(page):
+def test_a_page_prints_what_it_shows_and_the_messages_are_those_raised(page):
+    assert pages.surprises(FOLDER / page) == []
     names = pages.run(FOLDER / page)[-1].names
     for call, message in provoked(page):
         with pytest.raises(Exception) as caught:  # noqa: PT011

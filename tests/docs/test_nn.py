@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pages
-import pytest
 
 from polyattn import nn
 
@@ -11,12 +10,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "nn.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def names():
-    return pages.run(PAGE)[-1].names
-
-
-def test_the_model_of_the_page_trains_and_its_caches_are_cut(names):
+def test_the_page_prints_what_it_shows_its_model_trains_and_its_caches_are_cut():
+    assert pages.surprises(PAGE) == []
+    names = pages.run(PAGE)[-1].names
     after, _ = names["loss"](names["model"], names["jnp"].asarray([[3, 1, 4, 1, 5]]))
     assert after < names["before"]
     assert [cache.length for cache in names["shorter"]] == [3, 3]

@@ -19,7 +19,8 @@ def squeezed(text):
     return " ".join(text.split())
 
 
-def test_the_errors_shown_are_the_ones_raised():
+def test_the_page_prints_what_it_shows_and_the_errors_are_the_ones_raised():
+    assert pages.surprises(README) == []
     namespace = pages.run(README)[-1].names
     shown = blocks("text")[1]
     calls = re.findall(r"^>>> (.*)\n(\w+): ((?:.+\n)+)", shown, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The example `examples/train` learns, alike in both libraries, and writes by its cache."""
+"""The example `examples/train` learns, alike in all libraries, and writes by its cache."""
 
 import functools
 import importlib.util
@@ -25,7 +25,8 @@ def load():
 script = load()
 learners, text = sys.modules["train.learners"], sys.modules["train.text"]
 writing = sys.modules["train.writing"]
-LIBRARIES = ["torch", pytest.param("jax", marks=pytest.mark.slow)]  # which compiles for long
+JAX = pytest.param("jax", marks=pytest.mark.slow)  # which compiles for long
+LIBRARIES = ["torch", "numpy", JAX]
 STEPS = 12
 
 
@@ -107,9 +108,9 @@ def test_the_loss_falls(library, trained, whole):
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.slow
-def test_both_libraries_begin_and_learn_alike(trained):
-    one, other = trained("torch"), trained("jax")
+@pytest.mark.parametrize("other", ["numpy", JAX])
+def test_libraries_begin_and_learn_alike(trained, other):
+    one, other = trained("torch"), trained(other)
     assert one[1][0] == pytest.approx(other[1][0], rel=1e-6)
     np.testing.assert_allclose(one[1], other[1], rtol=1e-4)
     np.testing.assert_allclose(one[2], other[2], rtol=1e-4)
@@ -215,7 +216,7 @@ def test_a_target_that_is_missed_is_said_and_is_a_failure(tmp_path, capsys, monk
         (["--steps", "0"], "--steps must be at least 1; got 0"),
         (["--minutes", "-1"], "--minutes must be at least 0; got -1"),
         (["--plot", "nowhere/loss.png"], "there is no folder nowhere"),
-        (["--library", "numpy"], "invalid choice: 'numpy'"),
+        (["--library", "cupy"], "invalid choice: 'cupy'"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_training(options, says, capsys):
@@ -225,12 +226,29 @@ def test_what_cannot_be_done_is_refused_before_training(options, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_the_program_names_the_package_that_is_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "optax", None)
-    assert script.main(["--library", "jax"]) == 1
+@pytest.mark.parametrize(("library", "package"), [("jax", "optax"), ("numpy", "autograd")])
+def test_the_program_names_the_package_that_is_missing(library, package, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert script.main(["--library", library]) == 1
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "pip install optax" in message
+    assert f"pip install {package}" in message
+
+
+def test_numpy_trains_with_neither_torch_nor_jax(run_python):
+    run_python(f"""
+import sys
+sys.modules |= dict.fromkeys(("torch", "jax"))  # importing them fails
+sys.path.insert(0, {str(FOLDER.parent)!r})
+from train import learners, text
+
+whole = text.read()
+learner = learners.Numpy(len(whole.letters))
+drawn = text.batches(whole.training, learners.CONTEXT, 2, seed=1)
+losses = [learner.step(next(drawn), 4e-3) for _ in range(3)]
+assert losses[-1] < losses[0]
+assert learner.decoder(8)(whole.encode("DUKE.")).shape == (len(whole.letters),)
+""")
 
 
 def test_the_page_states_the_target_and_the_model():

@@ -1,0 +1,57 @@
+"""The gradients of attention, in the pieces and tiles of the forward pass.
+
+Pieces are computed in parallel, and add to the gradients of keys and values in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from polyattn.plugin import Backend, Gradients, Operands, Problem, thread_count
+from polyattn_numpy import threads
+from polyattn_numpy.backward_sweep import BackwardSweep, Results
+from polyattn_numpy.blocks import THREAD_WORK, pieces
+from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
+from polyattn_numpy.prepared import prepare
+from polyattn_numpy.scratch import borrowed_scratch
+
+__all__ = ["gradients"]
+
+# Products of a tile: of the scores and the weights, and the gradients of query, key and value.
+PRODUCTS = 5
+
+
+def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gradients:
+    """Return the gradients of a call, computed in tiles of at most `tile` scores."""
+    if 0 in problem.scores:
+        return _without_scores(problem, x)
+    work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * PRODUCTS // 2
+    count = 1
+    if work >= 2 * THREAD_WORK:
+        count = min(thread_count(threads.default), work // THREAD_WORK)
+    shared = threads.Shared()
+    call = prepare(problem, x, tile, shared.check)
+    share_items = call.table is None or not call.table.differs_by_item
+    cut = pieces(problem, tile, count, share_items=share_items, products=PRODUCTS)
+    if adds_across_heads(problem, x):
+        # The order of a sum must not depend on which heads share a piece.
+        cut = tuple(one for piece in cut for one in piece.single_heads())
+    sums = GradientSums(problem, x, cut, shared.check)
+    results = Results.of(problem, x)
+
+    def add(number: int) -> None:
+        with borrowed_scratch() as scratch:
+            BackwardSweep(call, results, sums, number, scratch, backend).run()
+
+    threads.each(add, range(len(cut)), count, shared)
+    return sums.gradients()
+
+
+def _without_scores(problem: Problem, x: Operands) -> Gradients:
+    """Return the gradients of a call without rows or keys: zero, but for the sinks."""
+    sums = GradientSums(problem, x, (), lambda: None)
+    if sums.delta is not None and x.logsumexp_gradient is not None:
+        sums.delta -= np.reshape(x.logsumexp_gradient, sums.delta.shape)
+    return sums.gradients()

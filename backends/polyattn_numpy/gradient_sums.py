@@ -1,0 +1,146 @@
+"""The gradients of a call, which pieces add to in a fixed order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from polyattn.plugin import Array, Gradients, Operands, Problem, Span
+from polyattn_numpy.blocks import Piece, split_heads
+from polyattn_numpy.turns import Turns
+
+__all__ = ["GradientSums", "adds_across_heads"]
+
+
+def adds_across_heads(problem: Problem, x: Operands) -> bool:
+    """Return whether different heads or batch items add to the same number."""
+    batch = problem.batch
+    if any(array.shape[:-3] != batch for array in (x.query, x.key, x.value)):
+        return True
+    if x.bias is not None and x.bias.shape[:-2] != problem.scores[:-2]:
+        return True
+    return any(_arrays_in(rule) for rule in (x.score_mod, x.similarity))
+
+
+class GradientSums:
+    """The gradients of a call, zero at first, in the accumulator's dtype.
+
+    Views of them have the axes of `PreparedCall`: (outer..., batch, G, H/G, length, size).
+    """
+
+    def __init__(
+        self, problem: Problem, x: Operands, cut: Sequence[Piece], check: Callable[[], None]
+    ) -> None:
+        self.problem, self.x, self.cut = problem, x, cut
+        dtype = self.dtype = np.dtype(problem.accumulator)
+        lead = problem.batch or (1,)
+        ndim = len(lead) + 3
+
+        def view(array: Array) -> Array:
+            return array.reshape((1,) * (ndim - array.ndim) + array.shape)
+
+        self._whole = [np.zeros(array.shape, dtype) for array in (x.query, x.key, x.value)]
+        query, self.key, self.value = map(view, self._whole)
+        self.query = split_heads(problem, query, ndim)
+        self.bias = None
+        if x.bias is not None:
+            self._whole_bias = np.zeros(x.bias.shape, dtype)
+            self.bias = split_heads(problem, self._whole_bias, ndim)
+        rows = (*lead, problem.heads, problem.query_length, 1)
+
+        def by_row() -> Array:
+            return split_heads(problem, np.zeros(rows, dtype), ndim)
+
+        self.delta = None if x.sinks is None else by_row()
+        self.scale = by_row()  # the gradient of the scale, by row
+        self.softcap = None if problem.softcap is None else by_row()
+        # The gradients of arrays in expressions, by piece.
+        self._of_score: list[list[Array]] = [[] for _ in cut]
+        self._of_similarity: list[list[Array]] = [[] for _ in cut]
+        self.turns = Turns(cut, map(self._by_key, cut), map(self._by_row, cut), check)
+
+    # ---- sums that pieces share ----
+
+    def _by_key(self, piece: Piece) -> set[Hashable]:
+        """Return the names of the sums to which a piece adds tile by tile."""
+        names: set[Hashable] = {_place(piece, self.key), _place(piece, self.value)}
+        if self.bias is not None and self.bias.shape[-1] != 1:
+            names.add(("bias", _place(piece, self.bias, piece.rows)))
+        return names
+
+    def _by_row(self, piece: Piece) -> set[Hashable]:
+        """Return the names of the sums to which a piece adds at its end."""
+        names: set[Hashable] = {("query", _place(piece, self.query, piece.rows))}
+        if self.bias is not None and self.bias.shape[-1] == 1:
+            names.add(("bias", _place(piece, self.bias, piece.rows)))
+        return names
+
+    def add_carried(
+        self, number: int, of_score: Sequence[Array], of_similarity: Sequence[Array]
+    ) -> None:
+        """Add to a piece's gradients of the arrays in expressions."""
+        for parts, found in ((self._of_score, of_score), (self._of_similarity, of_similarity)):
+            if parts[number]:
+                for total, one in zip(parts[number], found, strict=True):
+                    total += one
+            else:
+                parts[number] += [np.array(one) for one in found]
+
+    # ---- the result ----
+
+    def gradients(self) -> Gradients:
+        """Return all gradients."""
+        problem, x = self.problem, self.x
+        scale = self.scale.sum(dtype=self.dtype)
+        softcap = None
+        if self.softcap is not None:
+            of_capped = self.softcap.sum(dtype=self.dtype)
+            softcap = (of_capped - problem.scale * scale) / problem.softcap
+            softcap = np.asarray(softcap, self.dtype)
+        return Gradients(
+            *self._whole,
+            None if self.bias is None else self._whole_bias,
+            None if x.sinks is None else self._of_sinks(),
+            self._of_arrays(x.score_mod, self._of_score),
+            self._of_arrays(x.similarity, self._of_similarity),
+            np.asarray(scale, self.dtype),
+            softcap,
+        )
+
+    def _of_sinks(self) -> Array:
+        shape = (*(self.problem.batch or (1,)), self.problem.heads, self.problem.query_length)
+        assert self.delta is not None
+        sinks = np.asarray(self.x.sinks, self.dtype)[:, None]
+        logsumexp = np.asarray(self.x.known_logsumexp).reshape(shape)
+        shift = np.where(logsumexp == -math.inf, 0, logsumexp)
+        weights = np.exp(sinks - shift) * self.delta.reshape(shape)
+        return -weights.sum(axis=(*range(weights.ndim - 2), -1))
+
+    def _of_arrays(self, rule: Any, parts: Sequence[list[Array]]) -> list[Array]:
+        """Return the gradients of the arrays in an expression, added in the order of pieces."""
+        carried = [
+            thing for _, thing in getattr(rule, "carried", list)() if hasattr(thing, "dtype")
+        ]
+        sums = [np.zeros(array.shape, self.dtype) for array in carried]
+        for part in parts:
+            for total, one in zip(sums, part, strict=False):
+                total += one
+        return sums
+
+
+def _arrays_in(rule: Any) -> list[Array]:
+    """Return the arrays in an expression, none in a function."""
+    carried = getattr(rule, "carried", list)()
+    return [thing for _, thing in carried if isinstance(thing, np.ndarray)]
+
+
+def _place(piece: Piece, array: Array, rows: Span | None = None) -> Hashable:
+    """Return what distinguishes the part of an array that a piece adds to."""
+    outer = tuple(0 if n == 1 else i for i, n in zip(piece.outer, array.shape, strict=False))
+    spans = piece.batch, piece.heads
+    lengths = array.shape[len(outer) :]
+    ends = [None if n == 1 else span for span, n in zip(spans, lengths, strict=False)]
+    return (*outer, *ends, None if rows is None or array.shape[-2] == 1 else rows)

@@ -1,0 +1,68 @@
+"""The scores of the tiles of a piece: what the passes forward and backward share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polyattn.plugin import Array, Indices
+from polyattn_numpy.blocks import Piece, Tile, group_size_of
+from polyattn_numpy.prepared import PreparedCall
+from polyattn_numpy.scratch import Scratch
+from polyattn_numpy.visibility import Visibility
+
+__all__ = ["TileScores"]
+
+
+class TileScores:
+    """The scores of a piece by tile, in scratch arrays with the axes (b, k, rows · g, key)."""
+
+    def __init__(self, call: PreparedCall, piece: Piece, scratch: Scratch) -> None:
+        self.call, self.piece, self.problem = call, piece, call.problem
+        self.scratch = scratch.array
+        self.dtype = np.dtype(call.problem.accumulator)
+        self.visibility = Visibility(call, piece)
+        self.key, self.value = piece.view(call.key), piece.view(call.value)
+        self.shape = (piece.batch.length, piece.heads.length, piece.rows.length)
+        self.group_size = group_size_of(call.problem)
+        # Scores are in units of nats, or of bits for exp2.
+        self.per_nat = 1.0
+
+    def _per_row(self, name: str, size: int) -> Array:
+        """Return a scratch array with some numbers for each row."""
+        batch, heads, rows = self.shape
+        return self.scratch(name, (batch, heads, rows * self.group_size, size), self.dtype)
+
+    def _block(self, name: str, block: Array) -> Array:
+        """Return keys or values in the dtype and layout of the products."""
+        if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
+            return block
+        copy = self.scratch(name, block.shape, self.dtype)
+        np.copyto(copy, block, casting="unsafe")
+        return copy
+
+    def _by_head(self, s: Array) -> Array:
+        """Return a view of scores with the axes (b, k, row, g, key)."""
+        batch, heads, rows, size = s.shape
+        return s.reshape(batch, heads, rows // self.group_size, self.group_size, size)
+
+    def _heads_first(self, s: Array) -> Array:
+        """Return scores by head with the axes (b, H, row, key) that `Indices` have."""
+        b, k, rows, g, size = s.shape
+        return s.swapaxes(2, 3).reshape(b, k * g, rows, size)
+
+    def _cap(self, s: Array) -> None:
+        """Apply the softcap to scores that were divided by it."""
+        np.tanh(s, s)
+        s *= self.dtype.type((self.problem.softcap or 0) * self.per_nat)
+
+    def _apply_score_mod(self, s: Array, tile: Tile) -> None:
+        modified = self._indices(tile).modified(self._heads_first(s))
+        s[...] = self.call.by_row(np.asarray(modified))
+
+    def _indices(self, tile: Tile) -> Indices:
+        return self.call.indices(self.piece, tile.heads, tile.rows, tile.columns)
+
+    def _bias(self, tile: Tile) -> Array:
+        """Return a tile's view of the bias, with the axes (b, k, row, g, key)."""
+        piece = self.piece._replace(heads=tile.heads)
+        return piece.view(self.call.bias, None, tile.rows, tile.columns).swapaxes(2, 3)

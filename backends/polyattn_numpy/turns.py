@@ -1,0 +1,93 @@
+"""The order in which pieces add to sums that they share.
+
+A sum of floating-point numbers depends on their order, so pieces add in the order in which threads
+take them, whatever the number of threads. A piece waits just before it adds some keys, and only
+until the pieces before it have done these keys. All of those have begun, so one of them never
+waits, and threads that work on one head follow each other from tile to tile.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from polyattn.plugin import Span
+from polyattn_numpy.blocks import Piece
+
+__all__ = ["Turn", "Turns"]
+
+# Seconds between two looks at what a piece waits for: little beside the work on a tile.
+PAUSE = 5e-5
+
+
+class Turns:
+    """How far each piece has come, and which pieces share a sum.
+
+    Plain lists, which threads read and write without a lock: no interrupt can leave them locked.
+    """
+
+    def __init__(
+        self,
+        cut: Sequence[Piece],
+        by_key: Iterable[Iterable[Hashable]],
+        by_row: Iterable[Iterable[Hashable]],
+        check: Callable[[], None],
+    ) -> None:
+        """Take the names of the sums to which each piece adds by tile, and at its end."""
+        self.cut, self.check = cut, check
+        # The first key that each piece may still add.
+        self.reached = [-math.inf] * len(cut)
+        self._by_key, self._by_row = _groups(by_key), _groups(by_row)
+
+    def begin(self, number: int) -> Turn:
+        """Return the turn of a piece. All pieces before it must have begun."""
+        by_key, by_row = (
+            [
+                other
+                for group in groups[number]
+                for other in group
+                if other < number and self.reached[other] < math.inf
+            ]
+            for groups in (self._by_key, self._by_row)
+        )
+        return Turn(self, number, by_key, by_row)
+
+
+class Turn:
+    """The turn of a piece to add to its sums."""
+
+    def __init__(self, turns: Turns, number: int, by_key: list[int], by_row: list[int]) -> None:
+        self._turns, self._number = turns, number
+        self._by_key, self._by_row = by_key, by_row
+
+    def wait_for_keys(self, columns: Span) -> None:
+        """Return once the pieces before have added some keys to the sums that they share."""
+        for other in self._by_key:
+            own = self._turns.cut[other].columns
+            if own.start < columns.stop and columns.start < own.stop:
+                self._wait_for(other, columns.stop)
+
+    def wait_for_rows(self) -> None:
+        """Return once the pieces before have ended with which a sum by row is shared."""
+        for other in self._by_row:
+            self._wait_for(other, math.inf)
+
+    def reach(self, column: float) -> None:
+        """Say that the piece will add no key before one; infinity means that it ends."""
+        self._turns.reached[self._number] = column
+
+    def _wait_for(self, other: int, column: float) -> None:
+        while self._turns.reached[other] < column:
+            self._turns.check()
+            time.sleep(PAUSE)
+
+
+def _groups(names: Iterable[Iterable[Hashable]]) -> list[list[list[int]]]:
+    """Return for each piece the groups that share a sum, each as the numbers of its pieces."""
+    named = [list(one) for one in names]
+    groups: dict[Hashable, list[int]] = {}
+    for number, own in enumerate(named):
+        for name in own:
+            groups.setdefault(name, []).append(number)
+    return [[groups[name] for name in own if len(groups[name]) > 1] for own in named]

@@ -1,0 +1,220 @@
+"""Which calls autograd records as one step, and the step of a kernel that has derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from polyattn.plugin import (
+    Backend,
+    Expression,
+    Gradients,
+    Indices,
+    Kernel,
+    Operands,
+    Problem,
+    Score,
+    Span,
+)
+from polyattn_torch.autograd import (
+    Optionals,
+    Tensors,
+    apply,
+    in_transform,
+    is_recorded,
+    moved_along,
+)
+
+__all__ = ["KernelStep", "run_step", "step_of"]
+
+#: The operands that may have a gradient, in the order of `Gradients`.
+_ARRAYS = ("query", "key", "value", "bias", "sinks")
+_EXPRESSIONS = ("score_mod", "similarity")
+
+
+class Slot(NamedTuple):
+    """The place of a tensor among those of a step; an array to `Expression.map`."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class KernelStep:
+    """A call of a kernel that has `backward` and `jvp`.
+
+    Parameters
+    ----------
+    kernel, problem, backend
+        The call.
+    template : Operands
+        Its operands, with slots in place of tensors.
+    """
+
+    def __init__(
+        self, kernel: Kernel, problem: Problem, backend: Backend, template: Operands
+    ) -> None:
+        self._kernel, self._backend, self._template = kernel, backend, template
+        # What is recorded is the step, so the kernel may write in place.
+        self.problem = problem._replace(
+            features=problem.features | {"logsumexp"}, requires_grad=False
+        )
+
+    def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
+        """Return output and logsumexp."""
+        problem = self._problem(by_operations)
+        output, logsumexp = self._kernel(problem, self._operands(tensors), self._backend)
+        assert logsumexp is not None
+        return output, logsumexp
+
+    def gradients(
+        self,
+        tensors: Tensors,
+        results: Tensors,
+        of_results: Optionals,
+        wanted: Sequence[bool],
+        *,
+        by_operations: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the gradients of the tensors that are wanted, in their dtypes."""
+        output, logsumexp = results
+        operands = self._operands(tensors)._replace(
+            output=output,
+            known_logsumexp=logsumexp,
+            output_gradient=of_results[0],
+            logsumexp_gradient=of_results[1],
+        )
+        problem = self._problem(by_operations)
+        problem = problem._replace(
+            features=problem.features - {"logsumexp"} | {"backward"},
+            constants=frozenset(self._constants(wanted)),
+        )
+        found = self._by_slot(self._kernel.backward(problem, operands, self._backend))
+        return tuple([found[n].to(x.dtype) for n, x in enumerate(tensors) if wanted[n]])
+
+    def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
+        """Return the tangents of output and logsumexp, in their dtypes."""
+        output, logsumexp = results
+        named = {
+            f"{name}_tangent": moved[slot.index]
+            for name in _ARRAYS
+            if isinstance(slot := getattr(self._template, name), Slot)
+        }
+        rest = [n for n, one in enumerate(moved) if one is not None]
+        if len(rest) > sum(one is not None for one in named.values()):  # those of expressions
+            return moved_along(
+                lambda tensors: tuple(self.result(tensors, by_operations=True)), [tensors], [moved]
+            )
+        operands = self._operands(tensors)._replace(
+            output=output, known_logsumexp=logsumexp, **named
+        )
+        by_output, by_logsumexp = self._kernel.jvp(
+            self._problem(by_operations=True), operands, self._backend
+        )
+        assert by_logsumexp is not None
+        return by_output.to(output.dtype), by_logsumexp.to(logsumexp.dtype)
+
+    def _problem(self, by_operations: bool) -> Problem:
+        if not by_operations and (torch.compiler.is_compiling() or not in_transform()):
+            return self.problem
+        return self.problem._replace(transforms=self.problem.transforms | {"grad", "jvp"})
+
+    def _operands(self, tensors: Tensors) -> Operands:
+        def filled(_: str, thing: Any) -> Any:
+            return tensors[thing.index] if isinstance(thing, Slot) else thing
+
+        return _changed(self._template, filled)
+
+    def _constants(self, wanted: Sequence[bool]) -> list[str]:
+        return [
+            name
+            for name in _ARRAYS
+            if isinstance(slot := getattr(self._template, name), Slot) and not wanted[slot.index]
+        ]
+
+    def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for name in _ARRAYS:
+            slot = getattr(self._template, name)
+            if isinstance(slot, Slot):
+                found[slot.index] = getattr(gradients, name)
+        for name in _EXPRESSIONS:
+            expression = getattr(self._template, name)
+            if isinstance(expression, Expression):
+                slots = [slot for _, slot in expression.carried() if isinstance(slot, Slot)]
+                for slot, gradient in zip(slots, getattr(gradients, name), strict=True):
+                    found[slot.index] = gradient
+        return found
+
+
+def step_of(
+    kernel: Kernel, problem: Problem, x: Operands, backend: Backend
+) -> tuple[KernelStep, list[torch.Tensor], bool] | None:
+    """Return the step of a call, its tensors and whether it asks for a logsumexp.
+
+    None for a call that autograd does not record, or records operation by operation.
+    """
+    if not is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
+        return None
+    if problem.normalizer is not None or _needs_operations(problem, x, backend):
+        return None
+    tensors: list[torch.Tensor] = []
+
+    def slot(_: str, thing: Any) -> Any:
+        if not isinstance(thing, torch.Tensor):
+            return thing
+        tensors.append(thing)
+        return Slot(len(tensors) - 1, tuple(thing.shape), thing.dtype)
+
+    template = _changed(x, slot)
+    step = KernelStep(kernel, problem, backend, template)
+    return step, tensors, "logsumexp" in problem.features
+
+
+def run_step(
+    step: KernelStep, tensors: Tensors, has_logsumexp: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what the kernel of a step returns."""
+    output, logsumexp = apply(step, tensors)
+    return output, logsumexp if has_logsumexp else None
+
+
+def _changed(x: Operands, change: Any) -> Operands:
+    """Return operands with each tensor or slot replaced by `change(name, it)`."""
+    return Operands(*[
+        field.map(change) if isinstance(field, Expression) else change(name, field)
+        for name, field in zip(x._fields, x, strict=True)
+    ])  # fmt: skip
+
+
+def _needs_operations(problem: Problem, x: Operands, backend: Backend) -> bool:
+    """Return whether a function must be differentiated operation by operation."""
+    if problem.features.isdisjoint(("mask_mod", "score_mod")):
+        return False
+    if problem.transforms or problem.traced or torch.compiler.is_compiling():
+        return True  # what it closes over may be transformed too
+    if "score_mod" not in problem.features:
+        return False
+    return _lacks_derivative(x.score_mod) or _closes_over_a_graph(problem, x, backend)
+
+
+def _lacks_derivative(rule: Any) -> bool:
+    """Return whether a score expression has a function without its derivative."""
+    if not isinstance(rule, Score):
+        return False
+    names = [name for name, _ in rule.carried()]
+    return names.count("rule") > names.count("derivative")
+
+
+def _closes_over_a_graph(problem: Problem, x: Operands, backend: Backend) -> bool:
+    """Return whether a score function makes a score with a graph of one without."""
+    rule = x.score_mod
+    if isinstance(rule, Score):
+        rule = rule.map(lambda _, x: x.detach() if isinstance(x, torch.Tensor) else x)
+    x = x._replace(score_mod=rule)
+    dtype = getattr(torch, problem.accumulator)
+    score = x.query.new_zeros((*problem.batch, problem.heads, 1, 1), dtype=dtype)
+    at = Indices(problem, backend.xp, x, Span(0, 1), Span(0, 1))
+    return bool(at.modified(score).requires_grad)

@@ -1,0 +1,284 @@
+"""Let HIPS autograd differentiate attention of NumPy arrays.
+
+autograd records operations on boxes around arrays. A call of attention is one operation to it: it
+runs on the arrays, on the kernel that would run without autograd, and its derivatives are those of
+`attention_backward` and `attention_jvp`. What no kernel differentiates is computed by the formula,
+`dense`, on the boxes themselves: derivatives of derivatives, weights, and functions in
+``score_mod`` that read boxes.
+
+Importing this module is not needed: the first box that polyattn meets imports it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from autograd.builtins import tuple as recorded_tuple
+from autograd.core import make_jvp, make_vjp
+from autograd.extend import defjvp_argnums, defvjp_argnums, primitive, vspace
+from autograd.tracer import getval, isbox
+
+from polyattn.arrays import Array, Library, RecordedError, facts_of, is_array, quiet
+from polyattn.expressions.expression import Expression, has_function
+from polyattn.expressions.scores import Chain, Function, Score, as_score
+from polyattn.integrations import autograd_functions
+from polyattn.kernels.dense import Dense
+from polyattn.plugin import Backend, Gradients, Operands
+
+__all__ = ["LIBRARY"]
+
+#: The operands that have a gradient; `score_mod` and `similarity` have one for each array in them.
+ARRAYS = ("query", "key", "value", "bias", "sinks")
+EXPRESSIONS = ("score_mod", "similarity")
+RESULTS = ("output", "known_logsumexp", "output_gradient", "logsumexp_gradient")
+TANGENTS = tuple([f"{name}_tangent" for name in ARRAYS])
+
+
+class Recorder:
+    """What autograd's boxes need of polyattn."""
+
+    def value(self, box: Any) -> Array:
+        """Return the array in a box."""
+        return getval(box)
+
+    def run(self, plan: Any, operands: Operands) -> tuple[Array, Array | None]:
+        """Run a plan as one operation, or by the formula on the boxes."""
+        problem = plan.placement.problem
+        if operands.value is None:  # of weights
+            return _on_boxes(plan.kernel, problem, operands)
+        if "jvp" in problem.features:
+            return _on_boxes(Dense().jvp, problem, operands)
+        call = _Recorded(plan, operands)
+        try:
+            result = _attention(call, *call.arrays)
+        except RecordedError:  # a function reads boxes that are no argument
+            return _on_boxes(Dense(), problem, operands)
+        return (result[0], result[1]) if call.is_pair else (result, None)
+
+    def run_backward(self, plan: Any, operands: Operands) -> Gradients:
+        """Compute gradients by the formula on the boxes."""
+        found: Gradients = _on_boxes(Dense().backward, plan.placement.problem, operands)
+        return found
+
+
+# ---- functions in score_mod --------------------------------------------------------------------
+
+# Kernels call functions from several threads, and autograd counts its traces without a lock.
+_one_at_a_time = threading.RLock()
+
+
+def _with_derivatives(plan: Any, operands: Operands) -> tuple[Any, Operands]:
+    """Return a call whose functions in ``score_mod`` know their derivatives, by autograd."""
+    given = operands.score_mod
+    if given is None or not has_function(as_score(given).spec(facts_of)):
+        return plan, operands
+    score_mod = _differentiable(as_score(given))
+    placement = plan.placement
+    problem = placement.problem._replace(
+        features=placement.problem.features | {"score_expression"},
+        score_spec=score_mod.spec(facts_of),
+    )
+    plan = plan._replace(placement=placement._replace(problem=problem))
+    return plan, operands._replace(score_mod=score_mod)
+
+
+def _differentiable(score_mod: Score) -> Score:
+    if isinstance(score_mod, Chain):
+        return Chain(tuple(map(_differentiable, score_mod.parts)))
+    if isinstance(score_mod, Function) and score_mod.derivative is None:
+        return Function(score_mod.rule, _derivative_of(score_mod.rule))
+    return score_mod
+
+
+def _derivative_of(rule: Any) -> Any:
+    def derivative(scores: Array, *indices: Array) -> Array:
+        with _one_at_a_time:
+            # Each result is a function of one score; autograd warns where it is a constant.
+            pullback, _ = make_vjp(lambda s: rule(s, *indices) + 0 * s, scores)
+            return pullback(np.ones_like(scores))
+
+    return derivative
+
+
+# ---- operations on boxes -----------------------------------------------------------------------
+
+
+def _on_boxes(function: Any, problem: Any, operands: Operands) -> Any:
+    """Call a kernel of the array API on boxes, so that autograd records each of its operations."""
+    problem = problem._replace(
+        library="numpy", device="cpu", requires_grad=True, traced=True, converted=False
+    )
+    with quiet("numpy"):
+        return function(problem, operands, Backend(autograd_functions))
+
+
+def _unboxed(mask: Any) -> Any:
+    """Return a mask without boxes: it has no gradient."""
+    if isinstance(mask, Expression):
+        return mask.map(lambda _, x: getval(x))
+    return getval(mask)
+
+
+# ---- a call as one operation -------------------------------------------------------------------
+
+
+class _Recorded:
+    """A call: its plan, its operands, and the arrays among them that have gradients."""
+
+    def __init__(self, plan: Any, operands: Operands) -> None:
+        self.plan = plan
+        self.is_pair = "logsumexp" in plan.placement.problem.features
+        self.logsumexp: Array | None = None  # of the last run
+        self._operands = operands._replace(
+            mask=_unboxed(operands.mask),
+            query_offset=getval(operands.query_offset),
+            seed=getval(operands.seed),
+        )
+        self.names: list[str] = []
+        self.arrays: list[Any] = []
+        for name in (*ARRAYS, *EXPRESSIONS):
+            operand = getattr(operands, name)
+            carries = isinstance(operand, Expression)
+            found = [x for _, x in operand.carried()] if carries else [operand]
+            arrays = [x for x in found if is_array(x)]
+            self.names += [name] * len(arrays)
+            self.arrays += arrays
+
+    def operands(self, arrays: Sequence[Array], **others: Any) -> Operands:
+        """Return the operands with these in place of the arrays that have gradients."""
+        rest = iter(arrays)
+        changed: dict[str, Any] = {}
+        for name in dict.fromkeys(self.names):
+            if name in ARRAYS:
+                changed[name] = next(rest)
+            else:
+                expression = getattr(self._operands, name)
+                changed[name] = expression.map(lambda _, x: next(rest) if is_array(x) else x)
+        return self._operands._replace(**changed, **others)
+
+    def by_formula(self, *arrays: Any) -> Any:
+        """Return the result by the formula, in operations that autograd knows."""
+        problem = self.plan.placement.problem
+        output, logsumexp = _on_boxes(Dense(), problem, self.operands(arrays))
+        return recorded_tuple((output, logsumexp)) if self.is_pair else output
+
+    def forward(self, arrays: Sequence[Array]) -> Any:
+        """Run the plan; keep the logsumexp if its kernel computes one."""
+        operands, softmax = self.operands(arrays), self.plan.placement.problem.normalizer is None
+        plan = _able(self.plan, "logsumexp")
+        self.logsumexp = None
+        if softmax and plan.kernel is self.plan.kernel:
+            output, self.logsumexp = plan.run(operands)
+        else:
+            output, _ = self.plan.run(operands)
+            if softmax:
+                _, self.logsumexp = plan.run(operands)
+        return (output, self.logsumexp) if self.is_pair else output
+
+    def derivative(
+        self, feature: str, arrays: Sequence[Array], output: Any, **given: Array | None
+    ) -> Any:
+        """Run the backward pass or a directional derivative, from the result of `forward`."""
+        operands = self.operands(
+            arrays,
+            output=output[0] if self.is_pair else output,
+            known_logsumexp=self.logsumexp,
+            **given,
+        )
+        plan, operands = _with_derivatives(self.plan, operands)
+        moved = plan.placement.moved
+        if "query" in moved:
+            moved |= {n for n in (*RESULTS, *TANGENTS) if getattr(operands, n) is not None}
+        plan = plan._replace(placement=plan.placement._replace(moved=moved))
+        plan = _able(plan, feature)
+        return plan.run_backward(operands) if feature == "backward" else plan.run(operands)
+
+
+def _able(plan: Any, feature: str) -> Any:
+    """Return the plan with one feature more, by its kernel or by the first that has it."""
+    placement = plan.placement
+    problem = placement.problem
+    problem = problem._replace(features=problem.features | {feature})
+    # The array-API kernels at the end of the list compute everything.
+    kernel = next(
+        kernel
+        for kernel in (plan.kernel, *placement.kernels)
+        if problem.features <= kernel.features and not kernel.reasons_against(problem)
+    )
+    return plan._replace(kernel=kernel, placement=placement._replace(problem=problem))
+
+
+@primitive
+def _attention(call: _Recorded, *arrays: Array) -> Any:
+    """Return the output, or output and logsumexp if the call asks for both."""
+    return call.forward(arrays)
+
+
+def _pullback(argnums: Sequence[int], output: Any, arguments: Any, _: Any) -> Any:
+    call, *arrays = arguments
+
+    def pullback(gradient: Any) -> list[Any]:
+        given = tuple(gradient) if call.is_pair else (gradient, None)
+        if any(map(isbox, (*given, *arrays))):
+            # The gradients are differentiated: by the formula, which autograd differentiates again.
+            with quiet("numpy"):
+                found = make_vjp(lambda x: call.by_formula(*x), tuple(arrays))[0](gradient)
+        else:
+            found = _gradients(call, arrays, output, *given)
+        return [found[n - 1] for n in argnums]
+
+    return pullback
+
+
+def _gradients(
+    call: _Recorded,
+    arrays: Sequence[Array],
+    output: Any,
+    output_gradient: Array,
+    logsumexp_gradient: Array | None,
+) -> list[Array]:
+    """Return the gradients of all arrays of a call, by a kernel."""
+    dtype = call.plan.placement.problem.accumulator
+    given = {
+        name: None if array is None else np.asarray(array, dtype)
+        for name, array in (
+            ("output_gradient", output_gradient), ("logsumexp_gradient", logsumexp_gradient)
+        )
+    }  # fmt: skip
+    found = call.derivative("backward", arrays, output, **given)
+    listed: list[Any] = []
+    for name in dict.fromkeys(call.names):
+        gradient = getattr(found, name)
+        listed += gradient if name in EXPRESSIONS else [gradient]
+    return [np.asarray(g, x.dtype) for g, x in zip(listed, arrays, strict=True)]
+
+
+def _pushforward(
+    argnums: Sequence[int], given: Sequence[Any], output: Any, arguments: Any, _: Any
+) -> Any:
+    call, *arrays = arguments
+    names = [call.names[n - 1] for n in argnums]
+    if any(map(isbox, (*given, *arrays))) or not set(names) <= set(ARRAYS):
+        tangents = [vspace(x).zeros() for x in arrays]
+        for n, tangent in zip(argnums, given, strict=True):
+            tangents[n - 1] = tangent
+        with quiet("numpy"):
+            return make_jvp(lambda x: call.by_formula(*x), tuple(arrays))(tuple(tangents))[1]
+    moved = {
+        f"{name}_tangent": np.asarray(tangent, arrays[n - 1].dtype)
+        for n, name, tangent in zip(argnums, names, given, strict=True)
+    }
+    tangent, of_logsumexp = call.derivative("jvp", arrays, output, **moved)
+    whole = output[0] if call.is_pair else output
+    tangent = np.asarray(tangent, whole.dtype)
+    return (tangent, of_logsumexp) if call.is_pair else tangent
+
+
+defvjp_argnums(_attention, _pullback)
+defjvp_argnums(_attention, _pushforward)
+
+#: The library of autograd's boxes: NumPy, with functions that know their derivatives.
+LIBRARY = Library("numpy", autograd_functions, recorder=Recorder())

@@ -1,0 +1,434 @@
+"""The gradients of NumPy's own kernel: those of the textbook, in the same bits on any threads."""
+
+import math
+import threading
+import time
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import (
+    Gradients,
+    attention,
+    attention_backward,
+    attention_partial,
+    masks,
+    scores,
+)
+from polyattn_numpy import backward as backward_module
+from polyattn_numpy import blocks
+from polyattn_numpy.tiled import Tiled
+
+B, H, G, L, S, D, E = 2, 4, 2, 130, 150, 8, 12
+RNG = np.random.default_rng(11)
+ROWS, KEYS = np.arange(L)[:, None] + S - L, np.arange(S)
+HEADS, ITEMS = np.arange(H)[:, None, None], np.arange(B)[:, None, None, None]
+IDS = np.sort(RNG.integers(0, 3, (B, L))), np.sort(RNG.integers(0, 3, (B, S)))
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+
+
+def randn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def of_tiles(tile):
+    kernel = Tiled()
+    kernel.tile = tile
+    return kernel
+
+
+# ---- the textbook ------------------------------------------------------------------------------
+
+
+def textbook(query, key, value, output_gradient, logsumexp_gradient, **options):
+    """Return gradients by torch: `seen` and `kept` are arrays, `rule` a function of the scores."""
+    given = {"query": query, "key": key, "value": value} | {
+        name: np.asarray(options[name]) for name in ("bias", "sinks", "scale", "softcap", "array")
+        if options.get(name) is not None
+    }  # fmt: skip
+    given.setdefault("scale", np.asarray(query.shape[-1] ** -0.5))
+    x = {name: torch.tensor(array, dtype=torch.float64) for name, array in given.items()}
+    for tensor in x.values():
+        tensor.requires_grad_()
+    groups = query.shape[-3] // key.shape[-3]
+    k, v = (x[name].repeat_interleave(groups, -3) for name in ("key", "value"))
+    similar = options.get("similar", lambda q, k: q @ k.mT)
+    s = x["scale"] * similar(x["query"], k)
+    if "softcap" in x:
+        s = x["softcap"] * torch.tanh(s / x["softcap"])
+    s = options.get("rule", lambda s, array: s)(s, x.get("array"))
+    seen = torch.tensor(options.get("seen", True))
+    if "bias" in x:
+        s, seen = s + x["bias"], seen & (x["bias"] != -math.inf)
+    s = torch.where(seen, s, -math.inf)
+    if "sinks" in x:
+        s = torch.cat([s, x["sinks"][:, None, None].expand(*s.shape[:-1], 1)], -1)
+    logsumexp = torch.logsumexp(s, -1)
+    logsumexp = torch.where(logsumexp == -math.inf, 0, logsumexp)
+    weights = torch.exp(s - logsumexp[..., None])[..., : key.shape[-2]]
+    output = (weights * torch.tensor(options.get("kept", 1.0))) @ v
+    loss = output * torch.tensor(output_gradient), logsumexp * torch.tensor(logsumexp_gradient)
+    (loss[0].sum() + loss[1].sum()).backward()
+    return {name: tensor.grad.numpy() for name, tensor in x.items()}
+
+
+def arrays(shapes=None):
+    shapes = shapes or [(B, H, L, D), (B, G, S, D), (B, G, S, E)]
+    return [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def backward(qkv, kernel, gradients=None, **options):
+    """Return a Partial and its gradients by a kernel, and the gradients that they are of."""
+    partial = attention_partial(*qkv, kernel=kernel, **options)
+    of_output, of_logsumexp = gradients or (
+        randn(*partial.output.shape, seed=8),
+        randn(*partial.logsumexp.shape, seed=9),
+    )
+    found = attention_backward(
+        *qkv, partial, of_output, logsumexp_gradient=of_logsumexp, kernel=kernel, **options
+    )
+    return found, (of_output, of_logsumexp)
+
+
+def assert_same(found, want, limit=1e-12):
+    for name, gradient in want.items():
+        got = getattr(found, name)
+        assert got.shape == gradient.shape, name
+        assert np.abs(got - gradient).max() <= limit * np.abs(gradient).max(), name
+
+
+def of_slopes(s, slopes):
+    return s - slopes[:, None, None] * torch.tensor(abs(KEYS - ROWS))
+
+
+def distance(q, k):
+    return -torch.cdist(q, k, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+CAUSAL, RANDOM = KEYS <= ROWS, RNG.random((B, H, L, S)) > 0.7
+BIAS = randn(H, L, S, seed=5)
+BIAS[:, 3, 40:] = BIAS[:, 20] = -math.inf
+#: The options of a call, and those of the textbook where they differ.
+FEATURES = {
+    "plain": ({}, {}),
+    "scale": ({"scale": -0.3}, {}),
+    "scale of 0": ({"scale": 0.0}, {}),
+    "causal": ({"is_causal": True}, {"seen": CAUSAL}),
+    "offset": ({"is_causal": True, "query_offset": -9}, {"seen": KEYS <= ROWS - (S - L) - 9}),
+    "offset by item": (
+        {"is_causal": True, "query_offset": np.array([-30, 90])},
+        {"seen": (ROWS - (S - L) + np.array([-30, 90])[:, None, None] >= KEYS)[:, None]},
+    ),
+    "window": ({"window": (20, 5)}, {"seen": (KEYS >= ROWS - 20) & (KEYS <= ROWS + 5)}),
+    "mask": ({"mask": RANDOM[0, 0]}, {"seen": RANDOM[0, 0]}),
+    "mask by head and item": ({"mask": RANDOM}, {"seen": RANDOM}),
+    "mask function": (
+        {"mask": lambda b, h, i, j: (i + j + b + h) % 3 > 0},
+        {"seen": (ROWS - S + L + KEYS + HEADS + ITEMS) % 3 > 0},
+    ),
+    "segments": (
+        {"mask": masks.segments(*IDS), "is_causal": True},
+        {"seen": (CAUSAL & (IDS[0][:, :, None] == IDS[1][:, None, :]))[:, None]},
+    ),
+    "softcap": ({"softcap": 1.5}, {}),
+    "sinks": ({"sinks": randn(H, seed=6)}, {}),
+    "bias with absent keys": ({"bias": BIAS}, {}),
+    "alibi": ({"score_mod": scores.alibi(SLOPES.numpy())}, {"rule": of_slopes, "array": SLOPES}),
+    "function": (
+        {"score_mod": scores.function(lambda s, b, h, i, j: s * s, lambda s, b, h, i, j: 2 * s)},
+        {"rule": lambda s, array: s * s},
+    ),
+    "distance": ({"similarity": scores.distance(), "scale": 0.5}, {"similar": distance}),
+    "all": (
+        {"is_causal": True, "window": (90, None), "mask": RANDOM[:, :1], "bias": BIAS[0, :, :1],
+         "softcap": 2.0, "sinks": randn(H, seed=6), "scale": 0.7,
+         "score_mod": scores.alibi(SLOPES.numpy())},
+        {"seen": CAUSAL & (KEYS >= ROWS - 90) & RANDOM[:, :1], "rule": of_slopes, "array": SLOPES},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tile", [2**18, 2**12])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gradients_are_those_of_the_textbook(feature, tile):
+    options, others = FEATURES[feature]
+    qkv = arrays()
+    found, gradients = backward(qkv, of_tiles(tile), **options)
+    want = textbook(*qkv, *gradients, **options | others)
+    if "array" in want:
+        np.testing.assert_allclose(found.score_mod.slopes, want.pop("array"), rtol=1e-12)
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(), (S,), (L, 1), (L, S), (H, 1, 1), (B, 1, L, S), (B, 1, 1, S), (1, H, L, 1), (B, H, L, S)],
+    ids=str,
+)
+def test_a_bias_of_any_shape(shape):
+    bias, qkv = randn(*shape, seed=5), arrays()
+    for tile in (2**18, 2**12):
+        found, gradients = backward(qkv, of_tiles(tile), bias=bias)
+        assert_same(found, textbook(*qkv, *gradients, bias=bias))
+
+
+def test_dropout():
+    options = {"dropout": (0.3, 7), "is_causal": True}
+    qkv = arrays()
+    # The output is the weights where the values are unit vectors.
+    kept = attention(*qkv[:2], np.broadcast_to(np.eye(S), (B, G, S, S)), **options) != 0
+    for tile in (2**18, 2**12):
+        found, gradients = backward(qkv, of_tiles(tile), **options)
+        assert_same(found, textbook(*qkv, *gradients, seen=CAUSAL, kept=kept / 0.7))
+
+
+@pytest.mark.parametrize("lead", [[(3, 2), (2,), (3, 1)], [(2,), (3, 2), ()], [(), (1, 2), (3, 1)]])
+def test_batch_axes_that_broadcast(lead):
+    shapes = [(*b, *s) for b, s in zip(lead, [(H, 90, D), (G, 70, D), (G, 70, E)], strict=True)]
+    qkv, bias = arrays(shapes), randn(3, 1, 1, 90, 70, seed=4)
+    if max(map(len, lead)) == 1:
+        bias = bias[0]
+    for tile in (2**18, 2**12):
+        found, gradients = backward(qkv, of_tiles(tile), bias=bias)
+        assert_same(found, textbook(*qkv, *gradients, bias=bias))
+
+
+def test_few_rows_of_many_keys_are_cut_by_keys():
+    qkv = arrays([(1, 2, 3, D), (1, 2, 200, D), (1, 2, 200, E)])
+    bias = randn(3, 1, seed=5)
+    for options, others in (
+        ({}, {}),
+        ({"window": (150, 0)}, {"seen": np.arange(200) >= np.arange(197, 200)[:, None] - 150}),
+    ):
+        options = options | {"bias": bias}
+        found, gradients = backward(qkv, of_tiles(2**10), **options)
+        if "window" in options:
+            others = {"seen": others["seen"] & (np.arange(200) <= np.arange(197, 200)[:, None])}
+        assert_same(found, textbook(*qkv, *gradients, **options | others))
+
+
+@pytest.fixture
+def many_pieces(monkeypatch):
+    """Let small calls use several threads and many pieces."""
+    monkeypatch.setattr(backward_module, "THREAD_WORK", 2**10)
+    monkeypatch.setattr(blocks, "PIECE_WORK", 2**18)
+    blocks.pieces.cache_clear()
+    yield
+    blocks.pieces.cache_clear()
+
+
+# ---- bits --------------------------------------------------------------------------------------
+
+
+def bits(found):
+    flat = [found.query, found.key, found.value, found.bias, found.sinks, found.scale]
+    return [x.tobytes() for x in flat if x is not None]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"bias": BIAS[0]},
+        {"bias": BIAS[:, :1]},
+        {"mask": RANDOM},
+        {"sinks": BIAS[:, 0, 0]},
+        {"score_mod": scores.alibi(SLOPES.numpy())},
+    ],
+    ids=lambda options: "".join(options),
+)
+@pytest.mark.parametrize("broadcast", [False, True], ids=["", "one key for all items"])
+def test_any_number_of_threads_gives_the_same_bits(options, broadcast, many_pieces):
+    qkv = arrays([(B, H, L, D), (1 if broadcast else B, G, S, D), (B, G, S, E)])
+
+    def run(count):
+        with polyattn.use_threads(count):
+            return bits(backward(qkv, of_tiles(2**12), **options)[0])
+
+    one = run(1)
+    assert all(run(count) == one for count in (2, 5))
+
+
+def test_one_item_has_the_same_bits_alone(many_pieces):
+    qkv = arrays([(3, H, L, D), (3, G, S, D), (3, G, S, E)])
+    for options in ({}, {"is_causal": True}, {"mask": RANDOM[:1]}):
+        both, gradients = backward(qkv, of_tiles(2**12), **options)
+        for item in range(3):
+            own = [x[item : item + 1] for x in (*qkv, *gradients)]
+            alone, _ = backward(own[:3], of_tiles(2**12), own[3:], **options)
+            for one, among in zip(alone[:3], both[:3], strict=True):
+                assert one.tobytes() == among[item : item + 1].tobytes()
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_several_threads_work_and_add_in_one_order(many_pieces, heads):
+    seen = set()
+
+    def watch(b, h, i, j):
+        seen.add(threading.current_thread().name)
+        time.sleep(0.001)  # so that one thread cannot do it all before another wakes
+        return i >= j
+
+    qkv = arrays([(1, heads, 260, D), (1, heads, 260, D), (1, heads, 260, E)])
+    partial = attention_partial(*qkv, is_causal=True)
+
+    def run(count, bias):
+        seen.clear()
+        with polyattn.use_threads(count):
+            return bits(
+                attention_backward(
+                    *qkv, partial, qkv[2], mask=watch, bias=bias, kernel=of_tiles(2**12)
+                )
+            )
+
+    for shape in ((), (1, 260), (260, 260), (heads, 260, 260)):
+        bias = np.zeros(shape)
+        found = run(3, bias)
+        assert len(seen) > 1
+        assert found == run(1, bias)
+        assert len(seen) == 1
+
+
+def test_an_error_in_one_thread_stops_those_that_wait(many_pieces):
+    calls = []
+
+    def fails(b, h, i, j):
+        calls.append(1)
+        time.sleep(0.002)
+        if len(calls) == 30:
+            raise KeyError("in the middle")
+        return i >= j
+
+    qkv = arrays([(1, 1, 900, D), (1, 1, 900, D), (1, 1, 900, E)])
+    partial = attention_partial(*qkv, is_causal=True)
+    with polyattn.use_threads(3), pytest.raises(KeyError, match="in the middle"):
+        attention_backward(*qkv, partial, qkv[2], mask=fails, kernel=of_tiles(2**12))
+    made = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == made < 40
+
+
+# ---- what is hidden ----------------------------------------------------------------------------
+
+HIDDEN = 120  # the keys from here on hold NaN or infinity
+#: How they are hidden from all rows.
+HIDES = {
+    "window": {"window": (None, -30)},
+    "mask": {"mask": KEYS < HIDDEN},
+    "expression": {"mask": masks.prefix(HIDDEN)},
+    "function": {"mask": lambda b, h, i, j: j < HIDDEN + 0 * i},
+    "bias": {"bias": np.where(KEYS < HIDDEN, 0, -math.inf)},
+    "function of scores": {"score_mod": scores.function(
+        lambda s, b, h, i, j: np.where(j < HIDDEN, s, -np.inf),
+        lambda s, b, h, i, j: 1.0 * (j < HIDDEN),
+    )},
+    "softcap": {"mask": KEYS < HIDDEN, "softcap": 2.0},
+    "dropout": {"mask": KEYS < HIDDEN, "dropout": (0.2, 1)},
+    "alibi": {"mask": KEYS < HIDDEN, "score_mod": scores.alibi(H)},
+    "distance": {"mask": KEYS < HIDDEN, "similarity": scores.distance()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("option", HIDES)
+def test_hidden_poison_changes_no_bit(option, poison):
+    qkv, options = arrays(), HIDES[option]
+    if option == "window":
+        options = {"window": (None, 0), "query_offset": HIDDEN - L}
+    want, gradients = backward(qkv, of_tiles(2**12), **options)
+    qkv[1][:, :, HIDDEN:] = poison
+    qkv[2][:, :, HIDDEN + 9 :] = poison
+    found, _ = backward(qkv, of_tiles(2**12), gradients, **options)
+    assert bits(found) == bits(want)
+    assert not found.key[:, :, HIDDEN:].any()
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "poison"), [("key", math.nan), ("value", math.nan), ("value", math.inf)]
+)
+def test_poison_reaches_the_rows_that_see_it(poisoned, poison):
+    qkv = arrays()
+    want, gradients = backward(qkv, of_tiles(2**12), is_causal=True)
+    qkv[("query", "key", "value").index(poisoned)][:, :, HIDDEN] = poison
+    found, _ = backward(qkv, of_tiles(2**12), gradients, is_causal=True)
+    first = HIDDEN - (S - L)
+    assert found.query[:, :, :first].tobytes() == want.query[:, :, :first].tobytes()
+    assert np.isnan(found.query[:, :, first:]).all()
+    assert np.isnan(found.key[:, :, : HIDDEN + 1]).all()
+
+
+@pytest.mark.parametrize("options", [{"query_offset": -10}, {"mask": ROWS - S + L > 9}], ids=str)
+def test_rows_that_see_no_key_have_no_gradient(options):
+    qkv = arrays()
+    if "query_offset" in options:
+        options = options | {"is_causal": True}
+    found, (of_output, of_logsumexp) = backward(qkv, of_tiles(2**12), **options)
+    assert not found.query[:, :, :10].any()
+    qkv[0][:, :, :10] = of_output[:, :, :10] = of_logsumexp[:, :, :10] = math.nan
+    other, _ = backward(qkv, of_tiles(2**12), (of_output, of_logsumexp), **options)
+    assert bits(other) == bits(found)
+
+
+# ---- dtypes, memory, parts ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    qkv = [x.astype(dtype) for x in arrays()]
+    wide = [x.astype("float32") for x in qkv]
+    partial = attention_partial(*wide, kernel=of_tiles(2**12), is_causal=True)
+    of_output = randn(B, H, L, E, seed=8).astype(dtype)
+    given = partial, of_output.astype("float32")
+    want = attention_backward(*wide, *given, kernel=of_tiles(2**12), is_causal=True)
+    for into in (None, Gradients()):
+        found = attention_backward(
+            *qkv, partial, of_output, into=into, kernel=of_tiles(2**12), is_causal=True
+        )
+        for one, other in zip(found[:3], want[:3], strict=True):
+            assert one.tobytes() == other.astype(one.dtype).tobytes()
+        assert found.query.dtype == (dtype if into is None else "float32")
+
+
+def test_memory_is_for_a_few_tiles_beside_the_gradients():
+    qkv = [x.astype("float32") for x in arrays([(1, 1, 3000, 64)] * 3)]
+    partial = attention_partial(*qkv)
+    for options in ({}, {"is_causal": True}, {"bias": np.zeros((1, 3000), "float32")}):
+        tracemalloc.start()
+        with polyattn.use_threads(2):
+            attention_backward(*qkv, partial, qkv[2], **options)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        gradients = sum(x.nbytes for x in qkv)
+        assert peak < gradients + 12 * 2**20, options  # the scores have 36 MiB
+
+
+def test_shares_of_parts_of_the_keys_add_up():
+    qkv = query, key, value = arrays()
+    want, gradients = backward(qkv, of_tiles(2**12), sinks=BIAS[:, 0, 0])
+    partial = attention_partial(*qkv, sinks=BIAS[:, 0, 0])
+    found = [
+        attention_backward(
+            query, key[:, :, part], value[:, :, part], partial, gradients[0],
+            logsumexp_gradient=gradients[1], kernel=of_tiles(2**12)
+        )
+        for part in (slice(0, 37), slice(37, S))
+    ]  # fmt: skip
+    together = Gradients(
+        found[0].query + found[1].query,
+        *(np.concatenate([getattr(x, name) for x in found], 2) for name in ("key", "value")),
+    )
+    names = "query", "key", "value"
+    assert_same(together, {name: getattr(want, name) for name in names})
+
+
+@pytest.mark.parametrize("shape", [(0, S), (L, 0), (0, 0)])
+def test_no_rows_or_no_keys(shape):
+    qkv = arrays([(B, H, shape[0], D), (B, G, shape[1], D), (B, G, shape[1], E)])
+    found, gradients = backward(qkv, of_tiles(2**18), sinks=BIAS[:, 0, 0], bias=np.ones((H, 1, 1)))
+    assert not any(x.any() for x in (found.query, found.key, found.value, found.bias))
+    np.testing.assert_allclose(found.sinks, gradients[1].sum(axis=(0, 2)))
