@@ -14,7 +14,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_cupy import graphs, loading, plans
-from polyattn_cupy.gradients import gradients
+from polyattn_cupy.cudnn_gradients import gradients
 from polyattn_cupy.inputs import made_bias, ready
 from polyattn_cupy.problem_graphs import (
     band_of,

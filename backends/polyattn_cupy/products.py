@@ -35,6 +35,11 @@ class Matrices(NamedTuple):
         offset = matrix * self.step + row * self.pitch
         return self._replace(pointer=self.pointer + offset * SIZES[self.dtype])
 
+    def holding(self, dtype: str) -> Matrices:
+        """Return the stack of narrower numbers that fill the first part of each row."""
+        narrower = SIZES[self.dtype] // SIZES[dtype]
+        return Matrices(self.pointer, self.pitch * narrower, self.step * narrower, dtype)
+
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -60,28 +65,32 @@ def multiply(
     out: Matrices,
     shape: tuple[int, int, int, int],
     *,
-    transposed: bool = False,
+    transposed: str = "",
     factor: float = 1.0,
+    adds: bool = False,
 ) -> None:
-    """Write factor · x · y, or factor · x · yᵀ if `transposed`, to `out` for every matrix.
+    """Write factor · x · y to `out` for every matrix, or add it if `adds`.
 
-    `shape` is the number of matrices, the rows and columns of a product, and the length of its
-    sums. `factor` must not be 0, for which cuBLAS reads neither x nor y.
+    `transposed` names the factor that is transposed: "x", "y" or neither. `shape` is the number of
+    matrices, the rows and columns of a product, and the length of its sums. `factor` must not be 0,
+    for which cuBLAS reads neither x nor y.
     """
     count, rows, columns, inner = shape
     wide = out.dtype == "float64"
-    scalars = np.array([factor, 0], "float64" if wide else "float32")
-    one, zero = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
+    scalars = np.array([factor, float(adds)], "float64" if wide else "float32")
+    alpha, beta = scalars.ctypes.data, scalars.ctypes.data + scalars.itemsize
     cublas, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
     with _exact_math(cublas, handle):
         # cuBLAS stores matrices column by column, so it sees their transposes: outᵀ = yᵀ · xᵀ.
         cublas.gemmStridedBatchedEx(
-            handle, TRANSPOSE if transposed else NO_TRANSPOSE, NO_TRANSPOSE,
+            handle,
+            TRANSPOSE if transposed == "y" else NO_TRANSPOSE,
+            TRANSPOSE if transposed == "x" else NO_TRANSPOSE,
             columns, rows, inner,
-            one,
+            alpha,
             y.pointer, TYPES[y.dtype], y.pitch, y.step,
             x.pointer, TYPES[x.dtype], x.pitch, x.step,
-            zero,
+            beta,
             out.pointer, TYPES[out.dtype], out.pitch, out.step,
             count, COMPUTE_64F if wide else COMPUTE_32F, DEFAULT_ALGORITHM,
         )  # fmt: skip

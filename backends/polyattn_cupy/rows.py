@@ -1,4 +1,4 @@
-"""The CUDA kernel that turns scores into weights, compiled when it is first needed."""
+"""The CUDA kernels that turn scores into weights and gradients, compiled when first needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 import cupy
 import numpy as np
 
-__all__ = ["MOST_THREADS", "NO_HIGH", "NO_LOW", "OPTIONS", "ROWS", "SOURCE", "launch", "name_of"]
+__all__ = [
+    "MOST_THREADS",
+    "NO_HIGH",
+    "NO_LOW",
+    "OPTIONS",
+    "ROWS",
+    "SOURCE",
+    "gradient_name_of",
+    "launch",
+    "name_of",
+]
 
 SOURCE = Path(__file__).with_name("softmax.cu").read_text(encoding="utf-8")
 MOST_THREADS = 512
@@ -17,7 +27,10 @@ OPTIONS = ("-std=c++17", f"-DMOST_THREADS={MOST_THREADS}")
 # Band ends that hide nothing, and do not overflow when added to an index.
 NO_LOW, NO_HIGH = -(2**62), 2**62
 
-_POINTERS = ("scores", "logsumexp", "mask", "bias", "sinks", "offset")
+_POINTERS = (
+    *("scores", "logsumexp", "slopes", "delta", "cap_slopes"),
+    *("mask", "bias", "sinks", "offset"),
+)
 _STRIDES = ("item", "head", "row", "key")
 _COUNTS = ("pitch", "pair", "row", "key", "rows", "keys", "length", "groups", "group_size")
 # The struct `Rows` of the source. Fields that are not set are 0, and pointers null.
@@ -29,21 +42,31 @@ ROWS = np.dtype(
 )
 
 
+_CPP = {"float32": "float", "float64": "double"}
+
+
 def name_of(weight: str, bias: str) -> str:
     """Return the C++ name of the kernel for weights and a bias of these dtypes."""
-    cpp = {"float32": "float", "float64": "double"}
-    real = "double" if weight == "float64" else "float"
-    return f"softmax<{cpp.get(weight, weight)}, {real}, {cpp.get(bias, bias)}>"
+    return f"softmax<{_CPP.get(weight, weight)}, {_real(weight)}, {_CPP.get(bias, bias)}>"
 
 
-def launch(rows: Any, blocks: int, weight: str, bias: str) -> None:
-    """Turn a record of `ROWS`, one thread block a row, into weights of dtype `weight`.
+def gradient_name_of(weight: str) -> str:
+    """Return the C++ name of the kernel for weights and gradients of this dtype."""
+    return f"softmax_gradient<{_CPP.get(weight, weight)}, {_real(weight)}>"
+
+
+def _real(weight: str) -> str:
+    return "double" if weight == "float64" else "float"
+
+
+def launch(rows: Any, blocks: int, name: str) -> None:
+    """Run a kernel on a record of `ROWS`, one thread block a row.
 
     The kernel is queued on the current device and stream. A weight must not be larger than a score.
     """
     keys = int(rows["keys"])
     threads = min(MOST_THREADS, max(64, 1 << (keys - 1).bit_length() >> 3))
-    kernel = _kernel(name_of(weight, bias), cupy.cuda.runtime.getDevice())
+    kernel = _kernel(name, cupy.cuda.runtime.getDevice())
     kernel((blocks,), (threads,), (rows,))
 
 

@@ -1,4 +1,4 @@
-"""Inputs with one batch axis, as cuBLAS and cuDNN need them, and uninitialized results."""
+"""Inputs with one batch axis, as cuBLAS and cuDNN need them, and the shapes of results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cupy
 
 from polyattn.plugin import Array, Problem
 
-__all__ = ["empty_result", "one_batch_axis", "with_score_axes"]
+__all__ = ["empty_result", "one_batch_axis", "summed", "with_score_axes"]
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
@@ -38,3 +38,19 @@ def with_score_axes(problem: Problem, array: Array) -> Array:
     if math.prod(array.shape[:-3]) > 1:
         array = cupy.broadcast_to(array, (*problem.batch, *last))
     return array.reshape(-1, *last)
+
+
+def summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Return a gradient in the shape of its argument, which was broadcast."""
+    items, *rest = gradient.shape
+    batch = (1,) * len(problem.batch) if items == 1 else problem.batch
+    gradient = gradient.reshape(*batch, *rest)
+    extra = gradient.ndim - len(shape)
+    axes = [
+        axis
+        for axis, length in enumerate(gradient.shape)
+        if length != 1 and (axis < extra or shape[axis - extra] == 1)
+    ]
+    if axes:
+        gradient = gradient.sum(axis=tuple(axes), keepdims=True)
+    return gradient.reshape(shape)

@@ -1,8 +1,9 @@
-// Steps 2 to 7 of the formula on a block of rows of scores: one thread block a row.
+// Steps 2 to 7 of the formula on a block of rows of scores, and their gradients: one thread block a
+// row.
 //
-// Weights replace the scores in memory. Weights of 16 bits fill the first half of their row, so all
-// threads must have read their scores before one of them writes: hence the __syncthreads() of the
-// last loop.
+// Weights replace the scores in memory, and gradients of scores those of weights. Numbers of 16 bits
+// fill the first half of their row, so all threads must have read theirs before one of them writes:
+// hence the __syncthreads() of the last loop.
 
 typedef long long integer;
 
@@ -42,6 +43,9 @@ struct Strides {
 struct Rows {
     void *scores;           // as many rows as the grid has blocks
     void *logsumexp;        // of the whole call, (items, heads, length), or null
+    void *slopes;           // of the weights, then of the scores, in rows like these; or null
+    const void *delta;      // of each row what is subtracted from the slopes of its weights, or null
+    void *cap_slopes;       // of the softcap, each row's share: (items, heads, length), or null
     const bool *mask;       // or null
     const void *bias;       // or null
     const void *sinks;      // one per head, or null
@@ -82,36 +86,57 @@ template <class Real> struct SoftmaxState {
     }
 };
 
-template <class Weight, class Real, class Bias> __global__ void softmax(const Rows x)
-{
-    const Real none = __uint_as_float(0xff800000);  // -inf: the score of an absent key
-    const integer pair = x.pair + blockIdx.x / x.rows, folded = x.row + blockIdx.x % x.rows;
-    const integer item = pair / x.groups;
-    const integer head = pair % x.groups * x.group_size + folded / x.length;
-    const integer i = folded % x.length;
-    const integer position = i + (x.offset ? x.offset[item] : 0);
+// What a thread block knows of its row.
+template <class Real, class Bias> struct Row {
+    const Rows &x;
+    integer item, head, i, position;
+    Real *scores, softcap, none;
+    const bool *mask;
+    const Bias *bias;
 
-    Real *scores = (Real *)x.scores + blockIdx.x * x.pitch;
-    const Strides m = x.mask_strides, b = x.bias_strides;
-    const bool *mask = x.mask ? x.mask + item * m.item + head * m.head + i * m.row : 0;
-    const Bias *bias = (const Bias *)x.bias;
-    bias = bias ? bias + item * b.item + head * b.head + i * b.row : 0;
-    const Real softcap = (Real)x.softcap;
+    __device__ Row(const Rows &rows) : x(rows)
+    {
+        none = __uint_as_float(0xff800000);  // -inf: the score of an absent key
+        const integer pair = x.pair + blockIdx.x / x.rows, folded = x.row + blockIdx.x % x.rows;
+        item = pair / x.groups;
+        head = pair % x.groups * x.group_size + folded / x.length;
+        i = folded % x.length;
+        position = i + (x.offset ? x.offset[item] : 0);
+        scores = (Real *)x.scores + blockIdx.x * x.pitch;
+        softcap = (Real)x.softcap;
+        const Strides m = x.mask_strides, b = x.bias_strides;
+        mask = x.mask ? x.mask + item * m.item + head * m.head + i * m.row : 0;
+        bias = (const Bias *)x.bias;
+        bias = bias ? bias + item * b.item + head * b.head + i * b.row : 0;
+    }
 
-    auto score = [&](integer column) -> Real {
+    // Its place in an array of a number for each row.
+    __device__ integer place() const
+    {
+        return (item * x.groups * x.group_size + head) * x.length + i;
+    }
+
+    __device__ Real score(integer column) const
+    {
         const integer j = x.key + column;
         if (j < position + x.low || j > position + x.high) return none;
-        if (mask && !mask[j * m.key]) return none;
+        if (mask && !mask[j * x.mask_strides.key]) return none;
         Real s = scores[column];
         if (softcap > 0) s = softcap * tanh(s / softcap);
         if (!bias) return s;
-        const Real added = (Real)bias[j * b.key];
+        const Real added = (Real)bias[j * x.bias_strides.key];
         return added == none ? none : s + added;
-    };
+    }
+};
+
+template <class Weight, class Real, class Bias> __global__ void softmax(const Rows x)
+{
+    const Row<Real, Bias> row(x);
+    const Real none = row.none;
 
     SoftmaxState<Real> mine = {none, 0};
-    if (x.sinks && threadIdx.x == 0) mine.add(((const Real *)x.sinks)[head], none);
-    for (integer j = threadIdx.x; j < x.keys; j += blockDim.x) mine.add(score(j), none);
+    if (x.sinks && threadIdx.x == 0) mine.add(((const Real *)x.sinks)[row.head], none);
+    for (integer j = threadIdx.x; j < x.keys; j += blockDim.x) mine.add(row.score(j), none);
 
     __shared__ Real tops[MOST_THREADS], sums[MOST_THREADS];
     tops[threadIdx.x] = mine.top, sums[threadIdx.x] = mine.sum;
@@ -127,19 +152,57 @@ template <class Weight, class Real, class Bias> __global__ void softmax(const Ro
     const Real top = tops[0], sum = sums[0], scale = (Real)x.weight_scale;
 
     if (x.logsumexp && threadIdx.x == 0) {
-        const integer heads = x.groups * x.group_size;
-        Real *logsumexp = (Real *)x.logsumexp + (item * heads + head) * x.length + i;
-        *logsumexp = sum == 0 ? none : top + log(sum);
+        ((Real *)x.logsumexp)[row.place()] = sum == 0 ? none : top + log(sum);
     }
-    Weight *weights = (Weight *)scores;
+    Weight *weights = (Weight *)row.scores;
     for (integer first = 0; first < x.keys; first += blockDim.x) {
         const integer j = first + threadIdx.x;
         Real weight = 0;
         if (j < x.keys) {
-            const Real s = score(j);
+            const Real s = row.score(j);
             if (s != none) weight = exp(s - top) / sum * scale;
         }
         if (sizeof(Weight) < sizeof(Real)) __syncthreads();
         if (j < x.keys) weights[j] = (Weight)weight;
     }
+}
+
+// Weights by the logsumexp that is known, and the gradients of the scores by those of the weights.
+template <class Weight, class Real> __global__ void softmax_gradient(const Rows x)
+{
+    const Row<Real, Real> row(x);
+    const Real logsumexp = ((const Real *)x.logsumexp)[row.place()];
+    const Real delta = ((const Real *)x.delta)[row.place()];
+    Real *slopes = (Real *)x.slopes + blockIdx.x * x.pitch, of_cap = 0;
+
+    for (integer first = 0; first < x.keys; first += blockDim.x) {
+        const integer j = first + threadIdx.x;
+        Real weight = 0, slope = 0;
+        if (j < x.keys) {
+            const Real s = row.score(j);
+            if (s != row.none) {
+                weight = exp(s - logsumexp);
+                slope = weight * (slopes[j] - delta);
+                if (row.softcap > 0) {
+                    const Real inner = row.scores[j] / row.softcap, bent = tanh(inner);
+                    const Real flatness = 1 - bent * bent;
+                    of_cap += slope * (bent - inner * flatness);
+                    slope *= flatness;
+                }
+            }
+        }
+        if (sizeof(Weight) < sizeof(Real)) __syncthreads();
+        if (j < x.keys) {
+            ((Weight *)row.scores)[j] = (Weight)weight;
+            ((Weight *)slopes)[j] = (Weight)slope;
+        }
+    }
+    if (!x.cap_slopes) return;
+    __shared__ Real sums[MOST_THREADS];
+    sums[threadIdx.x] = of_cap;
+    for (unsigned int half = blockDim.x / 2; half; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) ((Real *)x.cap_slopes)[row.place()] = sums[0];
 }

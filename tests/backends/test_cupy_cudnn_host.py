@@ -12,7 +12,7 @@ import cudnn as frontend
 import numpy as np
 from test_cupy_host import Device, register, stand_in
 
-from polyattn_cupy import cudnn, gradients, graphs, inputs, loading, plans, shapes
+from polyattn_cupy import cudnn, cudnn_gradients, graphs, inputs, loading, plans, shapes
 from polyattn_cupy.cudnn import Cudnn
 
 TYPES = {
@@ -229,7 +229,7 @@ def put_in_place(monkeypatch):
         alloc=lambda size: types.SimpleNamespace(ptr=4096),
         get_current_stream=lambda: types.SimpleNamespace(ptr=library.stream),
     )
-    for module in (cudnn, gradients, inputs, plans, shapes):
+    for module in (cudnn, cudnn_gradients, inputs, plans, shapes):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(loading, "library", lambda: library)
     monkeypatch.setattr(plans, "_local", plans._Local())

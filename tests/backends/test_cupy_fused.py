@@ -1,19 +1,12 @@
-"""CuPy's fused kernel without a GPU: all of it runs, on stand-ins that read the same memory.
+"""CuPy's fused kernel without a GPU: all of it runs, on stand-ins that read the same memory."""
 
-The CUDA source is compiled for the host, its threads are threads, and cuBLAS is a loop over raw
-addresses that takes m, n, k, strides and types as cuBLAS does.
-"""
-
-import ctypes
-import itertools
-import shutil
-import subprocess
 import types
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_cupy_host import cases, register, stand_in
+from test_cupy_fused_host import DTYPES, compiled, put_in_place
+from test_cupy_host import cases
 
 from polyattn import attention, attention_partial, explain
 from polyattn.conformance.cases.catalogue import CASES
@@ -21,158 +14,21 @@ from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
-from polyattn_cupy import fused, products, rows, shapes
+from polyattn_cupy import blocks, products, rows
 from polyattn_cupy.fused import Fused
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
 RNG = np.random.default_rng(0)
 
-# ---- the CUDA source on the host ---------------------------------------------------------------
 
-SHIM = r"""
-#include <barrier>
-#include <bit>
-#include <cmath>
-#include <memory>
-#include <thread>
-#include <vector>
-using std::exp, std::tanh, std::log;
-#define __global__
-#define __device__
-#define __shared__ static
-struct Index { unsigned int x; };
-thread_local Index threadIdx;
-static Index blockIdx, blockDim;
-static std::unique_ptr<std::barrier<>> meeting;
-static void __syncthreads() { if (blockDim.x > 1) meeting->arrive_and_wait(); }
-static unsigned int __float_as_uint(float x) { return std::bit_cast<unsigned int>(x); }
-static float __uint_as_float(unsigned int x) { return std::bit_cast<float>(x); }
-"""
-
-RUN = r"""
-template <class Weight, class Real, class Bias>
-void run(const Rows *x, unsigned int blocks, unsigned int threads)
-{
-    blockDim.x = threads;
-    meeting = std::make_unique<std::barrier<>>(threads);
-    auto one = [&](unsigned int thread) {
-        threadIdx.x = thread;
-        for (unsigned int block = 0; block < blocks; block++) {
-            if (thread == 0) blockIdx.x = block;
-            __syncthreads();
-            softmax<Weight, Real, Bias>(*x);
-            __syncthreads();
-        }
-    };
-    std::vector<std::thread> others;
-    for (unsigned int thread = 1; thread < threads; thread++) others.emplace_back(one, thread);
-    one(0);
-    for (auto &other : others) other.join();
-}
-extern "C" unsigned long size_of_rows() { return sizeof(Rows); }
-"""
-
-
-@pytest.fixture(scope="session")
-def host(tmp_path_factory):
-    """Return the CUDA source as a library of the host; without a compiler this is an error."""
-    compiler = shutil.which("g++")
-    assert compiler, "the tests of the CUDA source need g++"
-    pairs = list(itertools.product(DTYPES, DTYPES))
-    entries = "".join(
-        f'extern "C" void {weight}_{bias}(const Rows *x, unsigned b, unsigned t)'
-        f"{{ {rows.name_of(weight, bias).replace('softmax', 'run')}(x, b, t); }}\n"
-        for weight, bias in pairs
-    )
-    folder = tmp_path_factory.mktemp("softmax")
-    source, library = folder / "softmax.cpp", folder / "softmax.so"
-    source.write_text(SHIM + rows.SOURCE + RUN + entries)
-    subprocess.run(
-        [
-            *(compiler, "-std=c++20", "-O0", "-shared", "-fPIC", "-pthread", "-w"),
-            *("-fno-strict-aliasing", f"-DMOST_THREADS={rows.MOST_THREADS}"),
-            *("-o", library, source),
-        ],
-        check=True,
-        timeout=300,
-    )
-    return ctypes.CDLL(str(library))
-
-
-def test_the_record_is_the_struct(host):
-    assert rows.ROWS.itemsize == host.size_of_rows()
-
-
-# ---- CuPy and cuBLAS on the host ---------------------------------------------------------------
-
-
-class Cublas:
-    """gemmStridedBatchedEx as CuPy binds it, on the memory of the host."""
-
-    def __init__(self):
-        self.names = {0: "float32", 1: "float64", 2: "float16", 14: "bfloat16"}
-        self.mode, self.calls, self.threads = 0, [], 1
-
-    def getMathMode(self, handle):  # noqa: N802
-        return self.mode
-
-    def setMathMode(self, handle, mode):  # noqa: N802
-        self.mode = mode
-
-    def gemmStridedBatchedEx(  # noqa: N802
-        self, handle, transa, transb, m, n, k, alpha, a, a_type, lda, a_step, b, b_type, ldb,
-        b_step, beta, c, c_type, ldc, c_step, batch, compute, algorithm,
-    ):  # fmt: skip
-        assert (handle, algorithm) == ("handle", -1)
-        assert self.mode & 16, "sums in 16 bits, or TF32, are not forbidden"
-        assert a_type == b_type
-        assert compute == (70 if c_type == 1 else 68)
-        real = self.names[c_type] if c_type == 1 else "float32"
-        scalar = ctypes.c_double if c_type == 1 else ctypes.c_float
-        alpha, beta = (scalar.from_address(address).value for address in (alpha, beta))
-        assert beta == 0
-        a_shape, b_shape = (k, m) if transa else (m, k), (n, k) if transb else (k, n)
-        for ld, (height, _) in ((lda, a_shape), (ldb, b_shape), (ldc, (m, n))):
-            assert ld >= max(1, height), "cuBLAS refuses such a leading dimension"
-        self.calls.append((m, n, k, batch))
-        for i in range(batch):
-            x = self._matrix(a, a_type, a_shape, lda, i * a_step)
-            y = self._matrix(b, b_type, b_shape, ldb, i * b_step)
-            out = self._matrix(c, c_type, (m, n), ldc, i * c_step)
-            x, y = (x.T if transa else x), (y.T if transb else y)
-            out[...] = alpha * (x.astype(real) @ y.astype(real))
-
-    def _matrix(self, address, kind, shape, ld, offset):
-        """Column by column, as cuBLAS has them."""
-        dtype = np.dtype(self.names[kind])
-        height, width = shape
-        count = (width - 1) * ld + height
-        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(
-            address + offset * dtype.itemsize
-        )
-        flat = np.frombuffer(memory, dtype)
-        step = dtype.itemsize
-        return np.lib.stride_tricks.as_strided(flat, shape, (step, ld * step))
+def test_the_record_is_the_struct():
+    library, _ = compiled()
+    assert rows.ROWS.itemsize == library.size_of_rows()
 
 
 @pytest.fixture
-def on_host(host, monkeypatch):
+def on_host(monkeypatch):
     """Let the kernel run on the host, as the backend `host`; return what cuBLAS was asked."""
-    cublas = Cublas()
-    here = stand_in()
-    monkeypatch.setattr(fused, "cupy", here)
-    monkeypatch.setattr(shapes, "cupy", here)
-    monkeypatch.setattr(products, "cupy", here)
-    monkeypatch.setattr(products, "_cublas", lambda: cublas)
-
-    def launch(record, blocks, weight, bias):
-        assert record.flags.c_contiguous
-        address = ctypes.c_void_p(record.__array_interface__["data"][0])
-        getattr(host, f"{weight}_{bias}")(address, blocks, cublas.threads)
-
-    monkeypatch.setattr(rows, "launch", launch)
-    register(monkeypatch, Fused())
-    return cublas
+    return put_in_place(monkeypatch)
 
 
 # ---- it computes what it says ------------------------------------------------------------------
@@ -267,7 +123,7 @@ def test_long_rows_of_float16_keep_their_digits():
 
 
 def test_keys_of_a_group_are_read_once_and_where_they_are(on_host, monkeypatch):
-    monkeypatch.setattr(fused.cupy, "ascontiguousarray", None)
+    monkeypatch.setattr(blocks.cupy, "ascontiguousarray", None)
     q, k, v = randn(2, 8, 5, 16), randn(2, 2, 11, 24)[..., 3:19], randn(2, 2, 33, 6)[:, :, ::3]
     agree(*both(q, k, v))
     assert on_host.calls == 1 * [(11, 20, 16, 4), (6, 20, 11, 4)]
@@ -312,7 +168,7 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
     shapes = (3, 2 * members, 13, 8), (3, 2, 40, 8), (3, 2, 40, 8)
     problem = explain(*shapes, library="numpy", device="cpu", **options).problem
     seen = np.zeros((6, 13 * members), int)
-    for block in fused.blocks(problem, tile):
+    for block in blocks.blocks(problem, tile):
         seen[slice(*block.pairs), slice(*block.rows)] += 1
         assert block.pairs.length * block.rows.length * block.columns.length <= max(
             tile, block.columns.length
@@ -355,7 +211,7 @@ def test_without_cublas_it_says_so(monkeypatch):
 def test_nvrtc_compiles_every_kernel(architecture):
     from cupy.cuda.compiler import _NVRTCProgram
 
-    names = tuple(rows.name_of(weight, bias) for weight in DTYPES for bias in DTYPES)
+    names = tuple(compiled()[1])
     program = _NVRTCProgram(rows.SOURCE, "softmax.cu", name_expressions=names, method="cubin")
     binary, mangled = program.compile((*rows.OPTIONS, f"-arch={architecture}"))
     assert binary[:4] == b"\x7fELF"
@@ -381,7 +237,7 @@ def test_launch_gives_cupy_what_the_source_takes(monkeypatch):
     record = np.zeros((), rows.ROWS)
     for keys in (1, 64, 1000, 4096, 10**6):
         record["keys"] = keys
-        rows.launch(record, 6, "bfloat16", "float64")
+        rows.launch(record, 6, rows.name_of("bfloat16", "float64"))
         name, grid, (threads,), args = launched.pop()
         assert name == "softmax<bfloat16, float, double>"
         assert grid == (6,)

@@ -17,6 +17,7 @@ from polyattn_cupy import graphs, plans
 from polyattn_cupy.graphs import GradientGraph
 from polyattn_cupy.inputs import bias_memory, made_bias, packed, ready
 from polyattn_cupy.problem_graphs import gradient_graph_of, needs_bias, parts_of
+from polyattn_cupy.shapes import summed
 
 __all__ = ["gradients"]
 
@@ -55,12 +56,12 @@ def gradients(problem: Problem, x: Operands, backend: Backend) -> Gradients:
         share = _run(problem, given, *_of_logsumexp(problem, x.logsumexp_gradient, output, value))
         query_gradient, key_gradient = query_gradient + share.query, key_gradient + share.key
         bias_gradient = None if share.bias is None else bias_gradient + share.bias
-    of_query = _summed(problem, query_gradient, x.query.shape)
+    of_query = summed(problem, query_gradient, x.query.shape)
     return Gradients(
         of_query,
-        _summed(problem, key_gradient, x.key.shape),
-        _summed(problem, found.value, x.value.shape),
-        None if x.bias is None else _summed(problem, bias_gradient, x.bias.shape),
+        summed(problem, key_gradient, x.key.shape),
+        summed(problem, found.value, x.value.shape),
+        None if x.bias is None else summed(problem, bias_gradient, x.bias.shape),
         # query · its gradient = Σ gradient of the score · score, and the scale is above 0.
         scale=backend.xp.sum(of_query * x.query.astype(np.float32)) / problem.scale,
     )
@@ -163,19 +164,3 @@ def _of_logsumexp(
         result_gradient[..., place] = part
         rest = rest - part.astype(np.float32) * np.float32(factor)
     return cupy.zeros(value.shape, value.dtype), result, result_gradient
-
-
-def _summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:
-    """Return a gradient in the shape of its argument, which was broadcast."""
-    items, *rest = gradient.shape
-    batch = (1,) * len(problem.batch) if items == 1 else problem.batch
-    gradient = gradient.reshape(*batch, *rest)
-    extra = gradient.ndim - len(shape)
-    axes = [
-        axis
-        for axis, length in enumerate(gradient.shape)
-        if length != 1 and (axis < extra or shape[axis - extra] == 1)
-    ]
-    if axes:
-        gradient = gradient.sum(axis=tuple(axes), keepdims=True)
-    return gradient.reshape(shape)
