@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from autograd.builtins import tuple as recorded_tuple
 from autograd.core import make_jvp, make_vjp
-from autograd.extend import defjvp_argnums, defvjp_argnums, primitive, vspace
+from autograd.extend import defjvp_argnums, defvjp_argnums, vspace
 from autograd.tracer import getval, isbox
 
 from polyattn.arrays import Array, Library, RecordedError, facts_of, is_array, quiet
@@ -44,7 +44,7 @@ class Recorder:
         """Return the array in a box."""
         return getval(box)
 
-    def run(self, plan: Any, operands: Operands) -> tuple[Array, Array | None]:
+    def run(self, plan: Any, operands: Operands) -> Any:
         """Run a plan as one operation, or by the formula on the boxes."""
         problem = plan.placement.problem
         if operands.value is None:  # of weights
@@ -211,7 +211,7 @@ def _able(plan: Any, feature: str) -> Any:
     return plan._replace(kernel=kernel, placement=placement._replace(problem=problem))
 
 
-@primitive
+@autograd_functions.recorded
 def _attention(call: _Recorded, *arrays: Array) -> Any:
     """Return the output, or output and logsumexp if the call asks for both."""
     return call.forward(arrays)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from autograd import numpy as anp
@@ -18,6 +18,7 @@ from autograd.extend import defjvp, defvjp, notrace_primitive, primitive
 from polyattn.arrays import Array
 from polyattn.nn.erf import erf as erf_of_numbers
 
+F = TypeVar("F", bound=Callable[..., Any])
 Axes = int | tuple[int, ...] | None
 
 #: Functions without a derivative, which return plain arrays.
@@ -32,6 +33,12 @@ def __getattr__(name: str) -> Any:
     numpys = getattr(np, name)
     differentiable = callable(numpys) and not isinstance(numpys, type)
     return getattr(anp, name, numpys) if differentiable else numpys
+
+
+def recorded(function: F) -> F:
+    """Return a function of arrays that takes boxes, each call of it one operation."""
+    changed: F = primitive(function)
+    return changed
 
 
 # ---- shapes and dtypes -------------------------------------------------------------------------
@@ -52,7 +59,7 @@ def concat(arrays: Sequence[Array], axis: int = 0) -> Array:
     return anp.concatenate(arrays, axis=axis)
 
 
-@primitive
+@recorded
 def broadcast_to(x: Array, shape: tuple[int, ...]) -> Array:
     """Return the array repeated to a shape."""
     return np.broadcast_to(x, shape)
@@ -70,7 +77,7 @@ defvjp(broadcast_to, lambda ans, x, shape: lambda g: _summed_to(g, x.shape))
 defjvp(broadcast_to, "same")
 
 
-@primitive
+@recorded
 def astype(x: Array, dtype: Any, copy: bool = True) -> Array:
     """Return the array in a dtype."""
     return np.astype(x, dtype, copy=copy)
@@ -80,7 +87,7 @@ defvjp(astype, lambda ans, x, dtype, copy=True: lambda g: astype(g, x.dtype))
 defjvp(astype, "same")
 
 
-@primitive
+@recorded
 def asarray(x: Any, dtype: Any = None, **options: Any) -> Array:
     """Return an array in a dtype."""
     return np.asarray(x, dtype=dtype, **options)
@@ -90,13 +97,13 @@ defvjp(asarray, lambda ans, x, dtype=None, **options: lambda g: asarray(g, x.dty
 defjvp(asarray, "same")
 
 
-@primitive
+@recorded
 def take(x: Array, indices: Array, axis: int = 0) -> Array:
     """Return the entries of some indices along an axis."""
     return np.take(x, indices, axis=axis)
 
 
-@primitive
+@recorded
 def _put(g: Array, indices: Array, axis: int, length: int) -> Array:
     """Return zeros to which entries are added along an axis: the transpose of `take`."""
     entries = np.moveaxis(g, axis, 0)
@@ -127,7 +134,7 @@ def _kept(x: Array, shape: tuple[int, ...], axis: Axes) -> Array:
     return anp.reshape(x, tuple(1 if n in reduced else m for n, m in enumerate(shape)))
 
 
-@primitive
+@recorded
 def sum(x: Array, axis: Axes = None, dtype: Any = None, keepdims: bool = False) -> Array:
     """Return the sum over axes."""
     return np.sum(x, axis=axis, dtype=dtype, keepdims=keepdims)
@@ -148,10 +155,10 @@ def mean(x: Array, axis: Axes = None, keepdims: bool = False) -> Array:
     return total / (math.prod(x.shape) / math.prod(total.shape))
 
 
-def _extremum(function: Callable[..., Array]) -> Callable[..., Array]:
+def _extremum(function: Callable[..., Array]) -> Any:
     """Return the largest or smallest over axes; equal ones share the gradient."""
 
-    @primitive
+    @recorded
     def reduced(x: Array, axis: Axes = None, keepdims: bool = False) -> Array:
         return function(x, axis=axis, keepdims=keepdims)
 
@@ -185,7 +192,7 @@ def cumulative_sum(x: Array, axis: int | None = None) -> Array:
 # ---- element by element ------------------------------------------------------------------------
 
 
-@primitive
+@recorded
 def where(condition: Array, x: Array, y: Array) -> Array:
     """Return x where the condition holds, and y elsewhere."""
     return np.where(condition, x, y)
@@ -224,7 +231,7 @@ def clip(x: Array, low: float, high: float) -> Array:
     return minimum(maximum(x, low), high)
 
 
-@primitive
+@recorded
 def tanh(x: Array) -> Array:
     """Return the hyperbolic tangent."""
     return np.tanh(x)
@@ -234,7 +241,7 @@ defvjp(tanh, lambda ans, x: lambda g: g * (1 - ans * ans))
 defjvp(tanh, lambda g, ans, x: g * (1 - ans * ans))
 
 
-@primitive
+@recorded
 def erf(x: Array) -> Array:
     """Return the error function."""
     return erf_of_numbers(x)
@@ -252,7 +259,7 @@ def matmul(a: Array, b: Array) -> Array:
     return anp.matmul(a, b) if len(a.shape) < 2 or len(b.shape) < 2 else _product(a, b)
 
 
-@primitive
+@recorded
 def _product(a: Array, b: Array) -> Array:
     if len(b.shape) > 2 or len(a.shape) == 2:
         return np.matmul(a, b)
