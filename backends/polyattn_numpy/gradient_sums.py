@@ -94,23 +94,21 @@ class GradientSums:
     def gradients(self) -> Gradients:
         """Return all gradients."""
         problem, x = self.problem, self.x
-        scale = self.scale.sum(dtype=self.dtype)
-        softcap = None
+        scale, softcap = self.scale.sum(), None
         if self.softcap is not None:
-            of_capped = self.softcap.sum(dtype=self.dtype)
-            softcap = (of_capped - problem.scale * scale) / problem.softcap
-            softcap = np.asarray(softcap, self.dtype)
+            # Of c · tanh(s / c): tanh(s / c) less the gradient of s times s / c.
+            softcap = self.softcap.sum() - scale * problem.scale / problem.softcap
         query, key, value = self._whole
         return Gradients(
-            query,
-            key,
-            value,
-            None if self.bias is None else self._whole_bias,
-            None if x.sinks is None else self._of_sinks(),
-            self._of_arrays(x.score_mod, self._of_score),
-            self._of_arrays(x.similarity, self._of_similarity),
-            np.asarray(scale, self.dtype),
-            softcap,
+            query=query,
+            key=key,
+            value=value,
+            bias=None if self.bias is None else self._whole_bias,
+            sinks=None if x.sinks is None else self._of_sinks(),
+            score_mod=self._of_arrays(x.score_mod, self._of_score),
+            similarity=self._of_arrays(x.similarity, self._of_similarity),
+            scale=np.asarray(scale, self.dtype),
+            softcap=None if softcap is None else np.asarray(softcap, self.dtype),
         )
 
     def _of_sinks(self) -> Array:
@@ -136,7 +134,7 @@ class GradientSums:
 
 def _arrays_in(rule: Any) -> list[Array]:
     """Return the arrays in an expression, none in a function."""
-    carried: list[Any] = getattr(rule, "carried", list)()
+    carried = rule.carried() if hasattr(rule, "carried") else []
     return [thing for _, thing in carried if isinstance(thing, np.ndarray)]
 
 

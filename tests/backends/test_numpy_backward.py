@@ -23,10 +23,10 @@ from polyattn_numpy import backward as backward_module
 from polyattn_numpy import blocks
 from polyattn_numpy.tiled import Tiled
 
-B, H, G, L, S, D, E = 2, 4, 2, 130, 150, 8, 12
+B, H, G, L, S, D, E = 2, 4, 2, 70, 80, 8, 12
 RNG = np.random.default_rng(11)
 ROWS, KEYS = np.arange(L)[:, None] + S - L, np.arange(S)
-HEADS, ITEMS = np.arange(H)[:, None, None], np.arange(B)[:, None, None, None]
+HEAD, ITEM = np.arange(H)[:, None, None], np.arange(B)[:, None, None, None]
 IDS = np.sort(RNG.integers(0, 3, (B, L))), np.sort(RNG.integers(0, 3, (B, S)))
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
 
@@ -39,6 +39,15 @@ def of_tiles(tile):
     kernel = Tiled()
     kernel.tile = tile
     return kernel
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread_of_torch():
+    """Spend no time on threads of torch, for arrays so small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # ---- the textbook ------------------------------------------------------------------------------
@@ -111,7 +120,7 @@ def distance(q, k):
 
 CAUSAL, RANDOM = KEYS <= ROWS, RNG.random((B, H, L, S)) > 0.7
 BIAS = randn(H, L, S, seed=5)
-BIAS[:, 3, 40:] = BIAS[:, 20] = -math.inf
+BIAS[:, 3, 30:] = BIAS[:, 20] = -math.inf
 #: The options of a call, and those of the textbook where they differ.
 FEATURES = {
     "plain": ({}, {}),
@@ -120,15 +129,15 @@ FEATURES = {
     "causal": ({"is_causal": True}, {"seen": CAUSAL}),
     "offset": ({"is_causal": True, "query_offset": -9}, {"seen": KEYS <= ROWS - (S - L) - 9}),
     "offset by item": (
-        {"is_causal": True, "query_offset": np.array([-30, 90])},
-        {"seen": (ROWS - (S - L) + np.array([-30, 90])[:, None, None] >= KEYS)[:, None]},
+        {"is_causal": True, "query_offset": np.array([-20, 50])},
+        {"seen": (ROWS - (S - L) + np.array([-20, 50])[:, None, None] >= KEYS)[:, None]},
     ),
     "window": ({"window": (20, 5)}, {"seen": (KEYS >= ROWS - 20) & (KEYS <= ROWS + 5)}),
     "mask": ({"mask": RANDOM[0, 0]}, {"seen": RANDOM[0, 0]}),
     "mask by head and item": ({"mask": RANDOM}, {"seen": RANDOM}),
     "mask function": (
         {"mask": lambda b, h, i, j: (i + j + b + h) % 3 > 0},
-        {"seen": (ROWS - S + L + KEYS + HEADS + ITEMS) % 3 > 0},
+        {"seen": (ROWS - S + L + KEYS + HEAD + ITEM) % 3 > 0},
     ),
     "segments": (
         {"mask": masks.segments(*IDS), "is_causal": True},
@@ -144,10 +153,10 @@ FEATURES = {
     ),
     "distance": ({"similarity": scores.distance(), "scale": 0.5}, {"similar": distance}),
     "all": (
-        {"is_causal": True, "window": (90, None), "mask": RANDOM[:, :1], "bias": BIAS[0, :, :1],
+        {"is_causal": True, "window": (40, None), "mask": RANDOM[:, :1], "bias": BIAS[0, :, :1],
          "softcap": 2.0, "sinks": randn(H, seed=6), "scale": 0.7,
          "score_mod": scores.alibi(SLOPES.numpy())},
-        {"seen": CAUSAL & (KEYS >= ROWS - 90) & RANDOM[:, :1], "rule": of_slopes, "array": SLOPES},
+        {"seen": CAUSAL & (KEYS >= ROWS - 40) & RANDOM[:, :1], "rule": of_slopes, "array": SLOPES},
     ),
 }  # fmt: skip
 
@@ -171,9 +180,8 @@ def test_gradients_are_those_of_the_textbook(feature, tile):
 )
 def test_a_bias_of_any_shape(shape):
     bias, qkv = randn(*shape, seed=5), arrays()
-    for tile in (2**18, 2**12):
-        found, gradients = backward(qkv, of_tiles(tile), bias=bias)
-        assert_same(found, textbook(*qkv, *gradients, bias=bias))
+    found, gradients = backward(qkv, of_tiles(2**12), bias=bias)
+    assert_same(found, textbook(*qkv, *gradients, bias=bias))
 
 
 def test_dropout():
@@ -188,45 +196,39 @@ def test_dropout():
 
 @pytest.mark.parametrize("lead", [[(3, 2), (2,), (3, 1)], [(2,), (3, 2), ()], [(), (1, 2), (3, 1)]])
 def test_batch_axes_that_broadcast(lead):
-    shapes = [(*b, *s) for b, s in zip(lead, [(H, 90, D), (G, 70, D), (G, 70, E)], strict=True)]
-    qkv, bias = arrays(shapes), randn(3, 1, 1, 90, 70, seed=4)
+    shapes = [(*b, *s) for b, s in zip(lead, [(H, 50, D), (G, 40, D), (G, 40, E)], strict=True)]
+    qkv, bias = arrays(shapes), randn(3, 1, 1, 50, 40, seed=4)
     if max(map(len, lead)) == 1:
         bias = bias[0]
-    for tile in (2**18, 2**12):
-        found, gradients = backward(qkv, of_tiles(tile), bias=bias)
-        assert_same(found, textbook(*qkv, *gradients, bias=bias))
+    found, gradients = backward(qkv, of_tiles(2**12), bias=bias)
+    assert_same(found, textbook(*qkv, *gradients, bias=bias))
 
 
-def test_few_rows_of_many_keys_are_cut_by_keys():
-    qkv = arrays([(1, 2, 3, D), (1, 2, 200, D), (1, 2, 200, E)])
-    bias = randn(3, 1, seed=5)
-    for options, others in (
-        ({}, {}),
-        ({"window": (150, 0)}, {"seen": np.arange(200) >= np.arange(197, 200)[:, None] - 150}),
-    ):
-        options = options | {"bias": bias}
-        found, gradients = backward(qkv, of_tiles(2**10), **options)
-        if "window" in options:
-            others = {"seen": others["seen"] & (np.arange(200) <= np.arange(197, 200)[:, None])}
-        assert_same(found, textbook(*qkv, *gradients, **options | others))
+@pytest.mark.parametrize("options", [{}, {"window": (150, 0)}], ids=str)
+def test_few_rows_of_many_keys_are_cut_by_keys(options):
+    qkv, bias = arrays([(1, 2, 3, D), (1, 2, 200, D), (1, 2, 200, E)]), randn(3, 1, seed=5)
+    away = np.arange(200) - np.arange(197, 200)[:, None]
+    seen = (away >= -150) & (away <= 0) if options else True
+    found, gradients = backward(qkv, of_tiles(2**10), bias=bias, **options)
+    assert_same(found, textbook(*qkv, *gradients, bias=bias, seen=seen))
+
+
+# ---- bits --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def many_pieces(monkeypatch):
     """Let small calls use several threads and many pieces."""
     monkeypatch.setattr(backward_module, "THREAD_WORK", 2**10)
-    monkeypatch.setattr(blocks, "PIECE_WORK", 2**18)
+    monkeypatch.setattr(blocks, "PIECE_WORK", 2**16)
     blocks.pieces.cache_clear()
     yield
     blocks.pieces.cache_clear()
 
 
-# ---- bits --------------------------------------------------------------------------------------
-
-
 def bits(found):
-    flat = [found.query, found.key, found.value, found.bias, found.sinks, found.scale]
-    return [x.tobytes() for x in flat if x is not None]
+    slopes = getattr(found.score_mod, "slopes", None)
+    return [getattr(x, "tobytes", lambda: None)() for x in (*found, slopes)]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_several_threads_work_and_add_in_one_order(many_pieces, heads):
         time.sleep(0.001)  # so that one thread cannot do it all before another wakes
         return i >= j
 
-    qkv = arrays([(1, heads, 260, D), (1, heads, 260, D), (1, heads, 260, E)])
+    qkv = arrays([(1, heads, 130, D), (1, heads, 130, D), (1, heads, 130, E)])
     partial = attention_partial(*qkv, is_causal=True)
 
     def run(count, bias):
@@ -286,7 +288,7 @@ def test_several_threads_work_and_add_in_one_order(many_pieces, heads):
                 )
             )
 
-    for shape in ((), (1, 260), (260, 260), (heads, 260, 260)):
+    for shape in ((), (1, 130), (130, 130), (heads, 130, 130)):
         bias = np.zeros(shape)
         found = run(3, bias)
         assert len(seen) > 1
@@ -300,11 +302,11 @@ def test_an_error_in_one_thread_stops_those_that_wait(many_pieces):
     def fails(b, h, i, j):
         calls.append(1)
         time.sleep(0.002)
-        if len(calls) == 30:
+        if len(calls) >= 30:
             raise KeyError("in the middle")
         return i >= j
 
-    qkv = arrays([(1, 1, 900, D), (1, 1, 900, D), (1, 1, 900, E)])
+    qkv = arrays([(1, 1, 500, D), (1, 1, 500, D), (1, 1, 500, E)])
     partial = attention_partial(*qkv, is_causal=True)
     with polyattn.use_threads(3), pytest.raises(KeyError, match="in the middle"):
         attention_backward(*qkv, partial, qkv[2], mask=fails, kernel=of_tiles(2**12))
@@ -315,31 +317,34 @@ def test_an_error_in_one_thread_stops_those_that_wait(many_pieces):
 
 # ---- what is hidden ----------------------------------------------------------------------------
 
-HIDDEN = 120  # the keys from here on hold NaN or infinity
+HIDDEN = 60  # the keys from here on hold NaN or infinity
+
+
+def only_before(s, b, h, i, j):
+    return np.where(j < HIDDEN, s, -np.inf)
+
+
 #: How they are hidden from all rows.
 HIDES = {
-    "window": {"window": (None, -30)},
+    "offset": {"is_causal": True, "query_offset": HIDDEN - L},
     "mask": {"mask": KEYS < HIDDEN},
     "expression": {"mask": masks.prefix(HIDDEN)},
     "function": {"mask": lambda b, h, i, j: j < HIDDEN + 0 * i},
     "bias": {"bias": np.where(KEYS < HIDDEN, 0, -math.inf)},
-    "function of scores": {"score_mod": scores.function(
-        lambda s, b, h, i, j: np.where(j < HIDDEN, s, -np.inf),
-        lambda s, b, h, i, j: 1.0 * (j < HIDDEN),
-    )},
+    "score function": {
+        "score_mod": scores.function(only_before, lambda s, b, h, i, j: 1.0 * (j < HIDDEN))
+    },
     "softcap": {"mask": KEYS < HIDDEN, "softcap": 2.0},
     "dropout": {"mask": KEYS < HIDDEN, "dropout": (0.2, 1)},
     "alibi": {"mask": KEYS < HIDDEN, "score_mod": scores.alibi(H)},
     "distance": {"mask": KEYS < HIDDEN, "similarity": scores.distance()},
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poison", [math.nan, -math.inf])
 @pytest.mark.parametrize("option", HIDES)
 def test_hidden_poison_changes_no_bit(option, poison):
     qkv, options = arrays(), HIDES[option]
-    if option == "window":
-        options = {"window": (None, 0), "query_offset": HIDDEN - L}
     want, gradients = backward(qkv, of_tiles(2**12), **options)
     qkv[1][:, :, HIDDEN:] = poison
     qkv[2][:, :, HIDDEN + 9 :] = poison
@@ -348,18 +353,19 @@ def test_hidden_poison_changes_no_bit(option, poison):
     assert not found.key[:, :, HIDDEN:].any()
 
 
-@pytest.mark.parametrize(
-    ("poisoned", "poison"), [("key", math.nan), ("value", math.nan), ("value", math.inf)]
-)
-def test_poison_reaches_the_rows_that_see_it(poisoned, poison):
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poisoned", [1, 2], ids=["key", "value"])
+def test_poison_that_is_seen_spreads_as_in_the_formula(poisoned, poison):
     qkv = arrays()
     want, gradients = backward(qkv, of_tiles(2**12), is_causal=True)
-    qkv[("query", "key", "value").index(poisoned)][:, :, HIDDEN] = poison
+    qkv[poisoned][:, :, HIDDEN, 0] = poison
     found, _ = backward(qkv, of_tiles(2**12), gradients, is_causal=True)
     first = HIDDEN - (S - L)
     assert found.query[:, :, :first].tobytes() == want.query[:, :, :first].tobytes()
-    assert np.isnan(found.query[:, :, first:]).all()
-    assert np.isnan(found.key[:, :, : HIDDEN + 1]).all()
+    assert np.isnan(found.query[:, :, first:]).any()
+    formula, _ = backward(qkv, "dense", gradients, is_causal=True)
+    for one, other in zip(found[:3], formula[:3], strict=True):
+        np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
 
 
 @pytest.mark.parametrize("options", [{"query_offset": -10}, {"mask": ROWS - S + L > 9}], ids=str)
@@ -395,16 +401,16 @@ def test_half_precision_is_computed_in_float32(dtype):
 
 
 def test_memory_is_for_a_few_tiles_beside_the_gradients():
-    qkv = [x.astype("float32") for x in arrays([(1, 1, 3000, 64)] * 3)]
+    qkv = [x.astype("float32") for x in arrays([(1, 1, 2400, 64)] * 3)]
     partial = attention_partial(*qkv)
-    for options in ({}, {"is_causal": True}, {"bias": np.zeros((1, 3000), "float32")}):
+    for options in ({}, {"is_causal": True, "bias": np.zeros((1, 2400), "float32")}):
         tracemalloc.start()
         with polyattn.use_threads(2):
             attention_backward(*qkv, partial, qkv[2], **options)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         gradients = sum(x.nbytes for x in qkv)
-        assert peak < gradients + 12 * 2**20, options  # the scores have 36 MiB
+        assert peak < gradients + 12 * 2**20, options  # the scores have 22 MiB
 
 
 def test_shares_of_parts_of_the_keys_add_up():

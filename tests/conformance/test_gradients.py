@@ -174,9 +174,7 @@ OF_JAX = pytest.mark.xfail(strict=True, reason="a NaN under a mask reaches the g
 
 @pytest.mark.parametrize("case", POISONED_GRADIENT_CASES.values(), ids=str)
 @pytest.mark.parametrize("name", ["dense", "tiled"])
-@pytest.mark.parametrize(
-    "target", [TORCH, pytest.param(JAX, marks=OF_JAX)], ids=["torch", "jax"]
-)
+@pytest.mark.parametrize("target", [TORCH, pytest.param(JAX, marks=OF_JAX)], ids=["torch", "jax"])
 def test_what_is_hidden_changes_no_gradient(target, name, case):
     variant = next(c for c in target.kernels if c.kernel.name == name)
     assert check_gradients(target, variant, case)

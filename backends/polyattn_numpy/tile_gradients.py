@@ -1,0 +1,243 @@
+"""The gradients that a tile of scores gives.
+
+The weights p are computed again from the logsumexp: p = exp(score - logsumexp). With d the sum of
+output · output gradient over a row, the gradient of a score is p · (output gradient · value - d).
+Both subtractions are part of the products before them: queries and output gradients have one more
+column, keys and values a column of ones.
+
+A tile is computed fast first: what masks hide is multiplied by 0. If the result is not finite, it
+is computed again with what is hidden left out. So NaN behind a mask changes no bit of the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from polyattn.plugin import Array, Backend
+from polyattn_numpy.blocks import Piece, Tile
+from polyattn_numpy.online_softmax import product_of_seen
+from polyattn_numpy.prepared import PreparedCall
+from polyattn_numpy.scratch import Scratch, ones
+from polyattn_numpy.tile_scores import TileScores
+from polyattn_numpy.visibility import RegionMask
+
+__all__ = ["Shares", "Step", "TileGradients", "sum_to"]
+
+
+class Step(NamedTuple):
+    """A tile with its operands. Those of rows and keys have the additional column."""
+
+    tile: Tile
+    masks: list[RegionMask]
+    where: Any  # an index of its heads and rows
+    query: Array
+    output_gradient: Array
+    key: Array
+    value: Array
+
+
+class Shares(NamedTuple):
+    """What a tile adds to the gradients."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None  # by row where the bias has no axis of keys
+    scale: Array | None  # by row; None if it follows from the query's
+    softcap: Array | None  # by row
+    of_score: Sequence[Array]
+    of_similarity: Sequence[Array]
+
+    def are_finite(self) -> bool:
+        """Return whether no number is NaN or infinite, as far as sums of squares can tell."""
+        arrays = [self.query, self.key, self.value, self.scale, self.softcap]
+        arrays += [*self.of_score, *self.of_similarity]
+        return all(math.isfinite(np.vdot(x, x)) for x in arrays if x is not None)
+
+
+class TileGradients(TileScores):
+    """The gradients that the tiles of a piece give, in scratch arrays."""
+
+    def __init__(
+        self, call: PreparedCall, piece: Piece, scratch: Scratch, backend: Backend
+    ) -> None:
+        super().__init__(call, piece, scratch)
+        problem, x = call.problem, call.x
+        self.backend = backend
+        self.modified = problem.softcap is not None or x.score_mod is not None
+        # Whether the product with the additional column gives the scores, but for the bias.
+        self.linear = not self.modified and x.similarity is None
+        # Whether keys that are absent or dropped may hold what is not finite.
+        self.careful = problem.masks or problem.dropout > 0
+        self.per_scale = 1.0 if problem.softcap is None else 1 / problem.softcap
+        self.factor = self.dtype.type(problem.scale * self.per_scale)
+        self.ends_in_keys = call.bias is not None and call.bias.shape[-1] != 1
+
+    def shares(self, step: Step) -> Shares:
+        """Return what a tile adds to the gradients."""
+        shares = self._compute(step, exact=False)
+        if self.careful and not shares.are_finite():
+            return self._compute(step, exact=True)
+        return shares
+
+    def _compute(self, step: Step, *, exact: bool) -> Shares:
+        """Return the shares; only if exact, whatever hidden keys and values hold."""
+        weights, capped, similar = self._scores(step)
+        seen = seen_by_key = None
+        if exact:
+            seen = self._hide(step, weights)
+            seen_by_key = seen.swapaxes(2, 3)
+        np.exp(weights, weights)
+        if not exact:
+            by_head = self._by_head(weights)
+            for where, mask in step.masks:
+                by_head[where] *= mask
+        gradient = self.scratch("score gradient", weights.shape, self.dtype)
+        kept = self._weigh_gradient(step, weights, gradient, exact).swapaxes(2, 3)
+        value = self._product("value share", kept, seen_by_key, step.output_gradient[..., :-1])
+        if seen is not None:
+            for array in (gradient, capped, similar):
+                if array is not None:
+                    np.copyto(array, 0, where=~seen)
+        bias = self._bias_share(step, gradient)
+        softcap, of_score = self._through_modification(step, capped, gradient)
+        if similar is not None:
+            found = self._through_similarity(step, similar, gradient, exact)
+        else:
+            by_key = gradient.swapaxes(2, 3)
+            found = (
+                self._product("query share", gradient, seen, step.key[..., :-1]),
+                self._product("key share", by_key, seen_by_key, step.query[..., :-1]),
+                None,
+                (),
+            )
+        query, key, scale, of_similarity = found
+        return Shares(query, key, value, bias, scale, softcap, of_score, of_similarity)
+
+    def _product(self, name: str, weights: Array, seen: Array | None, x: Array) -> Array:
+        """Return weights · x, to which x adds nothing where it is not seen."""
+        if seen is not None and not np.isfinite(x).all():
+            return product_of_seen(weights, seen, x)
+        shape = (*weights.shape[:-1], x.shape[-1])
+        return np.matmul(weights, x, self.scratch(name, shape, self.dtype))
+
+    # ---- scores ----
+
+    def _scores(self, step: Step) -> tuple[Array, Array | None, Array | None]:
+        """Return the scores minus the logsumexp; the capped ones; and the similarities."""
+        query, key, capped, similar = step.query, step.key, None, None
+        shape = (*query.shape[:-1], key.shape[2])
+        s = self.scratch("scores", shape, self.dtype)
+        similarity = self.call.x.similarity
+        if self.linear:
+            np.matmul(query, key.swapaxes(2, 3), s)
+        elif similarity is None:
+            np.matmul(query[..., :-1], key[..., :-1].swapaxes(2, 3), s)
+        else:
+            similar = similarity.between(query[..., :-1], key[..., :-1], np.matmul, xp)
+            np.multiply(similar, self.factor, out=s)
+        if self.problem.softcap is not None:
+            self._cap(s)
+        if self.modified:
+            capped = self.scratch("capped", shape, self.dtype)
+            np.copyto(capped, s)
+        by_head = self._by_head(s)
+        if self.call.x.score_mod is not None:
+            self._apply_score_mod(by_head, step.tile)
+        if self.call.bias is not None:
+            by_head += self._bias(step.tile)
+        if not self.linear:
+            s += query[..., -1:]
+        return s, capped, similar
+
+    def _hide(self, step: Step, s: Array) -> Array:
+        """Set hidden scores to -inf, and return which are seen."""
+        by_head = self._by_head(s)
+        if self.call.bias is not None:
+            np.copyto(by_head, -math.inf, where=self._bias(step.tile) == -math.inf)
+        for where, mask in step.masks:
+            np.copyto(by_head[where], -math.inf, where=~mask)
+        seen: Array = s != -math.inf
+        return seen
+
+    # ---- gradients of scores ----
+
+    def _weigh_gradient(self, step: Step, weights: Array, gradient: Array, exact: bool) -> Array:
+        """Write the gradient of the scores, and return the weights that dropout keeps."""
+        if not self.problem.dropout:
+            np.matmul(step.output_gradient, step.value.swapaxes(2, 3), gradient)
+            gradient *= weights
+            return weights
+        kept = self.call.by_row(self._indices(step.tile).keep_mask())
+        dropped = self.scratch("kept weights", weights.shape, self.dtype)
+        np.matmul(step.output_gradient[..., :-1], step.value[..., :-1].swapaxes(2, 3), gradient)
+        np.copyto(dropped, weights)
+        for array in map(self._by_head, (dropped, gradient)):
+            array *= kept
+            if exact:
+                np.copyto(array, 0, where=~kept)
+        gradient += step.output_gradient[..., -1:]
+        gradient *= weights
+        return dropped
+
+    def _bias_share(self, step: Step, gradient: Array) -> Array | None:
+        """Return the gradient of a tile of the bias, by row where it has no axis of keys."""
+        if self.call.bias is None:
+            return None
+        if not self.ends_in_keys:
+            return np.matmul(gradient, ones(gradient.shape[-1], self.dtype))
+        found = sum_to(self._by_head(gradient), self._bias(step.tile).shape)
+        # The gradient will be overwritten by that of the scores before they are modified.
+        return found if self.linear else np.array(found)
+
+    def _through_modification(
+        self, step: Step, capped: Array | None, gradient: Array
+    ) -> tuple[Array | None, Sequence[Array]]:
+        """Turn a gradient into that before score_mod and softcap; return theirs."""
+        of_score: Sequence[Array] = ()
+        if capped is None:
+            return None, of_score
+        if self.call.x.score_mod is not None:
+            by_head = self._by_head(gradient)
+            before, of_score = self._indices(step.tile).score_pullback(
+                self._heads_first(self._by_head(capped)),
+                self._heads_first(by_head),
+                self.backend.pullback,
+            )
+            by_head[...] = self.call.by_row(np.asarray(before))
+        if self.problem.softcap is None:
+            return None, of_score
+        cap = self.dtype.type(self.problem.softcap)
+        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / cap
+        # The slope of c · tanh(x) is c - (c · tanh(x))² / c.
+        capped *= capped
+        capped /= -cap
+        capped += cap
+        gradient *= capped
+        return of_softcap, of_score
+
+    def _through_similarity(
+        self, step: Step, similar: Array, gradient: Array, exact: bool
+    ) -> tuple[Array, Array, Array, Sequence[Array]]:
+        """Return the gradients of query, key, scale and arrays from that of similarities."""
+        similarity = self.call.x.similarity
+        assert similarity is not None
+        scale = np.einsum("bkrj,bkrj->bkr", gradient, similar)[..., None]
+        gradient *= self.factor
+        query, key = step.query[..., :-1], step.key[..., :-1]
+        if exact:
+            query, key = (np.where(np.isfinite(x), x, 0) for x in (query, key))
+        found = similarity.pullback(query, key, gradient, np.matmul, xp)
+        return found[0], found[1], scale, found[2]
+
+
+def sum_to(array: Array, shape: Sequence[int]) -> Array:
+    """Sum an array over the axes along which one of this shape was broadcast to it."""
+    lengths = zip(array.shape, shape, strict=True)
+    axes = tuple(axis for axis, (length, own) in enumerate(lengths) if length != own)
+    return array.sum(axis=axes, keepdims=True) if axes else array
