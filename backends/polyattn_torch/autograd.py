@@ -169,7 +169,10 @@ class _Gradients(torch.autograd.Function):
         step, wanted = ctx.asked.step, list(ctx.needs_input_grad[5:])
 
         def gradients(results: Tensors, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-            return step.gradients(tensors, results, of_results, wanted, by_operations=True)
+            found: tuple[torch.Tensor, ...] = step.gradients(
+                tensors, results, of_results, wanted, by_operations=True
+            )
+            return found
 
         def moved_by(*moved_gradients: torch.Tensor | None) -> list[torch.Tensor | None]:
             moved = _placed(moved_gradients, ctx.asked.wanted)
@@ -190,11 +193,12 @@ class _Gradients(torch.autograd.Function):
 
         def gradients(*groups: Optionals) -> tuple[torch.Tensor, ...]:
             of_results, results, tensors = groups
-            return asked.step.gradients(
+            found: tuple[torch.Tensor, ...] = asked.step.gradients(
                 tensors, results, of_results, asked.wanted, by_operations=True
             )
+            return found
 
-        with without_autocast(of_results[0].device.type):
+        with without_autocast(results[0].device.type):
             return moved_along(
                 gradients, (of_results, results, tensors), (moved[1:3], moved[3:5], moved[5:])
             )
@@ -254,15 +258,17 @@ def moved_along(
         return function(*given)
 
     if getattr(forward_mode, "_current_level", -1) < 0 or in_transform():
-        return torch.func.jvp(of_moved, tuple(primals), tuple(tangents))[1]
-    return _at_this_level(of_moved, primals, tangents)
+        found = torch.func.jvp(of_moved, tuple(primals), tuple(tangents))[1]
+        return tuple(found)
+    return _at_this_level(of_moved, primals, tangents)  # type: ignore[arg-type]
 
 
 def _at_this_level(
     function: Callable[..., tuple[torch.Tensor, ...]], primals: Tensors, tangents: Tensors
 ) -> tuple[torch.Tensor, ...]:
     """Return directional derivatives at the level of forward mode that calls for them."""
-    unpack = forward_mode.unpack_dual
+    unpack: Any = forward_mode.unpack_dual
+    make_dual: Any = forward_mode.make_dual
     if torch._C._is_fwd_grad_enabled() and any(
         unpack(one).tangent is not None for one in (*primals, *tangents)
     ):
@@ -270,9 +276,10 @@ def _at_this_level(
             "torch.autograd.forward_ad has one level, and this derivative needs two: take it by"
             " torch.func.jvp, whose levels nest"
         )
-    with forward_mode._set_fwd_grad_enabled(True):
+    enabled: Any = forward_mode._set_fwd_grad_enabled
+    with enabled(True):
         duals = [
-            forward_mode.make_dual(unpack(primal).primal, unpack(tangent).primal)
+            make_dual(unpack(primal).primal, unpack(tangent).primal)
             for primal, tangent in zip(primals, tangents, strict=True)
         ]
         found = [unpack(one) for one in function(*duals)]

@@ -131,7 +131,7 @@ class TorchBackend(Backend):
         self, function: Callable[[Array], Array], array: Array, gradient: Array
     ) -> torch.Tensor:
         """Return the gradient of an array from that of a function of it, by torch.func.vjp."""
-        _, pullback = torch.func.vjp(function, array)
+        _, pullback = torch.func.vjp(function, array)[:2]
         (found,) = pullback(gradient)
         # An absent key has a gradient of 0, whatever the function's slope is there.
         return torch.where((gradient == 0) & ~torch.isfinite(found), 0.0, found)

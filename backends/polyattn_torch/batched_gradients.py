@@ -28,7 +28,10 @@ def item_by_item(
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     given = [
-        torch._remove_batch_dim(one, level, 1, 0) if _is_batched(one) else one for one in gradients
+        torch._remove_batch_dim(one, level, 1, 0)  # type: ignore[arg-type]
+        if _is_batched(one)
+        else one
+        for one in gradients
     ]
     places: list[int] = []
 

@@ -7,6 +7,7 @@ second or a forward derivative, and the gradient of a mask of numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +46,14 @@ def recorded(
     if torch.compiler.is_compiling() or not is_recorded(problem):
         return None
     # A switch of torch's, of all devices.
-    if not torch.backends.cuda.flash_sdp_enabled() or not takes(problem):
+    enabled: Any = torch.backends.cuda.flash_sdp_enabled
+    if not enabled() or not takes(problem):
         return None
     size, value_size = x.query.shape[-1], x.value.shape[-1]
     if size != value_size:
         size = max(size, value_size)
-        x = EngineInputs(*[F.pad(one, (0, size - one.shape[-1])) for one in x[:3]], x.mask)
+        query, key, value = (F.pad(one, (0, size - one.shape[-1])) for one in x[:3])
+        x = EngineInputs(query, key, value, x.mask)
     tensors = [in_rows(x.query), in_rows(x.key), in_rows(x.value)]
     if x.mask is not None:
         tensors.append(as_bias(x.mask, x.query.dtype))
@@ -88,7 +91,7 @@ class FusedStep:
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
         if by_operations or of_results[1] is not None or any(wanted[3:]):
-            found: Sequence[torch.Tensor] = self._by_tiles(
+            found: Sequence[Any] = self._by_tiles(
                 tensors, results, of_results, wanted, by_operations
             )[:4]
         else:
@@ -127,17 +130,13 @@ class FusedStep:
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
         names = ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")
+        named: dict[str, Any] = dict(zip(names, moved, strict=False))
         operands = _operands(tensors)._replace(
-            output=results[0],
-            known_logsumexp=results[1],
-            **dict(zip(names, moved, strict=False)),
+            output=results[0], known_logsumexp=results[1], **named
         )
         problem = self._in_letters(tensors, "jvp", by_operations=True)
         found = self._backend.tiled.jvp(problem, operands, self._backend)
-        return [
-            tangent.to(result.dtype)  # type: ignore[union-attr]
-            for tangent, result in zip(found, results, strict=True)
-        ]
+        return [tangent.to(result.dtype) for tangent, result in zip(found, results, strict=True)]
 
     def _in_letters(self, tensors: Tensors, result: str, by_operations: bool) -> Problem:
         """Return the problem of the engine's arrays."""

@@ -37,7 +37,7 @@ _EXPRESSIONS = ("score_mod", "similarity")
 class Slot(NamedTuple):
     """The place of a tensor among those of a step; an array to `Expression.map`."""
 
-    index: int
+    number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -97,8 +97,8 @@ class KernelStep:
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
         output, logsumexp = results
-        named = {
-            f"{name}_tangent": moved[slot.index]
+        named: dict[str, Any] = {
+            f"{name}_tangent": moved[slot.number]
             for name in _ARRAYS
             if isinstance(slot := getattr(self._template, name), Slot)
         }
@@ -123,7 +123,7 @@ class KernelStep:
 
     def _operands(self, tensors: Tensors) -> Operands:
         def filled(_: str, thing: Any) -> Any:
-            return tensors[thing.index] if isinstance(thing, Slot) else thing
+            return tensors[thing.number] if isinstance(thing, Slot) else thing
 
         return _changed(self._template, filled)
 
@@ -131,7 +131,7 @@ class KernelStep:
         return [
             name
             for name in _ARRAYS
-            if isinstance(slot := getattr(self._template, name), Slot) and not wanted[slot.index]
+            if isinstance(slot := getattr(self._template, name), Slot) and not wanted[slot.number]
         ]
 
     def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
@@ -139,13 +139,13 @@ class KernelStep:
         for name in _ARRAYS:
             slot = getattr(self._template, name)
             if isinstance(slot, Slot):
-                found[slot.index] = getattr(gradients, name)
+                found[slot.number] = getattr(gradients, name)
         for name in _EXPRESSIONS:
             expression = getattr(self._template, name)
             if isinstance(expression, Expression):
                 slots = [slot for _, slot in expression.carried() if isinstance(slot, Slot)]
                 for slot, gradient in zip(slots, getattr(gradients, name), strict=True):
-                    found[slot.index] = gradient
+                    found[slot.number] = gradient
         return found
 
 
@@ -183,10 +183,11 @@ def run_step(
 
 def _changed(x: Operands, change: Any) -> Operands:
     """Return operands with each tensor or slot replaced by `change(name, it)`."""
-    return Operands(*[
+    fields: list[Any] = [
         field.map(change) if isinstance(field, Expression) else change(name, field)
         for name, field in zip(x._fields, x, strict=True)
-    ])  # fmt: skip
+    ]
+    return Operands(*fields)
 
 
 def _needs_operations(problem: Problem, x: Operands, backend: Backend) -> bool:

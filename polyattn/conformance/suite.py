@@ -174,7 +174,9 @@ class BackendSuite:
             closing = bool(target.own) and variant.kernel not in target.own
             # With one tile for all scores, the core's `tiled` does what `dense` does.
             one_tile = not target.own and variant.kernel.tile and not variant.small_tiles
-            if dear or closing or one_tile or variant.kernel.compiles:
+            # Gradients in small tiles take a plugin's kernels a second for each case.
+            many_tiles = derivative is not None and bool(target.own) and variant.small_tiles
+            if dear or closing or one_tile or many_tiles or variant.kernel.compiles:
                 cases = checks.covering(target, variant, cases, takes)
             yield from ((variant, case) for case in cases)
 

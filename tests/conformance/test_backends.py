@@ -67,6 +67,7 @@ class TestJax(BackendSuite):
         "test_lazy[dense",
         "test_lazy[tiled, small tiles",
         "test_gradients[xla-",
+        "test_backward[dense-many with a derivative]",
     )
 
     def pytest_generate_tests(self, metafunc):
@@ -92,7 +93,8 @@ class TestDask(BackendSuite):
     thorough = False
 
     def _marks(self, name):
-        slow = name.startswith("test_lazy[") or "small tiles" in name
+        slow = name.startswith(("test_lazy[", "test_backward[", "test_jvp["))
+        slow = slow or "small tiles" in name
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
 

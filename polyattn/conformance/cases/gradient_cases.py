@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from polyattn import scores
 from polyattn.conformance.cases.case import Case, make_case
 from polyattn.conformance.cases.catalogue import CASES, HIDDEN, MANY, PAIRED
-from polyattn.conformance.cases.generators import bent, slope_of_bent
+from polyattn.conformance.cases.generators import bent, mask_without, slope_of_bent
 
 __all__ = ["BACKWARD_CASES", "GRADIENT_CASES", "JVP_CASES", "POISONED_GRADIENT_CASES"]
 
@@ -22,6 +23,11 @@ OWN = {
         make_case(
             "many with a derivative",
             **MANY | {"score_mod": scores.softcap(3.0) >> BENT, "L": 13, "S": 29},
+        ),
+        make_case(
+            "nan under a mask, many steps",
+            **{"poison": math.nan, "poisoned": (3, 4), "mask": mask_without(3, 4)},
+            **{"softcap": 1.5, "score_mod": BENT, "dropout": (0.25, 7), "scale": 0.8},
         ),
     )
 }
@@ -97,6 +103,8 @@ BY_DIFFERENCES = (
     *("distance", "sum of distances", "additive", "score norm x causal"),
     *("score norm x mask value and softcap", "score norm x window and bias as mask"),
     *("normalizer x causal and bias", "normalizer x dropout", "sigmoid", "S = 0, similarity"),
+    *("nan under a mask value, similarity", "nan under a mask value, score norm"),
+    *("nan under a mask value, normalizer", "nan under a mask, many steps"),
 )
 
 
@@ -116,7 +124,9 @@ def by_name(cases: Iterable[Case]) -> dict[str, Case]:
     return {case.name: case for case in cases}
 
 
-_NARROW = by_name(map(named, (*NAMES, *OWN, *PAIRS)))
+_NARROW = by_name(
+    map(named, (*NAMES, *PAIRS, "score function with a derivative", "many with a derivative"))
+)
 _NARROW |= by_name(in_dtypes(IN_16_BITS, "float16", "bfloat16"))
 _WIDE = by_name(in_dtypes(BY_DIFFERENCES, "float64"))
 
@@ -138,10 +148,9 @@ _SEEN_LATER: dict[str, Any] = by_name(
     replace(CASES[name], name=f"{name}, rows before", rows=tuple(range(5)))
     for name in ("nan seen by later rows", "inf in a value seen by later rows")
 )
-_POISONED = POISONED_GRADIENT_CASES | _SEEN_LATER
 
 #: Cases of `attention_backward`.
-BACKWARD_CASES = _NARROW | _WIDE | _POISONED
+BACKWARD_CASES = _NARROW | _WIDE | POISONED_GRADIENT_CASES | _SEEN_LATER | OWN
 
 #: Cases of `attention_jvp`: it follows from the gradients, so that few of them will do.
 JVP_CASES = {

@@ -222,7 +222,10 @@ def backward(
     def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
         forward = options if own else options | {"kernel": None}
         partial = residuals(case, *arrays, **forward)
-        found = attention_backward(*arrays, partial, along, logsumexp_gradient=weights, **options)
+        query, key, value = arrays
+        found = attention_backward(
+            query, key, value, partial, along, logsumexp_gradient=weights, **options
+        )
         return {name: leaves(x) for name, x in found._asdict().items()}
 
     with name_case(f"{case}: backward", kernel):
@@ -286,8 +289,8 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
         parts = [[x[..., some, :] for x in (key, value)] for some in halves]
         whole = merge(*(attention_partial(query, *part, **options) for part in parts))
         found = (
-            attention_backward(query, *part, whole, along, into=Gradients(), **options)
-            for part in parts
+            attention_backward(query, one, other, whole, along, into=Gradients(), **options)
+            for one, other in parts
         )
         return [list(one[:3]) for one in found]
 

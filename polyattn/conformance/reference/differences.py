@@ -7,8 +7,8 @@ results; `gradients` judges the others, each element by itself.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,8 @@ def logsumexp_cotangent(case: Case) -> Array:
     """Return the gradient of the loss by the logsumexp."""
     rng = np.random.default_rng(zlib.crc32(f"{case.name} logsumexp".encode()))
     drawn = rng.normal(size=cotangent(case).shape[:-1])
-    return drawn.astype(accumulation_dtype(case.dtype))
+    result: Array = drawn.astype(accumulation_dtype(case.dtype))
+    return result
 
 
 def arguments(case: Case) -> dict[str, Any]:
@@ -72,16 +73,13 @@ def slopes(case: Case) -> Mapping[str, float]:
     """
     cotangents = cotangent(case), logsumexp_cotangent(case)
 
-    def loss(results: tuple[Array, Array]) -> Any:
+    def loss_at(name: str, step: float) -> Any:
         return sum(
             np.sum(np.where(np.isfinite(x), x, 0) * g)
-            for x, g in zip(results, cotangents, strict=True)
+            for x, g in zip(at(case, step, (name,)), cotangents, strict=True)
         )
 
-    return {
-        name: float(derivative(lambda step, name=name: loss(at(case, step, (name,)))))
-        for name in direction(case)
-    }
+    return {name: float(np.asarray(derivative(partial(loss_at, name)))) for name in direction(case)}
 
 
 @cache
@@ -91,17 +89,19 @@ def tangent(case: Case) -> Array:
     return result
 
 
+def _moved_by(step: float, rest: Iterator[Any], x: Any) -> Any:
+    return x.astype(np.longdouble) + step * next(rest)
+
+
 def at(case: Case, step: float, names: tuple[str, ...]) -> tuple[Array, Array]:
     """Return the textbook's results with some arguments moved in their directions."""
     moved = arguments(case)
     for name, along in direction(case).items():
-        rest = iter(along if name in names else [0] * len(along))
+        rest: Iterator[Any] = iter(along if name in names else [0] * len(along))
         if name in ("scale", "softcap"):
             moved[name] = moved[name] + step * float(next(rest))
         else:
-            moved[name] = with_arrays(
-                moved[name], lambda x, rest=rest: x.astype(np.longdouble) + step * next(rest)
-            )
+            moved[name] = with_arrays(moved[name], partial(_moved_by, step, rest))
     with np.errstate(all="ignore"):
         results: tuple[Array, Array] = textbook(**moved)
     return results

@@ -340,10 +340,11 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
     if case.rows is None:
         return yards
     axis, yard = (-3 if case.layout == "...LHD" else -2), yards["query"]
-    exact, unit, floor = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
+    of_rows = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
+    rows, unit, floor = of_rows
     return {
         "query": Yardstick(
-            exact, unit, yard.textbook, floor, rows=case.rows, length=case.L, axis=axis
+            rows, unit, yard.textbook, floor, rows=case.rows, length=case.L, axis=axis
         )
     }
 
