@@ -1,0 +1,175 @@
+"""Gradients on torch: as one step of autograd, of any order, in memory for a tile."""
+
+import copy
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+
+from polyattn import attention, attention_partial, merge, scores
+from polyattn.kernels import Tiled
+
+pytestmark = [
+    # torch imports what it deprecates.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+WINDOW = {"window": (2, 0), "query_offset": 1}
+
+
+def small_tiles():
+    kernel = Tiled()
+    kernel.tile = 24
+    return kernel
+
+
+def draw(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(0)
+    return draw(1, 2, 3, 2), draw(1, 1, 5, 2), draw(1, 1, 5, 2)
+
+
+OPTIONS = {
+    "causal": {"is_causal": True},
+    "softcap": {"softcap": 1.5},
+    "window": WINDOW,
+    "bias": {"bias": (2, 3, 5)},
+    "sinks": {"sinks": (2,), "is_causal": True},
+    "slopes": {"slopes": (2,)},
+}
+
+
+def call(options, **given):
+    """A function of tensors only: query, key, value, and those that the options name by shape."""
+    names = [name for name, x in options.items() if isinstance(x, tuple) and name != "window"]
+    fixed = {name: x for name, x in options.items() if name not in names} | given
+
+    def attend(query, key, value, *others):
+        named = dict(zip(names, others, strict=True))
+        if "slopes" in named:
+            named["score_mod"] = scores.alibi(named.pop("slopes"))
+        return attention(query, key, value, **fixed, **named)
+
+    return attend, [draw(*options[name]) for name in names]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_of_first_and_second_order(name, inputs):
+    attend, others = call(OPTIONS[name])
+    assert gradcheck(attend, (*inputs, *others), check_forward_ad=True)
+    assert gradgradcheck(attend, (*inputs, *others))
+
+
+@pytest.mark.parametrize("name", ["causal", "bias"])
+def test_of_second_order_in_tiles(name, inputs):
+    attend, others = call(OPTIONS[name], kernel=small_tiles())
+    assert gradcheck(attend, (*inputs, *others), check_forward_ad=True)
+    assert gradgradcheck(attend, (*inputs, *others))
+
+
+def test_a_second_order_step(inputs):
+    """A Hessian-vector product is the derivative of the gradient along the vector."""
+    query, key, value = inputs
+    vector = torch.randn_like(query)
+
+    def gradient(query):
+        loss = attention(query, key, value, is_causal=True, softcap=2.0).square().sum()
+        (found,) = torch.autograd.grad(loss, query, create_graph=True)
+        return found
+
+    (product,) = torch.autograd.grad((gradient(query) * vector).sum(), query)
+    step = 1e-5
+    with torch.no_grad():
+        ends = [query + n * step * vector for n in (1, -1)]
+    ahead, behind = (gradient(end.requires_grad_()).detach() for end in ends)
+    torch.testing.assert_close(product, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
+def test_torch_func(inputs):
+    query, key, value = (x.detach() for x in inputs)
+
+    def loss(query, **options):
+        return attention(query, key, value, is_causal=True, **options).square().sum()
+
+    expected = torch.autograd.functional.hessian(lambda x: loss(x, kernel="dense"), query)
+    torch.testing.assert_close(torch.func.hessian(loss)(query), expected)
+    gradient = torch.func.grad(loss)(query)
+    _, pullback = torch.func.vjp(loss, query)
+    torch.testing.assert_close(pullback(torch.ones((), dtype=query.dtype))[0], gradient)
+    along = torch.randn_like(query)
+    _, slope = torch.func.jvp(loss, (query,), (along,))
+    torch.testing.assert_close(slope, (gradient * along).sum())
+    several = torch.stack([query, 2 * query])
+    by_item = torch.stack([torch.func.grad(loss)(x) for x in several])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(several), by_item)
+
+
+def test_forward_mode(inputs):
+    query, key, value = (x.detach() for x in inputs)
+    along = torch.randn_like(key)
+    with dual_level():
+        output = attention(query, make_dual(key, along), value, is_causal=True)
+        tangent = unpack_dual(output).tangent
+    _, expected = torch.func.jvp(
+        lambda key: attention(query, key, value, is_causal=True, kernel="dense"), (key,), (along,)
+    )
+    torch.testing.assert_close(tangent, expected)
+
+
+def test_partials_and_merge_in_tiles(inputs):
+    query, key, value = inputs
+
+    def joined(query, key, value):
+        parts = (slice(0, 2), slice(2, 5))
+        kernel = small_tiles()
+        return merge(
+            *(
+                attention_partial(query, key[..., p, :], value[..., p, :], kernel=kernel)
+                for p in parts
+            )
+        )
+
+    assert gradcheck(joined, (query, key, value))
+
+
+def test_a_function_keeps_the_gradients_of_what_it_closes_over(inputs):
+    query, key, value = inputs
+    table = draw(2)
+
+    def attend(table):
+        return attention(query, key, value, score_mod=lambda s, b, h, i, j: s * table[h])
+
+    assert gradcheck(attend, (table,))
+
+
+@pytest.mark.slow
+def test_compiled_with_gradients(inputs):
+    def loss(query, key, value):
+        return attention(query, key, value, is_causal=True, softcap=2.0).square().sum()
+
+    expected = torch.autograd.grad(loss(*inputs), inputs)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for found, right in zip(torch.autograd.grad(compiled(*inputs), inputs), expected, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_memory_is_for_a_tile():
+    """What autograd keeps for the backward pass does not grow with L · S."""
+    query, key, value = (torch.randn(1, 2048, 8, requires_grad=True) for _ in range(3))
+    kernel = copy.copy(Tiled())
+    kernel.tile = 2**16
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = attention(query, key, value, softcap=2.0, kernel=kernel)
+    assert sum(kept) <= 5 * query.numel()
+    output.sum().backward()
+    assert query.grad is not None
