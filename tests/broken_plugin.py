@@ -3,11 +3,13 @@
 import numpy as np
 
 from polyattn.kernels import Dense
-from polyattn.plugin import Backend, BackendSpec
+from polyattn.plugin import Backend, BackendSpec, Kernel
 
 
 class Sabotaged(Dense):
     """The formula, of which one promise is not kept."""
+
+    features = Dense.features - {"backward", "jvp"}
 
     def __init__(self, name, sabotage, **declared):
         self.name, self.sabotage = name, sabotage
@@ -48,7 +50,30 @@ def heads_tiled(p, x):
     }
 
 
+class DropsBackward(Dense):
+    """Finds no gradient by the keys."""
+
+    name = "drops_backward"
+    features = Dense.features - {"jvp"}
+
+    def backward(self, problem, operands, backend):
+        found = super().backward(problem, operands, backend)
+        return found._replace(key=np.zeros_like(found.key))
+
+
+class DropsJvp(Dense):
+    """Takes the output for its tangent."""
+
+    name = "drops_jvp"
+    features = Dense.features - {"backward"}
+
+    def jvp(self, problem, operands, backend):
+        return operands.output, operands.known_logsumexp
+
+
 DROPPING = [
+    DropsBackward(),
+    DropsJvp(),
     dropping("batch_broadcast", operands=first_items),
     dropping("bias", lambda p: {"bias": None}, lambda p, x: {"bias": None}),
     dropping("causal", lambda p: {"is_causal": False}),
@@ -230,12 +255,33 @@ class NoLogsumexp(Dense):
     """Declares logsumexp, and has a reason against each."""
 
     name = "no_logsumexp"
+    features = Dense.features - {"backward", "jvp"}
 
     def reasons_against(self, problem):
         return ["it keeps none"] if "logsumexp" in problem.features else []
 
 
-IDLE = [Refusing(), NoLogsumexp()]
+class NoBackward(Dense):
+    """Declares backward, and has a reason against each."""
+
+    name = "no_backward"
+    features = Dense.features - {"jvp"}
+
+    def reasons_against(self, problem):
+        return ["it has no way back"] if "backward" in problem.features else []
+
+
+class NoMethod(Kernel):
+    """Declares backward, and has no such method."""
+
+    name = "no_method"
+    features = Dense.features - {"jvp"}
+
+    def __call__(self, problem, operands, backend):
+        return Dense()(problem, operands, backend)
+
+
+IDLE = [Refusing(), NoLogsumexp(), NoBackward(), NoMethod()]
 
 
 class BrokenBackend(Backend):

@@ -32,3 +32,27 @@ def run_python():
         return done.stdout
 
     return run
+
+
+@pytest.fixture(params=["one", pytest.param("all", marks=pytest.mark.slow)])
+def drawn_by(request):
+    """Return a function that has a script draw: it saves one picture, or all, a second each."""
+
+    def drawn_by(script, folder, smallest):
+        figures, save = {}, script.save
+
+        def save_some(figure, file):
+            if not figures or request.param == "all":
+                save(figure, file)
+                assert file.stat().st_size > smallest
+            figures[file.relative_to(folder).as_posix()] = figure
+
+        script.save = save_some
+        try:
+            script.main(folder)
+        finally:
+            script.save = save
+        assert all(figure.axes for figure in figures.values())
+        return set(figures)
+
+    return drawn_by

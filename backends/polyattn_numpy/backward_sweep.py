@@ -74,8 +74,8 @@ class Scores(NamedTuple):
     """The scores of a tile with the logsumexp subtracted, and what they were computed from."""
 
     final: Array
-    capped: Array | None  # after the softcap
-    similar: Array | None  # by another similarity than q·k
+    capped: Any  # after the softcap
+    similar: Any  # by another similarity than q·k
 
 
 class Shares(NamedTuple):
@@ -252,7 +252,7 @@ class BackwardSweep(TileScores):
         if sums.bias is not None and sums.bias.shape[-1] != 1:
             piece = self.piece._replace(heads=step.tile.heads)
             target = piece.view(sums.bias, None, step.tile.rows, columns).swapaxes(2, 3)
-            np.add(target, shares.bias, target)
+            target += shares.bias
         sums.add_carried(self.number, shares.of_score, shares.of_similarity)
 
     def _shares(self, step: Step, *, exact: bool) -> Shares:
@@ -286,9 +286,9 @@ class BackwardSweep(TileScores):
             return Shares(query, key, value, bias, None, softcap, of_score, ())
         scale = np.einsum("bkrj,bkrj->bkr", gradient, scores.similar)[..., None]
         gradient *= self.factor
-        query, key, carried = self.call.x.similarity.pullback(
-            step.query[..., :-1], step.key[..., :-1], gradient, np.matmul, xp
-        )
+        alike: Any = self.call.x.similarity
+        rows, keys = step.query[..., :-1], step.key[..., :-1]
+        query, key, carried = alike.pullback(rows, keys, gradient, np.matmul, xp)
         return Shares(query, key, value, bias, scale, softcap, of_score, carried)
 
     def _product(self, name: str, weights: Array, seen: Array | None, x: Array) -> Array:
@@ -374,7 +374,7 @@ class BackwardSweep(TileScores):
         self, step: Step, scores: Scores, gradient: Array
     ) -> tuple[Array | None, Sequence[Array]]:
         """Turn the gradient of modified scores into that of products; return that of the rule."""
-        softcap, of_score = None, ()
+        softcap, of_score = None, list[Array]()
         if self.call.x.score_mod is not None:
             by_head = self._by_head(gradient)
             before, of_score = self._indices(step.tile).score_pullback(

@@ -100,8 +100,11 @@ class GradientSums:
             of_capped = self.softcap.sum(dtype=self.dtype)
             softcap = (of_capped - problem.scale * scale) / problem.softcap
             softcap = np.asarray(softcap, self.dtype)
+        query, key, value = self._whole
         return Gradients(
-            *self._whole,
+            query,
+            key,
+            value,
             None if self.bias is None else self._whole_bias,
             None if x.sinks is None else self._of_sinks(),
             self._of_arrays(x.score_mod, self._of_score),
@@ -133,7 +136,7 @@ class GradientSums:
 
 def _arrays_in(rule: Any) -> list[Array]:
     """Return the arrays in an expression, none in a function."""
-    carried = getattr(rule, "carried", list)()
+    carried: list[Any] = getattr(rule, "carried", list)()
     return [thing for _, thing in carried if isinstance(thing, np.ndarray)]
 
 

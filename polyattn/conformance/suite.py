@@ -22,9 +22,9 @@ import pytest
 
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
 from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import promises
-from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
+from polyattn.conformance.checks import gradients, promises
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch.registry import ARRAY_API
@@ -78,8 +78,16 @@ class BackendSuite:
         checks.check_case(lazy_target, variant, case)
 
     def test_gradients(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
-        """The gradients are as accurate as the textbook's."""
-        check_gradients(lazy_target, variant, case)
+        """The gradients by the library are as accurate as the textbook's."""
+        gradients.check_gradients(lazy_target, variant, case)
+
+    def test_backward(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
+        """The kernel's own gradients are as accurate as the textbook's, if it declares them."""
+        gradients.check_backward(lazy_target, variant, case)
+
+    def test_jvp(self, lazy_target: Target, variant: KernelVariant, case: Case) -> None:
+        """The kernel's directional derivatives agree with the gradients, if it declares them."""
+        gradients.check_jvp(lazy_target, variant, case)
 
     def test_every_declared_feature_is_exercised(
         self, target: Target, variant: KernelVariant
@@ -138,27 +146,36 @@ class BackendSuite:
         return CASES if self.thorough else ESSENTIAL
 
     def _runs(self, test: str, target: Target) -> Iterator[tuple[KernelVariant, Case]]:
+        derivative = gradients.DERIVATIVES.get(test.removeprefix("test_"))
+        takes = checks.takes if derivative is None else derivative.is_taken
         for variant in target.kernels:
             if test == "test_gradients":
-                known = GRADIENT_CASES.values() if has_gradients(target) else ()
+                known = GRADIENT_CASES.values() if gradients.has_gradients(target) else ()
                 cases = [case for case in known if checks.is_applicable(target, variant, case)]
+            elif derivative is not None:
+                declares = derivative.feature in target.declared(variant.kernel)
+                cases = checks.cases_for(target, variant, derivative.cases if declares else {})
             elif test == "test_case":
                 cases = checks.cases_for(target, variant, self._cases())
             else:
                 lazy_cases = ESSENTIAL if is_lazy(target) else {}
                 cases = checks.cases_for(target, variant, lazy_cases)
-            if test != "test_case":
+            if derivative is not None:  # what it takes, it shows when it runs: that is cheaper
+                features = variant.kernel.features
+                cases = [case for case in cases if case.features <= features]
+            elif test != "test_case":
                 cases = [case for case in cases if checks.takes(target, variant, case)]
             # What test_case leaves out of a lazy library, test_lazy has.
             lazy = test == "test_case" and is_lazy(target)
-            dear = not self.thorough and (lazy or variant.small_tiles or test == "test_gradients")
+            many = test == "test_gradients" or derivative is not None
+            dear = not self.thorough and (lazy or variant.small_tiles or many)
             # Behind a plugin's own kernels stand the core's, which "array-api" has tried: the
             # plugin brings them only the functions of its library.
             closing = bool(target.own) and variant.kernel not in target.own
             # With one tile for all scores, the core's `tiled` does what `dense` does.
             one_tile = not target.own and variant.kernel.tile and not variant.small_tiles
             if dear or closing or one_tile or variant.kernel.compiles:
-                cases = checks.covering(target, variant, cases)
+                cases = checks.covering(target, variant, cases, takes)
             yield from ((variant, case) for case in cases)
 
     def _declares(self, test: str, variant: KernelVariant) -> bool:
@@ -187,6 +204,8 @@ _names: dict[type, set[str]] = {}
 _WHY_NOT = {
     "test_lazy": "the library is never lazy",
     "test_gradients": "the library differentiates nothing",
+    "test_backward": "no kernel declares it",
+    "test_jvp": "no kernel declares it",
     "test_deterministic": "no kernel declares it",
     "test_batch_invariant": "no kernel declares it",
 }

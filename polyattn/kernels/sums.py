@@ -90,9 +90,10 @@ class Sums:
 
     def add_bias(self, gradient: Array, rows: Span, columns: Span) -> None:
         """Add the gradient of a tile of scores to that of the bias."""
+        bias: Any = self._x.bias
         if not self.wants("bias"):
             return
-        at, shape = (0, 0), list(self._x.bias.shape)
+        at, shape = (0, 0), list(bias.shape)
         if shape and shape[-1] != 1:
             at, shape[-1] = (0, columns.start), columns.length
         if len(shape) > 1 and shape[-2] != 1:

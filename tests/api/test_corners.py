@@ -5,6 +5,7 @@ array-API kernels, the tiled one also with tiles so small that every corner lies
 """
 
 import math
+from dataclasses import replace
 from itertools import pairwise, permutations
 
 import array_api_strict
@@ -20,6 +21,9 @@ from polyattn.conformance.cases.generators import alibi
 
 B, H, G, L, S, D = 2, 4, 2, 9, 9, 8
 PLAIN = make_case("corner", H=H, G=G, L=L, S=S, D=D)
+# All options in one call, of so few scores that tiles of eight are not hundreds.
+MANY = replace(CASES["many"], name="many, short", L=7, S=19)
+INPUTS = {**CASES, "many": MANY}
 
 each_library = pytest.mark.parametrize("library", LIBRARIES, ids=str)
 
@@ -161,16 +165,16 @@ def reached(visible):
 
 @each_library
 @pytest.mark.parametrize("place", ["key", "value"])
-@pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("way", HIDDEN)
-def test_a_hidden_poison_changes_no_bit(way, poison, place, kernel, library):
+def test_a_hidden_poison_changes_no_bit(way, place, kernel, library):
     options, visible = HIDDEN[way]
     clean = run_poisoned(library, kernel, options, None, None)
-    poisoned = run_poisoned(library, kernel, options, place, POISON[poison])
+    assert all(np.isfinite(a).all() for a in clean)
     spared = ~reached(visible)
-    for a, b in zip(clean, poisoned, strict=True):
-        assert np.isfinite(a).all()
-        assert bits(a[spared]) == bits(b[spared])
+    for name, poison in POISON.items():
+        poisoned = run_poisoned(library, kernel, options, place, poison)
+        for a, b in zip(clean, poisoned, strict=True):
+            assert bits(a[spared]) == bits(b[spared]), name
 
 
 @each_library
@@ -267,7 +271,7 @@ def test_inputs_are_not_written_to(name, kernel, library):
         return given[-1][0]
 
     spy = Library(library.name, hand_over, library.back)
-    spy.call(attention, CASES[name], kernel=kernel)
+    spy.call(attention, INPUTS[name], kernel=kernel)
     assert len(given) >= 3
     assert all(bits(library.back(x)) == bits(before) for x, before in given)
 
@@ -275,8 +279,8 @@ def test_inputs_are_not_written_to(name, kernel, library):
 @pytest.mark.parametrize("name", ["many", "nan under mask array", "plain"])
 def test_read_only_numpy_arrays(name, any_kernel):
     reader = Library("numpy", frozen, NUMPY.back)
-    partial = reader.call(attention_partial, CASES[name], kernel=any_kernel)
-    assert_accurate(partial.output, CASES[name], partial.logsumexp)
+    partial = reader.call(attention_partial, INPUTS[name], kernel=any_kernel)
+    assert_accurate(partial.output, INPUTS[name], partial.logsumexp)
 
 
 def spaced(x, axis=-1):
@@ -308,9 +312,9 @@ def test_views_of_any_strides(name, view, library, kernel):
     wrap = {NUMPY: np.asarray, TORCH: torch.from_numpy, STRICT: array_api_strict.asarray}[library]
     viewer = Library(library.name, lambda x: wrap(VIEWS[view](x)), library.back)
     output, logsumexp = map(
-        library.back, viewer.call(attention_partial, CASES[name], kernel=kernel)
+        library.back, viewer.call(attention_partial, INPUTS[name], kernel=kernel)
     )
-    assert_accurate(output, CASES[name], logsumexp)
+    assert_accurate(output, INPUTS[name], logsumexp)
 
 
 @each_library

@@ -59,8 +59,14 @@ def options_of(name, to=np.asarray):
 def test_weights_times_values_are_the_attention(name, library):
     options = options_of(name, library.to)
     query, key, value = (library.to(x) for x in (QUERY, KEY, VALUE))
-    weights = library.back(attention_weights(query, key, **options))
-    output = library.back(attention(query, key, value, **options))
+
+    def both(query, key, value):
+        return attention_weights(query, key, **options), attention(query, key, value, **options)
+
+    # JAX compiles each operation by itself, or once all of them, which is faster.
+    weights, output = map(
+        library.back, (jax.jit(both) if library is JAX else both)(query, key, value)
+    )
     assert weights.shape == (B, H, L, S)
     np.testing.assert_allclose(weights @ VALUES, output, rtol=2e-5, atol=2e-6)
 
@@ -197,14 +203,14 @@ def test_weights_are_traced_and_compiled():
     "asked", [{"per_key": True}, {"top": 4}, {"rows": [5], "heads": 1}], ids=str
 )
 def test_no_array_of_all_scores_is_made_where_it_is_not_asked_for(asked):
-    x = np.zeros((4, 4096, 8), np.float32)  # scores of 256 MiB
+    x = np.zeros((4, 2048, 8), np.float32)  # scores of 64 MiB
     tracemalloc.start()
     try:
         attention_weights(x, x, is_causal=True, **asked)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 64 * 2**20
+    assert peak < 32 * 2**20
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,8 @@ def test_every_benchmark_runs_at_its_smallest(name):
     """On NumPy, on torch where NumPy has none, and where it is for GPUs alone it is skipped."""
     found, method = METHODS[name]
     if method.startswith("timeraw"):
-        code = inspect.cleandoc(getattr(found(), method)())
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        # asv starts an interpreter to time it; that it runs is seen in this one.
+        exec(inspect.cleandoc(getattr(found(), method)()), {})
         return
     known = found.params[0] if isinstance(found.params[0], tuple) else found.params
     backend = next((b for b in ("numpy", "torch:cpu") if b in known), known[0])

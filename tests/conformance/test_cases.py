@@ -6,6 +6,7 @@ import pytest
 from polyattn import attention, attention_partial
 from polyattn.call.features import DTYPES, FEATURES
 from polyattn.conformance import CASES, ESSENTIAL
+from polyattn.conformance.checks.gradients import DERIVATIVES
 
 #: What these options ask for is what happens without them.
 IDLE = {
@@ -27,10 +28,20 @@ IDLE = {
 
 def test_every_feature_and_every_dtype_has_a_case():
     needed = set().union(*(case.features for case in CASES.values()))
-    assert needed | {"logsumexp"} == set(FEATURES)
+    assert needed | {"logsumexp", *DERIVATIVES} == set(FEATURES)
     assert set().union(*(case.features for case in ESSENTIAL.values())) == needed
     for cases in (CASES, ESSENTIAL):
         assert {case.dtype for case in cases.values()} == set(DTYPES)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_every_feature_has_a_case_of_each_derivative(name):
+    cases = DERIVATIVES[name].cases.values()
+    needed = set().union(*(case.features for case in cases))
+    assert needed | {"logsumexp", *DERIVATIVES} == set(FEATURES)
+    assert {case.dtype for case in cases} == set(DTYPES)
+    in_float64 = set().union(*(case.features for case in cases if case.dtype == "float64"))
+    assert {"normalizer", "score_expression", "score_norm", "similarity", "softcap"} <= in_float64
 
 
 def idle_options(case):

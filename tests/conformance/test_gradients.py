@@ -8,16 +8,25 @@ import jax
 import numpy as np
 import pytest
 
+from polyattn import scores
 from polyattn.conformance import CASES, KernelVariant, Target, deviation, make_case, oracle
 from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.cases.expression_cases import composed, relative
 from polyattn.conformance.cases.generators import alibi, bent, bias_with, two_in_three
-from polyattn.conformance.checks.gradients import (
+from polyattn.conformance.cases.gradient_cases import (
+    BACKWARD_CASES,
     GRADIENT_CASES,
     POISONED_GRADIENT_CASES,
-    check_gradients,
 )
-from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks, gradients
+from polyattn.conformance.checks.gradients import check_gradients
+from polyattn.conformance.reference import differences
+from polyattn.conformance.reference.differences import direction, slopes, tangent
+from polyattn.conformance.reference.gradients import (
+    cotangent,
+    gradient_yardsticks,
+    gradients,
+    has_formula,
+)
 from polyattn.kernels import Dense
 
 SMALL = {"dtype": "float64", "batch": (1,), "L": 3, "S": 4, "D": 2, "E": 3}
@@ -57,6 +66,10 @@ EXAMPLES = {
     },
     "value alone in a batch, score_mod, sinks": {
         **{"batch": (), "key_batch": (), "value_batch": (2,), "score_mod": alibi},
+        "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
+    },
+    "dropout, causal, sinks, long sequence": {
+        **{"dropout": (0.4, 3), "is_causal": True, "scale": scores.long_sequence()},
         "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
     },
     "sink of -inf, rank 5, one key/value head, softcap": {
@@ -108,6 +121,24 @@ def test_a_row_that_sees_nothing_has_gradients_of_zero(name, rows):
     found = gradients(GRADIENT_CASES[name], np.longdouble)
     assert all(np.isfinite(x).all() for x in found.values())
     assert not found["query"][..., rows, :].any()
+
+
+DIFFERENTIATED = [case for case in BACKWARD_CASES.values() if case.dtype == "float64"]
+
+
+def test_no_difference_depends_on_its_step(monkeypatch):
+    """That of a distance or sparsemax does if it crosses a point where that is not smooth."""
+    first = [slopes(case) for case in DIFFERENTIATED]
+    monkeypatch.setattr(differences, "STEP", differences.STEP / 4)
+    for case, once in zip(DIFFERENTIATED, first, strict=True):
+        assert slopes.__wrapped__(case) == pytest.approx(once, rel=1e-9, abs=1e-9), case
+
+
+@pytest.mark.parametrize("case", [case for case in DIFFERENTIATED if has_formula(case)], ids=str)
+def test_the_formula_is_the_transpose_of_the_tangent(case):
+    found, along = gradients(case, np.longdouble), direction(case)
+    expected = sum(np.sum(found[name] * along[name][0]) for name in found)
+    assert np.sum(tangent(case) * cotangent(case)) == pytest.approx(float(expected), rel=1e-9)
 
 
 # ---- kernels ----

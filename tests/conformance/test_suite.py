@@ -16,6 +16,7 @@ from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.case import arrays_in
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.cases import cases_for, check_case, covering, takes
+from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.kernels import Dense
 from polyattn.plugin import FEATURES
 
@@ -91,6 +92,9 @@ def test_there_is_a_saboteur_for_every_feature():
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_kernel_that_drops_a_feature_fails_the_cases_of_it(feature, failures):
     tests = failures[f"drops_{feature}"]
+    if feature in DERIVATIVES:
+        assert {test for test, _ in tests} == {f"test_{feature}"}
+        return
     cases = {case for test, case in tests if test == "test_case"}
     assert cases
     if feature != "logsumexp":  # which is asked of every case
@@ -135,6 +139,8 @@ def test_there_is_a_test_for_every_saboteur():
     [
         ("refusing", {"declared_feature_is_exercised", "deterministic"}),
         ("no_logsumexp", {"declared_feature_is_exercised"}),
+        ("no_backward", {"declared_feature_is_exercised"}),
+        ("no_method", {"declared_feature_is_exercised", "backward"}),
     ],
 )
 def test_a_kernel_fails_that_declares_what_it_never_does(kernel, tests, failures):
@@ -243,7 +249,8 @@ def test_few_cases_cover_each_feature_dtype_and_topic_and_the_plain_call():
     assert len(few) < 20
     assert {case.topic for case in few} == set(TOPICS)
     assert {case.dtype for case in few} == set(DTYPES)
-    assert set().union(*(case.features for case in few)) == set(FEATURES) - {"logsumexp"}
+    features = set().union(*(case.features for case in few))
+    assert features == set(FEATURES) - {"logsumexp", *DERIVATIVES}
     assert any(not case.features for case in few)
 
 
@@ -270,7 +277,7 @@ def test_a_kernel_of_one_dtype_is_given_every_case_in_it():
     taken = [case for case in cases_for(target, narrow, CASES) if takes(target, narrow, case)]
     needed = set().union(*(case.features for case in taken))
     assert {case.dtype for case in taken} == {"float16"}
-    assert needed == set(FEATURES) - {"logsumexp"}
+    assert needed == set(FEATURES) - {"logsumexp", *DERIVATIVES}
     names = {case.name for case in taken}
     float32 = {case.name for case in CASES.values() if case.dtype == "float32"}
     assert names == {f"{name}, float16" for name in float32}

@@ -53,27 +53,22 @@ DRAWN = re.findall(r"^!\[[^]]+\]\(([^)]+)\)\n\n```python\n.*?```\n\n(.*?)\n\n", 
 
 
 @pytest.fixture(scope="module")
-def gallery(tmp_path_factory):
-    """Draw all pictures elsewhere, and keep the names after each block."""
-    folder = tmp_path_factory.mktemp("masks")
-    (folder / "images").mkdir()
-    drawing = script("masks")
-    drawing.main(folder)
+def gallery():
+    """The names after each block that draws a picture."""
     ran = pages.run(DOCS / "masks.md")
-    return folder, {done.block.picture: done.names for done in ran if done.block.picture}
+    return {done.block.picture: done.names for done in ran if done.block.picture}
 
 
-def test_each_code_block_of_the_gallery_draws_its_picture(gallery):
-    folder, found = gallery
-    assert len(found) == len(DRAWN) >= 17
-    for picture in found:
-        assert (folder / picture).stat().st_size > 4000
-        assert (DOCS / picture).exists()
+def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp_path):
+    (tmp_path / "images").mkdir()
+    assert drawn_by(script("masks"), tmp_path, 4000) == set(gallery)
+    assert len(gallery) == len(DRAWN) >= 17
+    assert all((DOCS / picture).exists() for picture in gallery)
 
 
 @pytest.mark.parametrize(("picture", "text"), DRAWN, ids=[picture for picture, _ in DRAWN])
 def test_the_arithmetic_beside_a_picture_is_what_attention_computes(gallery, picture, text):
-    names, text = gallery[1][picture], " ".join(text.split())
+    names, text = gallery[picture], " ".join(text.split())
     formula = re.search(r"sees key `j` where `(.*?)`", text) or re.match(r"`(.*?)`", text)
     length = 256 if "256" in repr(names["mask"]) or "rule" in picture else 64
     shape = (2 if "padding" in picture else 1, 1, length, length)

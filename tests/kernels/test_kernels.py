@@ -139,7 +139,7 @@ def peak(function):
 
 
 def test_memory_of_a_long_call_is_bounded():
-    q, k, v = (randn(1, 1, 16384, 64) for _ in range(3))
+    q, k, v = (randn(1, 1, 8192, 16) for _ in range(3))  # scores of 268 MB
     held, output = peak(lambda: attention(q, k, v, backend="array-api"))
     assert held - output.nbytes < 64e6
     held, output = peak(lambda: attention(q, k, v, backend="numpy"))

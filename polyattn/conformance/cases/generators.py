@@ -33,6 +33,7 @@ __all__ = [
     "padding",
     "random_mask",
     "segments",
+    "slope_of_bent",
     "third_row_empty",
     "two_in_three",
     "without_3_and_4",
@@ -89,6 +90,11 @@ def bent(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
     near = like(score, (i - j) * (i - j) < 9)
     head = like(score, 1 + h + 2 * b)
     return 0.25 * score * score + score / head + near
+
+
+def slope_of_bent(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Return the derivative of `bent` with respect to the score."""
+    return 0.5 * score + 1 / like(score, 1 + h + 2 * b)
 
 
 def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:

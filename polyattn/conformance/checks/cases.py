@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +33,16 @@ from polyattn.plugin import Kernel
 
 __all__ = [
     "Outcome",
+    "bits_of",
     "cases_for",
     "check_case",
+    "check_like",
+    "check_own",
+    "check_unwritten",
     "covering",
     "has_logsumexp",
     "is_applicable",
+    "name_case",
     "takes",
 ]
 
@@ -110,20 +115,18 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
             return Outcome(None, None, reasons or "it gives no reason")
         raise AssertionError(f"{case}: refused ({reasons}), but it ran")
     arguments = target.arguments(case)
-    before = _bits(target, arguments)
+    before = bits_of(target, arguments)
     what = f"{case}: output"
-    with _name_case(what, kernel):
+    with name_case(what, kernel):
         output = target.call(case, kernel, arguments=arguments)
-    _check_like_query(what, output, arguments[0][0], case.dtype)
-    _check_own(target, what, output, arguments)
+    check_like(what, output, arguments[0][0], case.dtype)
+    check_own(target, what, output, arguments)
     off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     logsumexp = None
     if has_logsumexp(target, kernel, case):
         logsumexp = _check_partial(target, kernel, case, arguments)
-    after = _bits(target, arguments)
-    written = [name for name, bits in before.items() if after[name] != bits]
-    assert not written, f"{case}: {', '.join(written)} was written to"
+    check_unwritten(target, case, arguments, before)
     return Outcome(off, logsumexp)
 
 
@@ -135,29 +138,30 @@ def has_logsumexp(target: Target, kernel: Kernel, case: Case) -> bool:
 
 
 def _check_partial(target: Target, kernel: Kernel, case: Case, arguments: Any) -> Deviation:
-    with _name_case(f"{case}: logsumexp", kernel):
+    with name_case(f"{case}: logsumexp", kernel):
         output, logsumexp = target.call(case, kernel, attention_partial, arguments)
     what = f"{case}: output of the partial"
-    _check_like_query(what, output, arguments[0][0], case.dtype)
-    _check_own(target, what, output, arguments)
+    check_like(what, output, arguments[0][0], case.dtype)
+    check_own(target, what, output, arguments)
     off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     what = f"{case}: logsumexp"
-    _check_like_query(what, logsumexp, arguments[0][0], accumulation_dtype(case.dtype))
-    _check_own(target, what, logsumexp, arguments)
+    check_like(what, logsumexp, arguments[0][0], accumulation_dtype(case.dtype))
+    check_own(target, what, logsumexp, arguments)
     off = deviation(target.back(logsumexp), logsumexp_yardstick(case), what)
     assert off.fault is None, off.fault
     return off
 
 
-def _check_like_query(what: str, result: Any, query: Any, dtype: str) -> None:
+def check_like(what: str, result: Any, query: Any, dtype: str) -> None:
+    """Check that a result has the library and device of the query, and a dtype."""
     got, wanted = facts_of(result), facts_of(query)
     assert got.library == wanted.library, f"{what} is of {got.library}, not {wanted.library}"
     assert got.device == wanted.device, f"{what} is on {got.device}, not {wanted.device}"
     assert got.dtype == dtype, f"{what} has dtype {got.dtype}, not {dtype}"
 
 
-def _check_own(target: Target, what: str, result: Any, arguments: Any) -> None:
+def check_own(target: Target, what: str, result: Any, arguments: Any) -> None:
     """Check that a result is writable and shares no memory with an argument."""
     if is_lazy(target):
         return
@@ -172,7 +176,7 @@ def _check_own(target: Target, what: str, result: Any, arguments: Any) -> None:
 
 
 @contextmanager
-def _name_case(what: str, kernel: Kernel) -> Iterator[None]:
+def name_case(what: str, kernel: Kernel) -> Iterator[None]:
     """Add the case, the result and the line of the kernel to an error."""
     try:
         yield
@@ -184,7 +188,17 @@ def _name_case(what: str, kernel: Kernel) -> Iterator[None]:
         raise AssertionError(f"{what}: raised {error!r} at {where}") from error
 
 
-def _bits(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
+def check_unwritten(
+    target: Target, case: Case, arguments: tuple[list[Any], Mapping[str, Any]], before: Any
+) -> None:
+    """Check that the arguments have the bits that `bits_of` returned before."""
+    after = bits_of(target, arguments)
+    written = [name for name, bits in before.items() if after[name] != bits]
+    assert not written, f"{case}: {', '.join(written)} was written to"
+
+
+def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> dict[str, bytes]:
+    """Return the bits of each argument."""
     arrays, options = arguments
     everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | dict(options)
     return {
@@ -193,7 +207,12 @@ def _bits(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> dic
     }
 
 
-def covering(target: Target, variant: KernelVariant, cases: Iterable[Case]) -> list[Case]:
+def covering(
+    target: Target,
+    variant: KernelVariant,
+    cases: Iterable[Case],
+    takes: Callable[[Target, KernelVariant, Case], bool] = takes,
+) -> list[Case]:
     """Choose a few supported cases that cover every feature, dtype and topic.
 
     For kernels that compile for seconds in each case.

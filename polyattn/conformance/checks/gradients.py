@@ -1,23 +1,73 @@
-"""Check the gradients of a library's own differentiation against the textbook's."""
+"""Check gradients and directional derivatives: by the library's own differentiation, or a kernel's.
+
+The formula for gradients judges each element, in every dtype. In float64 differences of the
+textbook judge the rest: the steps that the formula leaves out, arrays in expressions, `scale`,
+`softcap` and the gradient of the logsumexp.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
-from polyattn import attention, explain
+import numpy as np
+
+from polyattn import (
+    Gradients,
+    Partial,
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_partial,
+    explain,
+    merge,
+)
 from polyattn.arrays import facts_of
-from polyattn.conformance.cases.case import Case
-from polyattn.conformance.cases.catalogue import CASES, HIDDEN, PAIRED
+from polyattn.call.problem import examine
+from polyattn.conformance.cases.case import Case, arrays_in
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
+from polyattn.conformance.checks.cases import (
+    bits_of,
+    check_like,
+    check_own,
+    check_unwritten,
+    has_logsumexp,
+    name_case,
+)
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
-from polyattn.conformance.reference.tolerance import Deviation, deviation
+from polyattn.conformance.reference.differences import (
+    ARRAYS,
+    TOLERANCE,
+    direction,
+    logsumexp_cotangent,
+    slopes,
+    tangent,
+)
+from polyattn.conformance.reference.gradients import (
+    adjoint_yardstick,
+    cotangent,
+    gradient_yardsticks,
+    has_formula,
+)
+from polyattn.conformance.reference.oracle import lift
+from polyattn.conformance.reference.tolerance import Deviation, accumulation_dtype, deviation
 from polyattn.dispatch.errors import UnsupportedError
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import explain_selection
+from polyattn.expressions.expression import Expression
 from polyattn.plugin import Kernel
 
-__all__ = ["GRADIENT_CASES", "POISONED_GRADIENT_CASES", "check_gradients", "has_gradients"]
+__all__ = [
+    "DERIVATIVES",
+    "Derivative",
+    "check_backward",
+    "check_gradients",
+    "check_jvp",
+    "check_method",
+    "differentiates",
+    "has_gradients",
+]
 
 
 def has_gradients(target: Target) -> bool:
@@ -34,12 +84,7 @@ def check_gradients(
     gradients = None if by is None else by(target, case, variant.for_case(case), arguments)
     if gradients is None:
         return None
-    deviations = {}
-    for name, yard in gradient_yardsticks(case).items():
-        off = deviation(target.back(gradients[name]), yard, f"{case}: gradient of {name}")
-        assert off.fault is None, off.fault
-        deviations[name] = off
-    return deviations
+    return compare(case, {n: target.back(gradients[n]) for n in gradient_yardsticks(case)})
 
 
 Arguments = tuple[list[Any], dict[str, Any]]
@@ -95,57 +140,245 @@ def by_jax(
 
 BY = {"torch": by_torch, "jax": by_jax}
 
-NAMES = (
-    *PAIRED,
-    "plain",
-    "padding mask",
-    "mask (L, 1)",
-    "bias (H, 1, S)",
-    "bias (B, 1, L, 1)",
-    "bias as mask",
-    "sink of -inf",
-    "offset below 0",
-    "scale below 0",
-    "one key/value head",
-    "key without batch axes",
-    "value alone in a batch",
-    "decode",
-    "mask hides some rows",
-    "mask hides some rows, sinks",
-    "mask hides all",
-    "causal, L > S",
-    "bias hides some rows",
-    "sink of -inf in an empty row",
-    "S = 0",
-    "equal scores",
-    "many",
-    "65 x 65, causal",
-    "64 x 65",
-    "mask value",
-    "mask value hides some rows",
-    "composed masks, offset below 0",
-    "score value",
-    "score value x mask value",
-    "score value x offset array",
-    "score value of a function",
-)
+
+# ---- by the kernel itself ----------------------------------------------------------------------
 
 
-def in_both_dtypes(names: Iterable[str]) -> Iterator[Case]:
-    for name in names:
-        yield CASES[name]
-        yield replace(CASES[name], name=f"{name}, float64", dtype="float64")
-
-
-#: Cases whose gradients are checked, by name.
-GRADIENT_CASES = {case.name: case for case in in_both_dtypes(NAMES)}
-
-#: Cases with NaN or infinity in hidden keys and values: no gradient may change.
-POISONED_GRADIENT_CASES = {
-    name: CASES[name]
-    for name in (
-        *(f"nan under {how}" for how in HIDDEN if how not in ("window", "causal")),
-        *("inf under mask array", "nan in a key under mask array"),
-        "nan under a mask value",
+def differentiates(feature: str, target: Target, variant: KernelVariant, case: Case) -> bool:
+    """Return whether a kernel supports the derivative of a case: ``"backward"`` or ``"jvp"``."""
+    kernel = variant.for_case(case)
+    explanation = target.explain(case, kernel)
+    if feature not in target.declared(kernel) or explanation.chosen is None:
+        return False
+    if feature == "jvp" and not (is_without_logsumexp(case) or has_logsumexp(target, kernel, case)):
+        return False  # its own forward pass comes first
+    query, shape = explanation.call.query, cotangent(case).shape
+    known = query._replace(shape=shape[:-1], dtype=accumulation_dtype(case.dtype))
+    call = explanation.call._replace(
+        output=query._replace(shape=shape),
+        output_gradient=query._replace(shape=shape) if feature == "backward" else None,
+        known_logsumexp=None if is_without_logsumexp(case) else known,
+        tangents=(("query_tangent", query),) if feature == "jvp" else (),
     )
+    like, requested = target.arguments(case)[0][0], request(target.backend)
+    return explain_selection(call, examine(call), like, requested, kernel).chosen is not None
+
+
+def is_without_logsumexp(case: Case) -> bool:
+    """Return whether a case has no logsumexp."""
+    return "normalizer" in case.features
+
+
+def check_backward(
+    target: Target, variant: KernelVariant, case: Case
+) -> dict[str, Deviation] | None:
+    """Check the gradients that a kernel computes itself; None if the call is refused.
+
+    Those of query, key, value, bias and sinks are as accurate as the textbook's. In float64 all are
+    compared with differences, with a gradient of the logsumexp as well. If the keys of a plain call
+    are given in two parts, with the logsumexp of both, the shares of the parts add up.
+    """
+    kernel = variant.for_case(case)
+    if not differentiates("backward", target, variant, case):
+        return None
+    check_method(kernel, "backward")
+    arguments = target.arguments(case)
+    before = bits_of(target, arguments)
+    deviations: dict[str, Deviation] = {}
+    if has_formula(case):
+        found = backward(target, kernel, case, arguments)
+        deviations |= compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
+    if case.dtype == "float64":
+        found = backward(target, kernel, case, arguments, of_logsumexp=True)
+        deviations |= compare_slopes(case, found)
+    if not case.features and case.layout == "...HLD" and case.S > 1:
+        compare(case, add_shares(target, kernel, case, arguments))
+    check_unwritten(target, case, arguments, before)
+    return deviations
+
+
+def check_method(kernel: Kernel, feature: str) -> None:
+    """Check that a kernel has the method of a derivative that it declares."""
+    has = getattr(type(kernel), feature) is not getattr(Kernel, feature)
+    assert has, f"the kernel {kernel.name} declares {feature} and has no method {feature}"
+
+
+def backward(
+    target: Target,
+    kernel: Kernel,
+    case: Case,
+    arguments: Arguments,
+    *,
+    of_logsumexp: bool = False,
+) -> dict[str, list[Any]]:
+    """Return the gradients of each argument, in NumPy, as a list of those of its arrays."""
+    arrays, given = arguments
+    along, weights = target.to(cotangent(case)), None
+    if of_logsumexp and not is_without_logsumexp(case):
+        weights = target.to(logsumexp_cotangent(case))
+    # Any kernel may compute the result, if this one has no logsumexp.
+    own = is_without_logsumexp(case) or has_logsumexp(target, kernel, case)
+
+    def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
+        forward = options if own else options | {"kernel": None}
+        partial = residuals(case, *arrays, **forward)
+        found = attention_backward(*arrays, partial, along, logsumexp_gradient=weights, **options)
+        return {name: leaves(x) for name, x in found._asdict().items()}
+
+    with name_case(f"{case}: backward", kernel):
+        found: dict[str, list[Any]] = target.call(case, kernel, run, arguments)
+    everything = dict(zip(("query", "key", "value"), arrays, strict=True)) | given
+    for name, directions in direction(case).items():
+        what = f"{case}: gradient of {name}"
+        assert len(found[name]) == len(directions), f"{what} is missing"
+        for x, like in zip(found[name], arrays_in(everything.get(name)), strict=False):
+            check_like(what, x, arrays[0], facts_of(like).dtype)
+            check_own(target, what, x, arguments)
+    return {name: [target.back(x) for x in some] for name, some in found.items()}
+
+
+def residuals(case: Case, *arrays: Any, **options: Any) -> Partial:
+    """Return the output of a case with the logsumexp, if it has one."""
+    if is_without_logsumexp(case):
+        return Partial(attention(*arrays, **options), None)
+    return attention_partial(*arrays, **options)
+
+
+def leaves(gradient: Any) -> list[Any]:
+    """Return the arrays of a gradient: those of an expression, the array itself, or none."""
+    if isinstance(gradient, Expression):
+        return arrays_in(gradient)
+    return [] if gradient is None else [gradient]
+
+
+def compare(case: Case, found: dict[str, Any]) -> dict[str, Deviation]:
+    """Check gradients against their yardsticks."""
+    deviations = {}
+    for name, gradient in found.items():
+        off = deviation(gradient, gradient_yardsticks(case)[name], f"{case}: gradient of {name}")
+        assert off.fault is None, off.fault
+        deviations[name] = off
+    return deviations
+
+
+def compare_slopes(case: Case, found: dict[str, list[Any]]) -> dict[str, Deviation]:
+    """Check gradients against differences of the textbook in the direction of each argument."""
+    deviations = {}
+    for name, slope in slopes(case).items():
+        terms = [lift(x) * t for x, t in zip(found[name], direction(case)[name], strict=True)]
+        result, size = (float(sum(np.sum(f(x)) for x in terms)) for f in (np.asarray, np.abs))
+        share = abs(result - slope) / (TOLERANCE * max(1.0, size))
+        assert share <= 1, (
+            f"{case}: gradient of {name} in a direction is {result:.9g}, by differences {slope:.9g}"
+        )
+        deviations[f"{name} by differences"] = Deviation(0.0, share, None)
+    return deviations
+
+
+def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments) -> dict[str, Any]:
+    """Return the gradients of a plain call by two parts of its keys."""
+    if not has_logsumexp(target, kernel, case):
+        return {}
+    along, half = target.to(cotangent(case)), case.S // 2
+    halves = (slice(0, half), slice(half, case.S))
+
+    def run(query: Any, key: Any, value: Any, **options: Any) -> list[list[Any]]:
+        parts = [[x[..., some, :] for x in (key, value)] for some in halves]
+        whole = merge(*(attention_partial(query, *part, **options) for part in parts))
+        found = (
+            attention_backward(query, *part, whole, along, into=Gradients(), **options)
+            for part in parts
+        )
+        return [list(one[:3]) for one in found]
+
+    with name_case(f"{case}: backward of two parts of the keys", kernel):
+        shares = target.call(case, kernel, run, arguments)
+    (one, *first), (other, *second) = ([lift(target.back(x)) for x in some] for some in shares)
+    key, value = (np.concatenate(pair, axis=-2) for pair in zip(first, second, strict=True))
+    return {"query": one + other, "key": key, "value": value}
+
+
+def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, Deviation] | None:
+    """Check the directional derivative that a kernel computes; None if the call is refused.
+
+    Its sum with the cotangent is as accurate as that of the textbook's gradients with the
+    direction. In float64 each element is compared with differences.
+    """
+    kernel = variant.for_case(case)
+    if not differentiates("jvp", target, variant, case):
+        return None
+    check_method(kernel, "jvp")
+    arguments, along = target.arguments(case), direction(case)
+    before = bits_of(target, arguments)
+    tangents = {name: target.to(along[name][0]) for name in ARRAYS if name in along}
+    moved = {f"{name}_tangent": t for name, t in tangents.items() if name in ("bias", "sinks")}
+
+    def run(*arrays: Any, **options: Any) -> Any:
+        first = [tangents[name] for name in ("query", "key", "value")]
+        return attention_jvp(arrays, first, **moved, **options)[1]
+
+    what = f"{case}: tangent of the output"
+    with name_case(what, kernel):
+        result = target.call(case, kernel, run, arguments)
+    check_like(what, result, arguments[0][0], case.dtype)
+    check_own(target, what, result, arguments)
+    check_unwritten(target, case, arguments, before)
+    return compare_tangent(case, what, lift(target.back(result)))
+
+
+def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
+    """Check a tangent against the gradients, and in float64 against differences."""
+    deviations, along = {}, cotangent(case)
+    if has_formula(case):
+        yard = adjoint_yardstick(case, {n: t[0] for n, t in direction(case).items() if n in ARRAYS})
+        off = deviation(np.sum(found * lift(along)), yard, f"{what}, times the cotangent,")
+        assert off.fault is None, off.fault
+        deviations["tangent"] = off
+    if case.dtype == "float64":
+        exact = tangent(case)
+        assert found.shape == exact.shape, f"{what}: {found.shape} is not {exact.shape}"
+        limit = TOLERANCE * max(1.0, np.max(np.abs(exact), initial=0))
+        share = float(np.max(np.abs(found - exact), initial=0) / limit)
+        assert share <= 1, f"{what} is off by {share * limit:.3g}, by differences"
+        deviations["tangent by differences"] = Deviation(0.0, share, None)
+    return deviations
+
+
+class Derivative(NamedTuple):
+    """A feature of kernels that `attention` has no argument for.
+
+    Attributes
+    ----------
+    feature : str
+        The name, which is also that of the kernel's method.
+    cases : mapping of str to Case
+        The calls that it is checked with.
+    check : callable
+        Checks a case.
+    """
+
+    feature: str
+    cases: Mapping[str, Case]
+    check: Callable[[Target, KernelVariant, Case], dict[str, Deviation] | None]
+
+    def is_taken(self, target: Target, variant: KernelVariant, case: Case) -> bool:
+        """Return whether a kernel supports a case.
+
+        Parameters
+        ----------
+        target, variant, case
+            As for `check`.
+
+        Returns
+        -------
+        bool
+            Whether it computes the derivative.
+        """
+        return differentiates(self.feature, target, variant, case)
+
+
+#: The features that `attention` has no argument for, by name.
+DERIVATIVES = {
+    "backward": Derivative("backward", BACKWARD_CASES, check_backward),
+    "jvp": Derivative("jvp", JVP_CASES, check_jvp),
 }

@@ -16,6 +16,7 @@ import numpy as np
 
 from polyattn.conformance.cases.case import Case, make_case
 from polyattn.conformance.checks.cases import cases_for, has_logsumexp, takes
+from polyattn.conformance.checks.gradients import DERIVATIVES, check_method
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
 
@@ -37,6 +38,11 @@ def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[st
     kernels = {case: variant.for_case(case) for case in taken}
     if any(has_logsumexp(target, kernel, case) for case, kernel in kernels.items()):
         idle -= {"logsumexp"}
+    for feature in idle & DERIVATIVES.keys():
+        check_method(variant.kernel, feature)
+        others = cases_for(target, variant, DERIVATIVES[feature].cases)
+        if any(DERIVATIVES[feature].is_taken(target, variant, case) for case in others):
+            idle -= {feature}
     assert not idle, f"no case that {variant} supports needs {', '.join(sorted(idle))}"
 
 

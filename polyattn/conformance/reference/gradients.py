@@ -1,9 +1,10 @@
 """Compute the limits for the error of gradients, from the textbook's in the same dtype.
 
 The gradients are of sum(output · cotangent), by the formula and without autograd. In
-`numpy.longdouble` they are the exact result; in the inputs' dtype they are the textbook's, whose
-error is the yardstick as in `tolerance`. The unit is eps(dtype) times the condition of the element:
-the same formula of absolute values, with the effect of errors in the scores on each weight.
+`numpy.longdouble` they are the exact result; in the accumulator's dtype, rounded once, they are the
+textbook's, whose error is the yardstick as in `tolerance`. The unit is eps(dtype) times the
+condition of the element: the same formula of absolute values, with the effect of errors in the
+scores on each weight. `differences` has the gradients that this formula leaves out.
 """
 
 # ruff: noqa: N806 -- the letters are those of the semantics
@@ -20,17 +21,24 @@ import numpy as np
 
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import Rows, plainly
-from polyattn.conformance.reference.oracle import Array, as_called, heads_first
+from polyattn.conformance.reference.oracle import Array, as_called, heads_first, lift
+from polyattn.conformance.reference.philox import keep_mask
 from polyattn.conformance.reference.textbook import product_of
-from polyattn.conformance.reference.tolerance import Yardstick, yardstick
+from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dtype, yardstick
+from polyattn.expressions.replacements import LongSequence
 from polyattn.expressions.scores import Chain, Softcap
 
 __all__ = [
     "ORDERS",
+    "adjoint_yardstick",
     "cotangent",
     "gradient_yardsticks",
     "gradients",
+    "has_formula",
 ]
+
+#: The features that `gradients` leaves out.
+LEFT_OUT = frozenset({"normalizer", "score_norm", "similarity"})
 
 
 class Order(NamedTuple):
@@ -68,6 +76,7 @@ class Steps(NamedTuple):
     scale: Any
     weights: Array  # times `total`
     total: Array
+    kept: Array  # what dropout multiplies a weight by
     slope: Array  # the derivative of the score by scale · q·k
     condition: Array  # of the score: the c_ij of `Oracle`
     bend: Array  # the condition of the slope
@@ -88,18 +97,23 @@ def cotangent(case: Case) -> Array:
     return np.swapaxes(drawn, -3, -2).copy() if case.layout == "...LHD" else drawn
 
 
+def has_formula(case: Case) -> bool:
+    """Return whether `gradients` supports a case."""
+    return not case.features & LEFT_OUT
+
+
 @np.errstate(all="ignore")
 def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
     """Differentiate sum(output · cotangent) by the formula, with all intermediates in a dtype.
 
-    The result has the gradients by query, key, value, and bias and sinks if there are any. Dropout,
-    similarity, norm and normalizer are not supported, and poison is left out.
+    The result has the gradients by query, key, value, and bias and sinks if there are any. Poison
+    is left out.
     """
     how = Order(**order)
     x = steps(case, np.dtype(dtype), how)
-    products = how.product(x.cotangent, x.value.mT)
+    products = how.product(x.cotangent, x.value.mT) * x.kept
     if how.delta_of_output or how.through_maxima:
-        output = how.product(x.weights, x.value) / x.total
+        output = how.product(x.weights * x.kept, x.value) / x.total
         delta = row_sums(how, x.cotangent * output)
     else:
         delta = row_sums(how, x.weights * products) / x.total
@@ -108,7 +122,7 @@ def gradients(case: Case, dtype: Any, **order: bool) -> dict[str, Array]:
         half = logits.shape[-1] // 2
         halves = (np.s_[..., :half], np.s_[..., half:])
         logits = logits + np.concatenate([residue(x, logits, delta, at) for at in halves], axis=-1)
-    return summed(case, x, Parts(x.weights, logits, logits * x.slope), how)
+    return summed(case, x, Parts(x.weights * x.kept, logits, logits * x.slope), how)
 
 
 @np.errstate(all="ignore")
@@ -121,9 +135,9 @@ def conditions(case: Case) -> dict[str, Array]:
     moved = spread + x.weights * row_sums(how, spread)
     # An error of a weight is multiplied by the difference of a product from the mean of its row:
     # what the products have in common cancels exactly. Their own rounding errors do not.
-    products = x.cotangent @ x.value.mT
+    products = x.cotangent @ x.value.mT * x.kept
     apart = np.abs(products - row_sums(how, x.weights * products))
-    sizes = np.abs(x.cotangent) @ np.abs(x.value.mT)
+    sizes = np.abs(x.cotangent) @ np.abs(x.value.mT) * x.kept
     sizes = sizes + row_sums(how, x.weights * sizes)
     logits = moved * apart + x.weights * (row_sums(how, spread * apart) + sizes)
     scores = logits * np.abs(x.slope) + x.weights * apart * x.bend
@@ -133,7 +147,7 @@ def conditions(case: Case) -> dict[str, Array]:
         cotangent=np.abs(x.cotangent),
         scale=np.abs(x.scale),
     )
-    return summed(case, x, Parts(moved, logits, scores), how)
+    return summed(case, x, Parts(moved * x.kept, logits, scores), how)
 
 
 def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
@@ -143,7 +157,7 @@ def residue(x: Steps, logits: Array, delta: Array, keys: Any) -> Array:
     has this term once for a plain softmax, and for each tile of an online softmax.
     """
     how, weights = Order(), x.weights[keys]
-    output = how.product(weights, x.value.mT[keys].mT)
+    output = how.product(weights * x.kept[keys], x.value.mT[keys].mT)
     undivided = row_sums(how, x.cotangent * output) - delta * row_sums(how, weights)
     highest = weights == np.max(weights, axis=-1, keepdims=True, initial=0)
     ties = row_sums(how, highest.astype(weights.dtype))
@@ -167,7 +181,10 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
 
     scale = options.get("scale")
-    scale = rounded(1 / np.sqrt(np.longdouble(D)) if scale is None else scale)
+    default = 1 / np.sqrt(np.longdouble(D))
+    if isinstance(scale, LongSequence):
+        scale = default / np.sqrt(np.longdouble(S))
+    scale = rounded(default if scale is None else scale)
     s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
     c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
     slope, bend = np.ones_like(s), np.zeros_like(s)
@@ -196,12 +213,16 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
         np.where(hidden, rounded(x), np.broadcast_to(y, (*batch, H, L, S)))
         for x, y in ((-np.inf, s), (0, c), (0, slope), (0, bend))
     )
+    rate, seed = options.get("dropout", (0, 0))
+    kept = np.ones_like(s)
+    if rate:
+        kept = keep_mask(rate, int(seed), batch, (H, L, S)) / rounded(1 - rate)
     if "sinks" in options:
         sink = rounded(options["sinks"])[:, None]
-        at_sink = (sink, np.where(np.isneginf(sink), rounded(0), np.abs(sink)), 0, 0)
-        s, c, slope, bend = (
+        at_sink = (sink, np.where(np.isneginf(sink), rounded(0), np.abs(sink)), 0, 0, 1)
+        s, c, slope, bend, kept = (
             np.append(x, np.broadcast_to(rounded(y)[..., None], (*batch, H, L, 1)), -1)
-            for x, y in zip((s, c, slope, bend), at_sink, strict=True)
+            for x, y in zip((s, c, slope, bend, kept), at_sink, strict=True)
         )
         k, v = (np.append(x, np.zeros((*x.shape[:-2], 1, x.shape[-1]), dtype), -2) for x in (k, v))
 
@@ -213,7 +234,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
         g = g / total
     else:
         weights, total = weights / total, np.ones_like(total)
-    return Steps(q, k, v, g, scale, weights, total, slope, c, bend)
+    return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
 
 
 def score_steps(options: dict[str, Any]) -> list[Any]:
@@ -291,16 +312,54 @@ def sum_to(shape: Sequence[int], x: Array) -> Array:
 
 
 @cache
+def exact_and_conditions(case: Case) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the exact gradients and their conditions."""
+    return gradients(case, np.longdouble), conditions(case)
+
+
+@cache
+def evaluations(case: Case) -> list[dict[str, Array]]:
+    """Return the textbook's gradients, in the plain order first and then the others."""
+    dtype = accumulation_dtype(case.dtype)
+    return [gradients(case, dtype, **order) for order in [{}, *({o: True} for o in ORDERS)]]
+
+
+@cache
 def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
     """Return the yardsticks of the gradients of a case, by argument.
 
     If `numpy.longdouble` is no wider than the dtype of the case, the measured error of the textbook
-    is 0, and only the other orders of evaluation set the limit.
+    is 0, and only the other orders of evaluation set the limit. A case that checks a sample of its
+    rows has the gradients of the query only.
     """
-    exact, condition = gradients(case, np.longdouble), conditions(case)
-    orders = [{}, *({order: True} for order in ORDERS)]
-    results = [gradients(case, case.dtype, **order) for order in orders]
-    return {
+    (exact, condition), results = exact_and_conditions(case), evaluations(case)
+    yards = {
         name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], case.dtype)
         for name in exact
     }
+    if case.rows is None:
+        return yards
+    axis, yard = (-3 if case.layout == "...LHD" else -2), yards["query"]
+    exact, unit, floor = (np.take(x, case.rows, axis) for x in (yard.exact, yard.unit, yard.floor))
+    return {
+        "query": Yardstick(
+            exact, unit, yard.textbook, floor, rows=case.rows, length=case.L, axis=axis
+        )
+    }
+
+
+def adjoint_yardstick(case: Case, along: dict[str, Array]) -> Yardstick:
+    """Return the yardstick of sum(tangent of the output · cotangent) in a direction.
+
+    It is the sum of the gradients times the direction: the derivative is a linear map, and the
+    gradients are by its transpose. The errors of so many elements add up as the root of their
+    squares.
+    """
+
+    def terms(x: dict[str, Array]) -> Array:
+        return np.concatenate([np.ravel(x[name] * lift(t)) for name, t in along.items()])
+
+    exact, condition = exact_and_conditions(case)
+    size = np.sqrt(np.sum(terms(condition) ** 2))
+    results = [np.sum(terms(x)) for x in evaluations(case)]
+    return yardstick(np.sum(terms(exact)), size, 0, results, case.dtype)

@@ -18,6 +18,7 @@ import polyattn
 from polyattn.call.features import DTYPES, FEATURES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
 from polyattn.text_table import table
@@ -47,7 +48,8 @@ class Row(NamedTuple):
 def _rows() -> Iterator[Row]:
     yield Row("features", "plain", "no feature beyond the plain formula", lambda c: not c.features)
     for name, meaning in FEATURES.items():
-        yield Row("features", name, meaning, partial(_needs, name))
+        if name not in DERIVATIVES:
+            yield Row("features", name, meaning, partial(_needs, name))
     for dtype in DTYPES:
         yield Row("dtypes", dtype, f"{dtype} inputs", partial(_is_of, dtype))
     for topic in TOPICS:
@@ -72,6 +74,7 @@ EXTREME = "extreme values"
 #: Rows with their own check instead of cases.
 PROMISES = {
     "gradients": "by the library's own differentiation",
+    **{name: FEATURES[name] for name in DERIVATIVES},
     "deterministic": "the same call twice gives the same bits",
     "batch invariant": "a batch item has the same bits with and without the others",
     "eight threads at once": "the first calls of a process give the same results in threads",

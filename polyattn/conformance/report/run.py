@@ -10,9 +10,15 @@ from typing import NamedTuple, TypeVar
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
+from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import promises
-from polyattn.conformance.checks.gradients import GRADIENT_CASES, check_gradients, has_gradients
+from polyattn.conformance.checks.gradients import (
+    DERIVATIVES,
+    Derivative,
+    check_gradients,
+    has_gradients,
+)
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.reference.tolerance import exact
@@ -64,6 +70,7 @@ class Step(NamedTuple):
     section: Section
     variant: KernelVariant | None  # None for the plugin as a whole
     what: Case | str
+    few: bool = False  # whether to check derivatives with few cases
 
 
 def steps(
@@ -81,7 +88,8 @@ def steps(
         variants = tuple(c for c in target.kernels if not kernels or c.kernel.name in kernels)
         section = Section(target, variants)
         for variant in variants:
-            result += [Step(section, variant, what) for what in _work(target, variant, cases)]
+            work = _work(target, variant, cases)
+            result += [Step(section, variant, what, cases is not CASES) for what in work]
         if target.backend != ARRAY_API:
             result.append(Step(section, None, IMPORTS))
     return result
@@ -103,7 +111,7 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
     report = Report(total=len(work))
     failed: list[_Failed] = []
     with suppress(KeyboardInterrupt):
-        for section, variant, what in bar(work):
+        for section, variant, what, few in bar(work):
             if section not in report.sections:
                 report.sections.append(section)
             if variant is None:
@@ -111,7 +119,7 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
             elif isinstance(what, Case):
                 failed += _do_case(section, variant, what)
             else:
-                _do_promise(section, variant, what)
+                _do_promise(section, variant, what, few)
             report.done += 1
     for section in report.sections:
         _charge(section, [f for f in failed if f.section is section])
@@ -155,11 +163,13 @@ def _do_plugin(section: Section, what: str) -> None:
         section.failures.append(Failure("", what, _text(error)))
 
 
-def _do_promise(section: Section, variant: KernelVariant, name: str) -> None:
+def _do_promise(section: Section, variant: KernelVariant, name: str, few: bool) -> None:
     target, cell = section.target, section.cell(name, variant)
     try:
         if name == "gradients":
-            _do_gradients(target, variant, cell)
+            _do_gradients(target, variant, cell, few)
+        elif name in DERIVATIVES:
+            _do_derivative(section, variant, DERIVATIVES[name], few)
         elif CHECKED[name].applies(variant):
             CHECKED[name].check(target, variant)
             cell.note = "holds"
@@ -170,17 +180,43 @@ def _do_promise(section: Section, variant: KernelVariant, name: str) -> None:
         section.failures.append(Failure(str(variant), name, _text(error)))
 
 
-def _do_gradients(target: Target, variant: KernelVariant, cell: Cell) -> None:
+def _do_gradients(target: Target, variant: KernelVariant, cell: Cell, few: bool) -> None:
     if not has_gradients(target):
         cell.note = "library has none"
         return
-    for case in () if variant.kernel.compiles else GRADIENT_CASES.values():
-        if checks.is_applicable(target, variant, case) and checks.takes(target, variant, case):
+    known = () if variant.kernel.compiles else GRADIENT_CASES.values()
+    cases = [case for case in known if checks.is_applicable(target, variant, case)]
+    for case in checks.covering(target, variant, cases) if few else cases:
+        if checks.takes(target, variant, case):
             deviations = check_gradients(target, variant, case)
             for off in (deviations or {}).values():
                 cell.add(case.name, off, None)
     if not cell.agreed:
         cell.note = "not checked" if variant.kernel.compiles else "none supported"
+
+
+def _do_derivative(
+    section: Section, variant: KernelVariant, derivative: Derivative, few: bool
+) -> None:
+    target, feature = section.target, derivative.feature
+    cell = section.cell(feature, variant)
+    if feature not in target.declared(variant.kernel):
+        cell.note = "not declared"
+        return
+    cases = checks.cases_for(target, variant, derivative.cases)
+    if variant.kernel.compiles or few:
+        cases = checks.covering(target, variant, cases, derivative.is_taken)
+    for case in cases:
+        try:
+            deviations = derivative.check(target, variant, case) or {}
+        except Exception as error:
+            cell.failures.append(_text(error))
+            section.failures.append(Failure(str(variant), feature, _text(error)))
+            continue
+        for off in deviations.values():
+            cell.add(case.name, off, None)
+    idle = f"it declares {feature}, but no case that it supports needs it"
+    assert cell.agreed + len(cell.failures), idle
 
 
 def _text(error: Exception) -> str:

@@ -1,0 +1,153 @@
+"""List the cases whose gradients and directional derivatives are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from polyattn import scores
+from polyattn.conformance.cases.case import Case, make_case
+from polyattn.conformance.cases.catalogue import CASES, HIDDEN, MANY, PAIRED
+from polyattn.conformance.cases.generators import bent, slope_of_bent
+
+__all__ = ["BACKWARD_CASES", "GRADIENT_CASES", "JVP_CASES", "POISONED_GRADIENT_CASES"]
+
+#: A score function with its derivative, which every library can differentiate.
+BENT = scores.function(bent, slope_of_bent)
+OWN = {
+    case.name: case
+    for case in (
+        make_case("score function with a derivative", score_mod=BENT),
+        make_case(
+            "many with a derivative",
+            **MANY | {"score_mod": scores.softcap(3.0) >> BENT, "L": 13, "S": 29},
+        ),
+    )
+}
+
+NAMES = (
+    *PAIRED,
+    "plain",
+    "padding mask",
+    "mask (L, 1)",
+    "bias (H, 1, S)",
+    "bias (B, 1, L, 1)",
+    "bias as mask",
+    "sink of -inf",
+    "offset below 0",
+    "scale below 0",
+    "one key/value head",
+    "key without batch axes",
+    "value alone in a batch",
+    "decode",
+    "mask hides some rows",
+    "mask hides some rows, sinks",
+    "mask hides all",
+    "causal, L > S",
+    "bias hides some rows",
+    "sink of -inf in an empty row",
+    "S = 0",
+    "equal scores",
+    "many",
+    "65 x 65, causal",
+    "64 x 65",
+    "mask value",
+    "mask value hides some rows",
+    "composed masks, offset below 0",
+    "score value",
+    "score value x mask value",
+    "score value x offset array",
+    "score value of a function",
+)
+
+#: Features that meet in the backward pass.
+PAIRS = (
+    "bias x softcap",
+    "bias x broadcast batch",
+    "bias x E != D",
+    "softcap x scale",
+    "sinks x grouped heads",
+    "sinks x broadcast batch",
+    "grouped heads x broadcast batch",
+    "grouped heads x LHD",
+    "dropout",
+    "dropout x causal and sinks",
+    "dropout x grouped heads, LHD",
+    "dropout x broadcast batch, E != D",
+    "scale of long sequences",
+)
+
+#: Cases in 16 bits, in which the result is rounded before its gradient is known.
+IN_16_BITS = (
+    *("plain", "bias x softcap", "grouped heads", "mask hides some rows, sinks", "dropout"),
+    "many with a derivative",
+)
+
+#: Cases that are compared with differences: steps that the formula for gradients leaves out, arrays
+#: in expressions, and the numbers `scale` and `softcap`.
+BY_DIFFERENCES = (
+    *("plain", "softcap and bias", "scale", "scale of long sequences", "L > S"),
+    *("causal, L > S", "mask hides some rows, sinks", "sinks x grouped heads"),
+    *("dropout x causal and sinks", "score value x grouped heads, LHD", "alibi value"),
+    *("score value x broadcast batch, E != D", "score value x softcap and causal"),
+    *("relative bias one way", "score function with a derivative", "many with a derivative"),
+    *("similarity", "similarity x grouped heads, LHD", "similarity x score norm"),
+    *("similarity x broadcast batch, E != D", "similarity x scale and mask array"),
+    *("distance", "sum of distances", "additive", "score norm x causal"),
+    *("score norm x mask value and softcap", "score norm x window and bias as mask"),
+    *("normalizer x causal and bias", "normalizer x dropout", "sigmoid", "S = 0, similarity"),
+)
+
+
+def named(name: str) -> Case:
+    """Return a case by name, with all its rows: each adds to the gradients of the keys."""
+    return OWN[name] if name in OWN else replace(CASES[name], rows=None)
+
+
+def in_dtypes(names: Iterable[str], *dtypes: str) -> Iterator[Case]:
+    for name in names:
+        for dtype in dtypes:
+            case = named(name)
+            yield replace(case, name=f"{name}, {dtype}", dtype=dtype)
+
+
+def by_name(cases: Iterable[Case]) -> dict[str, Case]:
+    return {case.name: case for case in cases}
+
+
+_NARROW = by_name(map(named, (*NAMES, *OWN, *PAIRS)))
+_NARROW |= by_name(in_dtypes(IN_16_BITS, "float16", "bfloat16"))
+_WIDE = by_name(in_dtypes(BY_DIFFERENCES, "float64"))
+
+#: Cases whose gradients the formula judges, by name.
+GRADIENT_CASES = _NARROW | by_name(in_dtypes(NAMES, "float64"))
+
+#: Cases with NaN or infinity in hidden keys and values: no gradient may change.
+POISONED_GRADIENT_CASES = {
+    name: CASES[name]
+    for name in (
+        *(f"nan under {how}" for how in HIDDEN if how not in ("window", "causal")),
+        *("inf under mask array", "nan in a key under mask array"),
+        "nan under a mask value",
+    )
+}
+
+# The gradient of a row may change only if the row sees the key.
+_SEEN_LATER: dict[str, Any] = by_name(
+    replace(CASES[name], name=f"{name}, rows before", rows=tuple(range(5)))
+    for name in ("nan seen by later rows", "inf in a value seen by later rows")
+)
+_POISONED = POISONED_GRADIENT_CASES | _SEEN_LATER
+
+#: Cases of `attention_backward`.
+BACKWARD_CASES = _NARROW | _WIDE | _POISONED
+
+#: Cases of `attention_jvp`: it follows from the gradients, so that few of them will do.
+JVP_CASES = {
+    name: case
+    for name, case in BACKWARD_CASES.items()
+    if case.dtype != "float32"
+    or name in POISONED_GRADIENT_CASES
+    or name in ("plain", "offset below 0", "many with a derivative", "grouped heads x LHD")
+}

@@ -1,0 +1,150 @@
+"""Kernels that compute gradients: their mistakes are refused, and what they only declare."""
+
+import math
+import re
+
+import pytest
+
+from polyattn.conformance import CASES, KernelVariant, Target
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
+from polyattn.conformance.checks.gradients import check_backward, check_jvp
+from polyattn.conformance.checks.promises import check_declarations
+from polyattn.dispatch.transfer import backend_of
+from polyattn.kernels import Dense
+from polyattn.plugin import Kernel
+
+NUMPY = Target("numpy")
+
+
+class Mistaken(Dense):
+    """The formula, with a mistake in what it is given or in the gradients."""
+
+    name = "mistaken"
+
+    def __init__(self, *, given=None, found=None):
+        self.given, self.found = given, found
+
+    def backward(self, problem, operands, backend):
+        if self.given is not None:
+            operands = operands._replace(**self.given(problem, operands))
+        gradients = super().backward(problem, operands, backend)
+        return self.found(gradients, operands) if self.found else gradients
+
+    def jvp(self, problem, operands, backend):
+        return super().jvp(problem, operands._replace(**self.given(problem, operands)), backend)
+
+
+def times(factor, name):
+    """Multiply the gradients of an argument by a number."""
+
+    def found(gradients, operands):
+        x = getattr(gradients, name)
+        changed = [factor * y for y in x] if isinstance(x, list) else factor * x
+        return gradients._replace(**{name: changed})
+
+    return {"found": found}
+
+
+def put(name, change):
+    """Replace the gradient of an argument."""
+    return {"found": lambda g, x: g._replace(**{name: change(getattr(g, name), x)})}
+
+
+def own_logsumexp(problem, x):
+    problem = problem._replace(features=problem.features | {"logsumexp"})
+    return {"known_logsumexp": Dense()(problem, x, backend_of(x.query))[1]}
+
+
+def scribbled(problem, x):
+    x.query[...] = 0
+    return {}
+
+
+BY_DIFFERENCES = "gradient of {} in a direction is .*, by differences"
+#: A mistake, the case that it is found in, and what is said of it.
+MISTAKES = [
+    (times(-1, "key"), "plain", r"gradient of key\[.* error .* units, limit"),
+    (times(1.00001, "query"), "plain", "gradient of query"),
+    (times(1.01, "value"), "many with a derivative, float16", "gradient of value"),
+    (times(-1, "sinks"), "sinks", "gradient of sinks"),
+    (put("sinks", lambda g, x: None), "sinks", "gradient of sinks is missing"),
+    (put("bias", lambda g, x: g.mT), "bias", "gradient of bias"),
+    (put("bias", lambda g, x: g[0]), "bias", r"\(2, 11, 11\) is not \(2, 2, 11, 11\)"),
+    (put("value", lambda g, x: x.value), "plain", "shares its memory with an argument"),
+    (put("query", lambda g, x: g + math.nan), "nan under mask array", "query.* is nan, must be"),
+    (times(2, "softcap"), "softcap and bias, float64", BY_DIFFERENCES.format("softcap")),
+    (times(-1, "scale"), "plain, float64", BY_DIFFERENCES.format("scale")),
+    (times(-1, "score_mod"), "alibi value, float64", BY_DIFFERENCES.format("score_mod")),
+    (times(-1, "similarity"), "additive, float64", BY_DIFFERENCES.format("similarity")),
+    (
+        {"given": lambda p, x: {"logsumexp_gradient": None}},
+        "plain, float64",
+        BY_DIFFERENCES.format("query"),
+    ),
+    ({"given": own_logsumexp}, "plain", "gradient of query"),  # by a part of the keys
+    ({"given": scribbled}, "mask hides all", "query was written to"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "case", "message"), MISTAKES)
+def test_a_wrong_gradient_is_refused(mistake, case, message):
+    case = BACKWARD_CASES[case]
+    assert check_backward(NUMPY, KernelVariant(Dense()), case)
+    with pytest.raises(AssertionError, match=f"^{re.escape(str(case))}: .*{message}"):
+        check_backward(NUMPY, KernelVariant(Mistaken(**mistake)), case)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("plain", "tangent of the output, times the cotangent,.* is .*, exact"),
+        ("plain, float16", "tangent of the output, times the cotangent,"),
+        ("plain, float64", "tangent of the output, times the cotangent,"),
+        ("similarity, float64", "tangent of the output is off by .*, by differences"),
+    ],
+)
+def test_a_wrong_tangent_is_refused(case, message):
+    case, wrong = JVP_CASES[case], Mistaken(given=lambda p, x: {"key_tangent": -x.key_tangent})
+    assert check_jvp(NUMPY, KernelVariant(Dense()), case)
+    with pytest.raises(AssertionError, match=f"^{case}: {message}"):
+        check_jvp(NUMPY, KernelVariant(wrong), case)
+
+
+class Lacking(Kernel):
+    """Declares derivatives, and has no method for them."""
+
+    name = "lacking"
+
+    def __call__(self, problem, operands, backend):
+        return Dense()(problem, operands, backend)
+
+
+class Unwilling(Dense):
+    """Declares derivatives, and refuses each."""
+
+    name = "unwilling"
+
+    def reasons_against(self, problem):
+        return ["it forgets"] if problem.features & {"backward", "jvp"} else []
+
+
+@pytest.mark.parametrize(("check", "name"), [(check_backward, "backward"), (check_jvp, "jvp")])
+def test_a_derivative_that_is_declared_must_be_there(check, name):
+    plain, cases = CASES["plain"], {"plain": CASES["plain"]}
+    lacking, unwilling, dense = Lacking(), Unwilling(), Dense()
+    lacking.features = unwilling.features = dense.features = frozenset({name, "logsumexp"})
+    check_declarations(NUMPY, KernelVariant(dense), cases)
+    message = f"the kernel lacking declares {name} and has no method {name}"
+    with pytest.raises(AssertionError, match=message):
+        check(NUMPY, KernelVariant(lacking), plain)
+    with pytest.raises(AssertionError, match=message):
+        check_declarations(NUMPY, KernelVariant(lacking), cases)
+    assert check(NUMPY, KernelVariant(unwilling), plain) is None
+    with pytest.raises(AssertionError, match=f"no case that unwilling supports needs {name}"):
+        check_declarations(NUMPY, KernelVariant(unwilling), cases)
+
+
+def test_a_kernel_without_logsumexp_is_given_that_of_another():
+    kernel = Dense()
+    kernel.features = frozenset({"backward"})
+    assert check_backward(NUMPY, KernelVariant(kernel), CASES["plain"])
