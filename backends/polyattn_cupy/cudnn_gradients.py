@@ -155,12 +155,12 @@ def _of_logsumexp(
     score. With V = 0 and dO·O = −gradient that is the share p · gradient. The 16-bit numbers in dO
     add up to the float32 gradient. The gradient of this value has no meaning.
     """
-    result = cupy.zeros(output.shape, output.dtype)
-    result_gradient = cupy.zeros(output.shape, output.dtype)
+    # In float32 until the end: CuPy's bfloat16 arrays can do little but be converted.
+    result, result_gradient = (cupy.zeros(output.shape, np.float32) for _ in range(2))
     rest = gradient.reshape(output.shape[:3]).astype(np.float32)
     for place, factor in enumerate(FACTORS):
-        part = (rest / np.float32(factor)).astype(output.dtype)
-        result[..., place] = -factor
-        result_gradient[..., place] = part
-        rest = rest - part.astype(np.float32) * np.float32(factor)
-    return cupy.zeros(value.shape, value.dtype), result, result_gradient
+        part = (rest / np.float32(factor)).astype(output.dtype).astype(np.float32)
+        result[..., place], result_gradient[..., place] = -factor, part
+        rest = rest - part * np.float32(factor)
+    dtype = output.dtype
+    return cupy.zeros(value.shape, dtype), result.astype(dtype), result_gradient.astype(dtype)

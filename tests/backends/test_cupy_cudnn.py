@@ -9,7 +9,7 @@ import cudnn as frontend
 import ml_dtypes
 import numpy as np
 import pytest
-from test_cupy_cudnn_host import HANDLES, Handle, HostGraph, forget, put_in_place
+from test_cupy_cudnn_host import HANDLES, Handle, HostGraph, eights, forget, put_in_place
 from test_cupy_host import Device, cases
 
 from polyattn import attention, attention_partial, explain
@@ -64,10 +64,6 @@ def agree(*arrays, **options):
 
 
 # ---- it computes what it says ------------------------------------------------------------------
-
-
-def eights(size):
-    return None if size is None else -(-size // 8) * 8
 
 
 # One program serves both dtypes: of bfloat16 there are the essential cases only.

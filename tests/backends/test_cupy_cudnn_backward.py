@@ -1,9 +1,12 @@
 """The gradients of cuDNN's kernel without a GPU: what it asks for, computed on the host."""
 
+from dataclasses import replace
+
 import cudnn as frontend
 import numpy as np
 import pytest
-from test_cupy_cudnn_host import HANDLES, TYPES, forget, put_in_place
+from test_cupy_cudnn_host import HANDLES, TYPES, eights, forget, put_in_place
+from test_cupy_host import of_gradients
 
 from polyattn import (
     Gradients,
@@ -15,6 +18,10 @@ from polyattn import (
 )
 from polyattn.call.describe import describe
 from polyattn.call.problem import examine
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
+from polyattn.conformance.checks.gradients import check_backward
+from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
 from polyattn_cupy import graphs, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn
@@ -75,6 +82,19 @@ def agree(*arrays, logsumexp=False, **options):
 
 # ---- it computes what it says ------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", of_gradients(Cudnn.features))
+@pytest.mark.usefixtures("library")
+def test_it_keeps_to_the_conformance_cases(name, dtype):
+    case = BACKWARD_CASES[name]
+    case = replace(case, dtype=dtype, D=eights(case.D), E=eights(case.E))
+    target, variant = Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0])
+    found = check_backward(target, variant, case)
+    refused = 0 in (*case.score_shape, case.D, case.value_size) or "softcap" in case.features
+    assert found or refused or dict(case.options)["scale"] <= 0
+
+
 BIAS = RNG.standard_normal((4, 9, 40)).astype("float32")
 MASK = RNG.random((2, 1, 9, 40)) > 0.4
 MASK[1, 0, 3] = False
@@ -114,9 +134,13 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("groups", [4, 2, 1])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", OPTIONS)
+RUNS = [(name, "float16", 2) for name in OPTIONS]
+RUNS += [
+    (name, "bfloat16", groups) for name in ("plain", "causal", "bias and mask") for groups in (4, 1)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "groups"), RUNS)
 @pytest.mark.usefixtures("library")
 def test_gradients_are_those_of_the_formula(name, dtype, groups):
     length, keys, options = OPTIONS[name]

@@ -243,3 +243,8 @@ def put_in_place(monkeypatch):
 def forget():
     for function in (loading.why_no_library, plans.why_unsupported, plans.compute_capability):
         function.cache_clear()
+
+
+def eights(size):
+    """Return the next size that cuDNN takes."""
+    return None if size is None else -(-size // 8) * 8

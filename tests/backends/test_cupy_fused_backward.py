@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from test_cupy_fused_host import DTYPES, put_in_place
+from test_cupy_host import of_gradients
 
 from polyattn import (
     Gradients,
@@ -13,6 +14,10 @@ from polyattn import (
     attention_vjp,
     merge,
 )
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
+from polyattn.conformance.checks.gradients import check_backward
+from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
 from polyattn_cupy import fused
 from polyattn_cupy.fused import Fused
@@ -67,6 +72,17 @@ def agree(*arrays, logsumexp=True, **options):
     return mine
 
 
+@pytest.mark.parametrize("name", of_gradients(Fused.features))
+def test_it_keeps_to_the_conformance_cases(name, on_host):
+    case, target = BACKWARD_CASES[name], Target("host", "numpy")
+    for small_tiles in (False, True):
+        variant = KernelVariant(registry.loaded("host").kernels[0], small_tiles)
+        found = check_backward(target, variant, case)
+        refused = 0 in (*case.score_shape, case.D, case.E) or "bias" in case.features
+        assert (found is None) == (refused or dict(case.options).get("scale") == 0)
+        assert bool(on_host.calls) == (found is not None)
+
+
 MASK = RNG.random((2, 1, 9, 21)) > 0.4
 MASK[1, 0, 3] = False
 SINKS = RNG.standard_normal(4)
@@ -89,9 +105,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("tile", [Fused.tile, 100])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPTIONS)
+RUNS = [(name, "float32", tile) for name in OPTIONS for tile in (Fused.tile, 100)]
+RUNS += [(name, dtype, 100) for name in ("plain", "everything") for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("name", "dtype", "tile"), RUNS)
 @pytest.mark.usefixtures("on_host")
 def test_gradients_are_those_of_the_formula(name, dtype, tile, monkeypatch):
     monkeypatch.setattr(Fused, "tile", tile)

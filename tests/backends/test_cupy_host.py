@@ -16,6 +16,7 @@ import pytest
 from polyattn import arrays
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.dispatch import plans, registry
 from polyattn.plugin import Backend, BackendSpec
 
@@ -138,3 +139,12 @@ def cases(features, step, dtypes=DTYPES):
 def slow_if_long(name):
     """Return the marks of a case: it is slow where it has many scores."""
     return [pytest.mark.slow] if math.prod(CASES[name].score_shape) > MOST_SCORES else []
+
+
+def of_gradients(features):
+    """Return the names of the cases of gradients for a kernel."""
+    return [
+        name
+        for name, case in BACKWARD_CASES.items()
+        if case.features <= features and case.poison is None
+    ]
