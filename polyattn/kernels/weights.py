@@ -38,7 +38,7 @@ class Weights(Kernel):
     """
 
     name: ClassVar[str] = "weights"
-    features = frozenset(FEATURES)
+    features = frozenset(FEATURES) - {"backward", "jvp"}
 
     rows: tuple[Span, ...] | None = None
     heads: tuple[Span, ...] | None = None

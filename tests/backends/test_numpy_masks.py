@@ -98,7 +98,7 @@ def looks(monkeypatch):
                 found.append((self.call, self.piece, tile, masks))
             return masks
 
-    monkeypatch.setattr("polyattn_numpy.sweep.Visibility", Watched)
+    monkeypatch.setattr("polyattn_numpy.tile_scores.Visibility", Watched)
     return found
 
 

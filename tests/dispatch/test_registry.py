@@ -135,7 +135,20 @@ def test_a_kernel_never_gets_a_feature_that_it_does_not_declare(options, feature
 def test_the_cases_above_cover_every_feature():
     marks = test_a_kernel_never_gets_a_feature_that_it_does_not_declare.pytestmark
     cases = next(mark for mark in marks if mark.name == "parametrize").args[1]
-    assert {feature for _, feature in cases} == set(polyattn.plugin.FEATURES)
+    # Functions of their own ask for these two.
+    by_function = {"backward", "jvp"}
+    assert {feature for _, feature in cases} == set(polyattn.plugin.FEATURES) - by_function
+    query = np.zeros((1, 2, 3))
+    with pytest.raises(polyattn.UnsupportedError, match="does not compute jvp"):
+        polyattn.attention_jvp((query,) * 3, (query,) * 3, kernel=Without())
+
+
+class Without(polyattn.plugin.Kernel):
+    name = "without"
+    features = frozenset(["logsumexp"])
+
+    def __call__(self, problem, operands, backend):
+        return operands.value, operands.value[..., 0]
 
 
 @pytest.mark.usefixtures("acme")
