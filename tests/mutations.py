@@ -64,10 +64,10 @@ FROM_GROUPS = "return xp.reshape(array, (*batch, groups * members, folded // mem
 
 MUTATIONS = (
     # dense.py, line by line
-    mutation("sign of the scale", DENSE, "query * problem.scale", "query * -problem.scale"),
-    mutation("scale left out", DENSE, "query * problem.scale", "query * 1.0"),
+    mutation("sign of the scale", GROUPS, "query * problem.scale", "query * -problem.scale"),
+    mutation("scale left out", GROUPS, "query * problem.scale", "query * 1.0"),
     mutation(
-        "16-bit scores", DENSE, "query = cast(xp, query, getattr(xp, problem.accumulator))\n", "\n"
+        "16-bit scores", GROUPS, "query = cast(xp, query, getattr(xp, problem.accumulator))\n", "\n"
     ),
     mutation("key not transposed with its rows", DENSE, "xp.matrix_transpose(key)",
              "xp.matrix_transpose(xp.flip(key, axis=-2))"),
@@ -203,7 +203,8 @@ MUTATIONS = (
     mutation("logsumexp of empty rows", RUNNING,
              "xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)", "logsumexp"),
     mutation("logsumexp to base 2", RUNNING, "xp.log(total)", "xp.log2(total)"),
-    mutation("hidden values take part", ABSENT, "if not problem.masks:", "if True:"),
+    mutation("hidden values take part", ABSENT, "if not problem.masks:\n        return unfold",
+             "if True:\n        return unfold"),
     mutation("maximum not subtracted", NUMPY, "np.where(maximum == -np.inf, 0, maximum)",
              "np.zeros_like(maximum)"),
     mutation("mask cut in the wrong rows", INDICES, "array[..., rows.start : rows.stop, :]",

@@ -88,7 +88,7 @@ class Gradients(NamedTuple):
     score_mod, similarity : Score, Similarity or None
         The expression with a gradient in place of each of its arrays, if it has some.
     scale, softcap : Array or None
-        Of the number, an array without axes; of `scale` unless a rule gives it.
+        Of the number, an array without axes; of the scale unless a rule gives it.
     """
 
     query: Array | None = None

@@ -79,7 +79,7 @@ class BackendPrimitives:
         Returns
         -------
         Array
-            The gradient of `array`.
+            The gradient of the array.
         """
         raise TypeError(
             "this library differentiates no function: give the derivative, as in"
