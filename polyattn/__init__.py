@@ -9,7 +9,7 @@ from polyattn.api.explain import explain
 from polyattn.api.gradients import attention_backward, attention_jvp, attention_vjp
 from polyattn.api.partial import Partial, attention_partial, merge
 from polyattn.api.weights import TopWeights, attention_weights
-from polyattn.call.describe import Gradients
+from polyattn.call.gradients import Gradients
 from polyattn.dispatch.errors import (
     BackendError,
     BackendUnavailableError,

@@ -9,7 +9,8 @@ from polyattn.api.attention import attention, compute
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, cast, is_array, library_of
-from polyattn.call.describe import Call, Gradients, describe
+from polyattn.call.describe import Call, describe
+from polyattn.call.gradients import Gradients
 from polyattn.call.layout import gradients_as_called, heads_first
 from polyattn.call.problem import examine
 from polyattn.dispatch.plans import recall, remember

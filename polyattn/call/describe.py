@@ -23,7 +23,7 @@ from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Chain, Function, Score, Softcap
 
-__all__ = ["Call", "Gradients", "Operands", "describe"]
+__all__ = ["Call", "Operands", "describe"]
 
 
 class Operands(NamedTuple):
@@ -76,30 +76,6 @@ class Operands(NamedTuple):
     value_tangent: Array | None = None
     bias_tangent: Array | None = None
     sinks_tangent: Array | None = None
-
-
-class Gradients(NamedTuple):
-    """The gradients of the arguments of a call; None where an argument has none.
-
-    Attributes
-    ----------
-    query, key, value, bias, sinks : Array or None
-        Each in the shape of the argument.
-    score_mod, similarity : Score, Similarity or None
-        The expression with a gradient in place of each of its arrays, if it has some.
-    scale, softcap : Array or None
-        Of the number, an array without axes; of the scale unless a rule gives it.
-    """
-
-    query: Array | None = None
-    key: Array | None = None
-    value: Array | None = None
-    bias: Array | None = None
-    sinks: Array | None = None
-    score_mod: Any = None
-    similarity: Any = None
-    scale: Array | None = None
-    softcap: Array | None = None
 
 
 class Call(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Any
 
 from polyattn.arguments import Shape
 from polyattn.arrays import Array, ArrayFacts, library_of
-from polyattn.call.describe import Call, Gradients, Operands
+from polyattn.call.describe import Call, Operands
+from polyattn.call.gradients import Gradients
 
 __all__ = ["as_called", "axes_of", "gradients_as_called", "heads_first", "is_flat"]
 

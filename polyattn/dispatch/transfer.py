@@ -14,7 +14,8 @@ from polyattn.arrays import (
     library_of,
     recorders,
 )
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError

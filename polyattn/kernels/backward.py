@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.masked_sum import hide, visible_product

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from polyattn.arrays import Array, cast
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import gradients
 from polyattn.kernels.jvp import tangents

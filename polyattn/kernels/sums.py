@@ -7,7 +7,8 @@ from typing import Any
 
 from polyattn.arguments import Shape
 from polyattn.arrays import Array, cast, is_array
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 

@@ -10,8 +10,9 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.backward import gradients

@@ -39,8 +39,9 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 from __future__ import annotations
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from polyattn import arrays
 from polyattn.arrays import Array
-from polyattn.call.describe import Gradients, Operands
+from polyattn.call.describe import Operands
+from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
