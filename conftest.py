@@ -1,4 +1,4 @@
-"""What holds wherever tests are collected: which of them, in what order, and how JAX compiles."""
+"""What holds for all tests: which are collected, their order, how JAX compiles, idle threads."""
 
 import os
 import sys
@@ -8,6 +8,11 @@ import pytest
 collect_ignore_glob = []
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
     collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/test_cupy*", "tests/gpu/*"]
+
+# A thread that waits must not spin: each process of a run has as many threads as there are cores.
+# OpenMP and OpenBLAS read this when torch and NumPy are imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 # Code that runs once need not be fast. All of this is read when JAX is imported.
 XLA = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"

@@ -1,15 +1,9 @@
-"""What all tests share: no choice of backend leaks in from outside, and no core is kept busy."""
+"""What all tests share: no choice of backend leaks in from outside."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-
-# A thread that waits must not spin: each process of a run has as many threads as there are cores.
-# OpenMP and OpenBLAS read this when torch and NumPy are imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 
 @pytest.fixture(autouse=True)

@@ -56,12 +56,13 @@ def in_transform() -> bool:
 
 def is_recorded(problem: Problem) -> bool:
     """Return whether a call is to be differentiated, as far as it is known beforehand."""
-    if torch.compiler.is_compiling():
-        # In a program, torch.func differentiates operations only.
-        return problem.requires_grad and torch.is_grad_enabled() and not in_transform()
-    if problem.transforms:
-        return not problem.transforms.isdisjoint(("grad", "jvp"))
-    return problem.requires_grad and torch.is_grad_enabled()
+    if torch.compiler.is_compiling() and in_transform():
+        return False  # In a program, torch.func differentiates operations only.
+    if "grad" in problem.transforms or "jvp" in problem.transforms:
+        return True
+    # A tensor under vmap does not say whether autograd outside of it follows.
+    followed = problem.requires_grad or "vmap" in problem.transforms
+    return followed and torch.is_grad_enabled()
 
 
 def apply(step: Step, tensors: Tensors) -> Tensors:

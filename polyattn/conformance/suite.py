@@ -40,7 +40,7 @@ class BackendSuite:
     Attributes
     ----------
     backend : str
-        What ``backend=`` is to be: ``name`` or ``name:device``.
+        The argument ``backend=``: ``name`` or ``name:device``.
     library : str or None
         The module that makes the arrays, such as ``"jax.numpy"``; None for the backend's own.
     thorough : bool
@@ -92,7 +92,7 @@ class BackendSuite:
     def test_every_declared_feature_is_exercised(
         self, target: Target, variant: KernelVariant
     ) -> None:
-        """Cases are taken, and no feature is declared that none of them ever needs."""
+        """A kernel takes some case, and each feature that it declares is needed by one."""
         promises.check_declarations(target, variant, self._cases())
 
     def test_deterministic(self, target: Target, variant: KernelVariant) -> None:
@@ -100,7 +100,7 @@ class BackendSuite:
         promises.check_determinism(target, variant, thorough=self.thorough)
 
     def test_batch_invariant(self, target: Target, variant: KernelVariant) -> None:
-        """A batch item has the same bits alone, if the kernel declares so."""
+        """A batch item has the same bits without the others, if the kernel declares so."""
         promises.check_batch_invariance(target, variant)
 
     def test_first_call_from_eight_threads(self, target: Target, variant: KernelVariant) -> None:

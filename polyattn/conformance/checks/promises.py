@@ -85,7 +85,9 @@ def check_batch_invariance(target: Target, variant: KernelVariant) -> None:
         for n in range(BATCH):
             alone = [target.to(np.ascontiguousarray(x[n : n + 1])) for x in arrays]
             output = target.back(target.call(case, kernel, arguments=(alone, options)))
-            assert _equal(output[0], together[n]), f"{case}: item {n} alone has different bits"
+            assert _equal(output[0], together[n]), (
+                f"{case}: item {n} has different bits without the others"
+            )
 
 
 def _supported(target: Target, variant: KernelVariant, declared: str) -> list[tuple[Case, Any]]:
