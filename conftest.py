@@ -32,8 +32,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
-    """Mark what covers the slow tests, and put what the suites do with one case side by side."""
-    places, covered = {}, set()
+    """Put what the suites do with one case side by side; mark what covers the slow tests."""
+    places = {}
 
     def place(item):
         # A process computes the exact result of a case once; that takes longer than its kernels.
@@ -43,12 +43,30 @@ def pytest_collection_modifyitems(items):
         return places.setdefault(str(parameters["case"]), len(places) + 1)
 
     items.sort(key=place)
+    thin_out([item for item in items if place(item) and item.originalname == "test_case"], place)
+    covered = set()
     for item in items:
         # One run of each test, and of each kernel in the suites.
         test = item.nodeid.partition("[")[0], str(parameters_of(item).get("variant"))
         if item.get_closest_marker("slow") and test not in covered:
             covered.add(test)
             item.add_marker("covering")
+
+
+def thin_out(items, place):
+    """Leave each case to two of the kernels that try all; each of them keeps all it can see."""
+    suites = {}
+    for item in items:
+        suites.setdefault((item.cls, str(parameters_of(item)["variant"])), []).append(item)
+    whole = [suite for suite in suites.values() if len(suite) > 500]
+    for turn, suite in enumerate(whole):
+        seen = set()
+        for item in suite:
+            case = parameters_of(item)["case"]
+            shown = {case.topic, *((case.dtype, x) for x in case.features or ("plain",))}
+            if (place(item) + turn) % len(whole) >= 2 and shown <= seen:
+                item.add_marker("slow")
+            seen |= shown
 
 
 def parameters_of(item):

@@ -100,6 +100,7 @@ def files():
     return [file for file in ROOT.rglob("*.py") if file.name != "__init__.py"]
 
 
+@pytest.mark.slow
 def test_there_is_no_circle():
     graph = modules()
     while graph:
@@ -148,6 +149,7 @@ def test_no_framework_is_imported(run_python, code):
     assert loaded_after(run_python, code, FRAMEWORKS) == []
 
 
+@pytest.mark.slow
 def test_a_named_backend_brings_its_library(run_python):
     code = """
 import numpy as np, polyattn

@@ -93,6 +93,7 @@ print(polyattn.list_backends())
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_in_a_clean_environment(wheel, tmp_path):
     venv.create(tmp_path / "clean", with_pip=True)
     python = tmp_path / "clean" / "bin" / "python"

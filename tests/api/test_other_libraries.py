@@ -92,6 +92,7 @@ def test_jax_with_all_operands_traced(case):
     np.testing.assert_allclose(output, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
 
 
+@pytest.mark.slow
 def test_jax_gradient_and_vmap_pass_through(kernel):
     mask = jnp.asarray(np.arange(9) < np.arange(6)[:, None])  # the first row sees nothing
 

@@ -46,6 +46,7 @@ def same_partial(one, other):
     same(one.logsumexp, other.logsumexp)
 
 
+@pytest.mark.slow
 @KERNELS
 @given(call=calls(), cuts=st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_merge_is_associative_and_commutative_and_gives_the_whole(kernel, call, cuts):
@@ -62,6 +63,7 @@ def test_merge_is_associative_and_commutative_and_gives_the_whole(kernel, call, 
     same_partial(merge(a, b), merge(b, a))
 
 
+@pytest.mark.slow
 @given(call=calls())
 def test_the_identity_of_merge_changes_no_bit(call):
     q, k, v, mask = call
@@ -80,6 +82,7 @@ def test_the_size_of_a_tile_changes_nothing(call, tile, is_causal):
     same_partial(attention_partial(q, k, v, kernel=tiles_of(tile), **options), whole)
 
 
+@pytest.mark.slow
 @KERNELS
 @given(call=calls(), data=st.data())
 def test_keys_may_come_in_any_order(kernel, call, data):
@@ -100,6 +103,7 @@ def test_the_batch_around_an_item_changes_nothing(kernel, call):
     same_partial(alone, Partial(whole.output[1], whole.logsumexp[1]))
 
 
+@pytest.mark.slow
 @KERNELS
 @given(call=calls(), data=st.data())
 def test_a_constant_added_to_a_rows_scores_moves_its_logsumexp_alone(kernel, call, data):
@@ -110,6 +114,7 @@ def test_a_constant_added_to_a_rows_scores_moves_its_logsumexp_alone(kernel, cal
     same_partial(moved, Partial(plain.output, plain.logsumexp + added[:, 0]))
 
 
+@pytest.mark.slow
 @KERNELS
 @given(call=calls())
 def test_a_mask_a_rule_and_a_bias_agree(kernel, call):
@@ -122,6 +127,7 @@ def test_a_mask_a_rule_and_a_bias_agree(kernel, call):
     same_partial(attention_partial(q, k, v, bias=bias, kernel=kernel), as_array)
 
 
+@pytest.mark.slow
 @KERNELS
 @given(call=calls())
 def test_weights_of_a_row_sum_to_one_or_to_zero(kernel, call):

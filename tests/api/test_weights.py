@@ -187,6 +187,7 @@ def test_gradients_pass_through():
     )
 
 
+@pytest.mark.slow
 def test_weights_are_traced_and_compiled():
     def asked(query, key):
         return attention_weights(query, key, top=2, mask=masks.causal() & masks.window(3, 0))

@@ -32,6 +32,7 @@ def library(monkeypatch):
     forget()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("library")
 def test_what_it_declares_is_needed_by_some_case():
     promises.check_declarations(

@@ -96,6 +96,7 @@ def test_every_tile_size_gives_the_same_gradients(name):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_what_the_call_is_given_beside_the_three():
     given = {"bias": jnp.asarray(draw(37, 41)), "sinks": jnp.asarray(draw(4))}
 
@@ -360,6 +361,7 @@ def test_an_offset_that_moves_is_compiled_once():
     assert compiled._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_without_jit():
     arrays = Q[:1, :, :5], K[:1, :, :7], V[:1, :, :7]
     q, k, v = map(jnp.asarray, arrays)
@@ -377,6 +379,7 @@ def test_under_vmap_a_value_that_is_not_finite_stays_a_condition():
     assert "cond[" in text
 
 
+@pytest.mark.slow
 def test_two_devices(run_python):
     """An array that was put somewhere stays there; one that was not goes where the others are."""
     code = """

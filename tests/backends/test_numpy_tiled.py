@@ -284,6 +284,7 @@ def test_an_interrupt_between_any_two_instructions_leaves_nothing_held(two_blas_
     assert place > 300
 
 
+@pytest.mark.slow
 def test_a_call_at_exit_is_computed(run_python):
     code = """
 import atexit

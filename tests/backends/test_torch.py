@@ -158,6 +158,7 @@ def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
 # ---- flex ----
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_flex_equals_the_formula():
     table = randn(6, 9)
@@ -174,6 +175,7 @@ def test_flex_equals_the_formula():
     close(output, attention(Q, K, V, kernel="dense", **options))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_flex_takes_a_mask_function_and_rows_without_keys():
     options = {"mask": lambda b, h, i, j: (i >= 2) & (j > 0)}
@@ -241,6 +243,7 @@ def test_attention_compiles_without_a_break(case, dynamic):
         close(function(q), attention(q, q, q, **options))
 
 
+@pytest.mark.slow
 def test_a_growing_cache_is_compiled_once():
     import torch._dynamo.testing
 
@@ -267,6 +270,7 @@ def test_lengths_may_stay_symbols_in_an_exported_program():
     close(program.module()(q, k), attention(q, k, k))
 
 
+@pytest.mark.slow
 def test_partial_and_merge_compile():
     def halves(q, k, v):
         return polyattn.merge(
@@ -293,6 +297,7 @@ def test_a_context_around_a_compiled_call_takes_effect():
     close(function(Q), plain)
 
 
+@pytest.mark.slow
 def test_a_context_of_another_thread_does_not_reach_a_compiled_call():
     function = compiled(lambda q: attention(q, q, q))
     entered, done = threading.Event(), threading.Event()

@@ -64,6 +64,7 @@ def test_of_first_and_second_order(name, inputs):
     assert gradgradcheck(attend, (*inputs, *others), fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "bias"])
 def test_of_second_order_in_tiles(name, inputs):
     attend, others = call(OPTIONS[name], kernel=small_tiles())

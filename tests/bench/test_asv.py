@@ -300,6 +300,7 @@ def test_an_environment_of_asv_has_what_polyattn_needs_and_what_builds_it():
     assert set(CONF["matrix"]["req"]) == names
 
 
+@pytest.mark.slow
 def test_asv_finds_no_fault():
     command = [sys.executable, "-m", "asv", "check", f"--environment=existing:{sys.executable}"]
     done = subprocess.run(command, cwd=BENCH, capture_output=True, text=True, timeout=120)
@@ -321,6 +322,7 @@ def test_a_comparison_with_peers_says_how_it_is_used(name):
     assert "--rounds" in told
 
 
+@pytest.mark.slow
 def test_the_comparison_of_masks_runs():
     command = [sys.executable, str(BENCH / "peers" / "masks.py"), "--quick"]
     rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

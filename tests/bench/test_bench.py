@@ -316,6 +316,7 @@ def test_the_growth_of_the_process_is_counted():
     assert 62 * 2**20 < grown < 80 * 2**20  # the system counts to a megabyte or so
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.parametrize("name", ["numpy", "torch:cpu", "jax:cpu"])
 def test_all_scores_at_once_are_seen_as_memory(name):
@@ -366,6 +367,7 @@ def measured(report, everyone, lengths, deadline):
     return [*run.measure(report, everyone, lengths, deadline, lambda text: None)]
 
 
+@pytest.mark.slow
 def test_each_length_is_yielded_with_a_row_for_each_backend(quick):
     groups = measured(quick, [NUMPY, ARRAY_API], (8, 16), float("inf"))
     assert [[(row.length, row.backend) for row in rows] for rows in groups] == [
@@ -382,6 +384,7 @@ def test_each_length_is_yielded_with_a_row_for_each_backend(quick):
     assert {row.kernel for row in quick.rows} == {"dense"}  # of calls as short as these
 
 
+@pytest.mark.slow
 def test_a_backend_that_would_burst_the_budget_sits_out_and_the_row_says_so(quick, monkeypatch):
     monkeypatch.setattr(run, "LEAST", 0.0)
     quick.peaks.clear()
@@ -399,6 +402,7 @@ def test_a_first_length_that_not_even_a_product_could_do_in_time_sits_out(quick)
     assert row.note.startswith("left out: a call would take about")
 
 
+@pytest.mark.slow
 def test_what_a_short_call_took_says_nothing_of_a_much_longer_one(quick, monkeypatch):
     monkeypatch.setattr(run, "LEAST", 1e-3)
     quick.peaks[:] = [peaks.Peak("numpy", "cpu", 1e15, 1e10)]
@@ -408,6 +412,7 @@ def test_what_a_short_call_took_says_nothing_of_a_much_longer_one(quick, monkeyp
     assert not (far[1][0].note or "").startswith("left out")
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_in_a_round_stops_no_other_and_says_why(quick, acme, monkeypatch):
     genuine, calls = Running.__call__, []
 
@@ -425,6 +430,7 @@ def test_a_backend_that_fails_in_a_round_stops_no_other_and_says_why(quick, acme
     assert rows[1].rounds == timing.FEWEST
 
 
+@pytest.mark.slow
 def test_a_length_for_which_there_is_no_memory_leaves_the_rows_before_it(quick, monkeypatch):
     genuine = Workload.arrays
 
@@ -452,6 +458,7 @@ def test_a_backend_without_a_peak_is_measured_all_the_same(quick, acme, monkeypa
     assert quick.of_roof(rows[0]) is None
 
 
+@pytest.mark.slow
 def test_short_calls_are_measured_however_little_time_is_left(quick):
     groups = measured(quick, [NUMPY], (8, 16), 0.0)
     assert [rows[0].rounds for rows in groups] == [timing.FEWEST] * 2
@@ -478,6 +485,7 @@ def test_a_backend_that_fails_says_so_and_stops_no_other(quick, acme, monkeypatc
     assert rows[1].seconds > 0
 
 
+@pytest.mark.slow
 def test_an_output_that_is_no_number_has_no_error_that_json_could_hold(quick, acme, monkeypatch):
     monkeypatch.setattr(acme, "place", lambda array, device: np.full_like(array, np.nan))
     (rows,) = measured(quick, contenders("acme:cpu"), (8,), float("inf"))

@@ -265,6 +265,7 @@ class Page(HTMLParser):
             self.cells[-1] += data
 
 
+@pytest.mark.slow
 def test_the_page_holds_everything_and_loads_nothing():
     text = page.page(REPORT)
     found = Page(text)
@@ -359,6 +360,7 @@ def hasty(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_one_command_prints_a_table_and_writes_every_file(tmp_path, capsys, hasty):
     files = {name: tmp_path / f"a.{name}" for name in ("json", "png", "html")}
     written = ["--json", files["json"], "--plot", files["png"], "--html", files["html"]]
@@ -378,6 +380,7 @@ def test_one_command_prints_a_table_and_writes_every_file(tmp_path, capsys, hast
     assert re.search(r"numpy .* 1\.00 .* ~", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_command_that_is_shown_repeats_the_run(tmp_path, hasty):
     file = tmp_path / "a.json"
     options = ["--lengths", "8,24", "--key-heads", "1", "--window", "3,none", "--decode"]
@@ -421,6 +424,7 @@ def test_a_reader_that_leaves_loses_no_row_that_was_there(tmp_path, hasty, monke
     assert read(file).interrupted
 
 
+@pytest.mark.slow
 def test_a_file_that_fails_to_be_written_stops_no_other(tmp_path, hasty, capsys, monkeypatch):
     genuine = Path.write_text
 
@@ -464,6 +468,7 @@ def test_a_run_without_any_time_is_a_failure(hasty, monkeypatch, capsys):
     assert "MemoryError: full" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
     assert main([*HASTE, "--lengths", "8", "--dtype", "float64"]) == 0
     captured = capsys.readouterr()

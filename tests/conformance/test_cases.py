@@ -58,6 +58,7 @@ def idle_options(case):
             yield name
 
 
+@pytest.mark.slow
 def test_a_kernel_that_ignores_an_option_of_a_case_fails_it():
     """Or the option is listed: it says what would have happened anyway."""
     cases = [

@@ -204,6 +204,7 @@ def test_a_function_that_raises():
     assert finding[:3] == (RAISES, None, "TypeError: not these")
 
 
+@pytest.mark.slow
 def test_our_own_dialect_of_torch():
     """It has torch's meaning, so causal counts from the first key."""
     agreed = 0
@@ -313,6 +314,7 @@ def without_figures(cell):
     return re.sub(r" \([^)]*\)", "", cell)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_the_page_says_what_is_found(peers, peer):
     lines = [

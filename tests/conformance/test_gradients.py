@@ -126,6 +126,7 @@ def test_a_row_that_sees_nothing_has_gradients_of_zero(name, rows):
 DIFFERENTIATED = [case for case in BACKWARD_CASES.values() if case.dtype == "float64"]
 
 
+@pytest.mark.slow
 def test_no_difference_depends_on_its_step(monkeypatch):
     """That of a distance or sparsemax does if it crosses a point where that is not smooth."""
     first = [slopes(case) for case in DIFFERENTIATED]

@@ -71,6 +71,7 @@ def test_a_feature_that_a_kernel_does_not_compute_is_a_dash():
     assert report.cell_text(cell, {}) == "-"
 
 
+@pytest.mark.slow
 def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
     file = tmp_path / "report.html"
     assert main(["check", "torch", "--kernel", "sdpa", "--quick", "--html", str(file)]) == 0
@@ -140,6 +141,7 @@ def strict_json(text):
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
+@pytest.mark.slow
 def test_a_function_of_the_users(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(FUNCTIONS, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -269,6 +271,7 @@ def test_a_kernel_that_takes_nothing_is_a_failure():
     assert "absent supports no case" in str(found)
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters_shows_something():
     done = subprocess.run(
         [sys.executable, "-m", "polyattn", *QUICK],

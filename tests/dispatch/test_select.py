@@ -619,6 +619,7 @@ assert len(results) == 8 and all(np.array_equal(r, x) for r in results), results
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "torch", "array-api"])
 def test_eight_threads_may_make_the_first_call(backend):
     code = FIRST_USE.format(backend=backend)

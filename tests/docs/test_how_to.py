@@ -141,6 +141,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_a_ring_of_one_device_gives_what_the_call_does(tmp_path):
     sharded = module(program(MANY, "sharded.py", tmp_path))
     arrays = [jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(3, 2, 24, 8))]
@@ -286,6 +287,7 @@ def without_cupy(monkeypatch):
 PAGES = sorted(page.name for page in FOLDER.glob("*.md"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if any(provoked(page))])
 @pytest.mark.usefixtures("without_cupy")
 def test_a_page_prints_what_it_shows_and_the_messages_are_those_raised(page):

@@ -51,6 +51,7 @@ def test_every_place_that_a_page_points_to_is_there(page):
         assert not title or title in anchors, target
 
 
+@pytest.mark.slow
 def test_a_script_draws_the_pictures_of_the_pages(draw, drawn_by, tmp_path):
     assert drawn_by(draw, tmp_path, 4000) == set(draw.PICTURES)
     shown = {

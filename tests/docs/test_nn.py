@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pages
+import pytest
 
 from polyattn import nn
 
@@ -10,6 +11,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "nn.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_prints_what_it_shows_its_model_trains_and_its_caches_are_cut():
     assert pages.surprises(PAGE) == []
     names = pages.run(PAGE)[-1].names

@@ -108,6 +108,7 @@ def test_the_first_example_does_its_steps_from_left_to_right(names):
     np.testing.assert_allclose(space["output"], expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_script_draws_the_pictures_of_the_page(drawn_by, tmp_path):
     spec = importlib.util.spec_from_file_location("docs_scores", DOCS / "scores.py")
     drawing = importlib.util.module_from_spec(spec)

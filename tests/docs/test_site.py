@@ -100,6 +100,7 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(repository, tmp_
     assert repository.pages() == [docs / "here.md", docs / "index.md"]
 
 
+@pytest.mark.slow
 def test_the_page_of_commands_has_the_help_of_each(written):
     page = written.commands()
     named = re.findall(r"^## polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
@@ -202,6 +203,7 @@ def test_the_example_passes_the_suite(plugin):
     assert re.search(r"\d{3,} passed", done.stdout), done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_is_a_backend_like_any_other(plugin):
     done = plugin("-m", "polyattn", "explain", "--shape", "2,8,128,64", "--backend", "einsum")
     assert re.search(r"einsum +einsum +CHOSEN", done.stdout), done.stdout + done.stderr

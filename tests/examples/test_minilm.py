@@ -93,6 +93,7 @@ def test_vectors_are_those_of_transformers(model, batch, reference, backend):
     agree(demo.Encoder(model, backend).embed(*batch), reference)
 
 
+@pytest.mark.slow
 @needs_weights
 @pytest.mark.parametrize("library", ["torch", "jax.numpy"])
 def test_vectors_are_those_of_transformers_in_other_libraries(folder, batch, reference, library):
@@ -111,6 +112,7 @@ def agree(vectors, reference):
     assert (vectors * expected).sum(axis=-1).min() > 0.99999
 
 
+@pytest.mark.slow
 @needs_weights
 def test_attention_weights_are_those_of_transformers(model, batch, reference):
     keep = batch[1]
@@ -120,6 +122,7 @@ def test_attention_weights_are_those_of_transformers(model, batch, reference):
     assert not maps[padding].any()
 
 
+@pytest.mark.slow
 @needs_weights
 def test_padding_changes_no_sentence(model, batch):
     encoder = demo.Encoder(model)
@@ -154,6 +157,7 @@ def test_demo_prints_and_draws(folder, tmp_path, capsys):
     assert 20_000 < file.stat().st_size < 200_000
 
 
+@pytest.mark.slow
 @needs_weights
 def test_demo_without_picture_is_plain_where_it_must_be(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

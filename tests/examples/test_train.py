@@ -100,6 +100,7 @@ def test_windows_predict_each_letter_once():
 # ---- learning ----
 
 
+@pytest.mark.slow
 def test_the_loss_falls(library, trained, whole):
     _, losses, (before, after) = trained(library)
     # At first all letters are about as likely as each other.
@@ -145,6 +146,7 @@ def test_the_budget_ends_with_the_steps_or_the_time(monkeypatch):
 # ---- writing ----
 
 
+@pytest.mark.slow
 def test_what_is_written_by_the_cache_is_what_full_passes_write(library, trained, whole):
     learner, prompt, number = trained(library)[0], "ORLANDO.\nI", learners.CONTEXT + 10
     written = prompt + "".join(writing.write(learner, whole, prompt, number, 0, 0))
@@ -235,6 +237,7 @@ def test_the_program_names_the_package_that_is_missing(library, package, monkeyp
     assert f"pip install {package}" in message
 
 
+@pytest.mark.slow
 def test_numpy_trains_with_neither_torch_nor_jax(run_python):
     run_python(f"""
 import sys

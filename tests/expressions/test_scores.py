@@ -237,6 +237,7 @@ def test_a_normalizer_bears_large_scores(normalizer, size):
     assert np.all(np.isfinite(output))
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_every_step():
     query, key, value = (torch.tensor(x[:1, :, :4]) for x in (QUERY, KEYS, VALUES))
     bias = torch.zeros(4, 4, dtype=torch.float64)

@@ -51,6 +51,7 @@ def test_a_failed_test_fails_the_command(run, tmp_path, monkeypatch):
     assert "Figures" not in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_folder_run_and_are_summed_up(run):
     told, failed = run.run_tests("no_test_has_this_name")
     assert "skipped" in told or "deselected" in told
@@ -73,6 +74,7 @@ print(*sorted(names))
     assert done.stdout.split() == ["cupy", "jax", "numpy", "torch"], done.stderr
 
 
+@pytest.mark.slow
 def test_the_figures_are_taken_as_on_a_gpu():
     command = [sys.executable, "asv_bench/peers/gpu.py", "--device", "cpu"]
     done = subprocess.run(

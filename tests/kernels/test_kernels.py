@@ -146,6 +146,7 @@ def test_memory_of_a_long_call_is_bounded():
     assert held - output.nbytes < 24e6
 
 
+@pytest.mark.slow
 def test_memory_of_a_long_call_of_torch_is_bounded_too(run_python):
     """Beside output and logsumexp; measured in a process of its own, by its resident memory."""
     held = run_python("""

@@ -60,6 +60,7 @@ def test_torch_and_jax_have_the_same_loss_and_gradients():
         np.testing.assert_allclose(gradient, expected, atol=2e-6 + 1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_jax_takes_modules_whole_once_they_are_registered():
     register()
     register()

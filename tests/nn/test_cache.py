@@ -291,6 +291,7 @@ def test_arrays_that_a_cache_is_made_of_are_not_written_to():
     assert not value.any()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_caches_are_made_and_grow_in_a_compiled_function_of_torch():
     def grown(tokens):
@@ -360,6 +361,7 @@ def test_a_stack_has_a_cache_for_each_block():
         model(IDS, caches=model.caches(9, batch=(2,))[:1], is_causal=True)
 
 
+@pytest.mark.slow
 def test_a_slid_cache_decodes_a_window_in_a_compiled_step_as_it_does_outside():
     kind, window = KINDS["rotary, grouped"] | {"blocks": 1}, {"is_causal": True, "window": (3, 0)}
     model, full = model_of(jnp.asarray, **kind), full_pass(kind, **window)
@@ -381,6 +383,7 @@ def test_a_slid_cache_decodes_a_window_in_a_compiled_step_as_it_does_outside():
         after[0].truncate(12)
 
 
+@pytest.mark.slow
 def test_a_cache_of_a_compiled_step_grows_outside_of_it():
     kind, ids = {"blocks": 1}, jnp.asarray(IDS)
     model, full = model_of(jnp.asarray, **kind), full_pass(kind, is_causal=True)

@@ -269,6 +269,7 @@ def test_a_mask_is_drawn_as_its_own_method_draws_it(mask):
 # ---- the page ----
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_draws_its_pictures(drawn_by, tmp_path):
     docs = Path(__file__).resolve().parents[2] / "docs"
     spec = importlib.util.spec_from_file_location("docs_plot", docs / "plot.py")

@@ -138,6 +138,7 @@ def test_a_masked_key_stays_absent_and_a_row_without_keys_zero():
     assert np.all(output[:, :, :2] == 0)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_weights_that_are_kept():
     q, k, v = (torch.tensor(RNG.normal(size=(1, 2, 5, 3)), requires_grad=True) for _ in range(3))
     for kernel in ("dense", tiles_of(8)):
