@@ -44,6 +44,9 @@ def pytest_collection_modifyitems(items):
 
     items.sort(key=place)
     thin_out([item for item in items if place(item) and item.originalname == "test_case"], place)
+    for item in items:  # an interpreter that imports a library, for each kernel
+        if getattr(item, "originalname", None) == "test_first_call_from_eight_threads":
+            item.add_marker("slow")
     covered = set()
     for item in items:
         # One run of each test, and of each kernel in the suites.
@@ -54,17 +57,20 @@ def pytest_collection_modifyitems(items):
 
 
 def thin_out(items, place):
-    """Leave each case to two of the kernels that try all; each of them keeps all it can see."""
+    """Leave a case to two of the kernels that try all, and to one dtype, but for new features."""
     suites = {}
     for item in items:
-        suites.setdefault((item.cls, str(parameters_of(item)["variant"])), []).append(item)
+        suites.setdefault((item.cls, str(parameters_of(item)["variant"])), {})[item] = (
+            parameters_of(item)["case"]
+        )
     whole = [suite for suite in suites.values() if len(suite) > 500]
     for turn, suite in enumerate(whole):
-        seen = set()
-        for item in suite:
-            case = parameters_of(item)["case"]
+        names, seen = {case.name for case in suite.values()}, set()
+        for item, case in suite.items():
+            has_twin = case.name.removesuffix(f", {case.dtype}") in names - {case.name}
+            is_of_others = (place(item) + turn) % len(whole) >= 2
             shown = {case.topic, *((case.dtype, x) for x in case.features or ("plain",))}
-            if (place(item) + turn) % len(whole) >= 2 and shown <= seen:
+            if (has_twin or is_of_others) and shown <= seen:
                 item.add_marker("slow")
             seen |= shown
 

@@ -15,7 +15,7 @@ from libraries import tiles_of
 
 from polyattn import Partial, attention, attention_partial, merge
 
-settings.register_profile("polyattn", max_examples=40, deadline=None, derandomize=True)
+settings.register_profile("polyattn", max_examples=25, deadline=None, derandomize=True)
 settings.load_profile("polyattn")
 
 EIGHTHS = st.integers(-32, 32).map(lambda n: n / 8)

@@ -57,7 +57,9 @@ def call(options, **given):
     return attend, [draw(*options[name]) for name in names]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in [*OPTIONS][1:])]
+)
 def test_of_first_and_second_order(name, inputs):
     attend, others = call(OPTIONS[name])
     assert gradcheck(attend, (*inputs, *others), check_forward_ad=True, fast_mode=True)

@@ -63,9 +63,8 @@ class TestJax(BackendSuite):
     backend = "jax"
     thorough = False
     quick = (
-        "test_case[xla",
+        "test_case[xla, small tiles",
         "test_lazy[dense",
-        "test_lazy[tiled, small tiles",
         "test_gradients[xla-",
         "test_backward[dense-many with a derivative]",
     )

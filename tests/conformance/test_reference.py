@@ -66,7 +66,13 @@ def test_sparsemax_leaves_out_what_the_first_threshold_would_keep():
     assert found == pytest.approx([0.55, 0.45, 0, 0])
 
 
-@pytest.mark.parametrize("case", [*map(CASES.get, STEPS), *make_expression_cases()], ids=str)
+def by_length(case):
+    return pytest.param(case, marks=[pytest.mark.slow] if case.L * case.S > 20_000 else [])
+
+
+@pytest.mark.parametrize(
+    "case", [by_length(x) for x in (*map(CASES.get, STEPS), *make_expression_cases())], ids=str
+)
 def test_the_textbook_means_what_the_oracle_means(case):
     """With more digits than the case has: an error between the two would excuse any kernel."""
     arrays, options = case.arguments(poisoned=False)

@@ -239,8 +239,8 @@ def test_a_normalizer_bears_large_scores(normalizer, size):
 
 @pytest.mark.slow
 def test_gradients_pass_through_every_step():
-    query, key, value = (torch.tensor(x[:1, :, :4]) for x in (QUERY, KEYS, VALUES))
-    bias = torch.zeros(4, 4, dtype=torch.float64)
+    query, key, value = (torch.tensor(x[:1, :2, :3]) for x in (QUERY, KEYS, VALUES))
+    bias = torch.zeros(3, 3, dtype=torch.float64)
     steps = [
         {"score_mod": scores.softcap(2.0) >> scores.temperature(0.7)},
         {"similarity": scores.cosine(), "scale": 5.0},

@@ -140,7 +140,7 @@ def test_a_masked_key_stays_absent_and_a_row_without_keys_zero():
 
 @pytest.mark.slow
 def test_gradients_are_those_of_the_weights_that_are_kept():
-    q, k, v = (torch.tensor(RNG.normal(size=(1, 2, 5, 3)), requires_grad=True) for _ in range(3))
+    q, k, v = (torch.tensor(RNG.normal(size=(1, 2, 4, 2)), requires_grad=True) for _ in range(3))
     for kernel in ("dense", tiles_of(8)):
 
         def output(q, k, v, kernel=kernel):
