@@ -14,7 +14,8 @@ import polyattn
 from polyattn import attention, attention_partial, explain
 from polyattn_jax import cudnn
 from polyattn_jax.backend import JaxBackend
-from polyattn_jax.xla import Xla, block_sizes, compiled, loops
+from polyattn_jax.layout import block_sizes, loops
+from polyattn_jax.xla import Xla, compiled
 
 RNG = np.random.default_rng(0)
 

@@ -1,0 +1,138 @@
+"""Attention by tiles as a function that JAX differentiates by its tangent.
+
+The rule is for forward mode, from which JAX derives reverse mode by transposing, and higher orders
+by differentiating again. So all of its transforms compose.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from polyattn.plugin import Array, Gradients, Operands, Problem
+from polyattn_jax.forward import attend
+from polyattn_jax.operands import with_expressions
+from polyattn_jax.tangent import Tangents, attend_tangents
+
+__all__ = ["attend_backward", "attend_differentiably"]
+
+
+def attend_differentiably(
+    problem: Problem, tile: int, x: Operands, like: Operands, dtype: str
+) -> tuple[Array, Array]:
+    """Return output and logsumexp of operands without expressions, which `like` has."""
+
+    @jax.custom_jvp
+    def run(x: Operands) -> tuple[Array, Array]:
+        return attend(problem, tile, with_expressions(like, x), dtype)
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Any, Any]:
+        (x,), (moved,) = primals, tangents
+        # The tangent needs the output before it is rounded.
+        output, logsumexp = attend_differentiably(problem, tile, x, like, problem.accumulator)
+        of_output, of_logsumexp = attend_tangents(
+            problem, tile, with_expressions(like, x), output, logsumexp, _tangents(problem, moved)
+        )
+        return (output.astype(dtype), logsumexp), (of_output.astype(dtype), of_logsumexp)
+
+    return run(x)
+
+
+def _tangents(problem: Problem, moved: Operands) -> Tangents:
+    """Return the tangents that JAX gives, those of arrays in the accumulator's dtype."""
+
+    def or_none(tangent: Any) -> Array | None:
+        is_zero = isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+        return None if is_zero else tangent
+
+    def exact(tangent: Any) -> Any:
+        if isinstance(tangent, dict):  # of what a function uses, which fixes its dtype
+            return jax.tree.map(or_none, tangent)
+        tangent = or_none(tangent)
+        return None if tangent is None else tangent.astype(_exact(problem, tangent))
+
+    def listed(tangents: Any) -> list[Any] | None:
+        return None if tangents is None else [exact(one) for one in tangents]
+
+    query = exact(moved.query)
+    if query is not None and problem.similarity_spec is None:
+        query *= problem.scale
+    key, value = exact(moved.key), exact(moved.value)
+    bias, sinks = (None if one is None else exact(one) for one in (moved.bias, moved.sinks))
+    score_mod: Any = moved.score_mod
+    similarity: Any = moved.similarity
+    return Tangents(query, key, value, bias, sinks, listed(score_mod), listed(similarity))
+
+
+def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) -> Gradients:
+    """Return the gradients of operands without expressions, which `like` has."""
+    operands = with_expressions(like, x)
+    output, logsumexp, output_gradient = x.output, x.known_logsumexp, x.output_gradient
+    assert output is not None
+    assert logsumexp is not None
+    assert output_gradient is not None
+
+    def tangents(moved: Tangents) -> tuple[Array, Array]:
+        return attend_tangents(problem, tile, operands, output, logsumexp, moved)
+
+    def shape(array: Any) -> Any:
+        if isinstance(array, dict) or not jnp.issubdtype(array.dtype, jnp.floating):
+            return None
+        return jax.ShapeDtypeStruct(array.shape, _exact(problem, array))  # type: ignore[no-untyped-call]
+
+    def listed(arrays: Any) -> list[Any] | None:
+        return None if arrays is None else [shape(array) for array in arrays]
+
+    arrays = x.query, x.key, x.value, x.bias, x.sinks
+    number = jax.ShapeDtypeStruct((), problem.accumulator)  # type: ignore[no-untyped-call]
+    like_moved = Tangents(
+        *(None if array is None else shape(array) for array in arrays),
+        listed(x.score_mod),
+        listed(x.similarity),
+        scale=None if problem.similarity_spec is None else number,
+        softcap=None if problem.softcap is None else number,
+    )
+    direct = x.logsumexp_gradient
+    along = (
+        output_gradient.astype(problem.accumulator),
+        jnp.zeros_like(logsumexp) if direct is None else direct.astype(problem.accumulator),
+    )
+    (found,) = jax.linear_transpose(tangents, like_moved)(along)
+    return _gradients(problem, x, found)
+
+
+def _gradients(problem: Problem, x: Operands, found: Tangents) -> Gradients:
+    """Return the gradients by what the transposed tangent gives."""
+    query, scale = found.query, found.scale
+    if problem.similarity_spec is None:
+        # A row that sees no key may hold NaN.
+        products = jnp.where(query == 0, 0, query * x.query.astype(query.dtype))
+        query, scale = query * problem.scale, jnp.sum(products)
+
+    def listed(arrays: Any, gradients: Any) -> list[Array]:
+        return [
+            jnp.zeros(array.shape, problem.accumulator) if gradient is None else gradient
+            for array, gradient in zip(arrays or [], gradients or [], strict=True)
+            if not isinstance(array, dict)
+        ]
+
+    return Gradients(
+        query,
+        found.key,
+        found.value,
+        found.bias,
+        found.sinks,
+        listed(x.score_mod, found.score_mod),
+        listed(x.similarity, found.similarity),
+        scale,
+        found.softcap,
+    )
+
+
+def _exact(problem: Problem, array: Array) -> Any:
+    return jnp.promote_types(array.dtype, problem.accumulator)
