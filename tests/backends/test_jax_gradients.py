@@ -24,6 +24,10 @@ def draw(*shape):
     return RNG.standard_normal(shape)
 
 
+def in_jax(arrays):
+    return jax.tree.map(jnp.asarray, arrays)
+
+
 def in_tiles(most=48):
     kernel = copy.copy(Xla())
     kernel.tile = most
@@ -79,8 +83,8 @@ def of_operands(x):
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_in_tiles_are_those_of_the_formula(name):
     options, more = CALLS[name]
-    x = {"query": QUERY, "key": KEY, "value": VALUE} | more
-    along, direct = draw(2, 4, 11, 5), draw(2, 4, 11)
+    x = in_jax({"query": QUERY, "key": KEY, "value": VALUE} | more)
+    along, direct = in_jax((draw(2, 4, 11, 5), draw(2, 4, 11)))
 
     def loss(x, kernel):
         output, logsumexp = attention_partial(*of_operands(x), kernel=kernel, **options(x))
@@ -106,7 +110,8 @@ def test_gradients_in_tiles_are_those_of_the_formula(name):
 
 
 def test_all_transforms_compose():
-    q, k, v, bias, slope = draw(1, 4, 2), draw(1, 5, 2), draw(1, 5, 2), draw(4, 5), draw(3)
+    shapes = (1, 4, 2), (1, 5, 2), (1, 5, 2), (4, 5), (3,)
+    q, k, v, bias, slope = in_jax([draw(*shape) for shape in shapes])
 
     def results(kernel):
         def call(q, k, v, bias=bias, slope=0.1):
