@@ -7,6 +7,7 @@ by differentiating again. So all of its transforms compose.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,41 +15,67 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from polyattn.plugin import Array, Gradients, Operands, Problem
-from polyattn_jax.forward import attend
 from polyattn_jax.operands import with_expressions
 from polyattn_jax.tangent import Tangents, attend_tangents
 
-__all__ = ["attend_backward", "attend_differentiably"]
+__all__ = ["attend_backward", "attend_jvp", "differentiable"]
 
 
-def attend_differentiably(
-    problem: Problem, tile: int, x: Operands, like: Operands, dtype: str
-) -> tuple[Array, Array]:
-    """Return output and logsumexp of operands without expressions, which `like` has."""
+Results = tuple[Array, Array]
+
+
+def differentiable(
+    attend: Callable[[Operands, str], Results],
+    problem: Problem,
+    tile: int,
+    like: Operands,
+    dtype: str,
+) -> Callable[[Operands], Results]:
+    """Return attention as a function of operands without expressions, which `like` has.
+
+    Output and logsumexp are those of `attend(operands, dtype)`, their tangents are by tiles.
+    """
 
     @jax.custom_jvp
-    def run(x: Operands) -> tuple[Array, Array]:
-        return attend(problem, tile, with_expressions(like, x), dtype)
+    def run(x: Operands) -> Results:
+        return attend(with_expressions(like, x), dtype)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
-    def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Any, Any]:
+    def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
         (x,), (moved,) = primals, tangents
         # The tangent needs the output before it is rounded.
-        output, logsumexp = attend_differentiably(problem, tile, x, like, problem.accumulator)
+        exact = differentiable(attend, problem, tile, like, problem.accumulator)
+        output, logsumexp = exact(x)
         of_output, of_logsumexp = attend_tangents(
             problem, tile, with_expressions(like, x), output, logsumexp, _tangents(problem, moved)
         )
         return (output.astype(dtype), logsumexp), (of_output.astype(dtype), of_logsumexp)
 
-    return run(x)
+    return run
+
+
+def attend_jvp(problem: Problem, tile: int, x: Operands, like: Operands) -> Results:
+    """Return the tangents of operands without expressions, which `like` has."""
+    assert x.output is not None
+    assert x.known_logsumexp is not None
+    moved = Operands(*[None] * 8)._replace(  # type: ignore[arg-type]
+        query=x.query_tangent,
+        key=x.key_tangent,
+        value=x.value_tangent,
+        bias=x.bias_tangent,
+        sinks=x.sinks_tangent,
+    )
+    operands, tangents = with_expressions(like, x), _tangents(problem, moved)
+    return attend_tangents(problem, tile, operands, x.output, x.known_logsumexp, tangents)
 
 
 def _tangents(problem: Problem, moved: Operands) -> Tangents:
     """Return the tangents that JAX gives, those of arrays in the accumulator's dtype."""
 
     def or_none(tangent: Any) -> Array | None:
-        is_zero = isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
-        return None if is_zero else tangent
+        if tangent is None or isinstance(tangent, SymbolicZero):
+            return None
+        return None if tangent.dtype == jax.dtypes.float0 else tangent
 
     def exact(tangent: Any) -> Any:
         if isinstance(tangent, dict):  # of what a function uses, which fixes its dtype
@@ -62,11 +89,8 @@ def _tangents(problem: Problem, moved: Operands) -> Tangents:
     query = exact(moved.query)
     if query is not None and problem.similarity_spec is None:
         query *= problem.scale
-    key, value = exact(moved.key), exact(moved.value)
-    bias, sinks = (None if one is None else exact(one) for one in (moved.bias, moved.sinks))
-    score_mod: Any = moved.score_mod
-    similarity: Any = moved.similarity
-    return Tangents(query, key, value, bias, sinks, listed(score_mod), listed(similarity))
+    rest = (exact(tangent) for tangent in (moved.key, moved.value, moved.bias, moved.sinks))
+    return Tangents(query, *rest, listed(moved.score_mod), listed(moved.similarity))
 
 
 def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) -> Gradients:

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
-from polyattn_jax.differentiate import attend_backward, attend_differentiably
+from polyattn_jax.differentiate import attend_backward, attend_jvp, differentiable
+from polyattn_jax.forward import attend
 from polyattn_jax.operands import explicit, prepared, specs, without_expressions
 
-__all__ = ["Xla"]
+__all__ = ["Xla", "attend_by", "has_tangent"]
 
 
 class Xla(Kernel):
@@ -24,9 +25,10 @@ class Xla(Kernel):
     name = "xla"
     # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
-        "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
+        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
+        "logsumexp", "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array",
+        "scale", "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size",
+        "window",
     })  # fmt: skip
     tile = 2**21
 
@@ -47,35 +49,69 @@ class Xla(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        output, logsumexp = self._run(forward, compiled, problem, operands)
+        output, logsumexp = run(forward, problem, self.tile, operands)
         return output, logsumexp if "logsumexp" in problem.features else None
 
     def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
         """Return the gradients, with memory for a few tiles beside them."""
-        found: Gradients = self._run(attend_backward, compiled_backward, problem, operands)
+        found: Gradients = run(attend_backward, problem, self.tile, operands)
         return found
 
-    def _run(self, run: Any, run_compiled: Any, problem: Problem, x: Operands) -> Any:
-        """Run a function of arrays, compiled once for each problem unless it has functions."""
-        problem, x = prepared(problem, x, self.tile)
-        if problem.features & {"mask_mod", "score_mod"}:
-            x = explicit(problem, x, self.tile)
-            return run(problem, self.tile, without_expressions(x), x)
-        return run_compiled(problem, self.tile, without_expressions(x))
+    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+        """Return the tangents of output and logsumexp, with memory for a few tiles."""
+        found: tuple[Array, Array] = run(attend_jvp, problem, self.tile, operands)
+        return found
 
 
 def forward(problem: Problem, tile: int, x: Operands, like: Operands) -> tuple[Array, Array]:
     """Return output and logsumexp of operands without expressions, which `like` has."""
-    return attend_differentiably(problem, tile, x, like, problem.dtype)
+    attend_exactly = functools.partial(attend, problem, tile)
+    return differentiable(attend_exactly, problem, tile, like, problem.dtype)(x)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def compiled(problem: Problem, tile: int, x: Operands) -> tuple[Array, Array]:
-    """Return output and logsumexp, compiled once for each problem."""
-    return forward(problem, tile, x, specs(problem))
+def has_tangent(kernel: Kernel, problem: Problem) -> bool:
+    """Return whether the gradient of an array-API kernel that works in tiles is that of `Xla`."""
+    if kernel.tile is None or "jvp" not in kernel.features or isinstance(kernel, Xla):
+        return False
+    # JAX differentiates a function by arrays that it closes over only if it sees the function.
+    features = Xla.features - {"backward", "jvp", "mask_mod", "score_mod"}
+    return problem.features <= features and not Xla().reasons_against(problem)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def compiled_backward(problem: Problem, tile: int, x: Operands) -> Gradients:
-    """Return the gradients, compiled once for each problem."""
-    return attend_backward(problem, tile, x, specs(problem))
+def attend_by(
+    kernel: Kernel, problem: Problem, operands: Operands, backend: Backend
+) -> tuple[Array, Array | None]:
+    """Return the result of a kernel, which JAX differentiates by the tangent of `Xla`."""
+    assert kernel.tile is not None
+    output, logsumexp = run(forward_by(kernel, backend), problem, kernel.tile, operands)
+    return output, logsumexp if "logsumexp" in problem.features else None
+
+
+@functools.lru_cache(maxsize=64)
+def forward_by(kernel: Kernel, backend: Backend) -> Any:
+    """Return `forward` with another kernel, always the same object, for `jax.jit` to know."""
+
+    def forward(problem: Problem, tile: int, x: Operands, like: Operands) -> Any:
+        whole = problem._replace(features=problem.features | {"logsumexp"})
+
+        def attend(x: Operands, dtype: str) -> Any:
+            return kernel(whole, x, backend)
+
+        return differentiable(attend, problem, tile, like, problem.dtype)(x)
+
+    return forward
+
+
+def run(function: Any, problem: Problem, tile: int, x: Operands) -> Any:
+    """Run a function of arrays, compiled once for each problem unless it has functions."""
+    problem, x = prepared(problem, x, tile)
+    if problem.features & {"mask_mod", "score_mod"}:
+        x = explicit(problem, x, tile)
+        return function(problem, tile, without_expressions(x), x)
+    return compiled(function, problem, tile, without_expressions(x))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def compiled(function: Any, problem: Problem, tile: int, x: Operands) -> Any:
+    """Run a function of arrays, compiled once for each problem."""
+    return function(problem, tile, x, specs(problem))
