@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, or_zero
+from polyattn.plugin import Array, Backend, or_zero
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
-from polyattn_jax.xla import Xla, attend_by, has_tangent
+from polyattn_jax.xla import Xla
 
 __all__ = ["JaxBackend"]
 
@@ -104,14 +104,6 @@ class JaxBackend(Backend):
         compiled: Any = function
         analysis = compiled.lower(*arrays).compile().memory_analysis()
         return None if analysis is None else int(analysis.temp_size_in_bytes)
-
-    def run(
-        self, kernel: Kernel, problem: Problem, operands: Operands
-    ) -> tuple[Array, Array | None]:
-        """Run a kernel, so that a gradient takes memory for tiles if the kernel works in tiles."""
-        if problem.traced and has_tangent(kernel, problem):
-            return attend_by(kernel, problem, operands, self)
-        return super().run(kernel, problem, operands)
 
     def matmul(self, a: Array, b: Array) -> jax.Array:
         """Return the matrix product of two stacks of matrices, at full precision."""

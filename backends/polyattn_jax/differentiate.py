@@ -15,37 +15,35 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from polyattn.plugin import Array, Gradients, Operands, Problem
+from polyattn_jax.forward import attend
 from polyattn_jax.operands import with_expressions
 from polyattn_jax.tangent import Tangents, attend_tangents
 
-__all__ = ["attend_backward", "attend_jvp", "differentiable"]
+__all__ = ["attend_backward", "attend_differentiably", "attend_jvp"]
 
 
 Results = tuple[Array, Array]
 
 
-def differentiable(
-    attend: Callable[[Operands, str], Results],
-    problem: Problem,
-    tile: int,
-    like: Operands,
-    dtype: str,
-) -> Callable[[Operands], Results]:
-    """Return attention as a function of operands without expressions, which `like` has.
+def attend_differentiably(problem: Problem, tile: int, x: Operands, like: Operands) -> Results:
+    """Return output and logsumexp of operands without expressions, which `like` has."""
+    return _rounded_to(problem.dtype, problem, tile, like)(x)
 
-    Output and logsumexp are those of `attend(operands, dtype)`, their tangents are by tiles.
-    """
+
+def _rounded_to(
+    dtype: str, problem: Problem, tile: int, like: Operands
+) -> Callable[[Operands], Results]:
+    """Return a function with a tangent, of output, rounded to this dtype, and logsumexp."""
 
     @jax.custom_jvp
     def run(x: Operands) -> Results:
-        return attend(with_expressions(like, x), dtype)
+        return attend(problem, tile, with_expressions(like, x), dtype)
 
     @functools.partial(run.defjvp, symbolic_zeros=True)
     def rule(primals: tuple[Operands], tangents: tuple[Operands]) -> tuple[Results, Results]:
         (x,), (moved,) = primals, tangents
         # The tangent needs the output before it is rounded.
-        exact = differentiable(attend, problem, tile, like, problem.accumulator)
-        output, logsumexp = exact(x)
+        output, logsumexp = _rounded_to(problem.accumulator, problem, tile, like)(x)
         of_output, of_logsumexp = attend_tangents(
             problem, tile, with_expressions(like, x), output, logsumexp, _tangents(problem, moved)
         )
@@ -105,7 +103,9 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
         return attend_tangents(problem, tile, operands, output, logsumexp, moved)
 
     def shape(array: Any) -> Any:
-        if isinstance(array, dict) or not jnp.issubdtype(array.dtype, jnp.floating):
+        if isinstance(array, dict):  # of what a function uses, which has no gradient here
+            return jax.tree.map(lambda _: None, array)
+        if not jnp.issubdtype(array.dtype, jnp.floating):
             return None
         return jax.ShapeDtypeStruct(array.shape, _exact(problem, array))  # type: ignore[no-untyped-call]
 

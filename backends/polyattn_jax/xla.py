@@ -12,11 +12,10 @@ from typing import Any
 import jax
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
-from polyattn_jax.differentiate import attend_backward, attend_jvp, differentiable
-from polyattn_jax.forward import attend
+from polyattn_jax.differentiate import attend_backward, attend_differentiably, attend_jvp
 from polyattn_jax.operands import explicit, prepared, specs, without_expressions
 
-__all__ = ["Xla", "attend_by", "has_tangent"]
+__all__ = ["Xla"]
 
 
 class Xla(Kernel):
@@ -49,7 +48,7 @@ class Xla(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        output, logsumexp = run(forward, problem, self.tile, operands)
+        output, logsumexp = run(attend_differentiably, problem, self.tile, operands)
         return output, logsumexp if "logsumexp" in problem.features else None
 
     def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
@@ -61,45 +60,6 @@ class Xla(Kernel):
         """Return the tangents of output and logsumexp, with memory for a few tiles."""
         found: tuple[Array, Array] = run(attend_jvp, problem, self.tile, operands)
         return found
-
-
-def forward(problem: Problem, tile: int, x: Operands, like: Operands) -> tuple[Array, Array]:
-    """Return output and logsumexp of operands without expressions, which `like` has."""
-    attend_exactly = functools.partial(attend, problem, tile)
-    return differentiable(attend_exactly, problem, tile, like, problem.dtype)(x)
-
-
-def has_tangent(kernel: Kernel, problem: Problem) -> bool:
-    """Return whether the gradient of an array-API kernel that works in tiles is that of `Xla`."""
-    if kernel.tile is None or "jvp" not in kernel.features or isinstance(kernel, Xla):
-        return False
-    # JAX differentiates a function by arrays that it closes over only if it sees the function.
-    features = Xla.features - {"backward", "jvp", "mask_mod", "score_mod"}
-    return problem.features <= features and not Xla().reasons_against(problem)
-
-
-def attend_by(
-    kernel: Kernel, problem: Problem, operands: Operands, backend: Backend
-) -> tuple[Array, Array | None]:
-    """Return the result of a kernel, which JAX differentiates by the tangent of `Xla`."""
-    assert kernel.tile is not None
-    output, logsumexp = run(forward_by(kernel, backend), problem, kernel.tile, operands)
-    return output, logsumexp if "logsumexp" in problem.features else None
-
-
-@functools.lru_cache(maxsize=64)
-def forward_by(kernel: Kernel, backend: Backend) -> Any:
-    """Return `forward` with another kernel, always the same object, for `jax.jit` to know."""
-
-    def forward(problem: Problem, tile: int, x: Operands, like: Operands) -> Any:
-        whole = problem._replace(features=problem.features | {"logsumexp"})
-
-        def attend(x: Operands, dtype: str) -> Any:
-            return kernel(whole, x, backend)
-
-        return differentiable(attend, problem, tile, like, problem.dtype)(x)
-
-    return forward
 
 
 def run(function: Any, problem: Problem, tile: int, x: Operands) -> Any:
