@@ -47,14 +47,14 @@ def quickly(function):
 
 
 # Blocks of 5 rows, and tiles of 7 keys, of which the last repeats one.
-QUERY, KEY, VALUE = draw(2, 4, 10, 3), draw(2, 2, 13, 3), draw(2, 2, 13, 5)
-ALONG, DIRECT = draw(2, 4, 10, 5), draw(2, 4, 10)
+QUERY, KEY, VALUE = draw(2, 4, 10, 2), draw(2, 2, 13, 2), draw(2, 2, 13, 3)
+ALONG, DIRECT = draw(2, 4, 10, 3), draw(2, 4, 10)
 
 
 def by_scores(x):
     return {
         **{"mask": masks.padding(like(x, [13, 4])), "score_mod": scores.alibi(x["slopes"])},
-        **{"bias": x["bias"], "sinks": x["sinks"], "softcap": 1.5, "dropout": (0.3, 5)},
+        **{"bias": x["bias"], "sinks": x["sinks"], "softcap": 1.5},
         **{"is_causal": True, "window": (6, None), "query_offset": -1},
     }
 
@@ -68,7 +68,7 @@ def by_similarity(x):
 
 CALLS = {
     "scores": (by_scores, {"slopes": draw(4), "bias": draw(4, 10, 13), "sinks": draw(4)}),
-    "similarity": (by_similarity, {"weight": draw(3), "bias": draw(10, 1), "key": KEY[0]}),
+    "similarity": (by_similarity, {"weight": draw(2), "bias": draw(10, 1), "key": KEY[0]}),
 }
 
 
@@ -91,7 +91,7 @@ def by_name(gradients):
     return found
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", ["scores", pytest.param("similarity", marks=pytest.mark.slow)])
 def test_gradients_in_tiles_are_those_of_the_formula(name):
     options, more = CALLS[name]
     x = {"query": QUERY, "key": KEY, "value": VALUE} | more
@@ -132,20 +132,17 @@ def test_all_transforms_compose():
     q, k, v, bias, slope = in_jax([draw(*shape) for shape in shapes])
 
     def results(kernel):
-        def call(q, k, v, bias=bias, slope=0.1):
+        def loss(q, bias, slope=0.1):
             def mod(s, b, h, i, j):
                 return s * slope * j
 
-            return attention(q, k, v, bias=bias, is_causal=True, score_mod=mod, kernel=kernel)
-
-        def loss(q, bias, slope=0.1):
-            return jnp.sum(jnp.sin(call(q, k, v, bias, slope)))
+            options = {"bias": bias, "is_causal": True, "score_mod": mod}
+            return jnp.sum(jnp.sin(attention(q, k, v, kernel=kernel, **options)))
 
         def of_many(slope):
             return jnp.sum(jax.vmap(lambda slope: loss(q, bias, slope))(slope) ** 2)
 
         return {
-            "jvp": jax.jvp(lambda k, v: call(q, k, v), (k, v), (jnp.cos(k), jnp.sin(v))),
             "hessian": jax.jacfwd(jax.grad(loss, (0, 1)))(q, bias),
             "grad of vmap": jax.grad(of_many)(slope),
         }
