@@ -171,6 +171,7 @@ def test_jax_jitted_in_small_tiles(name):
 @pytest.mark.parametrize(
     ("target", "name"),
     [(TORCH, "dense"), (TORCH, "tiled"), (JAX, "dense"), (JAX, "tiled"), (JAX, "xla")],
+    ids=["torch-dense", "torch-tiled", "jax-dense", "jax-tiled", "jax-xla"],
 )
 def test_what_is_hidden_changes_no_gradient(target, name, case):
     variant = next(c for c in target.kernels if c.kernel.name == name)
