@@ -126,13 +126,15 @@ class JaxBackend(Backend):
         return back(gradient)[0]
 
 
-@jax.jit
 @jax.custom_jvp
-def _matmul(a: Array, b: Array) -> Array:
+def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-@functools.partial(_matmul.__wrapped__.defjvp, symbolic_zeros=True)
+_matmul = jax.jit(_product)
+
+
+@functools.partial(_product.defjvp, symbolic_zeros=True)
 def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return product and tangent; what is not finite in `b` has none by `a`.
 

@@ -56,7 +56,7 @@ def attend_jvp(problem: Problem, tile: int, x: Operands, like: Operands) -> Resu
     """Return the tangents of operands without expressions, which `like` has."""
     assert x.output is not None
     assert x.known_logsumexp is not None
-    moved = Operands(*[None] * 8)._replace(  # type: ignore[arg-type]
+    moved = Operands(*[None] * 8)._replace(
         query=x.query_tangent,
         key=x.key_tangent,
         value=x.value_tangent,
@@ -87,8 +87,15 @@ def _tangents(problem: Problem, moved: Operands) -> Tangents:
     query = exact(moved.query)
     if query is not None and problem.similarity_spec is None:
         query *= problem.scale
-    rest = (exact(tangent) for tangent in (moved.key, moved.value, moved.bias, moved.sinks))
-    return Tangents(query, *rest, listed(moved.score_mod), listed(moved.similarity))
+    return Tangents(
+        query,
+        exact(moved.key),
+        exact(moved.value),
+        exact(moved.bias),
+        exact(moved.sinks),
+        listed(moved.score_mod),
+        listed(moved.similarity),
+    )
 
 
 def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) -> Gradients:
@@ -103,6 +110,8 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
         return attend_tangents(problem, tile, operands, output, logsumexp, moved)
 
     def shape(array: Any) -> Any:
+        if array is None:
+            return None
         if isinstance(array, dict):  # of what a function uses, which has no gradient here
             return jax.tree.map(lambda _: None, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -112,10 +121,13 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
     def listed(arrays: Any) -> list[Any] | None:
         return None if arrays is None else [shape(array) for array in arrays]
 
-    arrays = x.query, x.key, x.value, x.bias, x.sinks
     number = jax.ShapeDtypeStruct((), problem.accumulator)  # type: ignore[no-untyped-call]
     like_moved = Tangents(
-        *(None if array is None else shape(array) for array in arrays),
+        shape(x.query),
+        shape(x.key),
+        shape(x.value),
+        shape(x.bias),
+        shape(x.sinks),
         listed(x.score_mod),
         listed(x.similarity),
         scale=None if problem.similarity_spec is None else number,
@@ -133,6 +145,7 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
 def _gradients(problem: Problem, x: Operands, found: Tangents) -> Gradients:
     """Return the gradients by what the transposed tangent gives."""
     query, scale = found.query, found.scale
+    assert query is not None
     if problem.similarity_spec is None:
         # A row that sees no key may hold NaN.
         products = jnp.where(query == 0, 0, query * x.query.astype(query.dtype))

@@ -63,9 +63,10 @@ def attend_tangents(
     rows = {"query": x.query, "output": output, "logsumexp": logsumexp[..., None]}
     of_rows = {} if moved.query is None else {"moved query": moved.query}
     if moved.bias is not None:
-        moved = moved._replace(bias=jnp.atleast_2d(moved.bias))
-        if moved.bias.shape[-2] != 1:
-            of_rows["moved bias"] = moved.bias
+        bias = jnp.atleast_2d(moved.bias)
+        moved = moved._replace(bias=bias)
+        if bias.shape[-2] != 1:
+            of_rows["moved bias"] = bias
     of_output, of_logsumexp = sweep(problem, tile, x, _Tangent(problem, x, moved), rows, of_rows)
     return of_output, of_logsumexp[..., 0]
 
@@ -102,6 +103,7 @@ class _Tangent(Body):
         block = _Block(query, finite_query, logsumexp, output, moved_query)
         mean = jnp.zeros_like(logsumexp)
         if self.moved.sinks is not None:
+            assert self.x.sinks is not None
             sinks, moved = (
                 array.astype(dtype).reshape(-1, 1, 1) for array in (self.x.sinks, self.moved.sinks)
             )
@@ -207,6 +209,8 @@ def push(
     function: Callable[..., Array], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Array, Array | None]:
     """Return the value of a function and its tangent, where None stands for a tangent of 0."""
+    given: list[Any]
+    tree: Any
     given, tree = jax.tree.flatten(primals)
     moved = tree.flatten_up_to(tangents)
     places = [place for place, tangent in enumerate(moved) if tangent is not None]
