@@ -5,6 +5,7 @@ Arrays may be traced, so only `fetch` and `synchronize` read values or wait for 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable
 from functools import lru_cache
@@ -13,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
-from polyattn.plugin import Array, Backend
+from polyattn.plugin import Array, Backend, or_zero
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.xla import Xla
@@ -105,7 +107,48 @@ class JaxBackend(Backend):
 
     def matmul(self, a: Array, b: Array) -> jax.Array:
         """Return the matrix product of two stacks of matrices, at full precision."""
-        return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+        result: jax.Array = _matmul(a, b)
+        return result
+
+    def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
+        """Return the softmax before its division, the maximum a constant to a gradient.
+
+        The result does not depend on what is subtracted. The gradient of a maximum looks for the
+        score that equals it, which XLA may have computed again with another rounding.
+        """
+        maximum = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - or_zero(jnp, maximum))
+        return weights, maximum, jnp.sum(weights, axis=-1, keepdims=True)
+
+    def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
+        """Return the gradient of an array from that of a function of it."""
+        _, back = jax.vjp(function, array)
+        return back(gradient)[0]
+
+
+@jax.custom_jvp
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+_matmul = jax.jit(_product)
+
+
+@functools.partial(_product.defjvp, symbolic_zeros=True)
+def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return product and tangent; what is not finite in `b` has none by `a`.
+
+    It is in a key. Where the key is seen, the weights are NaN and their gradients too. Where it is
+    hidden, the gradient of its score is 0, and 0 · NaN would spoil that of the query.
+    """
+    (a, b), (moved_a, moved_b) = primals, tangents
+    product = _matmul(a, b)
+    parts = []
+    if not isinstance(moved_a, SymbolicZero):
+        parts.append(_matmul(moved_a, jnp.where(jnp.isfinite(b), b, 0)))
+    if not isinstance(moved_b, SymbolicZero):
+        parts.append(_matmul(a, moved_b))
+    return product, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(product)
 
 
 @lru_cache

@@ -167,5 +167,9 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
 
 def even_size(length: int, most: int) -> int:
     """Return a size of at most `most` that cuts `length` into few blocks of about equal size."""
-    blocks = -(-length // max(1, most))
-    return -(-length // blocks)
+    fewest = -(-length // max(1, most))
+    # Blocks of exactly one size are one loop to compile, and leave no keys over.
+    for blocks in range(fewest, fewest + fewest // 2 + 1):
+        if blocks and length % blocks == 0:
+            return length // blocks
+    return -(-length // fewest)

@@ -1,15 +1,13 @@
-"""One tile of scores: the steps of the formula, and its contribution to the state of its rows.
-
-Maxima are constants to a gradient: the result does not depend on what is subtracted.
-"""
+"""One tile of scores: its indices, and the steps of the formula up to the scores."""
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,14 +17,21 @@ from polyattn.plugin import (
     Mask,
     Operands,
     Problem,
-    SoftmaxState,
     Span,
     fold_heads,
-    or_zero,
     unfold_heads,
 )
+from polyattn_jax.explicit import Explicit
 
-__all__ = ["TileIndices", "add_tile", "scaled_query"]
+__all__ = [
+    "TileIndices",
+    "finite",
+    "modified",
+    "product",
+    "scaled_query",
+    "similarity",
+    "tile_scores",
+]
 
 # Except on a CPU, XLA would otherwise compute float32 products at the precision of TF32.
 HIGHEST = lax.Precision.HIGHEST
@@ -53,7 +58,12 @@ class TileIndices(Indices):
                 return self.cut(thing) if name == "array" else thing
 
             x = x._replace(mask=x.mask.map(cut))
+        return self.replaced(**x._asdict())
+
+    def replaced(self, **operands: Any) -> TileIndices:
+        """Return the indices with some operands replaced."""
         (row, column), (rows, columns) = self.first, self.lengths
+        x = self.operands._replace(**operands)
         return TileIndices(self.problem, x, row, rows, column, columns)
 
     @property
@@ -90,6 +100,28 @@ class TileIndices(Indices):
         kept = bits.reshape(*bits.shape[:-2], -1) != 0
         return lax.dynamic_slice_in_dim(kept, first % self.decided, columns, axis=-1)
 
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
+        """Call a mask function."""
+        if isinstance(rule, Explicit):
+            return rule(self.first, self.lengths)
+        return super().by_rule(rule)
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Call a score function."""
+        if isinstance(rule, Explicit):
+            # A value may have more batch axes than query and key.
+            whole = (*self.problem.batch, self.problem.heads, *self.lengths)
+            return rule(self.first, self.lengths, jnp.broadcast_to(scores, whole))
+        return super().by_score_mod(rule, scores)
+
+    def seen(self, new: Array | None) -> Array | None:
+        """Return where masks, bias and `new` leave a key; None if they leave all."""
+        parts = [] if new is None else [self.column >= new]
+        if self.operands.bias is not None:
+            parts.append(self.cut(self.operands.bias) != -math.inf)
+        parts += self.visible()
+        return functools.reduce(operator.and_, parts) if parts else None
+
 
 def scaled_query(problem: Problem, query: Array) -> Array:
     """Return scale · query in at least float32, the heads of a group folded into its rows."""
@@ -98,54 +130,35 @@ def scaled_query(problem: Problem, query: Array) -> Array:
     return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, jnp)
 
 
-def add_tile(
-    state: SoftmaxState,
-    indices: TileIndices,
-    query: Array,
-    key: Array,
-    value: Array,
-    new: Array | None,
-) -> SoftmaxState:
-    """Add a tile's keys to the state of its rows: those from key `new` on, or all if it is None."""
-    problem = indices.problem
-
-    def scores() -> Array:
-        s = tile_scores(indices, query, key)
-        return s if new is None else jnp.where(indices.column >= new, s, -math.inf)
-
-    s = scores()
-    highest = lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True))
-    maximum = jnp.maximum(state.maximum, highest)
-    shift = or_zero(jnp, maximum)
-    weights = jnp.exp(s - shift)
-    shrink = jnp.exp(state.maximum - shift)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if problem.dropout:
-        weights = jnp.where(indices.keep_mask(), weights / (1 - problem.dropout), 0)
-    masked = problem.masks or new is not None
-    value = value.astype(s.dtype)
-    output = weighted_sum(problem, weights, scores, value, masked)
-    return SoftmaxState(state.output * shrink + output, maximum, state.total * shrink + total)
-
-
 def tile_scores(indices: TileIndices, query: Array, key: Array) -> Array:
     """Return the scores of a tile, −inf where a key is masked."""
-    problem, x = indices.problem, indices.operands
-    key = key.astype(query.dtype)
-    if x.similarity is None:
-        s = unfold_heads(problem, product(query, key.mT), jnp)
-    else:
-        similarity = x.similarity.between(query, key, product, jnp)
-        s = problem.scale * unfold_heads(problem, similarity, jnp)
-    if problem.softcap is not None:
-        s = problem.softcap * jnp.tanh(s / problem.softcap)
-    s = indices.modified(s)
-    if x.bias is not None:
-        bias = indices.cut(x.bias).astype(s.dtype)
+    s = modified(indices, similarity(indices, query, key))
+    if indices.operands.bias is not None:
+        bias = indices.cut(indices.operands.bias).astype(s.dtype)
         s = jnp.where(bias == -math.inf, -math.inf, s + bias)
     for visible in indices.visible():
         s = jnp.where(visible, s, -math.inf)
     return s
+
+
+def similarity(
+    indices: TileIndices, query: Array, key: Array, scale: float | Array | None = None
+) -> Array:
+    """Return scale · q·k, or the similarity that replaces q·k: the first step of the formula."""
+    problem, rule = indices.problem, indices.operands.similarity
+    key = key.astype(query.dtype)
+    if rule is None:
+        return unfold_heads(problem, product(query, key.mT), jnp)
+    scale = problem.scale if scale is None else scale
+    return scale * unfold_heads(problem, rule.between(query, key, product, jnp), jnp)
+
+
+def modified(indices: TileIndices, s: Array, softcap: float | Array | None = None) -> Array:
+    """Return scores with softcap and ``score_mod=`` applied: the steps before the bias."""
+    softcap = indices.problem.softcap if softcap is None else softcap
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    return indices.modified(s)
 
 
 def product(a: Array, b: Array) -> Array:
@@ -153,43 +166,8 @@ def product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=HIGHEST)
 
 
-def weighted_sum(
-    problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, masked: bool
-) -> Array:
-    """Return weights · value, without the values of masked keys."""
-    weights = fold_heads(problem, weights, jnp)
-    if not masked:
-        return unfold_heads(problem, product(weights, value), jnp)
-    # Values that are not finite reach only the rows that see them; most often there are none.
-    # Without the barrier XLA fuses the choice and the product into one slow loop on a CPU.
-    clean = jnp.where(jnp.isfinite(value), value, 0)
-    finite = lax.optimization_barrier(clean)  # type: ignore[no-untyped-call]
-    result = product(weights, finite)
-
-    def not_finite() -> Array:
-        # The scores are computed again: keeping them would take memory, and this is rare.
-        visible = fold_heads(problem, scores() != -math.inf, jnp).astype(value.dtype)
-        # NaN counts as both infinities, whose sum it is.
-        spoilt = jnp.zeros_like(result)
-        for infinity in (math.inf, -math.inf):
-            spoils = ((value == infinity) | jnp.isnan(value)).astype(value.dtype)
-            spoilt += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
-        return spoilt
-
-    is_finite = all_finite(lax.stop_gradient(value))
-    spoilt = lax.cond(is_finite, lambda: jnp.zeros_like(result), not_finite)
-    return unfold_heads(problem, result + lax.stop_gradient(spoilt), jnp)
-
-
-@jax.custom_batching.custom_vmap
-def all_finite(value: Array) -> Array:
-    """Return whether all values are finite; under vmap, those of all items that are mapped over.
-
-    vmap turns a condition that differs between items into the computation of both branches.
-    """
-    return jnp.all(jnp.isfinite(value))
-
-
-@all_finite.def_vmap
-def _all_finite_under_vmap(size: int, batched: list[bool], value: Array) -> tuple[Array, bool]:
-    return all_finite(value), False
+def finite(array: Array) -> Array:
+    """Return an array with 0 for what is not finite, for a matrix product to read."""
+    clean = jnp.where(jnp.isfinite(array), array, 0)
+    # Otherwise XLA fuses the choice and the product into one slow loop on a CPU.
+    return lax.optimization_barrier(clean)  # type: ignore[no-untyped-call]

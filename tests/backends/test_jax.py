@@ -14,7 +14,8 @@ import polyattn
 from polyattn import attention, attention_partial, explain
 from polyattn_jax import cudnn
 from polyattn_jax.backend import JaxBackend
-from polyattn_jax.xla import Xla, block_sizes, compiled, loops
+from polyattn_jax.layout import block_sizes, loops
+from polyattn_jax.xla import Xla, compiled
 
 RNG = np.random.default_rng(0)
 
@@ -96,61 +97,6 @@ def test_every_tile_size_gives_the_same_gradients(name):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-@pytest.mark.slow
-def test_the_gradient_of_what_the_call_is_given_beside_the_three():
-    given = {"bias": jnp.asarray(draw(37, 41)), "sinks": jnp.asarray(draw(4))}
-
-    q, k, v = map(jnp.asarray, (Q, K, V))
-
-    def of(kernel):
-        def loss(given):
-            return jnp.sum(jnp.sin(attention(q, k, v, kernel=kernel, **given)))
-
-        return jax.jit(jax.grad(loss))(given)
-
-    whole, tiled = of("dense"), of(small_tiles())
-    for name in given:
-        np.testing.assert_allclose(tiled[name], whole[name], atol=2e-5)
-
-
-@pytest.mark.slow
-def test_vmap_jvp_and_a_second_derivative():
-    q, k, v = (jnp.asarray(x) for x in (Q, K, V))
-    direction = jnp.asarray(draw(*Q.shape))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def all_of(kernel, q, k, v):
-        def call(q, k=k, v=v):
-            return attention(q, k, v, is_causal=True, kernel=kernel)
-
-        def loss(q):
-            return jnp.sum(jnp.sin(call(q)))
-
-        mapped = jax.vmap(call)(q, k, v), jax.vmap(lambda q: call(q, k[0], v[0]))(q)
-        slope = jax.jvp(call, (q,), (direction,))[1]
-        return *mapped, slope, jax.grad(lambda q: jnp.vdot(jax.grad(loss)(q), direction))(q)
-
-    for ours, theirs in zip(all_of(small_tiles(), q, k, v), all_of("dense", q, k, v), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5)
-
-
-def test_what_a_masked_value_holds_reaches_neither_result_nor_gradient():
-    kernel, mask = small_tiles(), jnp.arange(41) < 20
-
-    def loss(q, k, v):
-        return jnp.sum(jnp.sin(attention(q, k, v, mask=mask, kernel=kernel)))
-
-    slopes = jax.jit(jax.value_and_grad(loss, (0, 1)))
-    expected, wanted = slopes(Q, K, V)
-    for spoilt in (np.nan, np.inf, -np.inf):
-        v = V.copy()
-        v[:, :, 20:] = spoilt
-        value, slope = slopes(Q, K, v)
-        np.testing.assert_allclose(value, expected, rtol=1e-5, err_msg=f"{spoilt}")
-        for ours, theirs in zip(slope, wanted, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=f"{spoilt}")
-
-
 def temporary(function, *arguments):
     compiled = jax.jit(function).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
@@ -174,7 +120,7 @@ def test_memory_is_for_a_tile_and_grows_with_the_length_alone(is_causal):
     scores = 4 * 4096**2 * 4
     forward, backward = sizes[4096]
     assert forward < scores / 16
-    # Without the blocks' checkpoint the first would be 24 MiB. A causal call has eight loops.
+    # A causal call has eight loops.
     assert backward < (100 if is_causal else 18) * 2**20
     assert forward < 2.2 * sizes[2048][0]
     assert backward < 2.2 * sizes[2048][1]

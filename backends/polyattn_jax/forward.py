@@ -1,0 +1,111 @@
+"""Attention by tiles: the running softmax of a block of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from polyattn.plugin import (
+    Array,
+    Operands,
+    Problem,
+    SoftmaxState,
+    Span,
+    fold_heads,
+    initial_state,
+    normalize,
+    or_zero,
+    unfold_heads,
+)
+from polyattn_jax.sweep import Body, Rows, Tile, sweep
+from polyattn_jax.tile import finite, product, scaled_query, tile_scores
+
+__all__ = ["attend"]
+
+
+def attend(problem: Problem, tile: int, x: Operands, dtype: str) -> tuple[Array, Array]:
+    """Return output and logsumexp, in tiles of about `tile` scores at most."""
+    body = Forward(problem, x, dtype)
+    output, logsumexp = sweep(problem, tile, x, body, {"query": x.query}, {})
+    return output, logsumexp[..., 0]
+
+
+class Forward(Body):
+    """The output and logsumexp of a block of rows."""
+
+    def __init__(self, problem: Problem, x: Operands, dtype: str) -> None:
+        self.problem = problem._replace(features=problem.features | {"logsumexp"})
+        self.x, self.dtype = x, dtype
+
+    def start(self, rows: Rows, count: int) -> tuple[Array, SoftmaxState]:
+        """Return the query, and the state that holds the sinks only."""
+        state = initial_state(self.problem, self.x, jnp, Span(0, count))
+        return scaled_query(self.problem, rows["query"]), state
+
+    def add(self, state: SoftmaxState, block: Array, tile: Tile) -> SoftmaxState:
+        """Add the keys of a tile."""
+        problem, indices, new = self.problem, tile.indices, tile.new
+
+        def scores() -> Array:
+            s = tile_scores(indices, block, tile.key)
+            return s if new is None else jnp.where(indices.column >= new, s, -math.inf)
+
+        s = scores()
+        maximum = jnp.maximum(state.maximum, jnp.max(s, axis=-1, keepdims=True))
+        shift = or_zero(jnp, maximum)
+        weights = jnp.exp(s - shift)
+        shrink = jnp.exp(state.maximum - shift)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        if problem.dropout:
+            weights = jnp.where(indices.keep_mask(), weights / (1 - problem.dropout), 0)
+        masked = problem.masks or new is not None
+        output = weighted_sum(problem, weights, scores, tile.value.astype(s.dtype), masked)
+        return SoftmaxState(state.output * shrink + output, maximum, state.total * shrink + total)
+
+    def finish(self, state: SoftmaxState, block: Array) -> tuple[Array, Array]:
+        """Return output and logsumexp."""
+        output, logsumexp = normalize(self.problem, state, jnp.dtype(self.dtype), jnp)
+        assert logsumexp is not None
+        return output, logsumexp[..., None]
+
+
+def weighted_sum(
+    problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, masked: bool
+) -> Array:
+    """Return weights · value, without the values of masked keys."""
+    weights = fold_heads(problem, weights, jnp)
+    if not masked:
+        return unfold_heads(problem, product(weights, value), jnp)
+    # Values that are not finite reach only the rows that see them; most often there are none.
+    result = product(weights, finite(value))
+
+    def not_finite() -> Array:
+        # The scores are computed again: keeping them would take memory, and this is rare.
+        visible = fold_heads(problem, scores() != -math.inf, jnp).astype(value.dtype)
+        # NaN counts as both infinities, whose sum it is.
+        spoilt = jnp.zeros_like(result)
+        for infinity in (math.inf, -math.inf):
+            spoils = ((value == infinity) | jnp.isnan(value)).astype(value.dtype)
+            spoilt += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
+        return spoilt
+
+    spoilt = lax.cond(all_finite(value), lambda: jnp.zeros_like(result), not_finite)
+    return unfold_heads(problem, result + spoilt, jnp)
+
+
+@jax.custom_batching.custom_vmap
+def all_finite(value: Array) -> Array:
+    """Return whether all values are finite; under vmap, those of all items that are mapped over.
+
+    vmap turns a condition that differs between items into the computation of both branches.
+    """
+    return jnp.all(jnp.isfinite(value))
+
+
+@all_finite.def_vmap
+def _all_finite_under_vmap(size: int, batched: list[bool], value: Array) -> tuple[Array, bool]:
+    return all_finite(value), False

@@ -1,0 +1,123 @@
+"""The operands of a call as arrays only, so that JAX may compile and differentiate by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyattn.plugin import Array, Operands, Problem, Span
+from polyattn_jax.explicit import Explicit, arrays_of, with_arrays
+from polyattn_jax.layout import block_sizes
+from polyattn_jax.tile import TileIndices
+
+__all__ = ["explicit", "prepared", "specs", "with_expressions", "without_expressions"]
+
+# Operands that may be expressions, and the field of the problem that holds the spec of each.
+SPECS = {"mask": "mask_spec", "score_mod": "score_spec", "similarity": "similarity_spec"}
+# Larger query offsets could overflow int32 when a window is added to them.
+OFFSET_LIMIT = 2**29
+
+
+def prepared(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operands]:
+    """Return a call with facts for its arrays to be compiled for, and its numbers as arrays."""
+    if problem.mask_spec is not None:
+        # The tables of a mask, which its spec lacks, decide which tiles are visited.
+        mask: Any = x.mask
+        problem = problem._replace(mask_spec=problem.mask_spec.filled(mask))
+    problem, x = offset_as_array(problem, x, tile)
+    return problem, x._replace(seed=split_seed(x.seed))
+
+
+def offset_as_array(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operands]:
+    """Return a call compiled once for all offsets, if no tile is skipped because of them."""
+    offset = problem.query_offset
+    if offset is None:
+        return problem, x
+    tiles = math.prod(problem.scores) > tile
+    expressions = problem.mask_spec is not None or problem.score_spec is not None
+    if tiles or expressions or not problem.masks_by_position or abs(offset) > OFFSET_LIMIT:
+        return problem, x._replace(query_offset=None)
+    array = jax.device_put(np.full((1, 1, 1), offset, np.int32))
+    return problem._replace(query_offset=None), x._replace(query_offset=array)
+
+
+def split_seed(seed: int | Array | None) -> Any:
+    """Return a seed of 64 bits as two arrays, so that a new seed compiles nothing."""
+    if not isinstance(seed, int):
+        return seed
+    return jax.device_put((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)))
+
+
+def without_expressions(x: Operands) -> Operands:
+    """Return operands with the arrays of expressions in place of the expressions."""
+    arrays: dict[str, Any] = {
+        name: arrays_of(getattr(x, name)) for name in SPECS if has_arrays(getattr(x, name))
+    }
+    return x._replace(**arrays)
+
+
+def with_expressions(like: Operands, x: Operands) -> Operands:
+    """Return operands with the arrays in the expressions of others, or of their specs."""
+    return x._replace(
+        **{
+            name: with_arrays(getattr(like, name), getattr(x, name))
+            for name in SPECS
+            if has_arrays(getattr(like, name))
+        }
+    )
+
+
+def has_arrays(operand: Any) -> bool:
+    """Return whether an operand is an expression or an explicit function."""
+    return hasattr(operand, "carried") or isinstance(operand, Explicit)
+
+
+def specs(problem: Problem) -> Operands:
+    """Return operands that have only the specs of expressions."""
+    given = {name: getattr(problem, spec) for name, spec in SPECS.items()}
+    return Operands(*[None] * 8)._replace(**given)
+
+
+def explicit(problem: Problem, x: Operands, tile: int) -> Operands:
+    """Return operands with explicit functions in place of functions, for the tiles of a call."""
+    sizes = []
+    if 0 not in problem.scores:
+        rows, columns = block_sizes(problem, tile)
+        heights = {span.length for span in Span(0, problem.query_length).split(rows)}
+        sizes = [(height, columns) for height in sorted(heights)]
+
+    def changed(operand: Any, takes_scores: bool) -> Any:
+        def change(thing: Any) -> Any:
+            if not callable(thing):
+                return thing
+            tiles = {size: _on_tile(problem, x, thing, takes_scores, size) for size in sizes}
+            return Explicit.of(tiles)
+
+        if hasattr(operand, "carried"):
+            return operand.map(lambda _, thing: change(thing))
+        return change(operand)
+
+    return x._replace(mask=changed(x.mask, False), score_mod=changed(x.score_mod, True))
+
+
+def _on_tile(
+    problem: Problem, x: Operands, rule: Any, takes_scores: bool, size: tuple[int, int]
+) -> tuple[Callable[..., Array], tuple[Any, ...]]:
+    """Return a mask or score function as a function of a tile, and arguments like its own."""
+    rows, columns = size
+
+    def on_tile(row: Array, column: Array, *scores: Array) -> Array:
+        at = TileIndices(problem, x, row, rows, column, columns)
+        call = at.by_score_mod if takes_scores else at.by_rule
+        return call(rule, *scores)
+
+    first = jax.ShapeDtypeStruct((), "int32")  # type: ignore[no-untyped-call]
+    if not takes_scores:
+        return on_tile, (first, first)
+    shape = (*problem.batch, problem.heads, *size)
+    scores = jax.ShapeDtypeStruct(shape, problem.accumulator)  # type: ignore[no-untyped-call]
+    return on_tile, (first, first, scores)

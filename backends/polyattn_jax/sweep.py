@@ -1,0 +1,177 @@
+"""The loops over tiles of the scores, which attention and its tangent share.
+
+They are `lax.map` over blocks of rows and, inside, `lax.scan` over tiles of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from polyattn.plugin import Array, Operands, Problem
+from polyattn_jax.layout import Loop, block_sizes, loops, tiles_to_compute, visible_tiles
+from polyattn_jax.tile import TileIndices
+
+__all__ = ["Body", "Tile", "sweep"]
+
+Rows = dict[str, Array]
+
+
+class Tile(NamedTuple):
+    """What a tile of scores is made of.
+
+    Attributes
+    ----------
+    indices : TileIndices
+        Its indices.
+    key, value : Array
+        Its keys and values.
+    new : Array or None
+        Its first key that no earlier tile holds; None if all are new.
+    slices : Any
+        What `Body.slices` gave for the tile.
+    """
+
+    indices: TileIndices
+    key: Array
+    value: Array
+    new: Array | None
+    slices: Any
+
+
+class Body:
+    """What is computed for a block of rows; an array of rows has the shape (..., rows, n)."""
+
+    #: Whether gradients are taken of it: then no tile keeps what it computes from its arrays.
+    is_differentiated = False
+
+    def start(self, rows: Rows, count: int) -> tuple[Any, Any]:
+        """Return what all tiles of a block use, and its state before the first tile."""
+        raise NotImplementedError
+
+    def slices(self, rows: Rows, first: Array, columns: int) -> Any:
+        """Return arrays whose entry n is for the tile of keys from ``first[n]`` on."""
+        return ()
+
+    def add(self, state: Any, block: Any, tile: Tile) -> Any:
+        """Return the state with a tile added."""
+        raise NotImplementedError
+
+    def finish(self, state: Any, block: Any) -> tuple[Array, ...]:
+        """Return the results of the rows."""
+        raise NotImplementedError
+
+
+def sweep(
+    problem: Problem, tile: int, x: Operands, body: Body, rows: Rows, moved: Rows
+) -> tuple[Array, ...]:
+    """Return the results for all rows, in tiles of about `tile` scores at most.
+
+    Parameters
+    ----------
+    problem, tile, x
+        The call, and the size of a tile.
+    body : Body
+        What is computed.
+    rows, moved : dict
+        Arrays (..., L, n) that the body is given a block at a time. Those of `moved` are
+        differentiated.
+    """
+    if 0 in problem.scores:
+        block, state = body.start(rows | moved, problem.query_length)
+        return body.finish(state, block)
+    visible = visible_tiles(problem, x, block_sizes(problem, tile))
+    laid_out = loops(problem, tile)
+    lengths = [len(loop.first_rows) * loop.rows for loop in laid_out]
+    # In one operation: the gradient of one part by itself would be as large as the array.
+    parts = {name: lax.split(array, lengths, axis=array.ndim - 2) for name, array in moved.items()}
+    results = []
+    for number, loop in enumerate(laid_out):
+        own = {name: part[number] for name, part in parts.items()}
+        is_needed = tiles_to_compute(problem, loop, visible)
+        results.append(_over_blocks(problem, x, loop, body, rows, own, is_needed))
+    if len(results) == 1:
+        return results[0]
+    return tuple(jnp.concatenate(arrays, axis=-2) for arrays in zip(*results, strict=True))
+
+
+def _over_blocks(
+    problem: Problem,
+    x: Operands,
+    loop: Loop,
+    body: Body,
+    rows: Rows,
+    moved: Rows,
+    is_needed: Array | None,
+) -> tuple[Array, ...]:
+    """Return the results for the rows of a loop, in order; `moved` has these rows only."""
+    last = problem.key_length - loop.columns
+    overlaps = any(first > last for keys in loop.first_keys for first in keys)
+
+    def of_block(block: tuple[Any, Any, Any, Rows]) -> tuple[Array, ...]:
+        first_row, new, is_needed, given = block
+        for name, array in rows.items():
+            given[name] = lax.dynamic_slice_in_dim(array, first_row, loop.rows, axis=-2)
+        # A tile that would end beyond the last key begins earlier; its keys before `new` are not
+        # new.
+        first = jnp.minimum(new, last) if overlaps else new
+        slices = body.slices(given, first, loop.columns)
+        tiles = (first, new if overlaps else None, is_needed, slices)
+        block, state = body.start(given, loop.rows)
+        step = functools.partial(_visit, problem, x, loop, body, first_row, block)
+        if loop.steps == 1:
+            state, _ = step(state, jax.tree.map(lambda array: array[0], tiles))
+        elif loop.steps > 1:
+            state, _ = lax.scan(_forgetful(body, step), state, tiles)
+        return body.finish(state, block)
+
+    count = len(loop.first_rows)
+    in_blocks = {name: _in_blocks(array, count) for name, array in moved.items()}
+    blocks = np.asarray(loop.first_rows), np.asarray(loop.first_keys), is_needed, in_blocks
+    if count == 1:
+        return of_block(jax.tree.map(lambda array: array[0], blocks))
+    return tuple(map(_joined, lax.map(_forgetful(body, of_block), blocks)))
+
+
+def _visit(
+    problem: Problem, x: Operands, loop: Loop, body: Body, first_row: Any, block: Any,
+    state: Any, tile: tuple[Any, Any, Any, Any],
+) -> tuple[Any, None]:  # fmt: skip
+    """Add one tile of keys to the state of a block of rows, if it is needed."""
+    first, new, is_needed, slices = tile
+    indices = TileIndices(problem, x, first_row, loop.rows, first, loop.columns)
+    key, value = (
+        lax.dynamic_slice_in_dim(array, first, loop.columns, axis=-2) for array in (x.key, x.value)
+    )
+    if is_needed is None:
+        return body.add(state, block, Tile(indices, key, value, new, slices)), None
+    # A gradient keeps the inputs of one branch for both branches. So a branch is given only
+    # what it needs, and no whole array.
+    indices = indices.with_cut_operands()
+
+    def add(state: Any) -> Any:
+        return body.add(state, block, Tile(indices, key, value, new, slices))
+
+    return lax.cond(is_needed, _forgetful(body, add), lambda state: state, state), None
+
+
+def _forgetful(body: Body, function: Any) -> Any:
+    """Return a function that a gradient computes again, so that memory is for one tile."""
+    return jax.checkpoint(function, prevent_cse=False) if body.is_differentiated else function
+
+
+def _in_blocks(array: Array, count: int) -> Array:
+    """Turn (..., count · rows, n) into (count, ..., rows, n)."""
+    shape = (*array.shape[:-2], count, array.shape[-2] // count, array.shape[-1])
+    return jnp.moveaxis(array.reshape(shape), -3, 0)
+
+
+def _joined(array: Array) -> Array:
+    """Turn (count, ..., rows, n) into (..., count · rows, n)."""
+    array = jnp.moveaxis(array, 0, -3)
+    return array.reshape(*array.shape[:-3], -1, array.shape[-1])

@@ -1,0 +1,229 @@
+"""The tangent of attention by tiles: what output and logsumexp change by as the operands move.
+
+With weights p = exp(s − logsumexp) and the tangent t of a score, that of the logsumexp is
+m = Σ p·t, and that of the output Σ p·(t·v + tangent of v) − m·output. This is linear in the
+tangents, so that JAX transposes it into the gradient. Each tile is computed again then, and memory
+is for one of them. What dropout drops is absent from all but m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from polyattn.plugin import (
+    Array,
+    Operands,
+    Problem,
+    fold_heads,
+    or_zero,
+    unfold_heads,
+)
+from polyattn_jax.explicit import arrays_of, with_arrays
+from polyattn_jax.sweep import Body, Rows, Tile, sweep
+from polyattn_jax.tile import finite, modified, product, scaled_query, similarity
+
+__all__ = ["Tangents", "attend_tangents"]
+
+
+class Tangents(NamedTuple):
+    """The tangents of the operands; None where one is 0.
+
+    Attributes
+    ----------
+    query : Array or None
+        Of scale · query, or of the query with another similarity.
+    key, value, bias, sinks : Array or None
+        In the accumulator's dtype.
+    score_mod, similarity : list or None
+        Of the arrays in the expressions, each an array, or None where it is 0.
+    scale, softcap : Array or None
+        Of the numbers; of the scale only with another similarity.
+    """
+
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    score_mod: list[Any] | None = None
+    similarity: list[Any] | None = None
+    scale: Array | None = None
+    softcap: Array | None = None
+
+
+def attend_tangents(
+    problem: Problem, tile: int, x: Operands, output: Array, logsumexp: Array, moved: Tangents
+) -> tuple[Array, Array]:
+    """Return the tangents of output and logsumexp, in the accumulator's dtype."""
+    rows = {"query": x.query, "output": output, "logsumexp": logsumexp[..., None]}
+    of_rows = {} if moved.query is None else {"moved query": moved.query}
+    if moved.bias is not None:
+        bias = jnp.atleast_2d(moved.bias)
+        moved = moved._replace(bias=bias)
+        if bias.shape[-2] != 1:
+            of_rows["moved bias"] = bias
+    of_output, of_logsumexp = sweep(problem, tile, x, _Tangent(problem, x, moved), rows, of_rows)
+    return of_output, of_logsumexp[..., 0]
+
+
+class _Block(NamedTuple):
+    """What the tiles of a block of rows share."""
+
+    query: Array
+    finite_query: Array
+    logsumexp: Array
+    output: Array
+    moved_query: Array | None
+
+
+class _Tangent(Body):
+    """The tangents of output and logsumexp of a block of rows."""
+
+    is_differentiated = True
+
+    def __init__(self, problem: Problem, x: Operands, moved: Tangents) -> None:
+        self.problem, self.x, self.moved = problem, x, moved
+
+    def start(self, rows: Rows, count: int) -> tuple[_Block, tuple[Array, Array]]:
+        """Return the state that holds the sinks only."""
+        problem, dtype = self.problem, self.problem.accumulator
+        logsumexp = or_zero(jnp, rows["logsumexp"].astype(dtype))
+        moved_query = rows.get("moved query")
+        if moved_query is not None:
+            moved_query = fold_heads(problem, moved_query, jnp)
+        output = rows["output"].astype(dtype)
+        query = scaled_query(problem, rows["query"])
+        # What is not finite makes the weights NaN wherever it is seen.
+        finite_query = finite(query) if problem.masks else query
+        block = _Block(query, finite_query, logsumexp, output, moved_query)
+        mean = jnp.zeros_like(logsumexp)
+        if self.moved.sinks is not None:
+            assert self.x.sinks is not None
+            sinks, moved = (
+                array.astype(dtype).reshape(-1, 1, 1) for array in (self.x.sinks, self.moved.sinks)
+            )
+            mean += jnp.exp(sinks - logsumexp) * moved
+        return block, (jnp.zeros_like(output), mean)
+
+    def slices(self, rows: Rows, first: Array, columns: int) -> dict[str, Array]:
+        """Return the tiles of the tangents that have an entry for each key.
+
+        As arrays to loop over: the gradient of a slice that is cut within the loop would be as
+        large as the array, for each tile.
+        """
+        bias = rows.get("moved bias", self.moved.bias)
+        whole = {"key": (self.moved.key, -2), "value": (self.moved.value, -2), "bias": (bias, -1)}
+
+        def cut(array: Array, axis: int) -> Array:
+            if array.shape[axis] == 1:
+                return jnp.broadcast_to(array, (len(first), *array.shape))
+            return jax.vmap(lambda at: lax.dynamic_slice_in_dim(array, at, columns, axis))(first)
+
+        return {
+            name: cut(array, axis) for name, (array, axis) in whole.items() if array is not None
+        }
+
+    def add(self, state: tuple[Array, Array], block: _Block, tile: Tile) -> tuple[Array, Array]:
+        """Add the keys of a tile."""
+        problem, indices = self.problem, tile.indices
+        output, mean = state
+        s, t, seen = self._scores(block, tile)
+        s = s - block.logsumexp
+        # Of what is hidden not even a second derivative may be taken.
+        weights = jnp.exp(s) if seen is None else jnp.where(seen, jnp.exp(jnp.where(seen, s, 0)), 0)
+        keep = indices.keep_mask() if problem.dropout else None
+
+        def summed(weights: Array, value: Array) -> Array:
+            if keep is not None:
+                weights = jnp.where(keep, weights / (1 - problem.dropout), 0)
+            return unfold_heads(problem, product(fold_heads(problem, weights, jnp), value), jnp)
+
+        if t is not None:
+            moved = weights * (t if seen is None else jnp.where(seen, t, 0))
+            mean += jnp.sum(moved, axis=-1, keepdims=True)
+            value = tile.value.astype(s.dtype)
+            output += summed(moved, value if seen is None else finite(value))
+        if "value" in tile.slices:
+            output += summed(weights, tile.slices["value"])
+        return output, mean
+
+    def finish(self, state: tuple[Array, Array], block: _Block) -> tuple[Array, Array]:
+        """Return both tangents."""
+        output, mean = state
+        return output - mean * block.output, mean
+
+    def _scores(self, block: _Block, tile: Tile) -> tuple[Array, Array | None, Array | None]:
+        """Return the scores of a tile, their tangent, and which keys are seen; None for all."""
+        x, indices, moved = self.x, tile.indices, self.moved
+        s = similarity(indices, block.query, tile.key)
+        seen = indices.seen(tile.new)
+        if seen is not None:
+            if x.score_mod is not None:  # which may hide keys too
+                seen = seen & (modified(indices, jnp.where(seen, s, 0)) != -jnp.inf)
+            # Nothing may be differentiated where a hidden key makes a NaN.
+            s = jnp.where(seen, s, 0)
+        t = self._of_similarity(block, tile)
+
+        def rest(s: Array, arrays: list[Any], softcap: Array | None) -> Array:
+            if not arrays:
+                return modified(indices, s, softcap)
+            score_mod = with_arrays(indices.operands.score_mod, arrays)
+            return modified(indices.replaced(score_mod=score_mod), s, softcap)
+
+        arrays = [] if moved.score_mod is None else arrays_of(indices.operands.score_mod)
+        softcap = None if moved.softcap is None else jnp.asarray(self.problem.softcap, s.dtype)
+        s, t = push(rest, (s, arrays, softcap), (t, moved.score_mod or [], moved.softcap))
+        if indices.operands.bias is not None:
+            s += indices.cut(indices.operands.bias).astype(s.dtype)
+        if "bias" in tile.slices:
+            t = tile.slices["bias"] if t is None else t + tile.slices["bias"]
+        return s, t, seen
+
+    def _of_similarity(self, block: _Block, tile: Tile) -> Array | None:
+        """Return the tangent of the similarities of a tile."""
+        problem, indices, moved = self.problem, tile.indices, self.moved
+        key = tile.key.astype(block.query.dtype)
+        if problem.masks:
+            key = finite(key)
+        given = moved.similarity or []
+        arrays = arrays_of(indices.operands.similarity) if given else []
+        scale = None if moved.scale is None else jnp.asarray(problem.scale, key.dtype)
+
+        def of(query: Array, key: Array, arrays: list[Any], scale: Array | None) -> Array:
+            if not arrays:
+                return similarity(indices, query, key, scale)
+            rule = with_arrays(indices.operands.similarity, arrays)
+            return similarity(indices.replaced(similarity=rule), query, key, scale)
+
+        primals = block.finite_query, key, arrays, scale
+        tangents = block.moved_query, tile.slices.get("key"), given, moved.scale
+        return push(of, primals, tangents)[1]
+
+
+def push(
+    function: Callable[..., Array], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Array, Array | None]:
+    """Return the value of a function and its tangent, where None stands for a tangent of 0."""
+    given: list[Any]
+    tree: Any
+    given, tree = jax.tree.flatten(primals)
+    moved = tree.flatten_up_to(tangents)
+    places = [place for place, tangent in enumerate(moved) if tangent is not None]
+    if not places:
+        return function(*primals), None
+
+    def of_moved(*arrays: Array) -> Array:
+        every = list(given)
+        for place, array in zip(places, arrays, strict=True):
+            every[place] = array
+        return function(*tree.unflatten(every))
+
+    tangents = tuple(moved[place] for place in places)
+    primals = tuple(given[place].astype(moved[place].dtype) for place in places)
+    value, tangent = jax.jvp(of_moved, primals, tangents)
+    return value, tangent

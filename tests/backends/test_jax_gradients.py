@@ -1,0 +1,193 @@
+"""Gradients of JAX's kernels: forward and reverse mode, of any order, by tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from polyattn import (
+    attention,
+    attention_jvp,
+    attention_partial,
+    attention_vjp,
+    masks,
+    scores,
+)
+from polyattn.kernels import Tiled
+from polyattn_jax.backend import JaxBackend
+from polyattn_jax.xla import Xla
+
+RNG = np.random.default_rng(0)
+ARRAYS = ("query", "key", "value", "bias", "sinks")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double_precision():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(*shape):
+    return RNG.standard_normal(shape)
+
+
+def in_jax(arrays):
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def in_tiles(most=48):
+    kernel = Xla()
+    kernel.tile = most
+    return kernel
+
+
+def quickly(function):
+    """Compile a function whose speed does not matter."""
+    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
+
+
+# Blocks of 5 rows, and tiles of 7 keys, of which the last repeats one.
+QUERY, KEY, VALUE = draw(2, 4, 10, 2), draw(2, 2, 13, 2), draw(2, 2, 13, 3)
+ALONG, DIRECT = draw(2, 4, 10, 3), draw(2, 4, 10)
+
+
+def by_scores(x):
+    return {
+        **{"mask": masks.padding(like(x, [13, 4])), "score_mod": scores.alibi(x["slopes"])},
+        **{"bias": x["bias"], "sinks": x["sinks"], "softcap": 1.5},
+        **{"is_causal": True, "window": (6, None), "query_offset": -1},
+    }
+
+
+def by_similarity(x):
+    return {
+        **{"similarity": scores.additive(x["weight"]), "scale": 0.4, "bias": x["bias"]},
+        **{"is_causal": True, "query_offset": like(x, [0, 5])},
+    }
+
+
+CALLS = {
+    "scores": (by_scores, {"slopes": draw(4), "bias": draw(4, 10, 13), "sinks": draw(4)}),
+    "similarity": (by_similarity, {"weight": draw(2), "bias": draw(10, 1), "key": KEY[0]}),
+}
+
+
+def like(x, numbers):
+    """Return an array of the library of the operands."""
+    return (np if isinstance(x["query"], np.ndarray) else jnp).asarray(numbers)
+
+
+def of_operands(x):
+    return x["query"], x["key"], x["value"]
+
+
+def by_name(gradients):
+    """Return the gradients of the arrays that `CALLS` names."""
+    found = {name: x for name, x in gradients._asdict().items() if name in ARRAYS and x is not None}
+    if gradients.score_mod is not None:
+        found["slopes"] = gradients.score_mod.slopes
+    if gradients.similarity is not None:
+        found["weight"] = gradients.similarity.weight
+    return found
+
+
+@pytest.mark.parametrize("name", ["scores", pytest.param("similarity", marks=pytest.mark.slow)])
+def test_gradients_in_tiles_are_those_of_the_formula(name):
+    options, more = CALLS[name]
+    x = {"query": QUERY, "key": KEY, "value": VALUE} | more
+
+    def loss(x):
+        output, logsumexp = attention_partial(*of_operands(x), kernel=in_tiles(), **options(x))
+        seen = jnp.where(logsumexp == -jnp.inf, 0, logsumexp)
+        return jnp.vdot(ALONG, output) + jnp.vdot(DIRECT, seen)
+
+    _, pullback = attention_vjp(*of_operands(x), **options(x))
+    expected = by_name(pullback(ALONG, DIRECT))
+    for operand, gradient in quickly(jax.grad(loss))(in_jax(x)).items():
+        np.testing.assert_allclose(gradient, expected[operand], atol=1e-12, err_msg=operand)
+
+
+def test_the_kernel_has_the_derivatives_itself():
+    options, more = CALLS["similarity"]
+    x = {"query": QUERY, "key": KEY, "value": VALUE} | more
+    moved = {"primals": of_operands(x), "tangents": (QUERY[::-1], None, VALUE[::-1])}
+
+    def derivatives(x, along, moved, kernel=None):
+        given = options(x) | {"softcap": 1.5, "kernel": kernel}
+        _, pullback = attention_vjp(*of_operands(x), **given)
+        _, tangent = attention_jvp(**moved, bias_tangent=x["bias"], **given)
+        gradients = pullback(along)
+        numbers = {"softcap": gradients.softcap, "scale": gradients.scale}
+        return by_name(gradients) | numbers | {"tangent": tangent}
+
+    run = quickly(lambda *given: derivatives(*given, kernel=in_tiles()))
+    found, expected = run(*in_jax((x, ALONG, moved))), derivatives(x, ALONG, moved)
+    assert found.keys() == expected.keys()
+    for operand, gradient in expected.items():
+        np.testing.assert_allclose(found[operand], gradient, atol=1e-12, err_msg=operand)
+
+
+def test_all_transforms_compose():
+    shapes = (1, 3, 2), (1, 4, 2), (1, 4, 2), (3, 4), (2,)
+    q, k, v, bias, slope = in_jax([draw(*shape) for shape in shapes])
+
+    def results(kernel):
+        def loss(q, bias, slope=0.1):
+            def mod(s, b, h, i, j):
+                return s * slope * j
+
+            options = {"bias": bias, "is_causal": True, "score_mod": mod}
+            return jnp.sum(jnp.sin(attention(q, k, v, kernel=kernel, **options)))
+
+        def of_many(slope):
+            return jnp.sum(jax.vmap(lambda slope: loss(q, bias, slope))(slope) ** 2)
+
+        return {
+            "hessian": jax.jacfwd(jax.grad(loss, (0, 1)))(q, bias),
+            "grad of vmap": jax.grad(of_many)(slope),
+        }
+
+    expected, found = quickly(lambda: (results("dense"), results(in_tiles(6))))()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, expected)
+
+
+def test_what_is_hidden_changes_no_gradient():
+    shown = jnp.asarray(np.arange(13) != 5)
+
+    def mod(s, b, h, i, j):
+        return jnp.where(j == 3, -jnp.inf, s)
+
+    def loss(q, k, v):
+        mask = masks.rule(lambda b, h, i, j: (j != 4) & (i != 2)) & masks.dense(shown)
+        options = {"mask": mask, "score_mod": mod, "similarity": scores.distance(2), "softcap": 1.5}
+        return jnp.sum(jnp.sin(attention(q, k, v, kernel=in_tiles(), **options)))
+
+    slopes = quickly(jax.grad(loss, (0, 1, 2)))
+    expected = slopes(QUERY, KEY, VALUE)
+    for spoilt in (np.nan, np.inf, -np.inf):
+        q, k, v = QUERY.copy(), KEY.copy(), VALUE.copy()
+        q[..., 2, :] = spoilt  # a row that sees nothing
+        k[..., 3:6, :] = v[..., 3:6, :] = spoilt
+        for ours, theirs in zip(slopes(q, k, v), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_what_tiled_takes_xla_takes_too():
+    """The core's kernel, unrolled by XLA, has memory for all tiles: it must not be chosen."""
+    assert Tiled.features <= Xla.features
+
+
+def test_memory_is_for_a_few_tiles():
+    def loss(q, k, v, bias):
+        return jnp.sum(attention(q, k, v, bias=bias, kernel=in_tiles(2**16)))
+
+    shapes = [(1, 1, 1024, 8)] * 3 + [(1024, 1024)]
+    arrays = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024**2 * 4
+
+
+def test_the_backend_differentiates_functions():
+    x, gradient = jnp.asarray(draw(3)), jnp.asarray(draw(3))
+    found = JaxBackend().pullback(jnp.sin, x, gradient)
+    np.testing.assert_allclose(found, jnp.cos(x) * gradient)
