@@ -127,6 +127,7 @@ def test_the_kernel_has_the_derivatives_itself():
         np.testing.assert_allclose(found[operand], gradient, atol=1e-12, err_msg=operand)
 
 
+@pytest.mark.slow
 def test_all_transforms_compose():
     shapes = (1, 3, 2), (1, 4, 2), (1, 4, 2), (3, 4), (2,)
     q, k, v, bias, slope = in_jax([draw(*shape) for shape in shapes])
@@ -151,6 +152,7 @@ def test_all_transforms_compose():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), found, expected)
 
 
+@pytest.mark.slow
 def test_what_is_hidden_changes_no_gradient():
     shown = jnp.asarray(np.arange(13) != 5)
 

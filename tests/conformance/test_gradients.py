@@ -168,11 +168,19 @@ def test_jax_jitted_in_small_tiles(name):
     assert check_gradients(JITTED, JITTED.kernels[-1], CASES[name])
 
 
+COMPILED = pytest.mark.slow  # once for each case
+
+
 @pytest.mark.parametrize("case", POISONED_GRADIENT_CASES.values(), ids=str)
 @pytest.mark.parametrize(
     ("target", "name"),
-    [(TORCH, "dense"), (TORCH, "tiled"), (JAX, "dense"), (JAX, "tiled"), (JAX, "xla")],
-    ids=["torch-dense", "torch-tiled", "jax-dense", "jax-tiled", "jax-xla"],
+    [
+        pytest.param(TORCH, "dense", id="torch-dense"),
+        pytest.param(TORCH, "tiled", id="torch-tiled"),
+        pytest.param(JAX, "dense", id="jax-dense", marks=COMPILED),
+        pytest.param(JAX, "tiled", id="jax-tiled", marks=COMPILED),
+        pytest.param(JAX, "xla", id="jax-xla", marks=COMPILED),
+    ],
 )
 def test_what_is_hidden_changes_no_gradient(target, name, case):
     variant = next(c for c in target.kernels if c.kernel.name == name)
