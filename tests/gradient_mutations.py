@@ -86,8 +86,6 @@ MUTATIONS = (
     # what is added to
     ("sums overwritten", INTO, "gradient if before is None else before + gradient", "gradient"),
     # expressions
-    ("hidden poison in a derivative", SLOPES,
-     "xp.where((gradient == 0) & ~xp.isfinite(numbers), 0.0, numbers)", "numbers"),
     ("sign without the negative", SLOPES, " - cast(xp, numbers < 0, numbers.dtype)", ""),
     ("a unit vector's slope along itself", SLOPES, "change - along * xp.sum(",
      "change - 0 * xp.sum("),
@@ -116,7 +114,8 @@ MUTATIONS = (
     ("sign of the logsumexp's gradient, NumPy", SWEEP,
      "delta += self._rows_of(results.logsumexp_gradient)",
      "delta -= self._rows_of(results.logsumexp_gradient)"),
-    ("empty rows not thought of, NumPy", SWEEP, "shift[self.empty] = -NOTHING", "pass"),
+    ("poison of a row that sees no key in the scale's gradient, NumPy", SWEEP,
+     "np.copyto(query, 0, where=self.empty)", "pass"),
     ("kept weights not made up for in gradients, NumPy", SWEEP,
      "gradient /= self.dtype.type(1 - self.problem.dropout)", "pass"),
     ("scale missing in the query's gradient, NumPy", SWEEP, "self.query_gradient *= self.factor",
