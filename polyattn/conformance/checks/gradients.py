@@ -289,9 +289,10 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
         parts = [[x[..., some, :] for x in (key, value)] for some in halves]
         whole = merge(*(attention_partial(query, *part, **options) for part in parts))
         found = [Gradients()]
-        for part in parts:
+        for one, other in parts:
             into = Gradients(query=found[-1].query)
-            found.append(attention_backward(query, *part, whole, along, into=into, **options))
+            share = attention_backward(query, one, other, whole, along, into=into, **options)
+            found.append(share)
         return tuple(found[1:])
 
     with name_case(f"{case}: backward of two parts of the keys", kernel):
