@@ -1,5 +1,8 @@
 """One planted mistake at a time: each must fail a case of the conformance suite.
 
+The mistakes in the code of gradients are in ``gradient_mutations.py``, and must fail a case of the
+suite's gradients or directional derivatives.
+
 ``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
 found, with 2 if one no longer fits the code. It first runs the case that found the mistake last
 time, as ``mutations_found.json`` says, and all cases only if that one passes now. What finds the
@@ -16,6 +19,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
+
+import gradient_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
@@ -41,10 +46,11 @@ class Mutation(NamedTuple):
     name: str
     file: str
     changes: tuple[tuple[str, str], ...]
+    in_gradients: bool = False
 
 
-def mutation(name, file, *changes):
-    return Mutation(name, file, tuple(zip(changes[::2], changes[1::2], strict=True)))
+def mutation(name, file, *changes, **more):
+    return Mutation(name, file, tuple(zip(changes[::2], changes[1::2], strict=True)), **more)
 
 
 SOFTCAP = """    if problem.softcap is not None:
@@ -260,9 +266,11 @@ MUTATIONS = (
     mutation("rows kept that are not reliable", NUMPY_TILED, "partial(np.where, reliable)",
              "partial(np.where, True)"),
     mutation("parts of keys forgotten", NUMPY_TILED, "reduce(combine, states)", "states[0]"),
+    *(mutation(*one, in_gradients=True) for one in gradient_mutations.MUTATIONS),
 )  # fmt: skip
 
 FOUND = Path(__file__).with_name("mutations_found.json")
+SEARCH = Path(__file__).with_name("mutation_search.py")
 
 
 def plant(mutation, folder):
@@ -300,7 +308,8 @@ def found_by(mutation, hint):
         # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
         backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
         done = subprocess.run(
-            [sys.executable, __file__, "--search", *backends, "--hint", hint],
+            [sys.executable, SEARCH, *backends, "--hint", hint]
+            + ["--gradients"] * mutation.in_gradients,
             cwd=folder,
             env={
                 **os.environ,
@@ -317,49 +326,12 @@ def found_by(mutation, hint):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def search(backends, hint):
-    """Return the first case that fails in the package at hand, the hint before all others."""
-    import polyattn
-    from polyattn.conformance import CASES, ESSENTIAL, Target
-    from polyattn.conformance.checks.cases import cases_for, check_case
-
-    if Path.cwd() not in Path(polyattn.__file__).resolve().parents:
-        raise RuntimeError(f"{polyattn.__file__} is not the copy with the mistake")
-    # What takes longest to compute exactly comes last, and pairs of features before that.
-    ordered = sorted(CASES, key=lambda name: (cost_of(CASES[name]), name not in ESSENTIAL))
-    places = {name: number for number, name in enumerate(ordered)}
-    runs = [
-        (f"{backend}: {variant}-{case}", places[case.name], target, variant, case)
-        for backend in backends
-        for target in [Target(backend, "numpy")]
-        for variant in target.kernels
-        for case in cases_for(target, variant, CASES)
-    ]
-    # Each case runs on all kernels in turn: an error in one of them is found early.
-    for name, _, *run in sorted(runs, key=lambda run: (run[0] != hint, run[1])):
-        try:
-            check_case(*run)
-        except Exception:
-            return name
-    return None
-
-
-def cost_of(case):
-    """Return how late to try a case: its exact result takes long, or it adds little to others."""
-    return 3 * (case.dtype == "float64") + 2 * (case.topic == "lengths") + (" x " in case.name)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "words", nargs="*", help="only the mistakes with one of these in their name"
     )
-    parser.add_argument("--search", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--hint", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.search:
-        print(json.dumps(search(options.search, options.hint)))
-        return 0
     chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
     if wrong := list(outdated(chosen)):
         print(*wrong, sep="\n")

@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, thread_count
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.tiled import Tiled, empty_result
 
@@ -37,6 +37,11 @@ class NumpyBackend(Backend):
         """Run a kernel, after a check of the number of threads, which small calls do not use."""
         thread_count()
         return super().run(kernel, problem, operands)
+
+    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+        """Run the backward pass of a kernel, after the same check."""
+        thread_count()
+        return super().run_backward(kernel, problem, operands)
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Do some work on every item, on the threads that attention uses."""

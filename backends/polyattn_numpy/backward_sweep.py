@@ -61,6 +61,7 @@ class BackwardSweep(TileGradients):
         super().__init__(call, sums.cut[number], scratch, backend)
         self.sums, self.number = sums, number
         self.turn = sums.turns.begin(number)
+        self.key_gradient, self.value_gradient = map(self.piece.view, (sums.key, sums.value))
         problem = self.problem
         self.query = self._per_row("query", problem.head_size + 1)
         self.output_gradient = self._per_row("output gradient", problem.value_size + 1)
@@ -170,7 +171,8 @@ class BackwardSweep(TileGradients):
         self._add_to_rows(step, shares)
         self.turn.wait_for_keys(tile.columns)
         self._add_to_keys(step, shares)
-        self.sums.add_carried(self.number, shares.of_score, shares.of_similarity)
+        if shares.of_score or shares.of_similarity:
+            self.sums.add_carried(self.number, shares.of_score, shares.of_similarity)
 
     def _with_ones(self, name: str, block: Array) -> Array:
         """Return a copy of keys or values with a column of ones."""
@@ -191,12 +193,12 @@ class BackwardSweep(TileGradients):
 
     def _add_to_keys(self, step: Step, shares: Shares) -> None:
         """Add what a tile gives to the gradients of its keys, values and bias."""
-        sums, columns = self.sums, step.tile.columns
-        heads = step.where[1]
-        for total, part in ((sums.key, shares.key), (sums.value, shares.value)):
-            target = self.piece.view(total, columns)[:, heads]
-            np.add(target, part, target)
+        columns = step.tile.columns
+        where = (slice(None), step.where[1], slice(*columns))
+        key, value = self.key_gradient[where], self.value_gradient[where]
+        np.add(key, shares.key, key)
+        np.add(value, shares.value, value)
         if self.ends_in_keys:
             piece = self.piece._replace(heads=step.tile.heads)
-            target = piece.view(sums.bias, None, step.tile.rows, columns).swapaxes(2, 3)
+            target = piece.view(self.sums.bias, None, step.tile.rows, columns).swapaxes(2, 3)
             target += shares.bias

@@ -93,7 +93,7 @@ class TileGradients(TileScores):
             seen = self._hide(step, weights)
             seen_by_key = seen.swapaxes(2, 3)
         np.exp(weights, weights)
-        if not exact:
+        if step.masks and not exact:
             by_head = self._by_head(weights)
             for where, mask in step.masks:
                 by_head[where] *= mask
@@ -146,10 +146,10 @@ class TileGradients(TileScores):
         if self.modified:
             capped = self.scratch("capped", shape, self.dtype)
             np.copyto(capped, s)
-        by_head = self._by_head(s)
         if self.call.x.score_mod is not None:
-            self._apply_score_mod(by_head, step.tile)
+            self._apply_score_mod(self._by_head(s), step.tile)
         if self.call.bias is not None:
+            by_head = self._by_head(s)
             by_head += self._bias(step.tile)
         if not self.linear:
             s += query[..., -1:]

@@ -315,6 +315,15 @@ def test_an_error_in_one_thread_stops_those_that_wait(many_pieces):
     assert len(calls) == made < 40
 
 
+@pytest.mark.parametrize("length", [3, L])  # dense, tiled
+def test_a_variable_that_is_no_number_is_refused(monkeypatch, length):
+    qkv = [x[:, :, :length] for x in arrays()]
+    partial = attention_partial(*qkv)
+    monkeypatch.setenv("POLYATTN_NUM_THREADS", "two")
+    with pytest.raises(ValueError, match=r"POLYATTN_NUM_THREADS must be .*'two'"):
+        attention_backward(*qkv, partial, partial.output)
+
+
 # ---- what is hidden ----------------------------------------------------------------------------
 
 HIDDEN = 60  # the keys from here on hold NaN or infinity

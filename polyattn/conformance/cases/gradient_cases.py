@@ -8,9 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn import scores
-from polyattn.conformance.cases.case import Case, make_case
+from polyattn.conformance.cases.case import Case, Generated, make_case
 from polyattn.conformance.cases.catalogue import CASES, HIDDEN, MANY, PAIRED
-from polyattn.conformance.cases.generators import bent, mask_without, slope_of_bent
+from polyattn.conformance.cases.generators import (
+    bent,
+    mask_with_empty_rows,
+    mask_without,
+    slope_of_bent,
+)
 
 __all__ = ["BACKWARD_CASES", "GRADIENT_CASES", "JVP_CASES", "POISONED_GRADIENT_CASES"]
 
@@ -29,6 +34,18 @@ OWN = {
             **{"poison": math.nan, "poisoned": (3, 4), "mask": mask_without(3, 4)},
             **{"softcap": 1.5, "score_mod": BENT, "dropout": (0.25, 7), "scale": 0.8},
         ),
+        # With so many heads, small tiles cut the keys of each.
+        make_case(
+            "eight heads, softcap and bias (H, L, 1)",
+            **{"batch": (1,), "H": 8, "L": 5, "S": 33, "softcap": 1.5},
+            bias=Generated(lambda case, rng: rng.normal(size=(case.H, case.L, 1))),
+        ),
+        make_case(
+            "nan in the queries of empty rows",
+            **{"poison": math.nan, "poisoned": (0, 3, 6, 9), "poison_in": ("query",)},
+            mask=Generated(mask_with_empty_rows),
+        ),
+        make_case("S = 0, sinks", S=0, **PAIRED["sinks"]),
     )
 }
 
@@ -82,6 +99,7 @@ PAIRS = (
     "dropout x grouped heads, LHD",
     "dropout x broadcast batch, E != D",
     "scale of long sequences",
+    "window x offset int",
 )
 
 #: Cases in 16 bits, in which the result is rounded before its gradient is known.
@@ -105,6 +123,8 @@ BY_DIFFERENCES = (
     *("normalizer x causal and bias", "normalizer x dropout", "sigmoid", "S = 0, similarity"),
     *("nan under a mask value, similarity", "nan under a mask value, score norm"),
     *("nan under a mask value, normalizer", "nan under a mask, many steps"),
+    *("eight heads, softcap and bias (H, L, 1)", "nan in the queries of empty rows"),
+    "S = 0, sinks",
 )
 
 

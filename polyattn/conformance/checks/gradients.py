@@ -285,20 +285,23 @@ def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments)
     along, half = target.to(cotangent(case)), case.S // 2
     halves = (slice(0, half), slice(half, case.S))
 
-    def run(query: Any, key: Any, value: Any, **options: Any) -> list[list[Any]]:
+    def run(query: Any, key: Any, value: Any, **options: Any) -> tuple[Gradients, ...]:
         parts = [[x[..., some, :] for x in (key, value)] for some in halves]
         whole = merge(*(attention_partial(query, *part, **options) for part in parts))
-        found = (
-            attention_backward(query, one, other, whole, along, into=Gradients(), **options)
-            for one, other in parts
-        )
-        return [list(one[:3]) for one in found]
+        found = [Gradients()]
+        for one, other in parts:
+            into = Gradients(query=found[-1].query)
+            share = attention_backward(query, one, other, whole, along, into=into, **options)
+            found.append(share)
+        return tuple(found[1:])
 
     with name_case(f"{case}: backward of two parts of the keys", kernel):
-        shares = target.call(case, kernel, run, arguments)
-    (one, *first), (other, *second) = ([lift(target.back(x)) for x in some] for some in shares)
-    key, value = (np.concatenate(pair, axis=-2) for pair in zip(first, second, strict=True))
-    return {"query": one + other, "key": key, "value": value}
+        one, other = target.call(case, kernel, run, arguments)
+    key, value = (
+        np.concatenate([lift(target.back(x)) for x in pair], axis=-2)
+        for pair in ((one.key, other.key), (one.value, other.value))
+    )
+    return {"query": lift(target.back(other.query)), "key": key, "value": value}
 
 
 def check_jvp(target: Target, variant: KernelVariant, case: Case) -> dict[str, Deviation] | None:
