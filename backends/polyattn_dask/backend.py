@@ -8,6 +8,7 @@ import array_api_compat.dask.array as xp
 import dask.array as da
 
 from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem
+from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
 
 __all__ = ["Chunked", "DaskBackend"]
@@ -18,6 +19,10 @@ class Chunked(Kernel):
 
     name = "chunked"
     features = frozenset(FEATURES) - {"jvp", "backward"}
+
+    def remark(self, problem: Problem) -> str | None:
+        """Return how much of the scores is computed, and in how many tasks."""
+        return estimate(problem)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

@@ -14,7 +14,17 @@ import dask.array as da
 
 from polyattn.plugin import Part, Problem, Span, axes_of_array
 
-__all__ = ["Axes", "Chunks", "Grid", "Index", "aligned", "axes_of", "grid_of", "lengths_of"]
+__all__ = [
+    "Axes",
+    "Chunks",
+    "Grid",
+    "Index",
+    "aligned",
+    "axes_of",
+    "chunks_like",
+    "grid_of",
+    "lengths_of",
+]
 
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G

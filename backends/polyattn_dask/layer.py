@@ -6,45 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
-from dask import config
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
-from dask.utils import parse_bytes
 
 from polyattn_dask.grid import Axes, Chunks, Grid, Index
+from polyattn_dask.sizes import limit, widths
 
-__all__ = ["Layer", "blocks_at", "grouped", "limit", "widths"]
+__all__ = ["Key", "Layer", "blocks_at"]
 
 Key = tuple[Any, ...]
-
-
-def limit() -> int:
-    """Return how many bytes of keys and values, or of partials, a task may join."""
-    return int(parse_bytes(config.get("polyattn.group-size", "64 MiB")))
-
-
-def grouped(numbers: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Put chunks together in groups of at most so many bytes, or of one chunk."""
-    groups: list[list[int]] = []
-    room = 0
-    for number in numbers:
-        size = sizes[number]
-        if not groups or size > room:
-            groups.append([])
-            room = most
-        groups[-1].append(number)
-        room -= size
-    return groups
-
-
-def widths(count: int, size: int, most: int) -> list[int]:
-    """Return how many results there are at each level of a tree that joins them, but for one."""
-    width, found = max(2, most // max(1, size)), []
-    while count > width:
-        count = -(-count // width)
-        found.append(count)
-    return found
 
 
 def blocks_at(array: Any, axes: Axes, grid: Grid, at: Index, columns: Sequence[int]) -> list[Key]:
@@ -68,28 +39,23 @@ class Layer:
     """
 
     def __init__(self, what: str, inputs: Sequence[Any], *facts: Any) -> None:
-        self._token = tokenize(what, [array.name for array in inputs], *facts)
-        self._inputs, self.what = inputs, what
+        self._token = tokenize(what, [array.name for array in inputs], limit(), *facts)
+        self._inputs, self._what = inputs, what
+        self._name = f"{what}-part-{self._token}"
         self._work: dict[Key, Any] = {}
 
-    @property
-    def work_name(self) -> str:
-        """The name of the tasks between inputs and results."""
-        return f"{self.what}-part-{self._token}"
-
     def add(self, where: tuple[Any, ...], step: Callable[..., Any], *arguments: Any) -> Key:
-        """Add a task, and return its key."""
-        key = (self.work_name, *where)
+        """Add a task between inputs and results, and return its key."""
+        key = (self._name, *where)
         self._work[key] = (step, *arguments)
         return key
 
     def tree(
         self, where: tuple[Any, ...], keys: list[Key], size: int, step: Callable[..., Any]
     ) -> list[Key]:
-        """Join results until few enough are left for one more join."""
-        most = limit()
-        for level, count in enumerate(widths(len(keys), size, most)):
-            width = max(2, most // max(1, size))
+        """Join results of so many bytes until few enough are left for one more join."""
+        width, levels = widths(len(keys), size)
+        for level, count in enumerate(levels):
             keys = [
                 self.add((*where, level, n), step, keys[n * width : (n + 1) * width])
                 for n in range(count)
@@ -100,14 +66,13 @@ class Layer:
         self, name: str, chunks: Chunks, dtype: Any, like: Any, tasks: dict[tuple[int, ...], Any]
     ) -> Any:
         """Return the dask array of some tasks, by the number of their block."""
-        name = f"{self.what}-{name}-{self._token}"
-        graph = HighLevelGraph.from_collections(self.work_name, self._work, self._inputs)
-        layers, depends = dict(graph.layers), dict(graph.dependencies)
-        last = HighLevelGraph.from_collections(
-            name, {(name, *where): task for where, task in tasks.items()}, self._inputs
-        )
-        layers[name] = last.layers[name]
-        depends[name] = {self.work_name, *last.dependencies[name]}
-        whole = HighLevelGraph(layers, depends)
+        name = f"{self._what}-{name}-{self._token}"
+        last = {(name, *where): task for where, task in tasks.items()}
+        whole = HighLevelGraph.from_collections(name, last, self._inputs)
+        if self._work:
+            work = HighLevelGraph.from_collections(self._name, self._work, self._inputs)
+            depends = whole.dependencies | work.dependencies
+            depends[name] = {self._name, *whole.dependencies[name]}
+            whole = HighLevelGraph({**whole.layers, **work.layers}, depends)
         meta = meta_from_array(like._meta, ndim=len(chunks), dtype=dtype)
         return da.Array(whole, name, chunks, meta=meta)

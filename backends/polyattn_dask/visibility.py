@@ -94,13 +94,11 @@ class Visibility:
             if not _is_numpy(array):
                 return array
             axes = axes_of(name, array.shape, len(self._problem.batch))
-            places = self._grid.place(axes, at)
+            every = slice(None)
             return array[
                 tuple(
-                    slice(*self._grid.spans(axis)[n])
-                    if axis not in (None, "L", "S")
-                    else slice(None)
-                    for axis, n in zip(axes, places, strict=True)
+                    every if axis in (None, "L", "S") else slice(*self._grid.spans(axis)[n])
+                    for axis, n in zip(axes, self._grid.place(axes, at), strict=True)
                 )
             ]
 
