@@ -7,7 +7,8 @@ from typing import Any
 import array_api_compat.dask.array as xp
 import dask.array as da
 
-from polyattn.plugin import FEATURES, Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import FEATURES, Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn_dask.backward import gradients
 from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
 
@@ -18,7 +19,7 @@ class Chunked(Kernel):
     """Attention by the chunks of the caller, computed by the library of the chunks."""
 
     name = "chunked"
-    features = frozenset(FEATURES) - {"jvp", "backward"}
+    features = frozenset(FEATURES) - {"jvp"}
 
     def remark(self, problem: Problem) -> str | None:
         """Return how much of the scores is computed, and in how many tasks."""
@@ -29,6 +30,10 @@ class Chunked(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the graph of the output, and of the logsumexp if the problem asks for it."""
         return attend(problem, operands)
+
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the graphs of the gradients."""
+        return gradients(problem, operands)
 
 
 class DaskBackend(Backend):
