@@ -11,6 +11,7 @@ from polyattn.plugin import FEATURES, Array, Backend, Gradients, Kernel, Operand
 from polyattn_dask.backward import gradients
 from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
+from polyattn_dask.weights import weights
 
 __all__ = ["Chunked", "DaskBackend"]
 
@@ -43,6 +44,14 @@ class DaskBackend(Backend):
 
     def __init__(self) -> None:
         super().__init__(xp)
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel; a call for weights, whose kernel is the core's, by chunks too."""
+        if operands.value is None and 0 not in problem.scores:
+            return weights(problem, operands, kernel)
+        return super().run(kernel, problem, operands)
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as a dask array, in chunks of dask's choice."""

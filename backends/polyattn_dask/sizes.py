@@ -12,7 +12,17 @@ from dask.utils import parse_bytes
 from polyattn.plugin import Problem
 from polyattn_dask.grid import Axes, Grid, Index
 
-__all__ = ["Extra", "grouped", "key_bytes", "limit", "partial_bytes", "query_bytes", "widths"]
+__all__ = [
+    "BYTES",
+    "Extra",
+    "grouped",
+    "items_in",
+    "key_bytes",
+    "limit",
+    "partial_bytes",
+    "query_bytes",
+    "widths",
+]
 
 BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
