@@ -13,6 +13,9 @@ from polyattn_dask.visibility import Visibility
 
 __all__ = ["estimate"]
 
+#: The arguments whose arrays are worth a word if they are cut otherwise.
+CUT = ("query", "key", "value", "mask", "bias", "score_mod")
+
 
 def estimate(problem: Problem) -> str | None:
     """Return pairs of chunks, tasks, the bytes of the largest one, and what is rechunked."""
@@ -60,7 +63,7 @@ def _rechunked(problem: Problem, grid: Grid) -> str:
     """Return a clause that names the arrays that are cut otherwise than the grid."""
     names = []
     for name, chunks in problem.chunks:
-        if name in ("query_offset", "seed"):
+        if name.partition(".")[0] not in CUT:
             continue
         shape = tuple(map(sum, chunks))
         if chunks_like(grid, axes_of(name, shape, len(problem.batch)), shape) != chunks:

@@ -67,10 +67,10 @@ def key_bytes(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) 
             continue
         places = grid.place(extra.axes, at)
         count = [
-            n if axis in (None, "S") else grid.spans(axis)[place].length
+            n if axis is None else 1 if axis == "S" else grid.spans(axis)[place].length
             for axis, n, place in zip(extra.axes, extra.shape, places, strict=True)
         ]
-        each += math.prod(count) // extra.shape[extra.axes.index("S")] * BYTES.get(extra.dtype, 8)
+        each += math.prod(count) * BYTES.get(extra.dtype, 8)
     return [each * span.length for span in grid.columns]
 
 
