@@ -96,13 +96,18 @@ class Cut(Target):
 
 
 class TestDask(BackendSuite):
-    """Every array in several chunks; the core's kernels on dask arrays make thousands of tasks."""
+    """Every array in several chunks.
+
+    Slow is what `test_case` of the plugin's kernel shows already, but for one case of each. The
+    core's kernels on dask arrays make thousands of tasks.
+    """
 
     backend = "dask"
     thorough = False
+    quick = ("test_case[chunked", "test_lazy[chunked-many", "test_backward[chunked-many")
 
     def _marks(self, name):
-        slow = "-" in name and "[chunked" not in name
+        slow = "[" in name and not name.startswith((*self.quick, "test_deterministic[chunked"))
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
     @pytest.fixture
