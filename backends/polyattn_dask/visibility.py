@@ -9,7 +9,7 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import And, Mask, Operands, Problem, Span, TileQuery, column_span
+from polyattn.plugin import Mask, Operands, Problem, Span, TileQuery, column_span
 from polyattn.plugin import combined_mask as combined
 from polyattn_dask.grid import Grid, Index, axes_of
 
@@ -31,8 +31,9 @@ class Visibility:
 
     def __init__(self, problem: Problem, x: Operands, grid: Grid) -> None:
         self._problem, self._x, self._grid = problem, x, grid
-        mask = combined(problem, x)
-        parts = mask.parts if isinstance(mask, And) else (mask,)
+        mask: Any = combined(problem, x)
+        # The parts of masks that are joined by &: those with dask arrays are not read.
+        parts = mask.parts if getattr(mask, "sign", "") == "&" else (mask,)
         # The band of an offset that is a number needs no look at single chunks.
         self._masks = [
             one

@@ -103,6 +103,11 @@ class Part(NamedTuple):
         ----------
         b : Array
             Flat batch items of the part.
+
+        Returns
+        -------
+        Array
+            Those of the whole.
         """
         found: Any = 0
         stride = 1
@@ -116,10 +121,15 @@ class Part(NamedTuple):
 
         Parameters
         ----------
-        numbers : int or Array
+        numbers : int, Array or None
             Positions in the whole, in an integer dtype.
         first : int
             The position of the part.
+
+        Returns
+        -------
+        int, Array or None
+            Positions in the part.
         """
         if first == 0 or numbers is None:
             return numbers
@@ -135,6 +145,11 @@ class Part(NamedTuple):
         ----------
         function : callable
             A function of (b, h, i, j), or of (score, b, h, i, j).
+
+        Returns
+        -------
+        callable
+            The function itself if the part is the whole.
         """
         whole = all(s == Span(0, n) for s, n in zip(self.items, self.batch, strict=True))
         return function if whole and not any(self.first) else _Moved(function, self)

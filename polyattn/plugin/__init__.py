@@ -45,7 +45,7 @@ from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import And, Mask
+from polyattn.expressions.masks import Mask
 from polyattn.expressions.parts import Part, axes_of_array
 from polyattn.expressions.scores import Score
 from polyattn.plugin.backend import Backend, Kernel
@@ -63,7 +63,6 @@ from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, 
 __all__ = [
     "API_VERSION",
     "FEATURES",
-    "And",
     "Array",
     "Backend",
     "BackendPrimitives",

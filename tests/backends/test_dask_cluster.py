@@ -16,8 +16,9 @@ LENGTH, CHUNK, WINDOW = 32768, 4096, 1023
 
 def peak():
     """Return the peak memory of a process in MiB, with what attention needs imported."""
-    import polyattn  # noqa: F401
     import zarr  # noqa: F401
+
+    import polyattn  # noqa: F401
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
