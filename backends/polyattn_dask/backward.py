@@ -102,8 +102,8 @@ def _shares(
                     note(key, target, at, group)
         if sinks and not groups:
             part = call.grid.part(call.problem, at, call.grid.columns[0])
-            step = PullBackUnseen(call.pieces(at, []), part)
-            key = layer.add((*where, 0), step, query, sinks[0], results)
+            unseen = PullBackUnseen(call.pieces(at, []), part)
+            key = layer.add((*where, 0), unseen, query, sinks[0], results)
             note(key, next(t for t in targets if t.name == "sinks"), at, [])
     return found
 

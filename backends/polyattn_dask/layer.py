@@ -42,7 +42,7 @@ class Layer:
         self._token = tokenize(what, [array.name for array in inputs], limit(), *facts)
         self._inputs, self._what = inputs, what
         self._name = f"{what}-part-{self._token}"
-        self._work: dict[Key, Any] = {}
+        self._work: Any = {}
 
     def add(self, where: tuple[Any, ...], step: Callable[..., Any], *arguments: Any) -> Key:
         """Add a task between inputs and results, and return its key."""
@@ -67,11 +67,11 @@ class Layer:
     ) -> Any:
         """Return the dask array of some tasks, by the number of their block."""
         name = f"{self._what}-{name}-{self._token}"
-        last = {(name, *where): task for where, task in tasks.items()}
+        last: Any = {(name, *where): task for where, task in tasks.items()}
         whole = HighLevelGraph.from_collections(name, last, self._inputs)
         if self._work:
             work = HighLevelGraph.from_collections(self._name, self._work, self._inputs)
-            depends = whole.dependencies | work.dependencies
+            depends = {**whole.dependencies, **work.dependencies}
             depends[name] = {self._name, *whole.dependencies[name]}
             whole = HighLevelGraph({**whole.layers, **work.layers}, depends)
         meta = meta_from_array(like._meta, ndim=len(chunks), dtype=dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from polyattn.plugin import Array, Expression, Operands, Part, Problem
@@ -91,7 +92,9 @@ def template_of(problem: Problem, x: Operands, grid: Grid) -> tuple[Template, li
     """Return the template of a call, and its arrays."""
     leaves: list[Leaf] = []
 
-    def hole(option: str, field: str, array: Any) -> Hole:
+    def hole(option: str, field: str, array: Any) -> Any:
+        if callable(array):
+            return array
         axes = axes_of(f"{option}.{field}" if field else option, array.shape, len(problem.batch))
         leaves.append(Leaf(option, axes, aligned(array, axes, grid)))
         return Hole(tuple(array.shape), str(array.dtype))
@@ -102,11 +105,7 @@ def template_of(problem: Problem, x: Operands, grid: Grid) -> tuple[Template, li
         if name == "query_offset" and problem.query_offset is not None:
             value = problem.query_offset
         if isinstance(value, Expression):
-            value = value.apart().map(
-                lambda field, thing, name=name: (
-                    thing if callable(thing) else hole(name, field, thing)
-                )
-            )
+            value = value.apart().map(partial(hole, name))
         elif hasattr(value, "shape"):
             value = hole(name, "", value)
         held[name] = value

@@ -84,8 +84,9 @@ class Visibility:
             if _is_numpy(array)
             for axis in axes_of(f"mask.{name}", array.shape, rank)
         }
-        if _is_numpy(self._x.query_offset):
-            found |= set(axes_of("mask.array", self._x.query_offset.shape, rank))
+        offset: Any = self._x.query_offset
+        if _is_numpy(offset):
+            found |= set(axes_of("mask.array", offset.shape, rank))
         return found - {None, "L", "S"}
 
     def _cut(self, mask: Mask, at: Index) -> tuple[Mask, Operands]:

@@ -105,7 +105,7 @@ def _selected(problem: Problem, grid: Grid, rows: Any, heads: Any) -> Grid:
         ]
         grid = grid._replace(rows=tuple([s for s in cuts if s.length > 0] or [Span(0, 0)]))
     if heads is not None:
-        size = problem.heads // problem.key_heads if problem.key_heads else 1
+        size = max(1, problem.heads // max(1, problem.key_heads))
         numbers = [head for span in heads for head in range(*span)]
         grid = grid._replace(
             heads=tuple([Span(n, n + 1) for n in numbers]),

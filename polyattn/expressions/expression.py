@@ -82,7 +82,7 @@ class Expression:
         """Return an equal expression in which an array follows one axis of the scores only."""
         return self._rebuilt(lambda field: field.apart())
 
-    def part(self: V, part: Part) -> V:
+    def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
 
         Parameters

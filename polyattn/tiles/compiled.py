@@ -50,13 +50,13 @@ class Compiled(Mask):
         return block.table(TileTable(self.size, self.shape, self.any_visible, self.all_visible))
 
     def part(self, part: Part) -> Mask:
-        inner = self.mask.part(part)
+        inner: Mask = self.mask.part(part)
         edges = part.rows.start, part.columns.start
         if any(first % self.size for first in edges):
             return inner  # its tiles are not those of the table
         cut = TileTable(self.size, self.shape, self.any_visible, self.all_visible).of_part(part)
         lengths = part.rows.length, part.columns.length, self.query_offset + part.away
-        return Compiled(inner, *lengths, *cut)
+        return Compiled(inner, *lengths, cut.size, cut.shape, cut.any_visible, cut.all_visible)
 
     def check(self, dims: ScoreDims) -> None:
         made = (self.query_length, self.key_length, self.query_offset)
