@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 
 import polyattn_cupy
+import polyattn_dask
 import polyattn_jax
 import polyattn_numpy
 import polyattn_torch
@@ -11,7 +12,13 @@ from polyattn.dispatch import registry
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")
-SPECS = (polyattn_numpy.SPEC, polyattn_torch.SPEC, polyattn_cupy.SPEC, polyattn_jax.SPEC)
+SPECS = (
+    polyattn_numpy.SPEC,
+    polyattn_torch.SPEC,
+    polyattn_cupy.SPEC,
+    polyattn_jax.SPEC,
+    polyattn_dask.SPEC,
+)
 YES = "●"
 PROMISES = {
     "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",

@@ -18,6 +18,7 @@ import array_api_compat
 __all__ = [
     "Array",
     "ArrayFacts",
+    "Chunks",
     "Library",
     "RecordedError",
     "Recorder",
@@ -39,6 +40,7 @@ __all__ = [
 ]
 
 Array = Any
+Chunks = tuple[tuple[int, ...], ...]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -120,6 +122,7 @@ class ArrayFacts(NamedTuple):
     shape: tuple[int, ...]
     requires_grad: bool = False
     traced: bool = False
+    chunks: Chunks | None = None  # the lengths of its chunks along each axis, if it is cut
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype}"
@@ -148,6 +151,10 @@ _REFUSED = {
     " {0}.get_data(), and say with mask= which keys take part",
     ("torch", "CausalBias"): "is torch's CausalBias, which is not an array: pass is_causal=True,"
     " and query_offset=0 for causal_upper_left",
+    ("dask_array", "Array"): "is an array of dask-array, whose graphs are planned by queries: pass"
+    " an array of dask.array",
+    ("dask", "ArrayExpr"): "is an array of dask's query planning: set array.query-planning to"
+    " False in dask's configuration before dask.array is imported",
     ("torch", "BlockMask"): "is torch's BlockMask, which is not an array: pass the function that it"
     " was made of, its .mask_mod, in mask=",
 }
@@ -196,6 +203,8 @@ def _names(cls: type) -> list[tuple[str, str]]:
 
 @constant_when_traced
 def _reason_against(cls: type) -> str | None:
+    if cls.__module__.startswith("dask.array._array_expr"):
+        return _REFUSED["dask", "ArrayExpr"]
     return next((_REFUSED[key] for key in _names(cls) if key in _REFUSED), None)
 
 
@@ -263,6 +272,7 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
         tuple(array.shape),
         bool(getattr(array, "requires_grad", False)),
         library.traced,
+        array.chunks if library.name == "dask" else None,
     )
 
 

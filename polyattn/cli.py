@@ -120,7 +120,13 @@ def _add_explain(commands: Any) -> None:
     add("--key-shape", type=_shape, metavar="SHAPE", help="...,G,S,D (default: the query's)")
     add("--value-shape", type=_shape, metavar="SHAPE", help="...,G,S,E (default: the key's)")
     add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
-    add("--library", default="numpy", help="library of the arrays (default: %(default)s)")
+    add("--library", help="library of the arrays (default: numpy, and dask with --chunks)")
+    add(
+        "--chunks",
+        type=_shape,
+        metavar="N",
+        help="length of the chunks of dask arrays: of the tokens, or one for each axis",
+    )
     add("--device", metavar="NAME", help="device of the arrays (default: the library's default)")
     add("--causal", action="store_true", help="is_causal=True")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
@@ -207,9 +213,10 @@ def _explain(options: argparse.Namespace) -> int:
         backend=options.backend,
         kernel=options.kernel,
         logsumexp=options.logsumexp,
-        library=options.library,
+        library=options.library or ("dask" if options.chunks else "numpy"),
         device=options.device,
         dtype=options.dtype,
+        chunks=options.chunks and (options.chunks if options.chunks[1:] else options.chunks[0]),
     )
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
     return 0 if explanation.chosen else 1

@@ -17,7 +17,14 @@ def test_backends(capsys):
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].split() == ["backend", "library", "devices", "kernels"]
-    assert [line.split()[0] for line in lines[1:]] == ["cupy", "jax", "numpy", "torch", "array-api"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "cupy",
+        "dask",
+        "jax",
+        "numpy",
+        "torch",
+        "array-api",
+    ]
     assert out.isascii()
 
 

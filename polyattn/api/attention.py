@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import as_called, heads_first
+from polyattn.call.options import Start
 from polyattn.call.problem import examine
 from polyattn.dispatch.plans import recall, remember
 from polyattn.dispatch.request import request
@@ -33,7 +34,7 @@ def attention(
     softcap: float | None = None,
     score_mod: Score | Callable[..., Array] | None = None,
     sinks: Array | None = None,
-    dropout: tuple[float, int | Array] | None = None,
+    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start] | None = None,
     similarity: Similarity | None = None,
     normalizer: Normalizer | None = None,
     layout: str = "...HLD",
@@ -51,7 +52,7 @@ def attention(
     ----------
     query : Array
         Queries, shape (..., H, L, D), float16, bfloat16, float32 or float64, of NumPy, PyTorch,
-        JAX, CuPy or any library that follows the array API standard.
+        JAX, CuPy, Dask or any library that follows the array API standard.
     key : Array
         Keys, shape (..., G, S, D), the dtype of the query. Query head h reads head h // (H // G).
     value : Array
@@ -81,10 +82,12 @@ def attention(
         (flat), query head, row and key.
     sinks : Array of float, optional
         One more logit for each query head in the softmax's denominator, shape (H,), with no value.
-    dropout : tuple of (float, int), optional
+    dropout : tuple of (float, int) or (float, int, tuple of int), optional
         The rate at which weights are dropped, and the seed. The seed, batch item, head, row and key
         decide whether a weight is dropped, the same on every backend. The seed may be an integer
-        array without axes, so that each step of a compiled training loop gets a new one.
+        array without axes, so that each step of a compiled training loop gets a new one. In a call
+        over a part of the scores, a third item gives the batch item (flat), head, row and key that
+        the part begins with, so that it drops what the whole would drop there.
     similarity : similarity of polyattn.scores, optional
         Replaces the product query·key, such as ``scores.cosine()``.
     normalizer : normalizer of polyattn.scores, optional

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from polyattn.api.options import AttentionOptions, check_names
-from polyattn.arguments import check_shape
-from polyattn.arrays import Array, ArrayFacts, facts_of
+from polyattn.arguments import Shape, check_int, check_shape
+from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
 from polyattn.call.describe import describe
 from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import check_kernel, check_possible, default_device, explain_selection
+from polyattn.span import Span
 
 __all__ = ["explain"]
 
@@ -25,6 +26,7 @@ def explain(
     library: str = "numpy",
     device: str | None = None,
     dtype: str = "float32",
+    chunks: int | tuple[int, ...] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Explanation:
     """Explain what `attention` would do with a call: which kernel runs, and why no other.
@@ -43,6 +45,9 @@ def explain(
         Device assumed for shapes; by default the library's default device.
     dtype : str
         Dtype assumed for shapes.
+    chunks : int or tuple of int, optional
+        Length of the chunks assumed for the shapes of query, key and value, if the library is dask:
+        of their tokens, or along each axis; by default one chunk.
     **options
         As for `attention`: mask, bias, is_causal, window, query_offset, scale, softcap, score_mod,
         sinks, dropout, similarity, normalizer, layout, backend and kernel. A shape is enough for
@@ -68,18 +73,24 @@ def explain(
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
 
-    def facts_of_shape(shape: Any, dtype: str) -> Any:
+    if chunks is not None and library != "dask":
+        raise ValueError(f'chunks are of arrays of dask: library="dask"; got {library!r}')
+    layout = arguments.get("layout", "...HLD")
+
+    def facts_of_shape(shape: Any, dtype: str, cut: bool = False) -> Any:
         if not isinstance(shape, (tuple, list)):
             return shape
         target = default_device(library) if device is None else device
-        return ArrayFacts(library, dtype, target, check_shape(shape))
+        lengths = check_shape(shape)
+        pieces = _cut(lengths, chunks, layout) if cut and library == "dask" else None
+        return ArrayFacts(library, dtype, target, lengths, chunks=pieces)
 
     def facts(array: Any, name: str) -> ArrayFacts:
         return array if isinstance(array, ArrayFacts) else facts_of(array, name)
 
     dtypes = {"mask": "bool", "bias": dtype, "sinks": dtype, "query_offset": "int64"}
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
-    arrays = [facts_of_shape(array, dtype) for array in (query, key, value)]
+    arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
     call, _ = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
     check_kernel(kernel)
     requested = request(backend)
@@ -87,3 +98,19 @@ def explain(
     if only_shapes:
         check_possible(call.query.library, call.query.device)
     return explain_selection(call, examine(call), None if only_shapes else query, requested, kernel)
+
+
+def _cut(shape: Shape, chunks: int | tuple[int, ...] | None, layout: str) -> Chunks:
+    """Return the lengths of the chunks of an array, from one length or one for each axis."""
+    if chunks is None:
+        sizes = shape
+    elif isinstance(chunks, tuple):
+        sizes = check_shape(chunks)
+    else:
+        tokens = len(shape) - (3 if layout == "...LHD" and len(shape) > 2 else 2)
+        length = check_int("chunks", chunks)
+        sizes = tuple([length if axis == tokens else n for axis, n in enumerate(shape)])
+    if len(sizes) != len(shape) or any(size < 1 <= n for size, n in zip(sizes, shape, strict=True)):
+        raise ValueError(f"chunks must be at least 1, one or {len(shape)} of them; got {chunks!r}")
+    spans = [Span(0, n).split(max(1, size)) for n, size in zip(shape, sizes, strict=True)]
+    return tuple(tuple(part.length for part in along) or (0,) for along in spans)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypedDict
 
 from polyattn.arrays import Array
+from polyattn.call.options import Start
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
@@ -26,7 +27,7 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     score_mod: Score | Callable[..., Array] | None
     sinks: Array | None
-    dropout: tuple[float, int | Array] | None
+    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start] | None
     similarity: Similarity | None
     normalizer: Normalizer | None
     layout: str

@@ -198,10 +198,11 @@ def _merge_two(left: Partial, right: Partial) -> Partial:
     weights = [xp.exp(partial.logsumexp - shift) for partial in (left, right)]
     total = weights[0] + weights[1]
     divisor = xp.where(total == 0, xp.ones_like(total), total)
+    # Divided first: an array as large as the output less at the peak.
     left_output, right_output = (
-        cast(xp, partial.output, partial.logsumexp.dtype) * weight[..., None]
+        cast(xp, partial.output, partial.logsumexp.dtype) * (weight / divisor)[..., None]
         for partial, weight in zip((left, right), weights, strict=True)
     )
-    output = (left_output + right_output) / divisor[..., None]
+    output = left_output + right_output
     logsumexp = xp.where(total == 0, top, shift + xp.log(divisor))
     return Partial(cast(xp, output, left.output.dtype), logsumexp)

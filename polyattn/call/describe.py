@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from polyattn.arguments import WindowSize, check_signature, check_window, got
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, torch_transforms
 from polyattn.call.options import (
+    FROM_ZERO,
+    Start,
     check_bool,
     check_dropout,
     check_finite,
@@ -95,6 +97,7 @@ class Call(NamedTuple):
     sinks: ArrayFacts | None
     dropout: float
     seed: ArrayFacts | None
+    dropout_start: Start
     similarity: Similarity | None
     normalizer: Normalizer | None
     known_logsumexp: ArrayFacts | None
@@ -166,9 +169,9 @@ def describe(
         score_mod, softcap = _without_softcap(score_mod, softcap)
     _check_kind("similarity", similarity, Similarity, "scores.cosine()")
     _check_kind("normalizer", normalizer, Normalizer, "scores.sparsemax()")
-    rate, seed = (0.0, None) if dropout is None else check_dropout(dropout)
+    rate, seed, start = (0.0, None, FROM_ZERO) if dropout is None else check_dropout(dropout)
     if rate == 0:
-        seed = None
+        seed, start = None, FROM_ZERO
     call = Call(
         facts(query, "query"),
         facts(key, "key"),
@@ -184,6 +187,7 @@ def describe(
         None if sinks is None else facts(sinks, "sinks"),
         rate,
         facts(seed, "dropout's seed") if is_array(seed) else None,
+        start,
         None if similarity is None else similarity.spec(facts),
         normalizer,
         None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),

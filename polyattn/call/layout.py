@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.arguments import Shape
-from polyattn.arrays import Array, ArrayFacts, library_of
+from polyattn.arrays import Array, ArrayFacts, Chunks, library_of
 from polyattn.call.describe import Call, Operands
 from polyattn.call.gradients import Gradients
 
-__all__ = ["as_called", "axes_of", "gradients_as_called", "heads_first", "is_flat"]
+__all__ = [
+    "as_called",
+    "axes_of",
+    "chunks_heads_first",
+    "gradients_as_called",
+    "heads_first",
+    "is_flat",
+]
 
 
 def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
@@ -27,6 +34,23 @@ _OF_RESULTS = {
     "output_gradient": -2,
     "logsumexp_gradient": -1,
 }
+
+
+def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
+    """Return the chunks of each array that is cut, on the axes that a kernel knows."""
+    operands = {name for name, _ in call.operands()}
+    found: list[tuple[str, Chunks]] = []
+    for name, facts in call.arrays():
+        chunks = facts.chunks
+        if chunks is None:
+            continue
+        if name in operands and len(chunks) == 2:
+            chunks = ((1,), *chunks)
+        elif name in operands and call.layout == "...LHD":
+            *batch, length, heads, size = chunks
+            chunks = (*batch, heads, length, size)
+        found.append((name, chunks))
+    return tuple(found)
 
 
 def heads_first(call: Call, operands: Operands) -> Operands:

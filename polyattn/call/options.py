@@ -8,10 +8,14 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arguments import got
+from polyattn.arguments import check_int, got
 from polyattn.arrays import ArrayFacts, is_array
 
-__all__ = []
+__all__ = ["FROM_ZERO", "Start"]
+
+#: The flat batch item, query head, query row and key that a part of a call begins with.
+Start = tuple[int, int, int, int]
+FROM_ZERO: Start = (0, 0, 0, 0)
 
 
 def check_bool(name: str, value: Any) -> bool:
@@ -52,11 +56,13 @@ def check_offset(value: Any, facts: Callable[[Any, str], ArrayFacts]) -> ArrayFa
     return facts(value, "query_offset")
 
 
-def check_dropout(value: Any) -> tuple[float, Any]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+def check_dropout(value: Any) -> tuple[float, Any, Start]:
+    if not isinstance(value, (tuple, list)) or len(value) not in (2, 3):
         raise TypeError(
-            f"dropout must be a pair (rate, seed): nothing is random without a seed; {got(value)}"
+            "dropout must be a pair (rate, seed), since nothing is random without a seed, or"
+            f" (rate, seed, start); {got(value)}"
         )
+    start = _check_start(value[2]) if len(value) == 3 else FROM_ZERO
     rate, seed = check_finite("dropout rate", value[0]), value[1]
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate must be in [0, 1); {got(value)}")
@@ -64,11 +70,24 @@ def check_dropout(value: Any) -> tuple[float, Any]:
     if is_array(seed) and type(seed).__module__ != "numpy":
         if tuple(seed.shape) != () or "int" not in str(seed.dtype):
             raise TypeError(f"a dropout seed must be one integer; {got(value)}")
-        return rate, seed
+        return rate, seed, start
     try:
         number = operator.index(seed)
     except TypeError:
         raise TypeError(f"a dropout seed must be one integer; {got(value)}") from None
     if not 0 <= number < 2**64:
         raise ValueError(f"a dropout seed must be in [0, 2**64); {got(value)}")
-    return rate, number
+    return rate, number, start
+
+
+def _check_start(value: Any) -> Start:
+    wrong = (
+        "the start of dropout must be four integers of at least 0, the first batch item, head, row"
+        f" and key of this part of a call; {got(value)}"
+    )
+    if not isinstance(value, (tuple, list)) or len(value) != 4:
+        raise TypeError(wrong)
+    item, head, row, key = (check_int("the start of dropout", number) for number in value)
+    if min(item, head, row, key) < 0:
+        raise ValueError(wrong)
+    return item, head, row, key

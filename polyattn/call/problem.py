@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arguments import Shape, WindowSize
-from polyattn.arrays import ArrayFacts
+from polyattn.arrays import ArrayFacts, Chunks
 from polyattn.call.checks import (
     check_dtypes,
     check_known_lengths,
@@ -20,6 +20,8 @@ from polyattn.call.checks import (
 )
 from polyattn.call.describe import Call
 from polyattn.call.features import MASKING
+from polyattn.call.layout import chunks_heads_first
+from polyattn.call.options import FROM_ZERO, Start
 from polyattn.expressions.expression import has_function
 from polyattn.expressions.indices import ScoreDims
 from polyattn.expressions.masks import Mask
@@ -78,6 +80,10 @@ class Problem(NamedTuple):
         The replacement for softmax.
     dropout : float
         The rate at which weights are dropped.
+    dropout_start : tuple of int
+        What the flat batch item, head, row and key of the call begin with in the hash of dropout.
+    chunks : tuple of (str, tuple)
+        The lengths of the chunks of each array that is cut, along its axes, by the array's name.
     constants : frozenset of str
         In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
         asked for: a kernel may return None for them.
@@ -112,6 +118,8 @@ class Problem(NamedTuple):
     score_norm: ByNorm | None = None
     normalizer: Normalizer | None = None
     dropout: float = 0.0
+    dropout_start: Start = FROM_ZERO
+    chunks: tuple[tuple[str, Chunks], ...] = ()
     constants: frozenset[str] = frozenset()
 
     @property
@@ -196,6 +204,8 @@ def examine(call: Call) -> Problem:
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         normalizer=call.normalizer,
         dropout=call.dropout,
+        dropout_start=call.dropout_start,
+        chunks=chunks_heads_first(call),
     )
     _check_values(call, problem)
     features = _features(call, problem, default_scale)

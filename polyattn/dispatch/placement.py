@@ -78,10 +78,12 @@ def _target_device(call: Call, spec: BackendSpec, requested: str) -> str | Refus
 
 
 def _operands_to_move(call: Call, spec: BackendSpec, device: str) -> frozenset[str]:
+    given = {name for name, _ in call.operands()}
     return frozenset(
         [
             name.partition(".")[0]  # the argument, if the array is part of an expression
             for name, facts in call.arrays()
+            if name in given or facts.library not in spec.accepts
             if facts.library not in spec.namespaces
             # The device of a traced array may be unknown; such an array is not moved.
             or (device and facts.device != device and (facts.device or not facts.traced))
@@ -119,15 +121,17 @@ def _reason_against(
 
 def check_one_place(call: Call) -> None:
     """Raise if the arrays are of several libraries or on several devices."""
+    library = call.query.library
     for name, facts in call.arrays():
-        if facts.library != call.query.library:
+        if facts.library != library and facts.library not in _accepted(call, name):
             raise TypeError(
                 f"query is an array of {call.query.library} and {name} one of {facts.library};"
                 " convert one of them, or name a backend to convert all of them to, for example"
                 ' backend="numpy"'
             )
-    # An array without a device goes where the others are.
-    placed = [(name, facts) for name, facts in call.arrays() if facts.device]
+    # An array without a device goes where the others are, and an accepted one stays.
+    ours = [(name, facts) for name, facts in call.arrays() if facts.library == library]
+    placed = [(name, facts) for name, facts in ours if facts.device]
     for name, facts in placed:
         first, where = placed[0]
         if facts.device != where.device:
@@ -135,3 +139,11 @@ def check_one_place(call: Call) -> None:
                 f"{first} is on {where.device} and {name} on {facts.device}; move one of them,"
                 ' or name a backend to move all of them to, for example backend="numpy"'
             )
+
+
+def _accepted(call: Call, name: str) -> tuple[str, ...]:
+    """Return the libraries that an array of a call may have beside that of the query."""
+    if name in dict(call.operands()):
+        return ()
+    serving = registry.serving(call.query.library)
+    return tuple(one for backend in serving for one in registry.accepted(backend))

@@ -19,6 +19,7 @@ from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, 
 
 __all__ = [
     "ARRAY_API",
+    "accepted",
     "array_api_backend",
     "device_of",
     "devices_of",
@@ -181,6 +182,13 @@ def is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
+
+
+@constant_when_traced
+def accepted(name: str) -> tuple[str, ...]:
+    """Return the libraries whose arrays may be options of a call, by a plugin that has a spec."""
+    spec = _plugins[name].spec
+    return () if spec is None else spec.accepts
 
 
 def loaded(name: str) -> Backend:

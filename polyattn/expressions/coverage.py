@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 from polyattn.arrays import Array, constant_when_traced
+from polyattn.expressions.parts import Part
 
 __all__ = ["UNKNOWN", "Block", "Coverage", "TileTable", "logical_not"]
 
@@ -47,6 +48,28 @@ class TileTable(NamedTuple):
             for first, stop in (rows, columns)
         )
         return Coverage(*_of_tiles(self.any_visible, self.all_visible, self.shape, down, across))
+
+    def of_part(self, part: Part) -> TileTable:
+        """Return the table of a part of the scores, whose first row and key begin a tile."""
+        items, heads, height, width = self.shape
+        at_items = part.flat_items if items > 1 else [0]
+        at_heads = range(*part.heads) if heads > 1 else [0]
+        down, across = (
+            range(span.start // self.size, -(-span.stop // self.size))
+            for span in (part.rows, part.columns)
+        )
+        lines = [
+            ((item * heads + head) * height + row) * width + across.start
+            for item in at_items
+            for head in at_heads
+            for row in down
+        ]
+        any_visible, all_visible = (
+            b"".join([half[line : line + len(across)] for line in lines])
+            for half in (self.any_visible, self.all_visible)
+        )
+        shape = len(at_items), len(at_heads), len(down), len(across)
+        return TileTable(self.size, shape, any_visible, all_visible)
 
 
 @constant_when_traced

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from polyattn.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
+from polyattn.expressions.parts import Part
 
 __all__ = ["FUNCTION", "Expression", "has_function", "named"]
 
@@ -76,6 +77,35 @@ class Expression:
 
         self.map(note)
         return found
+
+    def apart(self: V) -> V:
+        """Return an equal expression in which an array follows one axis of the scores only."""
+        return self._rebuilt(lambda field: field.apart())
+
+    def part(self, part: Part) -> Any:
+        """Return the expression over a part of the scores, counted from its first row and key.
+
+        Parameters
+        ----------
+        part : Part
+            The part; the arrays of the expression are cut to it already.
+
+        Returns
+        -------
+        Expression
+            An expression of the same meaning there.
+        """
+        return self._rebuilt(lambda field: field.part(part))
+
+    def _rebuilt(self: V, change: Callable[[Any], Any]) -> V:
+        """Replace each expression in a field."""
+
+        def changed(field: Any) -> Any:
+            if isinstance(field, Expression):
+                return change(field)
+            return tuple(map(changed, field)) if type(field) is tuple else field
+
+        return type(self)(*[changed(getattr(self, name)) for name in self.__match_args__])
 
     def spec(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
         """Return the expression with facts for arrays, and without functions and tables.

@@ -21,6 +21,7 @@ from polyattn.expressions.indices import (
     ScoreIndices,
     is_ambiguous,
 )
+from polyattn.expressions.parts import Part
 
 __all__ = ["And", "Dense", "Joined", "Mask", "Not", "Or", "Rule", "as_mask"]
 
@@ -264,6 +265,9 @@ class Rule(Mask):
 
     def seen(self, at: ScoreIndices) -> Array:
         return at.by_rule(self.function)
+
+    def part(self, part: Part) -> Mask:
+        return Rule(part.moved(self.function))
 
     @property
     def has_rule(self) -> bool:

@@ -15,6 +15,7 @@ from polyattn.expressions.indices import (
     ScoreIndices,
 )
 from polyattn.expressions.masks import Mask
+from polyattn.expressions.parts import Part
 
 __all__ = ["Band", "Dilated", "GlobalTokens", "Padding", "Prefix", "Segments"]
 
@@ -97,6 +98,9 @@ class GlobalTokens(Mask):
                 every = every | ((start <= low) & (high <= end))
         return Coverage(some, every)
 
+    def part(self, part: Part) -> GlobalTokens:
+        return GlobalTokens(tuple([token - part.columns.start for token in self.positions]))
+
     def __repr__(self) -> str:
         return f"masks.global_tokens({', '.join(map(str, self.positions))})"
 
@@ -123,6 +127,9 @@ class Prefix(Mask):
     def _coverage(self, block: Block) -> Coverage:
         length = block.per_item(self.lengths)
         return Coverage(block.columns[0] < length, block.columns[1] <= length)
+
+    def part(self, part: Part) -> Prefix:
+        return Prefix(part.counted(self.lengths, part.columns.start))
 
     def check(self, dims: ScoreDims) -> None:
         dims.check_per_item("masks.prefix: lengths", self.lengths)
@@ -152,6 +159,12 @@ class Padding(Mask):
                 some, every = some & (first < length), every & (stop <= length)
         return Coverage(some, every)
 
+    def part(self, part: Part) -> Padding:
+        return Padding(
+            part.counted(self.key_lengths, part.columns.start),
+            part.counted(self.query_lengths, part.rows.start),
+        )
+
     def check(self, dims: ScoreDims) -> None:
         dims.check_per_item("masks.padding: key_lengths", self.key_lengths)
         dims.check_per_item("masks.padding: query_lengths", self.query_lengths)
@@ -176,6 +189,9 @@ class Segments(Mask):
         # Two ranges that overlap may share an id; they surely do if both have one id only.
         meet = (low <= most) & (least <= high)
         return Coverage(meet, meet & (low == high) & (least == most))
+
+    def apart(self) -> Segments:
+        return Segments(self.query_ids, self._keys)
 
     def check(self, dims: ScoreDims) -> None:
         dims.check_per_token("masks.segments: query_ids", self.query_ids, "L", dims.query_length)

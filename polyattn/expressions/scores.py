@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn.arrays import Array, ArrayFacts, cast, is_array
+from polyattn.arrays import Array, ArrayFacts, cast, is_array, numbers_like
 from polyattn.expressions.derivatives import into_heads, used
 from polyattn.expressions.expression import Expression, shown
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
+from polyattn.expressions.parts import Part
 
 __all__ = [
     "Alibi",
@@ -195,6 +196,11 @@ class Alibi(Score):
         lost = _sum_lead(at.xp, at.xp.sum(lost, axis=(-2, -1)), 1)
         return gradient, [into_heads(at.xp, lost, at.head, self.slopes.shape[0])]
 
+    def part(self, part: Part) -> Alibi:
+        if is_array(self.slopes):
+            return self
+        return Alibi(_default_slopes(self.slopes)[part.heads.start : part.heads.stop])
+
     @staticmethod
     def _far(at: ScoreIndices, dtype: Any) -> Array:
         return cast(at.xp, at.xp.abs(at.away_from_row()), dtype)
@@ -202,6 +208,8 @@ class Alibi(Score):
     def _slopes(self, at: ScoreIndices, dtype: Any) -> Array:
         if is_array(self.slopes):
             return cast(at.xp, at.per_head(self.slopes), dtype)
+        if isinstance(self.slopes, tuple):
+            return at.per_head(numbers_like(at.xp, self.slopes, dtype, at.column))
         # The slopes for a power of two heads; for the rest, every other slope for twice as many.
         whole = 1 << (self.slopes.bit_length() - 1)
         head = cast(at.xp, at.head, dtype)
@@ -214,6 +222,8 @@ class Alibi(Score):
 
     def check(self, dims: ScoreDims) -> None:
         facts = self.slopes
+        if isinstance(facts, tuple) and not is_array(facts) and len(facts) != dims.heads:
+            raise ValueError(f"scores.alibi: {len(facts)} slopes for {dims.heads} query heads")
         if isinstance(facts, int) and facts != dims.heads:
             raise ValueError(f"scores.alibi({facts}) is for {facts} query heads; got {dims.heads}")
         if isinstance(facts, ArrayFacts):
@@ -224,6 +234,17 @@ class Alibi(Score):
                     "scores.alibi: slopes must hold one number per query head, shape"
                     f" ({dims.heads},); got {facts.shape}"
                 )
+
+
+def _default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
+    """Return the slope of each head: for a power of two, and then every other one for twice it."""
+    if isinstance(slopes, tuple):
+        return slopes
+    whole = 1 << (slopes.bit_length() - 1)
+    return tuple(
+        2.0 ** (-8 * (head + 1) / whole if head < whole else -4 * (2 * (head - whole) + 1) / whole)
+        for head in range(slopes)
+    )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -308,6 +329,10 @@ class Function(Score):
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return at.by_score_mod(self.rule, scores)
+
+    def part(self, part: Part) -> Function:
+        derivative = None if self.derivative is None else part.moved(self.derivative)
+        return Function(part.moved(self.rule), derivative)
 
     def pullback(
         self, scores: Array, at: ScoreIndices, gradient: Array

@@ -46,6 +46,7 @@ from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
+from polyattn.expressions.parts import Part, axes_of_array
 from polyattn.expressions.scores import Score
 from polyattn.plugin.backend import Backend, Kernel
 from polyattn.plugin.primitives import BackendPrimitives
@@ -73,6 +74,7 @@ __all__ = [
     "Kernel",
     "Mask",
     "Operands",
+    "Part",
     "PointIndices",
     "Problem",
     "Score",
@@ -80,6 +82,7 @@ __all__ = [
     "Span",
     "TileGrid",
     "TileQuery",
+    "axes_of_array",
     "band",
     "column_span",
     "combine",

@@ -33,6 +33,9 @@ class BackendSpec:
         Kinds of device it can run on: the text of ``array.device``, up to a colon.
     dtypes : tuple of str
         The dtypes it takes, of float16, bfloat16, float32 and float64.
+    accepts : tuple of str
+        Further libraries whose arrays may be options of a call on arrays of `namespaces`, such as a
+        mask: they are passed as they are.
     api_version : int
         The version of this contract that it was written for.
 
@@ -51,10 +54,11 @@ class BackendSpec:
     install: str
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = DTYPES
+    accepts: tuple[str, ...] = ()
     api_version: int = API_VERSION
 
     def __post_init__(self) -> None:
-        for name in ("namespaces", "requires", "devices", "dtypes"):
+        for name in ("namespaces", "requires", "devices", "dtypes", "accepts"):
             value = getattr(self, name)
             if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
                 raise TypeError(f"{name} must be a tuple of strings; got {value!r}")

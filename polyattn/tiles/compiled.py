@@ -11,6 +11,7 @@ from polyattn.arrays import Array, broadcast_shapes, facts_of, index_range, is_a
 from polyattn.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn.expressions.masks import Mask
+from polyattn.expressions.parts import Part
 from polyattn.span import Span
 
 __all__ = ["Compiled", "compile_mask"]
@@ -47,6 +48,15 @@ class Compiled(Mask):
         if not self.any_visible:  # a spec has no table
             return UNKNOWN
         return block.table(TileTable(self.size, self.shape, self.any_visible, self.all_visible))
+
+    def part(self, part: Part) -> Mask:
+        inner: Mask = self.mask.part(part)
+        edges = part.rows.start, part.columns.start
+        if any(first % self.size for first in edges):
+            return inner  # its tiles are not those of the table
+        cut = TileTable(self.size, self.shape, self.any_visible, self.all_visible).of_part(part)
+        lengths = part.rows.length, part.columns.length, self.query_offset + part.away
+        return Compiled(inner, *lengths, cut.size, cut.shape, cut.any_visible, cut.all_visible)
 
     def check(self, dims: ScoreDims) -> None:
         made = (self.query_length, self.key_length, self.query_offset)

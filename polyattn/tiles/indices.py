@@ -235,10 +235,12 @@ class Indices:
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
-        first, stop = self._columns.start // WORDS, -(-self._columns.stop // WORDS)
+        begin = self._problem.dropout_start[3]
+        start, end = self._columns.start + begin, self._columns.stop + begin
+        first, stop = start // WORDS, -(-end // WORDS)
         blocks = index_range(self.xp, first, stop, self._x.query)
         found = keep_mask(self.xp, *self._drawn_by(), blocks)
-        start = self._columns.start - first * WORDS
+        start -= first * WORDS
         return found[..., start : start + self._columns.length]
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
@@ -254,11 +256,18 @@ class Indices:
         tuple of Array of bool
             For each index in a block, shape (..., H, l, n).
         """
-        return keep_mask_by_word(self.xp, *self._drawn_by(), blocks)
+        drawn_by = self._drawn_by()
+        whole, rest = divmod(self._problem.dropout_start[3], WORDS)
+        blocks = blocks + whole if whole else blocks
+        kept = keep_mask_by_word(self.xp, *drawn_by, blocks)
+        if not rest:
+            return kept
+        return kept[rest:] + keep_mask_by_word(self.xp, *drawn_by, blocks + 1)[:rest]
 
     def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
         seed, rate = self._x.seed, self._problem.dropout
-        return seed, rate, self.batch, self.head, self.row
+        item, head, row, _ = self._problem.dropout_start
+        return seed, rate, self.batch + item, self.head + head, self.row + row
 
     # ---- masks and scores ----
 

@@ -4,10 +4,13 @@ NumPy's turn comes where the package itself is collected: `polyattn/conformance/
 """
 
 import array_api_strict
+import dask
 import jax
 import pytest
 import torch
 
+from polyattn.conformance.checks.lazy import lazily
+from polyattn.conformance.checks.target import Target
 from polyattn.conformance.suite import BackendSuite
 
 
@@ -83,18 +86,41 @@ class TestJax(BackendSuite):
             yield
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-class TestDask(BackendSuite):
-    """A graph of small tiles has thousands of tasks: slow."""
+class Cut(Target):
+    """Dask arrays in small chunks: two or three of each axis."""
 
-    backend = "array-api"
-    library = "dask.array"
+    def to(self, array):
+        whole = super().to(array)
+        return whole.rechunk([-(-n // 3) if n > 3 else -(-n // 2) for n in whole.shape])
+
+
+class TestDask(BackendSuite):
+    """Every array in several chunks.
+
+    Slow is what `test_case` of the plugin's kernel shows already, but for one case of each. The
+    core's kernels on dask arrays make thousands of tasks.
+    """
+
+    backend = "dask"
     thorough = False
+    quick = ("test_case[chunked", "test_lazy[chunked-many", "test_backward[chunked-many")
 
     def _marks(self, name):
-        slow = name.startswith(("test_lazy[", "test_backward[", "test_jvp["))
-        slow = slow or "small tiles" in name
+        slow = "[" in name and not name.startswith((*self.quick, "test_deterministic[chunked"))
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
+
+    @pytest.fixture
+    def target(self):
+        return Cut("dask")
+
+    @pytest.fixture
+    def lazy_target(self):
+        return Cut("dask", transform=lazily)
+
+    @pytest.fixture(autouse=True)
+    def in_this_thread(self):
+        with dask.config.set({"scheduler": "synchronous", "polyattn.group-size": 2000}):
+            yield
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():

@@ -71,7 +71,7 @@ print(*sorted(names))
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.split() == ["cupy", "jax", "numpy", "torch"], done.stderr
+    assert done.stdout.split() == ["cupy", "dask", "jax", "numpy", "torch"], done.stderr
 
 
 @pytest.mark.slow

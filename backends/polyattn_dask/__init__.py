@@ -1,0 +1,14 @@
+"""Dask arrays, by their chunks. This module must not import dask."""
+
+from polyattn.plugin import BackendSpec
+
+__all__ = ["SPEC"]
+
+SPEC = BackendSpec(
+    name="dask",
+    namespaces=("dask",),
+    implementation="polyattn_dask.backend:DaskBackend",
+    requires=("dask", "dask.array"),
+    install='pip install "dask[array]"',
+    accepts=("numpy", "cupy"),
+)

@@ -1,0 +1,62 @@
+"""The backend of dask arrays, and its kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.dask.array as xp
+import dask.array as da
+
+from polyattn.plugin import FEATURES, Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn_dask.backward import gradients
+from polyattn_dask.estimate import estimate
+from polyattn_dask.forward import attend
+from polyattn_dask.weights import weights
+
+__all__ = ["Chunked", "DaskBackend"]
+
+
+class Chunked(Kernel):
+    """Attention by the chunks of the caller, computed by the library of the chunks."""
+
+    name = "chunked"
+    features = frozenset(FEATURES) - {"jvp"}
+
+    def remark(self, problem: Problem) -> str | None:
+        """Return how much of the scores is computed, and in how many tasks."""
+        return estimate(problem)
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the graph of the output, and of the logsumexp if the problem asks for it."""
+        return attend(problem, operands)
+
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the graphs of the gradients."""
+        return gradients(problem, operands)
+
+
+class DaskBackend(Backend):
+    """Dask arrays, wherever their chunks are."""
+
+    kernels = (Chunked(),)
+
+    def __init__(self) -> None:
+        super().__init__(xp)
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel; a call for weights, whose kernel is the core's, by chunks too."""
+        if operands.value is None and 0 not in problem.scores:
+            return weights(problem, operands, kernel)
+        return super().run(kernel, problem, operands)
+
+    def place(self, array: Array, device: str | None) -> Array:
+        """Return an array as a dask array, in chunks of dask's choice."""
+        return array if isinstance(array, da.Array) else da.from_array(array, asarray=False)
+
+    def fetch(self, array: Array) -> Any:
+        """Compute a dask array."""
+        return array.compute() if isinstance(array, da.Array) else array

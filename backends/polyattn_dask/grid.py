@@ -1,0 +1,194 @@
+"""The grid of the scores: the chunks of batch items, heads, rows and keys that a call runs by.
+
+The caller's chunks of the query rows and of the keys stay. Where arrays are cut unlike each other,
+the query decides, then the key; the others are rechunked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import dask.array as da
+
+from polyattn.plugin import Part, Problem, Span, axes_of_array
+
+__all__ = [
+    "Axes",
+    "Chunks",
+    "Grid",
+    "Index",
+    "aligned",
+    "axes_of",
+    "chunks_like",
+    "grid_of",
+    "lengths_of",
+]
+
+Chunks = tuple[tuple[int, ...], ...]
+#: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G
+#: for the key heads, or None for an axis that is not cut.
+Axes = tuple[int | str | None, ...]
+
+
+class Index(NamedTuple):
+    """The place of a block of query rows in the grid, and of a chunk of keys."""
+
+    items: tuple[int, ...]
+    head: int
+    row: int
+    column: int = 0
+
+
+class Grid(NamedTuple):
+    """The spans along each axis of the scores.
+
+    Attributes
+    ----------
+    batch : tuple of tuple of Span
+        Those of each batch axis.
+    heads, groups, rows, columns : tuple of Span
+        Those of the query heads, key heads, rows and keys.
+    group_of : tuple of int
+        The place in `groups` for each of `heads`.
+    """
+
+    batch: tuple[tuple[Span, ...], ...]
+    heads: tuple[Span, ...]
+    groups: tuple[Span, ...]
+    rows: tuple[Span, ...]
+    columns: tuple[Span, ...]
+    group_of: tuple[int, ...]
+
+    def spans(self, axis: int | str) -> tuple[Span, ...]:
+        """Return the spans along an axis."""
+        if isinstance(axis, int):
+            return self.batch[axis]
+        return {"H": self.heads, "G": self.groups, "L": self.rows, "S": self.columns}[axis]
+
+    def place(self, axes: Axes, at: Index) -> tuple[int, ...]:
+        """Return the number of the block, along each of its axes, that an array has at a place."""
+        letters = {"H": at.head, "L": at.row, "S": at.column, "G": self.group_of[at.head]}
+        return tuple(
+            0 if axis is None else at.items[axis] if isinstance(axis, int) else letters[axis]
+            for axis in axes
+        )
+
+    def part(self, problem: Problem, at: Index, columns: Span) -> Part:
+        """Return the part of the scores of some rows and keys."""
+        items = tuple([spans[n] for spans, n in zip(self.batch, at.items, strict=True)])
+        return Part(problem.batch, items, self.heads[at.head], self.rows[at.row], columns)
+
+    def row_blocks(self) -> Iterator[Index]:
+        """Yield the places of the blocks of query rows."""
+        for items in itertools.product(*(range(len(spans)) for spans in self.batch)):
+            for head, row in itertools.product(range(len(self.heads)), range(len(self.rows))):
+                yield Index(items, head, row)
+
+
+def grid_of(problem: Problem, chunks: Mapping[str, Chunks]) -> Grid:
+    """Return the grid of a call whose query, key and value are cut like this."""
+    rank, names = len(problem.batch), ("query", "key", "value")
+    batch = []
+    for axis, length in enumerate(problem.batch):
+        cuts = [
+            chunks[n][axis - rank - 3] for n in names if len(chunks.get(n, ())) >= rank - axis + 3
+        ]
+        cut = next((cut for cut in cuts if sum(cut) == length), (length,))
+        # In the hash of dropout, the flat items of a part count on from its first.
+        batch.append(spans_of((length,) if problem.dropout and axis else cut))
+    heads, groups = _heads(problem, chunks["query"][-3])
+    rows, columns = spans_of(chunks["query"][-2]), spans_of(chunks["key"][-2])
+    starts = [span.start for span in groups]
+    size = _group_size(problem)
+    group_of = tuple([starts.index(span.start // size) for span in heads])
+    return Grid(tuple(batch), heads, groups, rows, columns, group_of)
+
+
+def _heads(problem: Problem, cut: tuple[int, ...]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Return the spans of query heads, whole groups or parts of one, and those of key heads."""
+    size = _group_size(problem)
+    spans = spans_of(cut)
+    whole = [s.start % size == s.stop % size == 0 for s in spans]
+    within = [s.length and s.start // size == (s.stop - 1) // size for s in spans]
+    if not all(a or b for a, b in zip(whole, within, strict=True)):
+        edges = dict.fromkeys(-(-span.stop // size) * size for span in spans)
+        spans = _between([0, *edges])
+    groups = _between([*dict.fromkeys(span.start // size for span in spans), problem.key_heads])
+    return spans, groups
+
+
+def _group_size(problem: Problem) -> int:
+    """Return the number of query heads that read one key head."""
+    return max(1, problem.heads // max(1, problem.key_heads))
+
+
+def _between(edges: list[int]) -> tuple[Span, ...]:
+    return tuple([Span(first, stop) for first, stop in itertools.pairwise(edges)])
+
+
+def spans_of(lengths: tuple[int, ...]) -> tuple[Span, ...]:
+    """Return the spans of chunks of these lengths."""
+    return _between(list(itertools.accumulate(lengths, initial=0)))
+
+
+def lengths_of(spans: tuple[Span, ...]) -> tuple[int, ...]:
+    """Return the lengths of spans."""
+    return tuple([span.length for span in spans])
+
+
+_ROWS, _KEYS = ("H", "L"), ("G", "S")
+_NAMED: dict[str, tuple[str | None, ...]] = {
+    "query": (*_ROWS, None),
+    "key": (*_KEYS, None),
+    "value": (*_KEYS, None),
+    "known_logsumexp": _ROWS,
+    "output": (*_ROWS, None),
+    "output_gradient": (*_ROWS, None),
+    "logsumexp_gradient": _ROWS,
+}
+
+
+def axes_of(name: str, shape: tuple[int, ...], batch: int) -> Axes:
+    """Return the axes that an array of a call follows; one of length 1 is not cut.
+
+    Parameters
+    ----------
+    name : str
+        The argument, or ``argument.field`` for an array in an expression.
+    shape : tuple of int
+        Its shape.
+    batch : int
+        The number of batch axes.
+    """
+    rank = len(shape)
+    axes: Axes = ()
+    if name in _NAMED:
+        axes = (*range(batch), *_NAMED[name])[-rank:] if rank else ()
+    elif name == "sinks":
+        axes = ("H",)
+    elif name != "seed":
+        axes = axes_of_array(name.partition(".")[2] or "array", rank, batch)
+    return tuple([None if n == 1 else axis for axis, n in zip(axes, shape, strict=True)])
+
+
+def chunks_like(grid: Grid, axes: Axes, shape: tuple[int, ...]) -> Chunks:
+    """Return the chunks of an array that is cut as the grid is."""
+    cuts = zip(axes, shape, strict=True)
+    return tuple([(n,) if axis is None else lengths_of(grid.spans(axis)) for axis, n in cuts])
+
+
+def aligned(array: Any, axes: Axes, grid: Grid) -> Any:
+    """Return an array as a dask array that is cut as the grid is."""
+    if not isinstance(array, da.Array):
+        array = da.from_array(array, chunks=-1, asarray=False)
+    for place, axis in enumerate(axes):
+        spans = () if axis is None else grid.spans(axis)
+        if (axis is not None and spans != spans_of(lengths_of(spans))) or (
+            spans and spans[-1].stop != array.shape[place]
+        ):
+            lead = (slice(None),) * place
+            array = da.concatenate([array[(*lead, slice(*span))] for span in spans], axis=place)
+    wanted = chunks_like(grid, axes, array.shape)
+    return array if array.chunks == wanted else array.rechunk(wanted)

@@ -1,0 +1,96 @@
+"""How many bytes a task holds, and how many chunks of keys it therefore reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dask import config
+from dask.utils import parse_bytes
+
+from polyattn.plugin import Problem
+from polyattn_dask.grid import Axes, Grid, Index
+
+__all__ = [
+    "BYTES",
+    "Extra",
+    "grouped",
+    "items_in",
+    "key_bytes",
+    "limit",
+    "partial_bytes",
+    "query_bytes",
+    "widths",
+]
+
+BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class Extra(NamedTuple):
+    """An array among the options: its axes in the grid, its shape and its dtype."""
+
+    axes: Axes
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def limit() -> int:
+    """Return how many bytes of keys and values, or of partials, a task may join."""
+    return int(parse_bytes(config.get("polyattn.group-size", "64 MiB")))
+
+
+def items_in(grid: Grid, at: Index) -> int:
+    """Return the number of batch items of a block."""
+    return math.prod([spans[n].length for spans, n in zip(grid.batch, at.items, strict=True)])
+
+
+def query_bytes(problem: Problem, grid: Grid, at: Index) -> int:
+    """Return the bytes of a block of query rows."""
+    rows = items_in(grid, at) * grid.heads[at.head].length * grid.rows[at.row].length
+    return rows * problem.head_size * BYTES[problem.dtype]
+
+
+def partial_bytes(problem: Problem, grid: Grid, at: Index) -> int:
+    """Return the bytes of the partial of a block of rows."""
+    rows = items_in(grid, at) * grid.heads[at.head].length * grid.rows[at.row].length
+    return rows * (problem.value_size + 1) * BYTES[problem.accumulator]
+
+
+def key_bytes(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) -> list[int]:
+    """Return the bytes of each chunk of keys, its values, and what of the options follows it."""
+    group = grid.groups[grid.group_of[at.head]].length
+    each = items_in(grid, at) * group * (problem.head_size + problem.value_size)
+    each *= BYTES[problem.dtype]
+    for extra in extras:
+        if "S" not in extra.axes:
+            continue
+        places = grid.place(extra.axes, at)
+        count = [
+            n if axis is None else 1 if axis == "S" else grid.spans(axis)[place].length
+            for axis, n, place in zip(extra.axes, extra.shape, places, strict=True)
+        ]
+        each += math.prod(count) * BYTES.get(extra.dtype, 8)
+    return [each * span.length for span in grid.columns]
+
+
+def grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Put chunks together in groups of at most the limit, or of one chunk."""
+    groups: list[list[int]] = []
+    room, most = 0, limit()
+    for number in numbers:
+        if not groups or sizes[number] > room:
+            groups.append([])
+            room = most
+        groups[-1].append(number)
+        room -= sizes[number]
+    return groups
+
+
+def widths(count: int, size: int) -> tuple[int, list[int]]:
+    """Return how many results a task joins, and how many tasks join them at each level but one."""
+    width, found = max(2, limit() // max(1, size)), []
+    while count > width:
+        count = -(-count // width)
+        found.append(count)
+    return width, found

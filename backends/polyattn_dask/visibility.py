@@ -1,0 +1,120 @@
+"""The chunks of keys that the rows of a chunk may see, by arithmetic while the graph is built."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from typing import Any
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from polyattn.plugin import Mask, Operands, Problem, Span, TileQuery, column_span
+from polyattn.plugin import combined_mask as combined
+from polyattn_dask.grid import Grid, Index, axes_of
+
+__all__ = ["Visibility"]
+
+
+class Visibility:
+    """The chunks of keys of each block of query rows.
+
+    NumPy arrays in a mask are read; dask arrays are not, so that any key may be visible by them.
+
+    Parameters
+    ----------
+    problem, x : Problem, Operands
+        The arguments of a kernel; of the operands, mask and query offset count.
+    grid : Grid
+        The grid.
+    """
+
+    def __init__(self, problem: Problem, x: Operands, grid: Grid) -> None:
+        self._problem, self._x, self._grid = problem, x, grid
+        mask: Any = combined(problem, x)
+        # The parts of masks that are joined by &: those with dask arrays are not read.
+        parts = mask.parts if getattr(mask, "sign", "") == "&" else (mask,)
+        # The band of an offset that is a number needs no look at single chunks.
+        self._masks = [
+            one
+            for one in parts
+            if one is not None and not (one == problem.band and problem.query_offset is not None)
+        ]
+        self._starts = [span.start for span in grid.columns]
+        self._stops = [span.stop for span in grid.columns]
+        self._found: dict[tuple[Any, ...], list[int]] = {}
+
+    def of(self, at: Index) -> list[int]:
+        """Return the numbers of the chunks that some row of a block may see."""
+        grid = self._grid
+        axes = {axis for one in self._masks for axis in self._axes_in(one)}
+        items = tuple([n if axis in axes else 0 for axis, n in enumerate(at.items)])
+        known = Index(items, at.head if "H" in axes else 0, at.row)
+        if known not in self._found:
+            self._found[known] = self._look(grid.rows[at.row], known)
+        return self._found[known]
+
+    def _look(self, rows: Span, at: Index) -> list[int]:
+        if not rows.length:
+            return []
+        seen = column_span(self._problem, rows)
+        first, stop = bisect_right(self._stops, seen.start), bisect_left(self._starts, seen.stop)
+        near = [n for n in range(first, stop) if self._grid.columns[n].length]
+        if not seen.length:
+            return []
+        for mask in self._masks:
+            cut, x = self._cut(mask, at)
+            reads = not _has_lazy(mask) and not (
+                self._problem.query_offset is None and not _is_numpy(self._x.query_offset)
+            )
+            near = [n for n in near if self._may_see(cut, x, rows, n, reads)]
+        return near
+
+    def _may_see(self, mask: Mask, x: Operands, rows: Span, column: int, reads: bool) -> bool:
+        columns = self._grid.columns[column]
+        tile = TileQuery(self._problem, x, xp, rows, columns, reads=reads)
+        return bool(tile.of(mask).any_visible)
+
+    def _axes_in(self, mask: Mask) -> set[Any]:
+        """Return the batch axes and the heads that the answer depends on."""
+        rank = len(self._problem.batch)
+        found = {
+            axis
+            for name, array in mask.carried()
+            if _is_numpy(array)
+            for axis in axes_of(f"mask.{name}", array.shape, rank)
+        }
+        offset: Any = self._x.query_offset
+        if _is_numpy(offset):
+            found |= set(axes_of("mask.array", offset.shape, rank))
+        return found - {None, "L", "S"}
+
+    def _cut(self, mask: Mask, at: Index) -> tuple[Mask, Operands]:
+        """Return a mask and the offsets for the items and heads of a block, all rows and keys."""
+
+        def cut(name: str, array: Any) -> Any:
+            if not _is_numpy(array):
+                return array
+            axes = axes_of(name, array.shape, len(self._problem.batch))
+            every = slice(None)
+            return array[
+                tuple(
+                    every if axis in (None, "L", "S") else slice(*self._grid.spans(axis)[n])
+                    for axis, n in zip(axes, self._grid.place(axes, at), strict=True)
+                )
+            ]
+
+        offset = cut("mask.array", self._x.query_offset)
+        return _mapped(mask, cut), self._x._replace(query_offset=offset)
+
+
+def _mapped(mask: Mask, change: Callable[[str, Any], Any]) -> Mask:
+    return mask.map(lambda name, thing: change(f"mask.{name}", thing))
+
+
+def _is_numpy(thing: Any) -> bool:
+    return isinstance(thing, np.ndarray)
+
+
+def _has_lazy(mask: Mask) -> bool:
+    return any(hasattr(thing, "dtype") and not _is_numpy(thing) for _, thing in mask.carried())

@@ -1,0 +1,276 @@
+"""Dask's backend: what is in the graph, and what comes out of it."""
+
+import cloudpickle
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import (
+    Partial,
+    attention,
+    attention_backward,
+    attention_partial,
+    attention_vjp,
+    attention_weights,
+    explain,
+    masks,
+    scores,
+)
+from polyattn.threads import thread_count
+
+RNG = np.random.default_rng(0)
+B, H, G, L, S, D, E = 2, 8, 4, 60, 70, 16, 5
+Q, K, V = (RNG.normal(size=(B, h, n, d)) for h, n, d in ((H, L, D), (G, S, D), (G, S, E)))
+OF_OUTPUT = RNG.normal(size=(B, H, L, E))
+IDS = np.sort(RNG.integers(0, 4, (B, S)), axis=-1)
+LONG = (1, 8, 204800, 64)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_thread():
+    with dask.config.set(scheduler="synchronous"):
+        yield
+
+
+def cut(array, *chunks):
+    return da.from_array(array, chunks=chunks)
+
+
+def arrays():
+    """Query, key and value, cut unlike each other: D in two, heads of the value in one."""
+    return cut(Q, 1, 4, 13, 8), cut(K, 2, 2, 17, 16), cut(V, 1, 4, 20, 5)
+
+
+#: Options that meet edges of chunks, with NumPy arrays beside the dask arrays.
+OPTIONS = {
+    "ids, causal": {"mask": masks.segments(IDS[:, :L], IDS) & masks.causal()},
+    "functions of indices": {
+        "mask": lambda b, h, i, j: (b + h + i + 2 * j) % 3 != 0,
+        "score_mod": lambda s, b, h, i, j: s * (1 + 0.1 * h) + 0.01 * b * (i - j),
+    },
+    "rows without chunks": {
+        "window": (3, 0),
+        "query_offset": -20,
+        "sinks": RNG.normal(size=H),
+        "dropout": (0.3, 7),
+    },
+    "offsets": {
+        "query_offset": np.array([0, 30]),
+        "is_causal": True,
+        "score_mod": scores.alibi(H),
+    },
+    "a table of tiles": {
+        "mask": masks.compile(lambda b, h, i, j: i // 8 == j // 8, L, S, tile=4),
+        "bias": RNG.normal(size=(H, 1, S)),
+    },
+    "whole rows": {"normalizer": scores.sparsemax(), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("group", ["64 MiB", "4 kiB"])
+def test_chunks_give_what_one_call_in_memory_gives(name, group):
+    options = OPTIONS[name]
+    with dask.config.set({"polyattn.group-size": group}):
+        output = attention(*arrays(), **options)
+    assert output.chunks == ((1, 1), (4, 4), (13, 13, 13, 13, 8), (5,))
+    np.testing.assert_allclose(output, attention(Q, K, V, **options), atol=1e-13)
+
+
+def test_another_layout():
+    swapped = [x.transpose(0, 2, 1, 3) for x in (Q, K, V)]
+    given = [cut(x, 1, 13, 4, 16) for x in swapped]
+    output, logsumexp = attention_partial(*given, is_causal=True, layout="...LHD")
+    assert output.chunks[1] == logsumexp.chunks[1] == (13, 13, 13, 13, 8)
+    expected = attention_partial(Q, K, V, is_causal=True)
+    np.testing.assert_allclose(output, expected.output.transpose(0, 2, 1, 3), atol=1e-13)
+    np.testing.assert_allclose(logsumexp, expected.logsumexp.transpose(0, 2, 1), atol=1e-13)
+
+
+def test_partials_in_16_bits_are_joined_in_32():
+    q, k, v = (RNG.normal(size=(2, 512, 64)).astype(np.float16) for _ in range(3))
+    exact = attention(*(x.astype(np.float64) for x in (q, k, v)))
+    with dask.config.set({"polyattn.group-size": 1}):
+        output = attention(*(cut(x, 2, 64, 64) for x in (q, k, v)))
+    assert output.dtype == np.float16
+    errors = [np.sqrt(np.mean((x - exact) ** 2)) for x in (output.compute(), attention(q, k, v))]
+    assert errors[0] < 1.05 * errors[1]
+
+
+# ---- the graph ----
+
+
+def test_only_pairs_of_chunks_that_a_row_sees_are_in_the_graph():
+    x = da.zeros(LONG, chunks=(-1, -1, 4096, -1), dtype="float32")
+    output = attention(x, x, x, window=(1023, 0))
+    assert len(output.dask) - len(x.dask) == 50
+    ids = np.repeat(np.arange(8), 64)
+    y = da.zeros((512, 4), chunks=(64, 4))
+    output = attention(y, y, y, mask=masks.segments(ids))
+    needed = output.dask.cull([(output.name, 3, 0)])
+    assert sum(key[0] == y.name for key in needed if isinstance(key, tuple)) == 1
+    assert explain(y, y, y, mask=masks.segments(ids)).chosen.remark.startswith("at most 64 of 64")
+
+
+def test_the_tasks_are_few_for_a_million_tokens():
+    x = da.zeros((8, 2**20, 64), chunks=(-1, 8192, -1), dtype="float32")
+    assert len(attention(x, x, x, window=(1023, 0)).dask) - len(x.dask) == 128
+
+
+def test_equal_calls_have_one_name():
+    x = da.from_array(np.ones((2, 8, 4)), chunks=(1, 4, 4))
+    same = [attention(x, x, x, mask=masks.window(2, 0) & masks.prefix(5)).name for _ in range(2)]
+    other = attention(x, x, x, mask=masks.window(2, 0) & masks.prefix(6)).name
+    assert same[0] == same[1] != other
+
+
+def test_tasks_can_be_sent_to_another_process():
+    x = da.from_array(np.ones((2, 8, 4)), chunks=(1, 4, 4))
+    output = attention(x, x, x, mask=lambda b, h, i, j: i >= j, dropout=(0.5, 1))
+    again = cloudpickle.loads(cloudpickle.dumps(dict(output.dask)))
+    np.testing.assert_array_equal(dask.get(again, (output.name, 0, 0, 0)), output[:1, :4])
+
+
+def test_tasks_use_one_thread(monkeypatch):
+    seen = []
+    original = polyattn.attention_partial
+
+    def spy(*arrays, **options):
+        seen.append((thread_count(), options["backend"]))
+        return original(*arrays, **options)
+
+    monkeypatch.setattr(polyattn, "attention_partial", spy)
+    monkeypatch.setenv("POLYATTN_BACKEND", "dask")
+    x = da.from_array(np.ones((2, 8, 4)), chunks=(1, 4, 4))
+    attention(x, x, x).compute()
+    assert set(seen) == {(1, "auto")}
+
+
+# ---- explain ----
+
+
+def test_explain_shows_pairs_tasks_bytes_and_rechunks():
+    shape = LONG[1:]
+    found = explain(shape, shape, shape, library="dask", chunks=4096, window=(1023, 0)).chosen
+    assert found.remark == ("99 of 2,500 pairs of chunks, 50 tasks of up to 56.25 MiB, no rechunk")
+    q, k, v = arrays()
+    mask = cut(np.ones((L, S), bool), 10, S)
+    remark = explain(q, k, v, mask=mask, logsumexp=True).chosen.remark
+    assert remark.endswith("after a rechunk of query, key, value, mask")
+    with dask.config.set({"polyattn.group-size": 1}):
+        remark = explain(q, k, v, logsumexp=True).chosen.remark
+        output, logsumexp = attention_partial(q, k, v)
+    made = sum("attention-" in str(key) for key in {*output.dask, *logsumexp.dask})
+    assert f", {made} tasks" in remark
+
+
+@pytest.mark.parametrize(
+    ("chunks", "library", "match"),
+    [
+        (4, "numpy", "chunks are of arrays of dask"),
+        ((4, 4), "dask", "got"),
+        (0, "dask", "at least 1"),
+    ],
+)
+def test_chunks_that_cannot_be(chunks, library, match):
+    shape = (2, 8, 4)
+    with pytest.raises(ValueError, match=match):
+        explain(shape, shape, shape, chunks=chunks, library=library)
+
+
+# ---- refusals ----
+
+
+def test_unknown_chunks_are_refused():
+    x = da.from_array(np.ones((4, 6, 8)), chunks=2)
+    unknown = x[x[:, 0, 0] > 0]
+    with pytest.raises(ValueError, match="compute_chunk_sizes"):
+        attention(unknown, unknown, unknown)
+
+
+def test_arrays_of_query_planning_are_refused():
+    from dask.array._array_expr._collection import Array
+
+    planned = object.__new__(Array)
+    with pytest.raises(TypeError, match=r"array\.query-planning to False"):
+        attention(planned, planned, planned)
+
+
+def test_a_key_of_numpy_beside_a_query_of_dask_is_refused():
+    q, k, v = arrays()
+    with pytest.raises(TypeError, match="query is an array of dask and key one of numpy"):
+        attention(q, k.compute(), v)
+
+
+# ---- gradients and weights ----
+
+
+def test_gradients_of_all_arguments():
+    options = {
+        "bias": RNG.normal(size=(B, 1, 1, S)),
+        "sinks": RNG.normal(size=H),
+        "score_mod": scores.alibi(RNG.random(H)) >> scores.relative_bias(RNG.normal(size=(8, H))),
+        "softcap": 3.0,
+        "window": (20, 0),
+        "query_offset": -3,
+    }
+    of_logsumexp = RNG.normal(size=(B, H, L))
+    partial = attention_partial(Q, K, V, **options)
+    expected = attention_backward(
+        Q, K, V, partial, OF_OUTPUT, logsumexp_gradient=of_logsumexp, **options
+    )
+    _, pullback = attention_vjp(*arrays(), **options)
+    found = pullback(cut(OF_OUTPUT, 1, 8, 20, 5), cut(of_logsumexp, 1, 8, 60))
+    assert found.key.chunks == ((1, 1), (2, 2), (17, 17, 17, 17, 2), (16,))
+    for name in ("query", "key", "value", "bias", "sinks", "softcap", "scale"):
+        one, other = getattr(found, name), getattr(expected, name)
+        np.testing.assert_allclose(one, other, atol=1e-12, err_msg=name)
+    for (_, one), (_, other) in zip(
+        found.score_mod.carried(), expected.score_mod.carried(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-11)
+
+
+def test_gradients_without_a_logsumexp():
+    options = {"normalizer": scores.sigmoid(), "is_causal": True, "query_offset": -20}
+    output = attention(Q, K, V, **options)
+    expected = attention_backward(Q, K, V, Partial(output, None), OF_OUTPUT, **options)
+    given = Partial(cut(output, 1, 4, 20, 5), None)
+    found = attention_backward(*arrays(), given, da.from_array(OF_OUTPUT), **options)
+    for name in ("query", "key", "value"):
+        np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-12)
+
+
+WEIGHTS = [
+    {},
+    {"rows": [5, 6, 7, 40, 12], "heads": [1, 2, 7]},
+    {"rows": slice(10, 30), "per_key": True},
+    {"top": 4},
+    {"top": 40, "rows": [3, 59], "heads": 2},
+]
+
+
+@pytest.mark.parametrize("look", WEIGHTS, ids=lambda look: ", ".join(look) or "all")
+@pytest.mark.parametrize("options", ["rows without chunks", "whole rows"])
+def test_weights(look, options):
+    options = OPTIONS[options]
+    expected = attention_weights(Q, K, **look, **options)
+    found = attention_weights(*arrays()[:2], **look, **options)
+    if "top" not in look:
+        assert found.shape == expected.shape
+        np.testing.assert_allclose(found, expected, atol=1e-13)
+        return
+    np.testing.assert_allclose(found.weights, expected.weights, atol=1e-13)
+    positive = expected.weights > 1e-9
+    np.testing.assert_array_equal(found.keys.compute()[positive], expected.keys[positive])
+
+
+def test_weights_read_only_the_chunks_of_the_rows():
+    x = da.zeros((4, 4096, 8), chunks=(4, 256, 8))
+    found = attention_weights(x, x, window=(255, 0), rows=[4000], top=3)
+    known = attention_partial(x, x, x, window=(255, 0)).logsumexp
+    again = attention_weights(x, x, window=(255, 0), rows=[4000], top=3, logsumexp=known)
+    assert len(found.weights.dask.cull(found.weights.__dask_keys__())) < 30
+    np.testing.assert_allclose(found.weights, again.weights)
