@@ -30,7 +30,7 @@ class Visibility:
     """
 
     def __init__(self, problem: Problem, x: Operands, grid: Grid) -> None:
-        self._problem, self._inputs, self._grid = problem, x, grid
+        self._problem, self._options, self._grid = problem, x, grid
         mask: Any = combined(problem, x)
         # The parts of masks that are joined by &: those with dask arrays are not read.
         parts = mask.parts if getattr(mask, "sign", "") == "&" else (mask,)
@@ -65,7 +65,7 @@ class Visibility:
         for mask in self._masks:
             cut, x = self._cut(mask, at)
             reads = not _has_lazy(mask) and not (
-                self._problem.query_offset is None and not _is_numpy(self._inputs.query_offset)
+                self._problem.query_offset is None and not _is_numpy(self._options.query_offset)
             )
             near = [n for n in near if self._may_see(cut, x, rows, n, reads)]
         return near
@@ -84,7 +84,7 @@ class Visibility:
             if _is_numpy(array)
             for axis in axes_of(f"mask.{name}", array.shape, rank)
         }
-        offset: Any = self._inputs.query_offset
+        offset: Any = self._options.query_offset
         if _is_numpy(offset):
             found |= set(axes_of("mask.array", offset.shape, rank))
         return found - {None, "L", "S"}
@@ -104,8 +104,8 @@ class Visibility:
                 )
             ]
 
-        offset = cut("mask.array", self._inputs.query_offset)
-        return _mapped(mask, cut), self._inputs._replace(query_offset=offset)
+        offset = cut("mask.array", self._options.query_offset)
+        return _mapped(mask, cut), self._options._replace(query_offset=offset)
 
 
 def _mapped(mask: Mask, change: Callable[[str, Any], Any]) -> Mask:
