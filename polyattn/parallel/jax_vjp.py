@@ -19,7 +19,7 @@ __all__ = ["attend"]
 def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
     """Return the output of this device's rows."""
     # The rule may close over no array, because the backward pass is traced by itself.
-    own, static = task.arrays(), task.with_arrays([None] * len(task.arrays()))
+    own, static = task.arrays(), task.without_arrays()
 
     @jax.custom_vjp
     def attention(arrays: Any, others: Any) -> jax.Array:
@@ -52,7 +52,11 @@ def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> An
 
 
 def _axes(array: jax.Array) -> frozenset[str]:
-    return getattr(jax.typeof(array), "vma", frozenset())
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        varying: frozenset[str] = kind.manual_axis_type.varying
+        return varying
+    return getattr(kind, "vma", frozenset())  # until JAX 0.9
 
 
 def _along(array: jax.Array, axes: set[str]) -> jax.Array:

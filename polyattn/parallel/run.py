@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 from polyattn.api.options import AttentionOptions
 from polyattn.api.partial import Partial
 from polyattn.arguments import check_shape
-from polyattn.arrays import Array, ArrayFacts, cast, is_array, library_of
+from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
 from polyattn.call.gradients import Gradients
 from polyattn.expressions.expression import Expression
 from polyattn.parallel.call import ParallelCall, Shares
@@ -39,7 +39,11 @@ class Task(NamedTuple):
         rest = iter(arrays)
         return self._with(lambda _: next(rest))
 
-    def _with(self, change: Callable[[Array], Array]) -> Task:
+    def without_arrays(self) -> Task:
+        """Return the task with facts in place of arrays, which `with_arrays` replaces."""
+        return self._with(facts_of)
+
+    def _with(self, change: Callable[[Array], Any]) -> Task:
         changed = {
             name: change(given)
             if is_array(given)

@@ -32,7 +32,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, task: Task, *arrays: torch.Tensor) -> torch.Tensor:
         detached = [array.detach() for array in arrays]
         output, saved = task.with_arrays(detached[3:]).forward(*detached[:3])
-        ctx.task = task.with_arrays([None] * len(detached[3:]))
+        ctx.task = task.without_arrays()
         ctx.has_logsumexp = saved.logsumexp is not None
         ctx.save_for_backward(*arrays, *[x for x in saved if x is not None])
         return output
