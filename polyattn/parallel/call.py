@@ -14,7 +14,7 @@ from polyattn.call.describe import describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem, examine
 from polyattn.expressions.expression import Expression
-from polyattn.expressions.replacements import LongSequence
+from polyattn.expressions.replacements import LongSequence, ScaleRule
 from polyattn.parallel.blocks import place, take
 from polyattn.parallel.cut import (
     Block,
@@ -50,6 +50,8 @@ class ParallelCall:
         The options of `attention`, for the whole sequence.
     bytes_per_number : int
         The size of a number of query, key and value.
+    has_scale_rule : bool
+        Whether a rule gives the scale, which then has no gradient.
     """
 
     problem: Problem
@@ -58,6 +60,7 @@ class ParallelCall:
     shares_rows: bool
     options: dict[str, Any]
     bytes_per_number: int
+    has_scale_rule: bool
 
     @property
     def chunks(self) -> int:
@@ -167,7 +170,8 @@ class ParallelCall:
         shares: Shares = {}
         for name, of in found._asdict().items():
             whole = self.options.get(name)
-            if of is None or given.get(name) is None:  # also query, key and value
+            known = given.get(name) is not None or (name == "scale" and not self.has_scale_rule)
+            if of is None or not known:  # also query, key and value
                 continue
             if isinstance(of, Expression):
                 pairs = list(zip(_arrays(of), _arrays(whole), strict=True))
@@ -230,7 +234,7 @@ def described(
     """
     check_layout(layout)
     check_names(function, options, without=("layout",))
-    facts = {name: facts_of(array, name) for name, array in arrays.items()}
+    facts = {name: _facts(array, name) for name, array in arrays.items()}
     for name, fact in facts.items():
         if len(fact.shape) < 2:
             continue
@@ -273,6 +277,7 @@ def described(
         shares_rows=shares_rows,
         options=full | kernel,
         bytes_per_number={"float64": 8, "float32": 4}.get(problem.dtype, 2),
+        has_scale_rule=isinstance(call.scale, ScaleRule),
     )
 
 

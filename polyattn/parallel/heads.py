@@ -31,7 +31,7 @@ class Heads(Strategy):
         reasons = []
         if problem.heads % size:
             reasons.append(f"H = {problem.heads} query heads are not a multiple of {size} ranks")
-        elif problem.key_heads % size and size % problem.key_heads:
+        elif problem.key_heads % size and size % max(problem.key_heads, 1):
             reasons.append(
                 f"G = {problem.key_heads} key heads and {size} ranks: neither is a multiple of the"
                 " other"
@@ -96,7 +96,8 @@ class Heads(Strategy):
 
 def _repeats(call: ParallelCall) -> int:
     """Return how often a key head is repeated, so that each rank has one."""
-    return max(1, call.size // call.problem.key_heads)
+    heads = call.problem.key_heads
+    return call.size // heads if 0 < heads < call.size else 1
 
 
 def _sum_repeats(gradient: Array, times: int) -> Array:
