@@ -25,6 +25,7 @@ from polyattn.plugin import (
     or_zero,
     unfold_heads,
 )
+from polyattn_jax.mesh import all_finite
 
 __all__ = ["TileIndices", "add_tile", "scaled_query"]
 
@@ -124,7 +125,7 @@ def add_tile(
         weights = jnp.where(indices.keep_mask(), weights / (1 - problem.dropout), 0)
     masked = problem.masks or new is not None
     value = value.astype(s.dtype)
-    output = weighted_sum(problem, weights, scores, value, masked)
+    output = weighted_sum(problem, weights, scores, key, value, masked)
     return SoftmaxState(state.output * shrink + output, maximum, state.total * shrink + total)
 
 
@@ -154,7 +155,7 @@ def product(a: Array, b: Array) -> Array:
 
 
 def weighted_sum(
-    problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, masked: bool
+    problem: Problem, weights: Array, scores: Callable[[], Array], key: Array, value: Array, masked: bool
 ) -> Array:
     """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)
@@ -176,20 +177,6 @@ def weighted_sum(
             spoilt += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
         return spoilt
 
-    is_finite = all_finite(lax.stop_gradient(value))
+    is_finite = all_finite(*lax.stop_gradient((value, key)))
     spoilt = lax.cond(is_finite, lambda: jnp.zeros_like(result), not_finite)
     return unfold_heads(problem, result + lax.stop_gradient(spoilt), jnp)
-
-
-@jax.custom_batching.custom_vmap
-def all_finite(value: Array) -> Array:
-    """Return whether all values are finite; under vmap, those of all items that are mapped over.
-
-    vmap turns a condition that differs between items into the computation of both branches.
-    """
-    return jnp.all(jnp.isfinite(value))
-
-
-@all_finite.def_vmap
-def _all_finite_under_vmap(size: int, batched: list[bool], value: Array) -> tuple[Array, bool]:
-    return all_finite(value), False

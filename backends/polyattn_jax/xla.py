@@ -29,6 +29,7 @@ from polyattn.plugin import (
     normalize,
 )
 from polyattn_jax.layout import Loop, block_sizes, loops, tiles_to_compute, visible_tiles
+from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices, add_tile, scaled_query
 
 __all__ = ["Xla"]
@@ -157,7 +158,7 @@ def attend_blocks(
         first_row, *tiles = block
         query = lax.dynamic_slice_in_dim(queries, first_row - rows.start, loop.rows, axis=-2)
         step = functools.partial(visit, problem, x, loop, first_row, scaled_query(problem, query))
-        state = initial_state(problem, x, jnp, Span(0, loop.rows))
+        state = varying_like(initial_state(problem, x, jnp, Span(0, loop.rows)), x)
         if loop.steps == 1:
             state, _ = step(state, jax.tree.map(lambda array: array[0], tuple(tiles)))
         elif loop.steps > 1:
