@@ -1,4 +1,4 @@
-"""What a kernel must know of a mesh of devices: which arrays vary along its axes, and what waits."""
+"""What a kernel must know of a mesh of devices: which arrays vary along its axes, who waits."""
 
 from __future__ import annotations
 

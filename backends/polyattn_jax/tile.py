@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -155,7 +154,12 @@ def product(a: Array, b: Array) -> Array:
 
 
 def weighted_sum(
-    problem: Problem, weights: Array, scores: Callable[[], Array], key: Array, value: Array, masked: bool
+    problem: Problem,
+    weights: Array,
+    scores: Callable[[], Array],
+    key: Array,
+    value: Array,
+    masked: bool,
 ) -> Array:
     """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)

@@ -112,7 +112,12 @@ def _shown(pairs: tuple[float, ...]) -> str:
 
 
 def chosen(
-    function: str, arrays: dict[str, Any], options: dict[str, Any], size: int, strategy: Any, layout: str
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    size: int,
+    strategy: Any,
+    layout: str,
 ) -> tuple[Strategy, ParallelCall]:
     """Return the strategy of a call, and the call; raise if there is none."""
     call = _described(function, arrays, options, size, strategy, layout)
@@ -139,15 +144,18 @@ def examined(
 
 
 def _described(
-    function: str, arrays: dict[str, Any], options: dict[str, Any], size: int, strategy: Any, layout: str
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    size: int,
+    strategy: Any,
+    layout: str,
 ) -> ParallelCall:
     if strategy != "auto" and strategy not in STRATEGIES:
         names = ", ".join(["auto", *STRATEGIES])
         raise ValueError(f"strategy must be one of {names}; got {strategy!r}")
     shares_rows = strategy != "decode"
-    return described(
-        function, arrays, options, size=size, layout=layout, shares_rows=shares_rows
-    )
+    return described(function, arrays, options, size=size, layout=layout, shares_rows=shares_rows)
 
 
 def _candidates(call: ParallelCall, strategy: str) -> list[Candidate]:

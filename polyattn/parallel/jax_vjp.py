@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from polyattn.api.partial import Partial
-from polyattn.parallel.run import Task
+from polyattn.parallel.task import Task
 
 __all__ = ["attend"]
 

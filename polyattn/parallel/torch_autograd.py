@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from polyattn.api.partial import Partial
-from polyattn.parallel.run import Task
+from polyattn.parallel.task import Task
 
 __all__ = ["attend"]
 

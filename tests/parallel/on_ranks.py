@@ -1,9 +1,10 @@
 """Check cases of the conformance suite on ranks of any engine, by its oracle and its tolerances.
 
-As a program it is one process of torch or MPI: ``on_ranks.py ENGINE CHECK…``. A check is ``digits``,
-``value:CASE`` or ``gradients:CASE``, and runs on all strategies and layouts.
+As a program it is one process of torch or MPI: ``on_ranks.py ENGINE CHECK…``. A check is
+``digits``, ``value:CASE`` or ``gradients:CASE``, and runs on all strategies and layouts.
 """
 
+import os
 import sys
 from dataclasses import replace
 
@@ -42,9 +43,7 @@ def check_value(name, ranks, strategy, layout, kind=np.asarray):
     arrays, options = arguments(case, kind)
     own = shares(arrays, ranks, strategy, layout)
     try:
-        output = parallel.attention(
-            *own, over=ranks, strategy=strategy, layout=layout, **options
-        )
+        output = parallel.attention(*own, over=ranks, strategy=strategy, layout=layout, **options)
     except NotImplementedError as error:
         return check_refusal(case, strategy, error)
     found = joined(output, ranks, strategy, layout)
@@ -132,13 +131,19 @@ def joined(part, ranks, strategy, layout, axis=-2):
     """Return the whole from the parts of the ranks, in NumPy."""
     if strategy == "decode" and axis:
         return in_numpy(part)
-    return in_numpy(parallel.unpermute(ranks.gather(part, axis), ranks.size, layout=layout, axis=axis))
+    return in_numpy(
+        parallel.unpermute(ranks.gather(part, axis), ranks.size, layout=layout, axis=axis)
+    )
 
 
 def in_numpy(array):
     if hasattr(array, "detach"):
         array = array.detach()
-        return array.float().numpy().astype("bfloat16") if "bfloat16" in str(array.dtype) else array.numpy()
+        return (
+            array.float().numpy().astype("bfloat16")
+            if "bfloat16" in str(array.dtype)
+            else array.numpy()
+        )
     return np.asarray(array)
 
 
@@ -170,11 +175,30 @@ def by_autograd(own, along, how, options):
     assert isinstance(output, torch.Tensor)
     output.backward(along)
     fields = ("bias", "sinks", "score_mod", "similarity")
-    others = {name: with_arrays(options[name], lambda x: x.grad) for name in fields if name in options}
+    others = {
+        name: with_arrays(options[name], lambda x: x.grad) for name in fields if name in options
+    }
     return Gradients(*[x.grad for x in own], **others)
 
 
-CHECKS = {"digits": check_digits, "value": check_value, "gradients": check_gradients}
+def check_death(name, ranks, strategy, layout, **how):
+    """Check that ranks stop with an error, and do not wait, when one of them dies."""
+    query, key, value = shares([how["kind"](x) for x in digits()[0]], ranks, strategy, layout)
+    if ranks.rank == ranks.size - 1:
+        os._exit(0)
+    try:
+        parallel.attention(query, key, value, over=ranks, strategy=strategy, layout=layout)
+    except RuntimeError as error:
+        print(f"stopped: {error}", flush=True)
+        os._exit(0)
+
+
+CHECKS = {
+    "death": check_death,
+    "digits": check_digits,
+    "value": check_value,
+    "gradients": check_gradients,
+}
 
 
 def main(engine, *checks):
@@ -198,10 +222,10 @@ def main(engine, *checks):
         what, _, case = check.partition(":")
         if engine == "torch" and what != "value":
             how["differentiate"] = by_autograd
-        for strategy, layout in BOTH:
+        for strategy, layout in BOTH:  # death ends the program in the first
             CHECKS[what](case, ranks, strategy, layout, **how)
         how.pop("differentiate", None)
-    print(f"rank {ranks.rank} of {ranks.size}: {len(checks)} checks", flush=True)
+        print(f"rank {ranks.rank} of {ranks.size}: {check}", flush=True)
     if engine == "torch":
         dist.destroy_process_group()
 

@@ -12,8 +12,8 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "on_ranks.py"
-CHECKS = ("digits", "gradients:bias x softcap", "value:composed masks, offset below 0")
 MORE = (
+    "digits", "gradients:bias x softcap", "value:composed masks, offset below 0",
     "gradients:plain, bfloat16", "gradients:sinks x grouped heads", "gradients:L > S",
     "gradients:alibi value, float64", "value:mask function x score_mod",
     "value:window x offset array", "value:similarity x score norm", "value:nan under mask array",
@@ -55,12 +55,15 @@ def processes(size, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("size", "checks"), [(2, CHECKS), pytest.param(4, CHECKS + MORE, marks=pytest.mark.slow)]
+    ("size", "checks"), [(2, ["digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)]
 )
 def test_processes_of_torch(size, checks):
-    for rank, (printed, errors, status) in enumerate(processes(size, PROGRAM, "torch", *checks)):
+    ended = processes(size, PROGRAM, "torch", *checks, "death")
+    for rank, (printed, errors, status) in enumerate(ended):
         assert status == 0, errors[-3000:]
-        assert f"rank {rank} of {size}: {len(checks)} checks" in printed
+        done = [f"rank {rank} of {size}: {check}" for check in checks]
+        assert printed.splitlines()[: len(checks)] == done
+        assert rank == size - 1 or "stopped: " in printed
 
 
 def mpi(size, *arguments):
@@ -77,37 +80,75 @@ def mpi(size, *arguments):
 
 @pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py, and an MPI in the environment")
 @pytest.mark.parametrize(
-    ("size", "checks"), [(2, CHECKS), pytest.param(4, CHECKS + MORE, marks=pytest.mark.slow)]
+    ("size", "checks"), [(2, ["digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)]
 )
 def test_processes_of_mpi(size, checks):
     done = mpi(size, PROGRAM, "mpi", *checks)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n"))[1:] == [
-        f"rank {rank} of {size}: {len(checks)} checks" for rank in range(size)
-    ]
+    printed = {f"rank {rank} of {size}: {check}" for rank in range(size) for check in checks}
+    assert all(done.stdout.count(line) == 1 for line in printed)  # lines of ranks may run together
 
 
 # ---- faults ----
 
-FAULT = """
-import os, sys, datetime
+TORCH = """
 import torch, torch.distributed as dist
 from polyattn import parallel
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo")
 x = torch.ones(1, 4, 8, 4, requires_grad=True)
 output = parallel.attention(x, x, x, over=dist.group.WORLD, strategy="ring")
 if dist.get_rank() == 1:
-    {end}
+    raise ZeroDivisionError
 output.sum().backward()
+"""
+MPI = """
+import numpy as np
+from mpi4py import MPI
+from polyattn import parallel
+
+x = np.ones((4, 8, 4))
+if MPI.COMM_WORLD.rank == 1:
+    raise ZeroDivisionError
+parallel.attention(x, x, x, over=MPI.COMM_WORLD, strategy="ring")
 """
 
 
-@pytest.mark.parametrize(
-    ("end", "status"), [("os._exit(7)", 7), ("raise ZeroDivisionError", 1)]
-)
-def test_a_process_that_dies_ends_the_others(end, status):
-    (_, errors, first), (_, _, second) = processes(2, "-c", FAULT.format(end=end))
-    assert second == status
-    assert first == 1
-    assert "rror" in errors
+@pytest.mark.slow
+def test_an_error_in_a_process_of_torch_ends_the_others():
+    (_, errors, first), (_, raised, second) = processes(2, "-c", TORCH)
+    assert (first, second) == (1, 1)
+    assert "ZeroDivisionError" in raised
+    assert "RuntimeError" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py, and an MPI in the environment")
+def test_an_error_in_a_process_of_mpi_ends_the_others():
+    done = mpi(2, "-m", "mpi4py", "-c", MPI)
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stderr
+
+
+# ---- JAX ----
+
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FEW = ("ring-contiguous", "heads_need_no_collectives")
+REST = (
+    "ring-zigzag", "gather-contiguous", "gather-zigzag", "heads-contiguous", "heads-zigzag",
+    "decode-contiguous", "decode-zigzag", "mesh_of_two_axes", "many_tiles",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("checks", [FEW, pytest.param(REST, marks=pytest.mark.slow)])
+def test_devices_of_jax(checks):
+    flags = f"--xla_force_host_platform_device_count=4 {QUICK}"
+    done = subprocess.run(
+        [sys.executable, HERE / "on_jax.py", *checks],
+        env=environment(XLA_FLAGS=flags),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == len(checks)
