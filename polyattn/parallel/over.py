@@ -7,7 +7,7 @@ from typing import Any
 
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["communicator_of"]
+__all__ = ["communicator_of", "size_of"]
 
 
 def communicator_of(over: Any) -> Communicator:
@@ -34,3 +34,19 @@ def communicator_of(over: Any) -> Communicator:
         " with one dimension of torch, a communicator of mpi4py, or a"
         f" polyattn.parallel.Communicator; got a {type(over).__name__}"
     )
+
+
+def size_of(over: Any) -> int:
+    """Return the number of ranks that ``over=`` means.
+
+    Parameters
+    ----------
+    over : object
+        As for `polyattn.parallel.attention`.
+
+    Returns
+    -------
+    int
+        The number of ranks.
+    """
+    return communicator_of(over).size
