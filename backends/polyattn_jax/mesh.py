@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax as untyped_lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 from polyattn.plugin import Array, Operands
 
 __all__ = ["all_finite", "varying_like"]
+
+lax: Any = untyped_lax
+Spec: Any = PartitionSpec
 
 
 def varying_like(state: Any, x: Operands) -> Any:
@@ -35,7 +38,7 @@ def _axes(array: Any) -> frozenset[str]:
     return getattr(kind, "vma", frozenset())  # until JAX 0.9
 
 
-def _along(array: Array, axes: set[str]) -> Array:
+def _along(array: Array, axes: set[str]) -> Any:
     missing = tuple(sorted(axes - _axes(array)))
     if not missing:
         return array
@@ -82,11 +85,11 @@ def _partitioned(mesh: Any, shapes: Any, result: Any) -> Any:
         own = jnp.all(jnp.isfinite(value))
         return own if local else lax.pmin(own.astype(jnp.int32), mesh.axis_names) == 1
 
-    return mesh, check, NamedSharding(mesh, PartitionSpec()), shardings
+    return mesh, check, NamedSharding(mesh, Spec()), shardings
 
 
-_own_finite.def_partition(
+_own_finite.def_partition(  # type: ignore[no-untyped-call]
     partition=_partitioned,
-    infer_sharding_from_operands=lambda mesh, shapes, _: NamedSharding(mesh, PartitionSpec()),
+    infer_sharding_from_operands=lambda mesh, shapes, _: NamedSharding(mesh, Spec()),
     sharding_rule="..., ...2 ->",
 )

@@ -73,7 +73,7 @@ class Ranks(NamedTuple):
                 " knows its own only"
             )
         options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        found: torch.Tensor = sdpa_mask(
+        found: torch.Tensor | None = sdpa_mask(
             batch_size, whole, whole, 0, 0, function, padding, **options
         )
         return found
@@ -90,7 +90,7 @@ class Ranks(NamedTuple):
         for name, given in refused.items():
             if given is not None and given is not False:
                 raise NotImplementedError(f"with over= polyattn supports no {name}")
-        return parallel.attention(
+        output: torch.Tensor = parallel.attention(
             query,
             key,
             value,
@@ -99,6 +99,7 @@ class Ranks(NamedTuple):
             layout=self.layout,
             **options,
         )
+        return output
 
 
 def _of_keys(padding: torch.Tensor | None) -> torch.Tensor | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,14 +164,17 @@ class ParallelCall:
         given = dict(options)
         if partial.logsumexp is not None:
             del options["normalizer"]
-        found = attention_backward(*arrays, partial, gradient, into=Gradients(), **options)
+        query, key, value = arrays
+        found = attention_backward(
+            query, key, value, partial, gradient, into=Gradients(), **options
+        )
         return found.query, found.key, found.value, self._shares(found, given, block)
 
     def _shares(self, found: Gradients, given: dict[str, Any], block: Block) -> Shares:
         """Return the gradients of the whole options from those of the options of a block."""
         shares: Shares = {}
         for name, of in found._asdict().items():
-            whole = self.options.get(name)
+            whole: Any = self.options.get(name)
             known = given.get(name) is not None or (name == "scale" and not self.has_scale_rule)
             if of is None or not known:  # also query, key and value
                 continue
@@ -184,19 +189,23 @@ class ParallelCall:
                 shares[name] = [place_array(of, whole, block) if name == "bias" else of]
         return shares
 
-    def finished(self, query: Array, key: Array, value: Array, given: Any, shares: Shares) -> Any:
+    def finished(
+        self, query: Array, key: Array, value: Array, given: Any, shares: Shares
+    ) -> Gradients:
         """Return the gradients as the caller gets them, in the dtypes of the arguments."""
         changed: dict[str, Any] = {}
         for name, arrays in shares.items():
             whole, rest = self.options[name], iter(arrays)
             if isinstance(whole, Expression):
-                changed[name] = whole.map(
-                    lambda _, x, rest=rest: in_dtype(next(rest), x) if is_array(x) else x
-                )
+                changed[name] = whole.map(functools.partial(_replaced, rest))
             else:
                 changed[name] = in_dtype(arrays[0], whole)
         own = [in_dtype(found, x) for found, x in zip((query, key, value), given, strict=True)]
         return Gradients(*own, **changed)
+
+
+def _replaced(rest: Iterator[Array], _: str, thing: Any) -> Any:
+    return in_dtype(next(rest), thing) if is_array(thing) else thing
 
 
 def in_dtype(array: Array, like: Any) -> Array:

@@ -55,7 +55,9 @@ def _after(index: Array, start: Any) -> Array:
 
 def cut_array(array: Array | None, block: Block) -> Array | None:
     """Return the entries for a block of an array that broadcasts to (..., H, L, S)."""
-    for axis, (start, length) in block.axes(0 if array is None else len(array.shape)):
+    if array is None:
+        return None
+    for axis, (start, length) in block.axes(len(array.shape)):
         if array.shape[axis] != 1:
             array = take(array, axis, start, length)
     return array

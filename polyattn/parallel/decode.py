@@ -61,7 +61,8 @@ class Decode(Strategy):
     ) -> tuple[Array, Array, Array, Shares]:
         """Return the gradients; all but those of the keys are whole on every rank."""
         query, *keys = arrays
-        found, shares = [], {}
+        found: list[Any] = []
+        shares: Shares = {}
         for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
             *own, share = call.gradients(
                 (query, *chunk), saved, gradient, call.block(keys=at), sinks=number == 0

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import lax as untyped_lax
 
 from polyattn.parallel.communicator import Communicator
 
 __all__ = ["JaxAxis"]
+
+lax: Any = untyped_lax
 
 
 class JaxAxis(Communicator):
@@ -29,7 +31,8 @@ class JaxAxis(Communicator):
     @property
     def rank(self) -> jax.Array:
         """The number of this device along the axis."""
-        return lax.axis_index(self.axis)
+        rank: jax.Array = lax.axis_index(self.axis)
+        return rank
 
     def shift(self, arrays: Sequence[jax.Array], by: int = 1) -> Any:
         """Send arrays `by` devices onwards."""
@@ -43,18 +46,21 @@ class JaxAxis(Communicator):
 
     def gather(self, array: jax.Array, axis: int) -> jax.Array:
         """Return the arrays of all devices, concatenated in their order."""
-        return lax.all_gather(array, self.axis, axis=axis % array.ndim, tiled=True)
+        found: jax.Array = lax.all_gather(array, self.axis, axis=axis % array.ndim, tiled=True)
+        return found
 
     def exchange(self, array: jax.Array, split: int, concat: int) -> jax.Array:
         """Give each device one part of an array, and concatenate the parts received."""
         split, concat = split % array.ndim, concat % array.ndim
-        return lax.all_to_all(array, self.axis, split, concat, tiled=True)
+        found: jax.Array = lax.all_to_all(array, self.axis, split, concat, tiled=True)
+        return found
 
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the arrays of all devices, which JAX knows to be the same on each."""
         # An all-gather gives the same numbers, but JAX takes them to differ.
         mine = jnp.arange(self.size).reshape(-1, *[1] * array.ndim) == self.rank
-        return lax.psum(jnp.where(mine, array, jnp.zeros_like(array)), self.axis)
+        found: jax.Array = lax.psum(jnp.where(mine, array, jnp.zeros_like(array)), self.axis)
+        return found
 
     def repeat(self, count: int, step: Callable[[Any, Any], Any], state: Any) -> Any:
         """Return the state after steps 0 to count − 1, compiled as a loop."""

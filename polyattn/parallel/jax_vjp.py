@@ -8,12 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax import lax
+from jax import lax as untyped_lax
 
 from polyattn.api.partial import Partial
 from polyattn.parallel.task import Task
 
 __all__ = ["attend"]
+
+lax: Any = untyped_lax
 
 
 def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
@@ -23,7 +25,8 @@ def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
 
     @jax.custom_vjp
     def attention(arrays: Any, others: Any) -> jax.Array:
-        return static.with_arrays(others).forward(*arrays)[0]
+        output: jax.Array = static.with_arrays(others).forward(*arrays)[0]
+        return output
 
     def forward(arrays: Any, others: Any) -> Any:
         output, saved = static.with_arrays(others).forward(*arrays)
@@ -59,7 +62,7 @@ def _axes(array: jax.Array) -> frozenset[str]:
     return getattr(kind, "vma", frozenset())  # until JAX 0.9
 
 
-def _along(array: jax.Array, axes: set[str]) -> jax.Array:
+def _along(array: jax.Array, axes: set[str]) -> Any:
     missing = tuple(sorted(axes - _axes(array)))
     if not missing:
         return array

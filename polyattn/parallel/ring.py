@@ -50,9 +50,8 @@ class Ring(Strategy):
         query, *keys = arrays
         turns, count = _turns(call), slots(call.layout)
         queries, own = split(query, count), call.owned(ranks.rank)
-        totals = []
-        for chunk, parts in zip(own, zip(queries, *_chunks(keys, count), strict=True), strict=True):
-            totals.append(_part(call, parts, chunk, chunk, sinks=True))
+        parts = zip(queries, *_chunks(keys, count), strict=True)
+        first = [_part(call, x, at, at, sinks=True) for at, x in zip(own, parts, strict=True)]
 
         def turn(number: Any, state: Any) -> Any:
             keys, totals = state
@@ -60,7 +59,7 @@ class Ring(Strategy):
             totals = _joined_turn(call, ranks, number, queries, keys, totals)
             return tuple(ranks.wait(arriving)), totals
 
-        keys, totals = ranks.repeat(turns - 1, turn, (tuple(keys), tuple(totals)))
+        keys, totals = ranks.repeat(turns - 1, turn, (tuple(keys), tuple(first)))
         totals = _joined_turn(call, ranks, turns - 1, queries, keys, totals)
         total = Partial(
             joined([part.output for part in totals]),
@@ -76,29 +75,15 @@ class Ring(Strategy):
         saved: Partial,
         gradient: Array,
     ) -> tuple[Array, Array, Array, Shares]:
-        """Return the gradients of this rank's query, key and value, and its share of the rest.
+        """Return the gradients of this rank's arrays, and its share of those of options.
 
         The gradients of keys and values travel with them, and then home.
         """
         query, *keys = arrays
         turns, count = _turns(call), slots(call.layout)
-        rows = list(
-            zip(
-                split(query, count),
-                map(Partial, split(saved.output, count), split(saved.logsumexp, count, -1)),
-                split(gradient, count),
-                strict=True,
-            )
-        )
-        sums, of_keys, shares = [], [], {}
-        for chunk, row, key in zip(
-            call.owned(ranks.rank), rows, zip(*_chunks(keys, count), strict=True), strict=True
-        ):
-            dq, dk, dv, share = _gradients(call, row, key, chunk, chunk, sinks=True)
-            sums.append(dq)
-            of_keys.append((dk, dv))
-            shares = add_shares(shares, share)
-        state = (tuple(sums), tuple(of_keys), shares)
+        partials = map(Partial, split(saved.output, count), split(saved.logsumexp, count, -1))
+        rows = list(zip(split(query, count), partials, split(gradient, count), strict=True))
+        state = _own_gradients(call, ranks, rows, keys)
 
         def turn(number: Any, state: Any) -> Any:
             keys, state = state
@@ -182,6 +167,20 @@ def _gradients(
     query, partial, gradient = row
     block, full = call.block(rows, keys), call.is_full(rows, keys)
     return call.gradients((query, *key), partial, gradient, block, sinks=sinks, full=full)
+
+
+def _own_gradients(call: ParallelCall, ranks: Communicator, rows: Any, keys: Any) -> Any:
+    """Return the sums of gradients after the pairs of each own chunk with itself."""
+    chunks = zip(*_chunks(keys, slots(call.layout)), strict=True)
+    sums: list[Array] = []
+    of_keys: list[tuple[Array, Array]] = []
+    shares: Shares = {}
+    for at, row, key in zip(call.owned(ranks.rank), rows, chunks, strict=True):
+        dq, dk, dv, share = _gradients(call, row, key, at, at, sinks=True)
+        sums.append(dq)
+        of_keys.append((dk, dv))
+        shares = add_shares(shares, share)
+    return tuple(sums), tuple(of_keys), shares
 
 
 def _added_turn(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
-from polyattn.api.options import AttentionOptions
 from polyattn.arguments import check_shape
 from polyattn.arrays import Array, ArrayFacts, is_array, library_of
 from polyattn.call.gradients import Gradients
@@ -14,6 +14,12 @@ from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
 
 __all__ = ["attention", "attention_vjp", "explain"]
+
+#: The libraries that differentiate, and the modules with the rule for each.
+_RECORDED = {
+    "jax": "polyattn.parallel.jax_vjp",
+    "torch": "polyattn.parallel.torch_autograd",
+}
 
 
 def attention(
@@ -24,7 +30,7 @@ def attention(
     over: Any,
     strategy: str = "auto",
     layout: str = "contiguous",
-    **options: Unpack[AttentionOptions],
+    **options: Any,
 ) -> Array:
     """Compute attention over sequences that are spread over many devices.
 
@@ -98,14 +104,10 @@ def attention(
     """
     task, arrays, flat = _task("attention", over, strategy, layout, options, query, key, value)
     library = library_of(query).name
-    if library == "torch":
-        from polyattn.parallel.torch_autograd import attend
-    elif library == "jax":
-        from polyattn.parallel.jax_vjp import attend
+    if library in _RECORDED:
+        output = importlib.import_module(_RECORDED[library]).attend(task, arrays)
     else:
         output, _ = task.forward(*arrays)
-        return output[0, ...] if flat else output
-    output = attend(task, arrays)
     return output[0, ...] if flat else output
 
 
@@ -117,7 +119,7 @@ def attention_vjp(
     over: Any,
     strategy: str = "auto",
     layout: str = "contiguous",
-    **options: Unpack[AttentionOptions],
+    **options: Any,
 ) -> tuple[Array, Callable[[Array], Gradients]]:
     """Compute attention over many devices, and return a function that computes its gradients.
 
@@ -179,7 +181,7 @@ def explain(
     layout: str = "contiguous",
     library: str = "numpy",
     dtype: str = "float32",
-    **options: Unpack[AttentionOptions],
+    **options: Any,
 ) -> ParallelExplanation:
     """Explain which strategy `attention` would take, and what each rank computes and sends.
 

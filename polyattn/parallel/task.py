@@ -27,7 +27,12 @@ class Task(NamedTuple):
     def arrays(self) -> list[Array]:
         """Return all arrays of the options."""
         found: list[Array] = []
-        self._with(lambda array: found.append(array) or array)
+
+        def note(array: Array) -> Array:
+            found.append(array)
+            return array
+
+        self._with(note)
         return found
 
     def with_arrays(self, arrays: Any) -> Task:
@@ -59,8 +64,8 @@ class Task(NamedTuple):
         """Return the gradients, as `attention_backward`."""
         xp = library_of(saved.output).xp
         saved = saved._replace(output=cast(xp, saved.output, arrays[0].dtype))
-        *found, shares = self.strategy.backward(self.call, self.ranks, arrays, saved, gradient)
-        return self.call.finished(*found, arrays, shares)
+        dq, dk, dv, shares = self.strategy.backward(self.call, self.ranks, arrays, saved, gradient)
+        return self.call.finished(dq, dk, dv, arrays, shares)
 
     def of_arrays(self, gradients: Gradients) -> list[Array | None]:
         """Return the gradient of each of `arrays`, None for one that has none."""

@@ -22,7 +22,8 @@ def attend(task: Task, arrays: list[torch.Tensor]) -> torch.Tensor:
     others = task.arrays()
     needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*arrays, *others))
     if not (needed and torch.is_grad_enabled()):
-        return task.forward(*arrays)[0]
+        output: torch.Tensor = task.forward(*arrays)[0]
+        return output
     result: torch.Tensor = _Attention.apply(task, *arrays, *others)  # type: ignore[no-untyped-call]
     return result
 
@@ -31,6 +32,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, task: Task, *arrays: torch.Tensor) -> torch.Tensor:
         detached = [array.detach() for array in arrays]
+        output: torch.Tensor
         output, saved = task.with_arrays(detached[3:]).forward(*detached[:3])
         ctx.task = task.without_arrays()
         ctx.has_logsumexp = saved.logsumexp is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from polyattn.parallel.communicator import Communicator
 
@@ -17,7 +18,7 @@ def group_of(over: Any) -> Any:
     """Return the process group of a group or mesh, or None if it is neither."""
     if isinstance(over, dist.ProcessGroup):
         return over
-    if isinstance(over, dist.DeviceMesh):
+    if isinstance(over, DeviceMesh):
         if over.ndim != 1:
             raise ValueError(
                 f"over is a mesh of {over.ndim} dimensions, {over.mesh_dim_names}: name one, as in"
