@@ -9,13 +9,12 @@ from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import permute, positions, shard, unpermute
 from polyattn.parallel.over import size_of
 from polyattn.parallel.run import attention, attention_vjp, explain
-from polyattn.parallel.threads import Threads, run_threads
+from polyattn.parallel.threads import run_threads
 
 __all__ = [
     "Candidate",
     "Communicator",
     "ParallelExplanation",
-    "Threads",
     "attention",
     "attention_vjp",
     "explain",

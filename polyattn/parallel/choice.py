@@ -66,6 +66,8 @@ class ParallelExplanation:
         What chose: the argument `strategy`.
     candidates : tuple of Candidate
         All strategies, in the order in which they were tried.
+    call : ParallelCall
+        The whole call.
     """
 
     size: int
@@ -73,7 +75,7 @@ class ParallelExplanation:
     visible_pairs: int
     source: str
     candidates: tuple[Candidate, ...]
-    _call: ParallelCall
+    call: ParallelCall
 
     @property
     def chosen(self) -> Candidate | None:
@@ -81,7 +83,7 @@ class ParallelExplanation:
         return next((c for c in self.candidates if c.status == "chosen"), None)
 
     def __str__(self) -> str:
-        problem = self._call.problem
+        problem = self.call.problem
         lengths = f"L = {problem.query_length}, S = {problem.key_length}"
         cells = [
             (
@@ -96,7 +98,7 @@ class ParallelExplanation:
         return "\n".join(
             [
                 f"attention over {self.size} ranks: {lengths}, {self.layout},"
-                f" {self._call.chunks} chunks, {self.visible_pairs} visible pairs",
+                f" {self.call.chunks} chunks, {self.visible_pairs} visible pairs",
                 f"needs: {', '.join(sorted(problem.features)) or 'nothing beyond the formula'}",
                 f"selected by {self.source}: pairs and bytes sent of a rank",
                 *table(cells),

@@ -55,6 +55,11 @@ class Communicator:
         ----------
         handle : object
             The result of `shift`.
+
+        Returns
+        -------
+        sequence of Array
+            The arrays.
         """
         raise NotImplementedError
 
@@ -67,6 +72,11 @@ class Communicator:
             Of one shape on every rank.
         axis : int
             The axis to concatenate along.
+
+        Returns
+        -------
+        Array
+            The arrays, concatenated.
         """
         raise NotImplementedError
 
@@ -81,6 +91,11 @@ class Communicator:
             The axis to cut into as many parts as there are ranks.
         concat : int
             The axis to concatenate along.
+
+        Returns
+        -------
+        Array
+            The parts received, concatenated.
         """
         raise NotImplementedError
 
@@ -91,6 +106,11 @@ class Communicator:
         ----------
         array : Array
             Of one shape on every rank.
+
+        Returns
+        -------
+        Array
+            The arrays, shape (n, ...) for n ranks.
         """
         return self.gather(array[None, ...], 0)
 
@@ -103,6 +123,11 @@ class Communicator:
             Of one shape on every rank.
         axis : int
             The axis to cut into as many parts as there are ranks, counted from the last, −1.
+
+        Returns
+        -------
+        Array
+            This rank's part.
         """
         parts = self.exchange(array[None, ...], axis, 0)
         return library_of(parts).xp.sum(parts, axis=0)
@@ -118,6 +143,11 @@ class Communicator:
             Takes the number of the step and the state, and returns the state.
         state : object
             Nested tuples, lists and dicts of arrays.
+
+        Returns
+        -------
+        object
+            The last state.
         """
         for number in range(count):
             state = step(number, state)
@@ -134,5 +164,10 @@ class Communicator:
             Takes the state and returns one of the same structure, without communication.
         state : object
             Nested tuples, lists and dicts of arrays.
+
+        Returns
+        -------
+        object
+            The state.
         """
         return change(state) if condition else state

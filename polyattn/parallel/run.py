@@ -127,7 +127,9 @@ def attention_vjp(
     ----------
     query, key, value : Array
         As for `attention`.
-    over, strategy, layout
+    over : object
+        As for `attention`.
+    strategy, layout : str
         As for `attention`.
     **options
         As for `attention`.
@@ -193,7 +195,7 @@ def explain(
         As for `attention`, this rank's, or only their shapes.
     over : int or as for `attention`
         The ranks, or only their number.
-    strategy, layout
+    strategy, layout : str
         As for `attention`.
     library, dtype : str
         Those assumed for arguments given as shapes.

@@ -122,7 +122,7 @@ def run_threads(
     size : int
         The number of threads.
     function : callable
-        Takes the communicator of its thread.
+        Takes the communicator of its thread, which counts the bytes that it sends as ``sent``.
     timeout : float
         The seconds that a thread waits for another.
 
