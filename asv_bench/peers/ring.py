@@ -1,7 +1,8 @@
 """Time torch's processes over a ring against one process with as many threads.
 
 ``python asv_bench/peers/ring.py`` runs one process of 2 threads, then 2 processes of 1 thread each,
-by turns, and prints the ratio of the medians, with the pairs computed and the bytes sent.
+by turns, and prints ratios of medians: of the time that passed, and of the CPU time of all processes,
+which other work on the machine changes less. It also prints the pairs computed and the bytes sent.
 """
 
 from __future__ import annotations
@@ -36,37 +37,39 @@ def main() -> None:
     if given.one is not None:
         run_one(given)
         return
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.rounds):
         for strategy in ("", *given.strategies.split(",")):
             seconds.setdefault(strategy, []).append(launched(strategy, 1 if not strategy else None))
     show(given, seconds)
 
 
-def show(given: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+def show(given: argparse.Namespace, seconds: dict[str, list[tuple[float, float]]]) -> None:
     """Print the table."""
     from polyattn import parallel
 
     shape = (1, given.heads, given.length // given.processes, 64)
-    whole = statistics.median(seconds.pop(""))
+    whole, cpu = map(statistics.median, zip(*seconds.pop(""), strict=True))
     kind = "full" if given.full else "causal"
-    print(f"{shape}, {kind}, {given.layout}: one process {whole:.3f} s")
-    print("| strategy | seconds | of one process | pairs of a rank | visible / n | MB sent |")
+    print(f"{shape}, {kind}, {given.layout}: one process {whole:.3f} s, {cpu:.3f} s of CPU")
+    print(
+        "| strategy | seconds | of one process | CPU of one process | pairs of a rank | visible / n | MB sent |"
+    )
     for strategy, times in seconds.items():
         said = parallel.explain(
             shape, shape, shape, over=given.processes, strategy=strategy, layout=given.layout,
             is_causal=not given.full,
         )  # fmt: skip
         assert said.chosen is not None
-        median = statistics.median(times)
+        median, of_cpu = map(statistics.median, zip(*times, strict=True))
         print(
-            f"| {strategy} | {median:.3f} | {median / whole:.2f} | {max(said.chosen.pairs):g} |"
+            f"| {strategy} | {median:.3f} | {median / whole:.2f} | {of_cpu / cpu:.2f} | {max(said.chosen.pairs):g} |"
             f" {said.visible_pairs / given.processes:g} | {said.chosen.bytes_sent / 1e6:.1f} |"
         )
 
 
-def launched(strategy: str, processes: int | None) -> float:
-    """Return the seconds of a call, by processes of its own."""
+def launched(strategy: str, processes: int | None) -> tuple[float, float]:
+    """Return the seconds of a call by processes of its own, and those of CPU of all of them."""
     arguments = sys.argv[1:]
     count = processes or option("--processes", 2)
     threads = option("--processes", 2) // count
@@ -90,7 +93,9 @@ def launched(strategy: str, processes: int | None) -> float:
         for rank in range(count)
     ]
     printed = [process.communicate()[0] for process in started]
-    return float(max(json.loads(text) for text in printed))
+    wall, cpu = zip(*[json.loads(text) for text in printed], strict=True)
+    print(f"{strategy or 'one process'}: {max(wall):.3f} s", file=sys.stderr, flush=True)
+    return float(max(wall)), float(sum(cpu))
 
 
 def option(name: str, default: int) -> int:
@@ -120,12 +125,12 @@ def run_one(given: argparse.Namespace) -> None:
     for _ in range(given.calls + 1):
         if given.one:
             dist.barrier()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         output = attend(*arrays, **how)
         if given.backward:
             output.backward(output.detach())
-        times.append(time.perf_counter() - start)
-    print(json.dumps(statistics.median(times[1:])))
+        times.append((time.perf_counter() - start, time.process_time() - cpu))
+    print(json.dumps([statistics.median(each) for each in zip(*times[1:], strict=True)]))
     if given.one:
         dist.destroy_process_group()
 
