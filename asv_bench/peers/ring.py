@@ -1,8 +1,8 @@
 """Time torch's processes over a ring against one process with as many threads.
 
 ``python asv_bench/peers/ring.py`` runs one process of 2 threads, then 2 processes of 1 thread each,
-by turns, and prints ratios of medians: of the time that passed, and of the CPU time of all processes,
-which other work on the machine changes less. It also prints the pairs computed and the bytes sent.
+by turns, and prints ratios of medians: of the time that passed, and of the CPU time of all
+processes, which other work on the machine changes less. It also prints pairs and bytes.
 """
 
 from __future__ import annotations
@@ -51,10 +51,8 @@ def show(given: argparse.Namespace, seconds: dict[str, list[tuple[float, float]]
     shape = (1, given.heads, given.length // given.processes, 64)
     whole, cpu = map(statistics.median, zip(*seconds.pop(""), strict=True))
     kind = "full" if given.full else "causal"
-    print(f"{shape}, {kind}, {given.layout}: one process {whole:.3f} s, {cpu:.3f} s of CPU")
-    print(
-        "| strategy | seconds | of one process | CPU of one process | pairs of a rank | visible / n | MB sent |"
-    )
+    print(f"{shape}, {kind}, {given.layout}: one process {whole:.3f} s, of CPU {cpu:.3f} s")
+    print("| strategy | seconds | ratio | ratio of CPU | pairs of a rank | visible / n | MB sent |")
     for strategy, times in seconds.items():
         said = parallel.explain(
             shape, shape, shape, over=given.processes, strategy=strategy, layout=given.layout,
@@ -62,9 +60,10 @@ def show(given: argparse.Namespace, seconds: dict[str, list[tuple[float, float]]
         )  # fmt: skip
         assert said.chosen is not None
         median, of_cpu = map(statistics.median, zip(*times, strict=True))
+        pairs = f"{max(said.chosen.pairs):g} | {said.visible_pairs / given.processes:g}"
         print(
-            f"| {strategy} | {median:.3f} | {median / whole:.2f} | {of_cpu / cpu:.2f} | {max(said.chosen.pairs):g} |"
-            f" {said.visible_pairs / given.processes:g} | {said.chosen.bytes_sent / 1e6:.1f} |"
+            f"| {strategy} | {median:.3f} | {median / whole:.2f} | {of_cpu / cpu:.2f} | {pairs} |"
+            f" {said.chosen.bytes_sent / 1e6:.1f} |"
         )
 
 
