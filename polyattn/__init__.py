@@ -50,6 +50,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Import a part that attention does not need, when it is first used."""
-    if name in ("conformance", "dialects", "nn", "plot"):
+    if name in ("conformance", "dialects", "nn", "parallel", "plot"):
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

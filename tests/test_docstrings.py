@@ -19,6 +19,7 @@ import polyattn.integrations.transformers
 import polyattn.masks
 import polyattn.nn
 import polyattn.nn.load
+import polyattn.parallel
 import polyattn.plot
 import polyattn.plugin
 import polyattn.scores
@@ -37,6 +38,7 @@ MODULES = (
     polyattn.masks,
     polyattn.nn,
     polyattn.nn.load,
+    polyattn.parallel,
     polyattn.plot,
     polyattn.plugin,
     polyattn.scores,

@@ -31,7 +31,8 @@ ROOMS = {
 ROOMS["plot"] = GROUND | {"expressions", "call", "tiles", "dispatch", "api"}
 ROOMS["dialects"] = GROUND | {"api"}
 ROOMS["nn"] = GROUND | {"expressions", "masks", "scores", "dispatch", "api"}
-ROOMS["integrations"] = GROUND | {"expressions", "plugin", "kernels", "api", "nn"}
+ROOMS["parallel"] = GROUND | {"expressions", "call", "api"}
+ROOMS["integrations"] = ROOMS["parallel"] | {"plugin", "kernels", "nn", "parallel"}
 ROOMS["bench"] = GROUND | {"call", "plugin", "kernels", "dispatch", "api"}
 ROOMS["conformance"] = ROOMS["api"] | {"tiles", "masks", "scores", "api"}
 ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "api"}
@@ -41,6 +42,7 @@ OUTSIDE = {
     "bench": {"numpy", "threadpoolctl"},
     "conformance": TESTING,
     "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
+    "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }
 #: The imports that go up, made when they are called: a method of a mask draws it, and a backend has
@@ -165,7 +167,7 @@ def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
 
 
 def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):
-    run_python("import polyattn; polyattn.nn.Linear, polyattn.dialects, polyattn.plot.mask")
+    run_python("import polyattn as p; p.nn.Linear, p.parallel.shard, p.dialects, p.plot.mask")
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         polyattn.layers  # noqa: B018
 

@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from polyattn.plugin import Array, Gradients, Operands, Problem
 from polyattn_jax.forward import attend
+from polyattn_jax.mesh import varying_like
 from polyattn_jax.operands import with_expressions
 from polyattn_jax.tangent import Tangents, attend_tangents
 
@@ -100,6 +101,7 @@ def _tangents(problem: Problem, moved: Operands) -> Tangents:
 
 def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) -> Gradients:
     """Return the gradients of operands without expressions, which `like` has."""
+    x = varying_like(x, x)  # so that each device has its share, of what is the same on all too
     operands = with_expressions(like, x)
     output, logsumexp, output_gradient = x.output, x.known_logsumexp, x.output_gradient
     assert output is not None
@@ -116,12 +118,12 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
             return jax.tree.map(lambda _: None, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return None
-        return jax.ShapeDtypeStruct(array.shape, _exact(problem, array))  # type: ignore[no-untyped-call]
+        return varying_like(jnp.zeros(array.shape, _exact(problem, array)), x)
 
     def listed(arrays: Any) -> list[Any] | None:
         return None if arrays is None else [shape(array) for array in arrays]
 
-    number = jax.ShapeDtypeStruct((), problem.accumulator)  # type: ignore[no-untyped-call]
+    number = jnp.zeros((), problem.accumulator)
     like_moved = Tangents(
         shape(x.query),
         shape(x.key),
@@ -138,7 +140,7 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
         output_gradient.astype(problem.accumulator),
         jnp.zeros_like(logsumexp) if direct is None else direct.astype(problem.accumulator),
     )
-    (found,) = jax.linear_transpose(tangents, like_moved)(along)
+    (found,) = jax.linear_transpose(tangents, like_moved)(varying_like(along, x))
     return _gradients(problem, x, found)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,6 +20,7 @@ from polyattn.plugin import (
     or_zero,
     unfold_heads,
 )
+from polyattn_jax.mesh import all_finite
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import finite, product, scaled_query, tile_scores
 
@@ -63,7 +63,9 @@ class Forward(Body):
         if problem.dropout:
             weights = jnp.where(indices.keep_mask(), weights / (1 - problem.dropout), 0)
         masked = problem.masks or new is not None
-        output = weighted_sum(problem, weights, scores, tile.value.astype(s.dtype), masked)
+        output = weighted_sum(
+            problem, weights, scores, tile.key, tile.value.astype(s.dtype), masked
+        )
         return SoftmaxState(state.output * shrink + output, maximum, state.total * shrink + total)
 
     def finish(self, state: SoftmaxState, block: Array) -> tuple[Array, Array]:
@@ -74,7 +76,12 @@ class Forward(Body):
 
 
 def weighted_sum(
-    problem: Problem, weights: Array, scores: Callable[[], Array], value: Array, masked: bool
+    problem: Problem,
+    weights: Array,
+    scores: Callable[[], Array],
+    key: Array,
+    value: Array,
+    masked: bool,
 ) -> Array:
     """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)
@@ -93,19 +100,5 @@ def weighted_sum(
             spoilt += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
         return spoilt
 
-    spoilt = lax.cond(all_finite(value), lambda: jnp.zeros_like(result), not_finite)
+    spoilt = lax.cond(all_finite(value, key), lambda: jnp.zeros_like(result), not_finite)
     return unfold_heads(problem, result + spoilt, jnp)
-
-
-@jax.custom_batching.custom_vmap
-def all_finite(value: Array) -> Array:
-    """Return whether all values are finite; under vmap, those of all items that are mapped over.
-
-    vmap turns a condition that differs between items into the computation of both branches.
-    """
-    return jnp.all(jnp.isfinite(value))
-
-
-@all_finite.def_vmap
-def _all_finite_under_vmap(size: int, batched: list[bool], value: Array) -> tuple[Array, bool]:
-    return all_finite(value), False

@@ -15,6 +15,7 @@ from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem
 from polyattn_jax.layout import Loop, block_sizes, loops, tiles_to_compute, visible_tiles
+from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
 __all__ = ["Body", "Tile", "sweep"]
@@ -123,6 +124,7 @@ def _over_blocks(
         slices = body.slices(given, first, loop.columns)
         tiles = (first, new if overlaps else None, is_needed, slices)
         block, state = body.start(given, loop.rows)
+        state = varying_like(state, (x, given))
         step = functools.partial(_visit, problem, x, loop, body, first_row, block)
         if loop.steps == 1:
             state, _ = step(state, jax.tree.map(lambda array: array[0], tiles))

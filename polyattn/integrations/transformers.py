@@ -24,6 +24,7 @@ from polyattn.api.attention import attention
 from polyattn.api.explain import explain
 from polyattn.api.weights import attention_weights
 from polyattn.integrations import subclasses
+from polyattn.integrations.transformers_ranks import Ranks
 from polyattn.plugin import Kernel
 
 __all__ = ["register"]
@@ -41,6 +42,9 @@ def register(
     *,
     backend: str | Sequence[str] | None = None,
     kernel: str | Kernel | None = None,
+    over: Any = None,
+    strategy: str = "auto",
+    layout: str = "contiguous",
 ) -> None:
     """Make ``attn_implementation=name`` work in transformers.
 
@@ -54,6 +58,12 @@ def register(
         As for `polyattn.attention`.
     kernel : str or polyattn.plugin.Kernel, optional
         As for `polyattn.attention`.
+    over : process group, DeviceMesh or Communicator, optional
+        The ranks that a sequence is spread over, as for `polyattn.parallel.attention`. Each gives
+        the model its tokens, their positions as `position_ids`, and as `attention_mask` that of the
+        whole sequence, or none.
+    strategy, layout : str
+        As for `polyattn.parallel.attention`, where `over` is given.
 
     Raises
     ------
@@ -84,8 +94,9 @@ def register(
     """
     _check_name(name)
     explain((1, 1, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8), backend=backend, kernel=kernel)
-    AttentionInterface.register(name, partial(_attend, backend, kernel))
-    AttentionMaskInterface.register(name, _mask)
+    ranks = None if over is None else Ranks(over, strategy, layout)
+    AttentionInterface.register(name, partial(_attend, backend, kernel, ranks))
+    AttentionMaskInterface.register(name, partial(_mask, ranks=ranks))
 
 
 def _check_name(name: Any) -> None:
@@ -112,11 +123,17 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     *,
     config: Any = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
     """Return which keys each row sees, (batch, 1, L, S), or None for a purely causal mask."""
     if config is not None and not torch.compiler.is_compiling():
         _check_reachable(config.model_type)
+    if ranks is not None:
+        return ranks.mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+            options,
+        )  # fmt: skip
     # If all rows see the same keys, make one row and repeat it without a copy.
     one_row = mask_function is bidirectional_mask_function
     mask: torch.Tensor | None = sdpa_mask(
@@ -155,6 +172,7 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
 def _attend(
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
+    ranks: Ranks | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -179,6 +197,15 @@ def _attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     _check_others(module, attention_mask, others)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if ranks is not None:
+        options |= _visibility_over(module, attention_mask, is_causal, sliding_window)
+        refused = {
+            "attention dropout": dropout if dropout and module.training else None,
+            "position_bias": position_bias,
+            "output_attentions": output_attentions,
+        }
+        output = ranks.attend(query, key, value, refused, backend=backend, kernel=kernel, **options)
+        return output.transpose(1, 2).contiguous(), None
     options |= _visibility(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         options["bias"] = position_bias + options.get("bias", 0)
@@ -221,6 +248,29 @@ def _visibility(
                 " sees. Give it the mask of create_bidirectional_sliding_window_mask"
             )
         options["window"] = (sliding_window - 1, 0)
+    return options
+
+
+def _visibility_over(
+    module: torch.nn.Module,
+    mask: torch.Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+) -> dict[str, Any]:
+    """Return which keys each row of a sequence over many ranks sees."""
+    options: dict[str, Any] = {} if mask is None else {"mask": mask}
+    if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
+        return options
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if is_causal:
+        options |= {"is_causal": True, "query_offset": 0}
+    if sliding_window is not None:
+        if not is_causal:
+            raise NotImplementedError(
+                "with over= polyattn supports a sliding window of causal models only"
+            )
+        options["window"] = (sliding_window - 1, None)
     return options
 
 

@@ -1,0 +1,95 @@
+"""What a kernel must know of a mesh of devices: which arrays vary along its axes, who waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax as untyped_lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from polyattn.plugin import Array
+
+__all__ = ["all_finite", "varying_like"]
+
+lax: Any = untyped_lax
+Spec: Any = PartitionSpec
+
+
+def varying_like(state: Any, x: Any) -> Any:
+    """Return arrays as ones that vary along the manual mesh axes along which `x` varies.
+
+    Inside ``jax.shard_map``, what a loop starts from must vary along the axes of what it adds.
+    """
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(x):
+        for _, array in leaf.carried() if hasattr(leaf, "carried") else [("", leaf)]:
+            axes |= _axes(array) if isinstance(array, jax.Array) else set()
+    return jax.tree.map(lambda one: _along(one, axes) if axes else one, state)
+
+
+def _axes(array: Any) -> frozenset[str]:
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        varying: frozenset[str] = kind.manual_axis_type.varying
+        return varying
+    return getattr(kind, "vma", frozenset())  # until JAX 0.9
+
+
+def _along(array: Array, axes: set[str]) -> Any:
+    missing = tuple(sorted(axes - _axes(array)))
+    if not missing:
+        return array
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, missing, to="varying")
+    return lax.pvary(array, missing)
+
+
+@jax.custom_batching.custom_vmap
+def all_finite(value: Array, key: Array) -> Array:
+    """Return whether all values are finite; under vmap, those of all items that are mapped over.
+
+    vmap turns a condition that differs between items into the computation of both branches. If the
+    batch or the heads of key and value are sharded, each device learns it of its own values, so
+    that none waits for another.
+    """
+    if _axes(value) or _axes(key):  # inside jax.shard_map there are own values only
+        return jnp.all(jnp.isfinite(value))
+    found: Array = _own_finite(value, key)
+    return found
+
+
+@all_finite.def_vmap
+def _all_finite_under_vmap(
+    size: int, batched: list[bool], value: Array, key: Array
+) -> tuple[Array, bool]:
+    return all_finite(value, key), False
+
+
+@custom_partitioning
+def _own_finite(value: Array, key: Array) -> Array:
+    return jnp.all(jnp.isfinite(value))
+
+
+def _partitioned(mesh: Any, shapes: Any, result: Any) -> Any:
+    """Return the check of one device, for the shardings that key and value have."""
+    shardings = tuple(shape.sharding for shape in shapes)
+    specs = [tuple(s.spec) + (None,) * len(x.shape) for s, x in zip(shardings, shapes, strict=True)]
+    # Devices may differ in the branch that they take only if none of it communicates.
+    whole = [spec[len(x.shape) - 2 : len(x.shape)] for spec, x in zip(specs, shapes, strict=True)]
+    local = all(axes == (None, None) for axes in whole)
+
+    def check(value: Array, key: Array) -> Array:
+        own = jnp.all(jnp.isfinite(value))
+        return own if local else lax.pmin(own.astype(jnp.int32), mesh.axis_names) == 1
+
+    return mesh, check, NamedSharding(mesh, Spec()), shardings
+
+
+_own_finite.def_partition(  # type: ignore[no-untyped-call]
+    partition=_partitioned,
+    infer_sharding_from_operands=lambda mesh, shapes, _: NamedSharding(mesh, Spec()),
+    sharding_rule="..., ...2 ->",
+)

@@ -1,0 +1,294 @@
+"""One call over many ranks: the whole problem, checked as one call of `attention` would be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.api.attention import attention
+from polyattn.api.gradients import attention_backward
+from polyattn.api.options import check_names
+from polyattn.api.partial import Partial, attention_partial
+from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
+from polyattn.call.describe import describe
+from polyattn.call.gradients import Gradients
+from polyattn.call.problem import Problem, examine
+from polyattn.expressions.expression import Expression
+from polyattn.expressions.replacements import LongSequence, ScaleRule
+from polyattn.parallel.blocks import place, take
+from polyattn.parallel.cut import (
+    Block,
+    cut_array,
+    cut_mask,
+    cut_score,
+    place_array,
+    place_score,
+)
+from polyattn.parallel.layout import check_layout, chunks_of, slots
+
+__all__ = ["ParallelCall", "Shares", "add_shares", "described"]
+
+#: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
+Shares = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class ParallelCall:
+    """A call over many ranks, as each of them knows it.
+
+    Attributes
+    ----------
+    problem : Problem
+        The whole call.
+    size : int
+        The number of ranks.
+    layout : str
+        Which tokens each rank holds.
+    shares_rows : bool
+        Whether each rank holds its part of the query; otherwise all hold the whole.
+    options : dict
+        The options of `attention`, for the whole sequence.
+    bytes_per_number : int
+        The size of a number of query, key and value.
+    has_scale_rule : bool
+        Whether a rule gives the scale, which then has no gradient.
+    """
+
+    problem: Problem
+    size: int
+    layout: str
+    shares_rows: bool
+    options: dict[str, Any]
+    bytes_per_number: int
+    has_scale_rule: bool
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of the sequence."""
+        return self.size * slots(self.layout)
+
+    @property
+    def row_length(self) -> int:
+        """The number of rows of a chunk."""
+        length = self.problem.query_length
+        return length // self.chunks if self.shares_rows else length
+
+    @property
+    def key_length(self) -> int:
+        """The number of keys of a chunk."""
+        return self.problem.key_length // self.chunks
+
+    def owned(self, rank: Any) -> tuple[Any, ...]:
+        """Return the chunks that a rank holds."""
+        return chunks_of(rank, self.size, self.layout)
+
+    def _ends(self, rows: Any, keys: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the first and last position of a chunk of rows, and of a chunk of keys."""
+        first = rows * self.row_length + self.problem.query_offset
+        start = keys * self.key_length
+        return first, first + self.row_length - 1, start, start + self.key_length - 1
+
+    def is_visible(self, rows: Any, keys: Any) -> Any:
+        """Return whether a chunk of rows may see a chunk of keys, by causality and window."""
+        band = self.problem.band
+        if band is None or self.problem.query_offset is None:
+            return True
+        first, last, start, stop = self._ends(rows, keys)
+        after = True if band.left is None else stop >= first - band.left
+        before = True if band.right is None else start <= last + band.right
+        return after & before
+
+    def is_full(self, rows: Any, keys: Any) -> bool:
+        """Return whether causality and window surely hide no key of a chunk from its rows."""
+        band = self.problem.band
+        known = isinstance(rows, int) and isinstance(keys, int)
+        if band is None or self.problem.query_offset is None or not known:
+            return band is None
+        first, last, start, stop = self._ends(rows, keys)
+        return (band.left is None or start >= last - band.left) and (
+            band.right is None or stop <= first + band.right
+        )
+
+    def block(self, rows: Any = None, keys: Any = None, heads: Any = None) -> Block:
+        """Return the block of a chunk of rows, a chunk of keys, and (start, length) of heads."""
+        problem = self.problem
+        whole = (0, problem.query_length), (0, problem.key_length), (0, problem.heads)
+        return Block(
+            whole[0] if rows is None else (rows * self.row_length, self.row_length),
+            whole[1] if keys is None else (keys * self.key_length, self.key_length),
+            whole[2] if heads is None else heads,
+            self.options["query_offset"],
+            problem.batch,
+        )
+
+    def _options(self, block: Block, *, sinks: bool, full: bool) -> dict[str, Any]:
+        """Return the options of the call of a block."""
+        options = dict(self.options)
+        if full:
+            options |= {"is_causal": False, "window": None}
+        options["mask"] = cut_mask(options["mask"], block)
+        options["score_mod"] = cut_score(options["score_mod"], block)
+        options["bias"] = cut_array(options["bias"], block)
+        options["query_offset"] = options["query_offset"] + block.rows[0] - block.keys[0]
+        given = options.pop("sinks")
+        if sinks and given is not None:
+            options["sinks"] = take(given, 0, *block.heads)
+        return options
+
+    def partial(
+        self, arrays: Any, block: Block, *, sinks: bool = False, full: bool = False
+    ) -> Partial:
+        """Return attention over a block, the output in the dtype of sums."""
+        options = self._options(block, sinks=sinks, full=full)
+        if self.problem.normalizer is not None:
+            return Partial(attention(*arrays, **options), None)
+        del options["normalizer"]
+        output, logsumexp = attention_partial(*arrays, **options)
+        # Rounded to 16 bits at each merge, parts would lose digits.
+        return Partial(cast(library_of(output).xp, output, logsumexp.dtype), logsumexp)
+
+    def gradients(
+        self,
+        arrays: Any,
+        partial: Partial,
+        gradient: Array,
+        block: Block,
+        *,
+        sinks: bool = False,
+        full: bool = False,
+    ) -> tuple[Array, Array, Array, Shares]:
+        """Return the gradients of a block's query, key and value, and of the options."""
+        options = self._options(block, sinks=sinks, full=full)
+        given = dict(options)
+        if partial.logsumexp is not None:
+            del options["normalizer"]
+        query, key, value = arrays
+        found = attention_backward(
+            query, key, value, partial, gradient, into=Gradients(), **options
+        )
+        return found.query, found.key, found.value, self._shares(found, given, block)
+
+    def _shares(self, found: Gradients, given: dict[str, Any], block: Block) -> Shares:
+        """Return the gradients of the whole options from those of the options of a block."""
+        shares: Shares = {}
+        for name, of in found._asdict().items():
+            whole: Any = self.options.get(name)
+            known = given.get(name) is not None or (name == "scale" and not self.has_scale_rule)
+            if of is None or not known:  # also query, key and value
+                continue
+            if isinstance(of, Expression):
+                pairs = list(zip(_arrays(of), _arrays(whole), strict=True))
+                shares[name] = [
+                    place_score(x, one, block) if name == "score_mod" else x for x, one in pairs
+                ]
+            elif name == "sinks":
+                shares[name] = [place(of, 0, block.heads[0], whole.shape[0])]
+            else:
+                shares[name] = [place_array(of, whole, block) if name == "bias" else of]
+        return shares
+
+    def finished(
+        self, query: Array, key: Array, value: Array, given: Any, shares: Shares
+    ) -> Gradients:
+        """Return the gradients as the caller gets them, in the dtypes of the arguments."""
+        changed: dict[str, Any] = {}
+        for name, arrays in shares.items():
+            whole, rest = self.options[name], iter(arrays)
+            if isinstance(whole, Expression):
+                changed[name] = whole.map(functools.partial(_replaced, rest))
+            else:
+                changed[name] = in_dtype(arrays[0], whole)
+        own = [in_dtype(found, x) for found, x in zip((query, key, value), given, strict=True)]
+        return Gradients(*own, **changed)
+
+
+def _replaced(rest: Iterator[Array], _: str, thing: Any) -> Any:
+    return in_dtype(next(rest), thing) if is_array(thing) else thing
+
+
+def in_dtype(array: Array, like: Any) -> Array:
+    """Return an array in the dtype of another; as it is if that is a number."""
+    return cast(library_of(array).xp, array, like.dtype) if is_array(like) else array
+
+
+def _arrays(value: Expression) -> list[Array]:
+    return [thing for _, thing in value.carried() if is_array(thing)]
+
+
+def add_shares(one: Shares, other: Shares) -> Shares:
+    """Return the sums of two parts' gradients of options."""
+    added = dict(one)
+    for name, arrays in other.items():
+        if name in added:
+            arrays = [a + b for a, b in zip(added[name], arrays, strict=True)]
+        added[name] = arrays
+    return added
+
+
+def described(
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    size: int,
+    layout: str,
+    shares_rows: bool = True,
+    dtype: str = "float32",
+) -> ParallelCall:
+    """Check a call as a whole, without a look at the other ranks, and describe it.
+
+    The arrays may be facts. The errors are those of one call over the whole sequence.
+    """
+    check_layout(layout)
+    check_names(function, options, without=("layout",))
+    facts = {name: _facts(array, name) for name, array in arrays.items()}
+    for name, fact in facts.items():
+        if len(fact.shape) < 2:
+            continue
+        length = fact.shape[-2]
+        if (name != "query" or shares_rows) and length % slots(layout):
+            raise ValueError(
+                f'{name} has {length} tokens on this rank; layout="zigzag" needs two chunks of one'
+                " length"
+            )
+        if name != "query" or shares_rows:
+            shape = (*fact.shape[:-2], length * size, fact.shape[-1])
+            facts[name] = fact._replace(shape=shape)
+    kernel = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
+    call, operands = describe(*facts.values(), **options, facts=_facts)
+    problem = examine(call)
+    if call.dropout:
+        raise NotImplementedError(
+            f"{function}() has no dropout: its choice counts rows, keys and heads from those that a"
+            " rank holds, so ranks would repeat one another's"
+        )
+    offset = operands.query_offset
+    scale = problem.scale if isinstance(call.scale, LongSequence) else options.get("scale")
+    full = {
+        "mask": operands.mask,
+        "bias": operands.bias,
+        "is_causal": call.is_causal,
+        "window": call.window,
+        "query_offset": problem.key_length - problem.query_length if offset is None else offset,
+        "scale": scale,
+        "softcap": call.softcap,
+        "score_mod": operands.score_mod,
+        "sinks": operands.sinks,
+        "similarity": operands.similarity,
+        "normalizer": call.normalizer,
+    }
+    return ParallelCall(
+        problem=problem,
+        size=size,
+        layout=layout,
+        shares_rows=shares_rows,
+        options=full | kernel,
+        bytes_per_number={"float64": 8, "float32": 4}.get(problem.dtype, 2),
+        has_scale_rule=isinstance(call.scale, ScaleRule),
+    )
+
+
+def _facts(array: Any, name: str) -> ArrayFacts:
+    return array if isinstance(array, ArrayFacts) else facts_of(array, name)

@@ -1,0 +1,187 @@
+"""Choose a strategy for a call, from static facts that all ranks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.parallel.call import ParallelCall, described
+from polyattn.parallel.decode import Decode
+from polyattn.parallel.gather import Gather
+from polyattn.parallel.heads import Heads
+from polyattn.parallel.ring import Ring
+from polyattn.parallel.strategy import Strategy
+from polyattn.text_table import table
+
+__all__ = ["STRATEGIES", "Candidate", "ParallelExplanation", "chosen", "examined"]
+
+#: The strategies, in the order in which "auto" tries them. It never takes "decode", which differs
+#: in what each rank holds.
+STRATEGIES: dict[str, Strategy] = {x.name: x for x in (Heads(), Gather(), Ring(), Decode())}
+#: The bytes of all keys and values up to which "auto" gathers them on every rank.
+KEYS_THAT_FIT = 2**30
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy and its status for a call.
+
+    Attributes
+    ----------
+    strategy : str
+        Its name.
+    status : str
+        ``chosen``, ``next`` if it could run, or ``refused``.
+    reasons : tuple of str
+        Why it was refused, or passed over.
+    pairs : tuple of float
+        The number of pairs of chunks that each rank computes: those of which a row may see a key by
+        causality and window. Of some heads only, a pair counts as that share.
+    bytes_sent : int
+        The bytes that a rank sends to others for the output.
+    """
+
+    strategy: str
+    status: str
+    reasons: tuple[str, ...] = ()
+    pairs: tuple[float, ...] = ()
+    bytes_sent: int = 0
+
+
+@dataclass(frozen=True)
+class ParallelExplanation:
+    """The strategy that shares a call among ranks, and the reasons against the others.
+
+    It prints as a table.
+
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    layout : str
+        Which tokens each rank holds.
+    visible_pairs : int
+        The number of pairs of chunks of the whole call of which a row may see a key.
+    source : str
+        What chose: the argument `strategy`.
+    candidates : tuple of Candidate
+        All strategies, in the order in which they were tried.
+    call : ParallelCall
+        The whole call.
+    """
+
+    size: int
+    layout: str
+    visible_pairs: int
+    source: str
+    candidates: tuple[Candidate, ...]
+    call: ParallelCall
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The strategy that would run, or None if none can."""
+        return next((c for c in self.candidates if c.status == "chosen"), None)
+
+    def __str__(self) -> str:
+        problem = self.call.problem
+        lengths = f"L = {problem.query_length}, S = {problem.key_length}"
+        cells = [
+            (
+                c.strategy,
+                "CHOSEN" if c.status == "chosen" else c.status,
+                _shown(c.pairs),
+                f"{c.bytes_sent / 1e6:.1f} MB" if c.pairs else "",
+                "; ".join(c.reasons),
+            )
+            for c in self.candidates
+        ]
+        return "\n".join(
+            [
+                f"attention over {self.size} ranks: {lengths}, {self.layout},"
+                f" {self.call.chunks} chunks, {self.visible_pairs} visible pairs",
+                f"needs: {', '.join(sorted(problem.features)) or 'nothing beyond the formula'}",
+                f"selected by {self.source}: pairs and bytes sent of a rank",
+                *table(cells),
+            ]
+        )
+
+
+def _shown(pairs: tuple[float, ...]) -> str:
+    if not pairs:
+        return ""
+    low, high = min(pairs), max(pairs)
+    return f"{low:g} pairs" if low == high else f"{low:g} to {high:g} pairs"
+
+
+def chosen(
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    size: int,
+    strategy: Any,
+    layout: str,
+) -> tuple[Strategy, ParallelCall]:
+    """Return the strategy of a call, and the call; raise if there is none."""
+    call = _described(function, arrays, options, size, strategy, layout)
+    for candidate in _candidates(call, strategy):
+        if candidate.status == "chosen":
+            return STRATEGIES[candidate.strategy], call
+    reasons = "; ".join(STRATEGIES[strategy].reasons_against(call))
+    raise NotImplementedError(
+        f"strategy {strategy!r} cannot compute this call over {size} ranks: {reasons}"
+    )
+
+
+def examined(
+    arrays: dict[str, Any], options: dict[str, Any], size: int, strategy: Any, layout: str
+) -> ParallelExplanation:
+    """Return the decision about a call with all reasons."""
+    call = _described("explain", arrays, options, size, strategy, layout)
+    chunks = range(call.chunks)
+    visible = sum(bool(call.is_visible(a, b)) for a in chunks for b in chunks)
+    if not STRATEGIES.get(strategy, STRATEGIES["ring"]).shares_rows:
+        visible = call.chunks
+    source, candidates = f"strategy={strategy!r}", tuple(_candidates(call, strategy))
+    return ParallelExplanation(size, layout, visible, source, candidates, call)
+
+
+def _described(
+    function: str,
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    size: int,
+    strategy: Any,
+    layout: str,
+) -> ParallelCall:
+    if strategy != "auto" and strategy not in STRATEGIES:
+        names = ", ".join(["auto", *STRATEGIES])
+        raise ValueError(f"strategy must be one of {names}; got {strategy!r}")
+    shares_rows = strategy != "decode"
+    return described(function, arrays, options, size=size, layout=layout, shares_rows=shares_rows)
+
+
+def _candidates(call: ParallelCall, strategy: str) -> list[Candidate]:
+    """Return the strategies that a call may take, in order, each with its status."""
+    names = [strategy] if strategy != "auto" else [x for x in STRATEGIES if x != "decode"]
+    found, free = [], True
+    refused = {name: STRATEGIES[name].reasons_against(call) for name in names}
+    large = _reason_against_gather(call) if not refused.get("ring", ["no ring"]) else None
+    for name in names:
+        reasons = refused[name]
+        if reasons:
+            found.append(Candidate(name, "refused", tuple(reasons)))
+            continue
+        passed_over = strategy == "auto" and name == "gather" and large is not None
+        status = "chosen" if free and not passed_over else "next"
+        free = free and status != "chosen"
+        why = (large,) if passed_over and large else ()
+        pairs, sent = STRATEGIES[name].pairs(call), STRATEGIES[name].bytes_sent(call)
+        found.append(Candidate(name, status, why, pairs, sent))
+    return found
+
+
+def _reason_against_gather(call: ParallelCall) -> str | None:
+    total = STRATEGIES["gather"].bytes_of_keys(call) * call.size
+    if total <= KEYS_THAT_FIT:
+        return None
+    return f"all keys and values take {total / 2**30:.1f} GiB on every rank"

@@ -1,0 +1,93 @@
+"""Each rank computes all rows over its own keys, and the ranks join what they found.
+
+For decoding: few rows, and a long cache whose keys are spread over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.api.partial import Partial, merge
+from polyattn.arrays import Array, cast, library_of
+from polyattn.parallel.blocks import joined, split
+from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.layout import slots
+from polyattn.parallel.strategy import Strategy, needs_whole_rows
+
+__all__ = ["Decode"]
+
+
+class Decode(Strategy):
+    """All ranks hold all rows, and each its own keys."""
+
+    name = "decode"
+    shares_rows = False
+
+    def reasons_against(self, call: ParallelCall) -> list[str]:
+        """Return why it cannot compute a call."""
+        return needs_whole_rows(call)
+
+    def pairs(self, call: ParallelCall) -> tuple[float, ...]:
+        """Return the number of chunks of keys that each rank computes."""
+        return (float(slots(call.layout)),) * call.size
+
+    def bytes_sent(self, call: ParallelCall) -> int:
+        """Return the bytes that a rank sends."""
+        problem = call.problem
+        numbers = problem.heads * problem.query_length * (problem.value_size + 1)
+        for length in problem.batch:
+            numbers *= length
+        return (call.size - 1) * numbers * (8 if problem.dtype == "float64" else 4)
+
+    def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
+        """Return the output of all rows, and what its gradient needs."""
+        query, *keys = arrays
+        own = merge(
+            *[
+                call.partial((query, *chunk), call.block(keys=at))
+                for at, chunk in self._chunks(call, ranks, keys)
+            ]
+        )
+        outputs, logsumexps = ranks.stack(own.output), ranks.stack(own.logsumexp)
+        everything = [Partial(outputs[n, ...], logsumexps[n, ...]) for n in range(call.size)]
+        if call.options["sinks"] is not None:
+            everything.append(_sink(call, everything[0]))
+        total = merge(*everything)
+        return total.output, total
+
+    def backward(
+        self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
+    ) -> tuple[Array, Array, Array, Shares]:
+        """Return the gradients; all but those of the keys are whole on every rank."""
+        query, *keys = arrays
+        found: list[Any] = []
+        shares: Shares = {}
+        for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
+            *own, share = call.gradients(
+                (query, *chunk), saved, gradient, call.block(keys=at), sinks=number == 0
+            )
+            if "sinks" in share:  # through the logsumexp, each rank has them whole
+                share["sinks"] = [x / call.size for x in share["sinks"]]
+            found.append(own)
+            shares = add_shares(shares, share)
+        dq = _sum_over(ranks, sum([own[0] for own in found[1:]], found[0][0]))
+        shares = {name: [_sum_over(ranks, x) for x in shares[name]] for name in shares}
+        dk, dv = (joined([own[n] for own in found]) for n in (1, 2))
+        return dq, dk, dv, shares
+
+    def _chunks(self, call: ParallelCall, ranks: Communicator, keys: Any) -> Any:
+        chunks = zip(*[split(array, slots(call.layout)) for array in keys], strict=True)
+        return zip(call.owned(ranks.rank), chunks, strict=True)
+
+
+def _sum_over(ranks: Communicator, array: Array) -> Array:
+    return library_of(array).xp.sum(ranks.stack(array), axis=0)
+
+
+def _sink(call: ParallelCall, like: Partial) -> Partial:
+    """Return the sinks as a part: a logit without a value."""
+    xp = library_of(like.output).xp
+    sinks = cast(xp, call.options["sinks"], like.logsumexp.dtype)[:, None]
+    logsumexp = xp.broadcast_to(sinks, tuple(like.logsumexp.shape))
+    return Partial(xp.zeros_like(like.output), logsumexp)

@@ -1,0 +1,83 @@
+"""Each rank gathers all keys and values, and computes its own rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.api.partial import Partial
+from polyattn.arrays import Array
+from polyattn.parallel.blocks import joined, split
+from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.layout import permute, slots, unpermute
+from polyattn.parallel.strategy import Strategy
+
+__all__ = ["Gather"]
+
+
+class Gather(Strategy):
+    """Each rank gathers all keys and values."""
+
+    name = "gather"
+
+    def reasons_against(self, call: ParallelCall) -> list[str]:
+        """Return why it cannot compute a call."""
+        return []
+
+    def pairs(self, call: ParallelCall) -> tuple[float, ...]:
+        """Return the number of pairs of chunks that each rank computes."""
+        chunks = range(call.chunks)
+        return tuple(
+            float(sum(bool(call.is_visible(a, b)) for a in call.owned(rank) for b in chunks))
+            for rank in range(call.size)
+        )
+
+    def bytes_sent(self, call: ParallelCall) -> int:
+        """Return the bytes that a rank sends."""
+        return (call.size - 1) * self.bytes_of_keys(call)
+
+    def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
+        """Return the output of this rank's rows, and what its gradient needs."""
+        query, *keys = arrays
+        everything = self._gathered(call, ranks, keys)
+        queries = split(query, slots(call.layout))
+        parts = [
+            call.partial((part, *everything), call.block(rows=rows), sinks=True)
+            for rows, part in zip(call.owned(ranks.rank), queries, strict=True)
+        ]
+        output = joined([part.output for part in parts])
+        if parts[0].logsumexp is None:
+            return output, Partial(output, None)
+        return output, Partial(output, joined([part.logsumexp for part in parts], -1))
+
+    def backward(
+        self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
+    ) -> tuple[Array, Array, Array, Shares]:
+        """Return the gradients, those of the keys summed over the ranks."""
+        query, *keys = arrays
+        everything, count = self._gathered(call, ranks, keys), slots(call.layout)
+        logsumexps: Any = [None] * count
+        if saved.logsumexp is not None:
+            logsumexps = split(saved.logsumexp, count, -1)
+        rows = zip(
+            call.owned(ranks.rank),
+            split(query, count),
+            map(Partial, split(saved.output, count), logsumexps),
+            split(gradient, count),
+            strict=True,
+        )
+        found = [
+            call.gradients((part, *everything), partial, of, call.block(rows=at), sinks=True)
+            for at, part, partial, of in rows
+        ]
+        shares: Shares = {}
+        for *_, share in found:
+            shares = add_shares(shares, share)
+        dk, dv = (
+            ranks.scatter_sum(permute(sum(parts[1:], parts[0]), call.size, layout=call.layout), -2)
+            for parts in (list(each) for each in list(zip(*found, strict=True))[1:3])
+        )
+        return joined([dq for dq, *_ in found]), dk, dv, shares
+
+    def _gathered(self, call: ParallelCall, ranks: Communicator, keys: Any) -> list[Array]:
+        return [unpermute(ranks.gather(x, -2), call.size, layout=call.layout) for x in keys]

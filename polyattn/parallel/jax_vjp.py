@@ -1,0 +1,71 @@
+"""Gradients of attention over many ranks in JAX: a rule of its own.
+
+JAX's transpose of a ring would keep the keys of all turns, which is what a ring avoids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import lax as untyped_lax
+
+from polyattn.api.partial import Partial
+from polyattn.parallel.task import Task
+
+__all__ = ["attend"]
+
+lax: Any = untyped_lax
+
+
+def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
+    """Return the output of this device's rows."""
+    # The rule may close over no array, because the backward pass is traced by itself.
+    own, static = task.arrays(), task.without_arrays()
+
+    @jax.custom_vjp
+    def attention(arrays: Any, others: Any) -> jax.Array:
+        output: jax.Array = static.with_arrays(others).forward(*arrays)[0]
+        return output
+
+    def forward(arrays: Any, others: Any) -> Any:
+        output, saved = static.with_arrays(others).forward(*arrays)
+        return output, (arrays, others, tuple(saved))
+
+    def backward(kept: Any, gradient: jax.Array) -> Any:
+        arrays, others, saved = kept
+        task = static.with_arrays(others)
+        found = task.backward(arrays, Partial(*saved), gradient)
+        return list(found[:3]), task.of_arrays(found)
+
+    attention.defvjp(forward, backward)
+    result: jax.Array = attention(*_varying(task, arrays, own))
+    return result
+
+
+def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> Any:
+    """Return the arrays as ones that differ along the same mesh axes.
+
+    So that the gradient of an array which is the same on all devices is summed over them.
+    """
+    axes: set[str] = set().union(*[_axes(array) for array in arrays])
+    if not task.strategy.shares_rows:
+        axes -= {task.ranks.axis}  # type: ignore[attr-defined]
+    return [_along(x, axes) for x in arrays], [_along(x, axes) for x in others]
+
+
+def _axes(array: jax.Array) -> frozenset[str]:
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        varying: frozenset[str] = kind.manual_axis_type.varying
+        return varying
+    return getattr(kind, "vma", frozenset())  # until JAX 0.9
+
+
+def _along(array: jax.Array, axes: set[str]) -> Any:
+    missing = tuple(sorted(axes - _axes(array)))
+    if not missing:
+        return array
+    if hasattr(lax, "pcast"):
+        return lax.pcast(array, missing, to="varying")
+    return lax.pvary(array, missing)

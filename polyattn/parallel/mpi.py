@@ -1,0 +1,80 @@
+"""Ranks that are the processes of an MPI communicator, by mpi4py: for NumPy and CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from polyattn.arrays import Array, library_of
+from polyattn.parallel.blocks import split as parts_of
+from polyattn.parallel.communicator import Communicator
+
+__all__ = ["MPIRanks"]
+
+
+class MPIRanks(Communicator):
+    """The processes of an MPI communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm, self.size = comm, comm.Get_size()
+        self._rank = comm.Get_rank()
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return int(self._rank)
+
+    def shift(self, arrays: Sequence[Array], by: int = 1) -> Any:
+        """Begin to send arrays `by` ranks onwards, and to receive those sent here."""
+        sent = [_contiguous(array) for array in arrays]
+        _synchronize(sent)
+        received = [library_of(array).xp.empty_like(array) for array in sent]
+        target, source = ((self._rank + sign * by) % self.size for sign in (1, -1))
+        requests = [self._comm.Irecv(_buffer(x), source, n) for n, x in enumerate(received)]
+        requests += [self._comm.Isend(_buffer(x), target, n) for n, x in enumerate(sent)]
+        return requests, sent, received  # what is sent must stay alive until it is
+
+    def wait(self, handle: Any) -> Sequence[Array]:
+        """Return the arrays that a `shift` receives."""
+        requests, _, received = handle
+        MPI.Request.Waitall(requests)
+        result: Sequence[Array] = received
+        return result
+
+    def gather(self, array: Array, axis: int) -> Array:
+        """Return the arrays of all ranks, concatenated in their order."""
+        sent = _contiguous(array)
+        _synchronize([sent])
+        xp = library_of(array).xp
+        received = xp.concat([xp.empty_like(sent)[None, ...]] * self.size)
+        self._comm.Allgather(_buffer(sent), _buffer(received))
+        return xp.concat([received[n, ...] for n in range(self.size)], axis=axis)
+
+    def exchange(self, array: Array, split: int, concat: int) -> Array:
+        """Give each rank one part of an array, and concatenate the parts received."""
+        xp = library_of(array).xp
+        sent = xp.stack(parts_of(array, self.size, split))
+        _synchronize([sent])
+        received = xp.empty_like(sent)
+        self._comm.Alltoall(_buffer(sent), _buffer(received))
+        return xp.concat([received[n, ...] for n in range(self.size)], axis=concat)
+
+
+def _contiguous(array: Array) -> Array:
+    """Return an array whose bytes lie in order."""
+    return array if array.flags.c_contiguous else array.copy()
+
+
+def _buffer(array: Array) -> Any:
+    # As bytes: MPI has no numbers of 16 bits.
+    return [array.reshape(-1).view("uint8"), MPI.BYTE]
+
+
+def _synchronize(arrays: Sequence[Array]) -> None:
+    """Wait for the GPU's work on arrays: MPI reads them without a stream."""
+    if library_of(arrays[0]).name == "cupy":
+        import cupy
+
+        cupy.cuda.get_current_stream().synchronize()

@@ -1,0 +1,61 @@
+"""What a strategy is: a way to share one call of attention among ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from polyattn.api.partial import Partial
+from polyattn.arrays import Array
+from polyattn.expressions.replacements import ByNorm
+from polyattn.parallel.call import ParallelCall, Shares
+from polyattn.parallel.communicator import Communicator
+
+__all__ = ["Strategy", "needs_whole_rows"]
+
+
+class Strategy(ABC):
+    """A way to share a call among ranks, written over a `Communicator`."""
+
+    name: str
+    #: Whether each rank holds its part of the rows; otherwise all hold all rows.
+    shares_rows = True
+
+    @abstractmethod
+    def reasons_against(self, call: ParallelCall) -> list[str]:
+        """Return why it cannot compute a call."""
+
+    @abstractmethod
+    def pairs(self, call: ParallelCall) -> tuple[float, ...]:
+        """Return the number of pairs of chunks that each rank computes."""
+
+    @abstractmethod
+    def bytes_sent(self, call: ParallelCall) -> int:
+        """Return the bytes that a rank sends for the output."""
+
+    @abstractmethod
+    def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
+        """Return the output, and a partial that `backward` needs."""
+
+    @abstractmethod
+    def backward(
+        self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
+    ) -> tuple[Array, Array, Array, Shares]:
+        """Return the gradients of query, key and value, and the share of those of the options."""
+
+    def bytes_of_keys(self, call: ParallelCall) -> int:
+        """Return the bytes of the keys and values that a rank holds."""
+        problem = call.problem
+        numbers = problem.key_heads * problem.key_length * (problem.head_size + problem.value_size)
+        for length in problem.batch:
+            numbers *= length
+        return numbers * call.bytes_per_number // call.size
+
+
+def needs_whole_rows(call: ParallelCall) -> list[str]:
+    """Return the options that need all keys of a row at once."""
+    problem = call.problem
+    found = [] if problem.normalizer is None else [f"normalizer={problem.normalizer!r}"]
+    if isinstance(problem.score_norm, ByNorm):
+        found.append(f"scale={problem.score_norm!r}")
+    return [f"it joins attention over parts of the keys, and {x} needs whole rows" for x in found]

@@ -1,0 +1,81 @@
+"""What one rank has to do for a call, as a function of arrays only, which autograd needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from polyattn.api.partial import Partial
+from polyattn.arrays import Array, cast, facts_of, is_array, library_of
+from polyattn.call.gradients import Gradients
+from polyattn.expressions.expression import Expression
+from polyattn.parallel.call import ParallelCall
+from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.strategy import Strategy
+
+__all__ = ["Task"]
+
+
+class Task(NamedTuple):
+    """A strategy, the ranks, and the call."""
+
+    strategy: Strategy
+    ranks: Communicator
+    call: ParallelCall
+
+    def arrays(self) -> list[Array]:
+        """Return all arrays of the options."""
+        found: list[Array] = []
+
+        def note(array: Array) -> Array:
+            found.append(array)
+            return array
+
+        self._with(note)
+        return found
+
+    def with_arrays(self, arrays: Any) -> Task:
+        """Return the task with these arrays in its options."""
+        rest = iter(arrays)
+        return self._with(lambda _: next(rest))
+
+    def without_arrays(self) -> Task:
+        """Return the task with facts in place of arrays, which `with_arrays` replaces."""
+        return self._with(facts_of)
+
+    def _with(self, change: Callable[[Array], Any]) -> Task:
+        changed = {
+            name: change(given)
+            if is_array(given)
+            else given.map(lambda _, x: change(x) if is_array(x) else x)
+            if isinstance(given, Expression)
+            else given
+            for name, given in self.call.options.items()
+        }
+        return self._replace(call=replace(self.call, options=changed))
+
+    def forward(self, *arrays: Array) -> tuple[Array, Partial]:
+        """Return the output in the dtype of the query, and what the gradient needs."""
+        output, saved = self.strategy.forward(self.call, self.ranks, *arrays)
+        return cast(library_of(output).xp, output, arrays[0].dtype), saved
+
+    def backward(self, arrays: Any, saved: Partial, gradient: Array) -> Gradients:
+        """Return the gradients, as `attention_backward`."""
+        xp = library_of(saved.output).xp
+        saved = saved._replace(output=cast(xp, saved.output, arrays[0].dtype))
+        dq, dk, dv, shares = self.strategy.backward(self.call, self.ranks, arrays, saved, gradient)
+        return self.call.finished(dq, dk, dv, arrays, shares)
+
+    def of_arrays(self, gradients: Gradients) -> list[Array | None]:
+        """Return the gradient of each of `arrays`, None for one that has none."""
+        found: list[Array | None] = []
+        for name, given in self.call.options.items():
+            if is_array(given):
+                found.append(getattr(gradients, name, None))
+            elif isinstance(given, Expression):
+                count = sum(is_array(thing) for _, thing in given.carried())
+                of: Any = getattr(gradients, name, None)
+                parts = [] if of is None else [x for _, x in of.carried() if is_array(x)]
+                found += parts if len(parts) == count else [None] * count
+        return found

@@ -1,0 +1,106 @@
+"""Strategies on the devices of JAX, as a program: ``on_jax.py strategy-layout…``."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import on_ranks
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from polyattn import attention, attention_vjp, masks, parallel
+
+TOKENS = PartitionSpec(None, None, "ring")
+
+
+def check(strategy, layout, size=4):
+    """Check a strategy against NumPy on one device: value and gradients to the last digits."""
+    arrays, options, sinks, along = on_ranks.digits()
+    expected, pullback = attention_vjp(*arrays, sinks=sinks, **options)
+    gradients = pullback(along)
+    mesh = jax.make_mesh((size,), ("ring",), axis_types=(AxisType.Auto,))
+    whole = strategy == "decode"
+    specs = (PartitionSpec() if whole else TOKENS, TOKENS, TOKENS, PartitionSpec())
+
+    def attend(query, key, value, sinks):
+        how = {"over": "ring", "strategy": strategy, "layout": layout}
+        return parallel.attention(query, key, value, sinks=sinks, **how, **options)
+
+    def ordered(x, is_row=False):
+        return x if is_row and whole else parallel.permute(x, size, layout=layout)
+
+    def back(x, is_row=False):
+        return x if is_row and whole else parallel.unpermute(x, size, layout=layout)
+
+    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    given = [jnp.asarray(ordered(x, n == 0)) for n, x in enumerate(arrays)]
+    output, transpose = jax.vjp(jax.jit(on_mesh), *given, jnp.asarray(sinks))
+    dq, dk, dv, of_sinks = jax.jit(transpose)(jnp.asarray(ordered(along, True)))
+    assert abs(back(output, True) - expected).max() <= 1e-14
+    for found, wanted in (
+        (back(dq, True), gradients.query),
+        (back(dk), gradients.key),
+        (back(dv), gradients.value),
+        (of_sinks, gradients.sinks),
+    ):
+        assert abs(np.asarray(found) - wanted).max() <= 1e-13
+    print(f"{strategy}-{layout}: right")
+
+
+def check_mesh_of_two_axes():
+    """Check a batch over one axis and tokens over another, with a mask whose ids are shared."""
+    mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 16, 8)))
+    ids = jnp.asarray(np.arange(16) // 5)
+    spec = PartitionSpec("data", None, "ring")
+
+    def attend(x, ids):
+        at = parallel.positions(x, over="ring", axis=-2)
+        assert at.shape == (8,)
+        mask = masks.segments(ids) | masks.prefix(2)
+        return parallel.attention(x, x, x, over="ring", strategy="ring", mask=mask)
+
+    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
+    expected = attention(x, x, x, mask=masks.segments(ids) | masks.prefix(2), backend="numpy")
+    assert abs(jax.jit(on_mesh)(x, ids) - expected).max() <= 1e-14
+    print("two axes: right")
+
+
+def check_many_tiles():
+    """Check a ring whose parts take many tiles each, and its gradient."""
+    mesh = jax.make_mesh((2,), ("ring",), axis_types=(AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 4096, 8)), jnp.float32)
+
+    def attend(x):
+        return parallel.attention(x, x, x, over="ring", strategy="ring", is_causal=True)
+
+    ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS))
+    expected, pullback = attention_vjp(np.asarray(x), np.asarray(x), np.asarray(x), is_causal=True)
+    gradients = pullback(np.ones_like(expected))
+    assert abs(ring(x) - expected).max() < 1e-5
+    found = jax.jit(jax.grad(lambda x: ring(x).sum()))(x)
+    assert abs(found - sum(gradients[:3])).max() < 1e-3
+    print("many tiles: right")
+
+
+def check_heads_need_no_collectives():
+    """Check that attention over sharded batches and heads makes no device wait."""
+    mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Auto,) * 2)
+    place = NamedSharding(mesh, PartitionSpec("data", "heads"))
+    x = jax.device_put(jnp.ones((2, 4, 16, 8), jnp.float32), place)
+    attend = jax.jit(lambda x: attention(x, x, x, is_causal=True, kernel="xla"))
+    program = attend.lower(x).compile().as_text()
+    found = re.findall(r"all-reduce|all-gather|all-to-all|collective-permute", program)
+    assert not found, found
+    assert attend(x).sharding.spec == place.spec
+    print("heads: no collectives")
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_enable_x64", True)
+    for name in sys.argv[1:]:
+        if "-" in name:
+            check(*name.split("-"))
+        else:
+            globals()[f"check_{name}"]()

@@ -1,0 +1,154 @@
+"""Strategies on processes of torch and MPI and on devices of JAX, and what ends them."""
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+PROGRAM = HERE / "on_ranks.py"
+MORE = (
+    "digits", "gradients:bias x softcap", "value:composed masks, offset below 0",
+    "gradients:plain, bfloat16", "gradients:sinks x grouped heads", "gradients:L > S",
+    "gradients:alibi value, float64", "value:mask function x score_mod",
+    "value:window x offset array", "value:similarity x score norm", "value:nan under mask array",
+)  # fmt: skip
+HAS_MPI = importlib.util.find_spec("mpi4py") and shutil.which(
+    "mpiexec", path=str(Path(sys.executable).parent)
+)
+
+
+def environment(**more):
+    # The programs import what the tests import, also where it is not installed.
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+
+
+def processes(size, *arguments):
+    """Run processes of torch, and return what each printed, its errors and its exit status."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    started = [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            env=environment(
+                RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        printed = [process.communicate(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(*texts, process.returncode) for texts, process in zip(printed, started, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("size", "checks"), [(2, ["digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)]
+)
+def test_processes_of_torch(size, checks):
+    ended = processes(size, PROGRAM, "torch", *checks, "death")
+    for rank, (printed, errors, status) in enumerate(ended):
+        assert status == 0, errors[-3000:]
+        done = [f"rank {rank} of {size}: {check}" for check in checks]
+        assert printed.splitlines()[: len(checks)] == done
+        assert rank == size - 1 or "stopped: " in printed
+
+
+def mpi(size, *arguments):
+    """Run processes of MPI."""
+    launcher = Path(sys.executable).parent / "mpiexec"
+    return subprocess.run(
+        [launcher, "-n", str(size), sys.executable, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py, and an MPI in the environment")
+@pytest.mark.parametrize(
+    ("size", "checks"), [(2, ["digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)]
+)
+def test_processes_of_mpi(size, checks):
+    done = mpi(size, PROGRAM, "mpi", *checks)
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = {f"rank {rank} of {size}: {check}" for rank in range(size) for check in checks}
+    assert all(done.stdout.count(line) == 1 for line in printed)  # lines of ranks may run together
+
+
+# ---- faults ----
+
+TORCH = """
+import torch, torch.distributed as dist
+from polyattn import parallel
+
+dist.init_process_group("gloo")
+x = torch.ones(1, 4, 8, 4, requires_grad=True)
+output = parallel.attention(x, x, x, over=dist.group.WORLD, strategy="ring")
+if dist.get_rank() == 1:
+    raise ZeroDivisionError
+output.sum().backward()
+"""
+MPI = """
+import numpy as np
+from mpi4py import MPI
+from polyattn import parallel
+
+x = np.ones((4, 8, 4))
+if MPI.COMM_WORLD.rank == 1:
+    raise ZeroDivisionError
+parallel.attention(x, x, x, over=MPI.COMM_WORLD, strategy="ring")
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_a_process_of_torch_ends_the_others():
+    (_, errors, first), (_, raised, second) = processes(2, "-c", TORCH)
+    assert (first, second) == (1, 1)
+    assert "ZeroDivisionError" in raised
+    assert "RuntimeError" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py, and an MPI in the environment")
+def test_an_error_in_a_process_of_mpi_ends_the_others():
+    done = mpi(2, "-m", "mpi4py", "-c", MPI)
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stderr
+
+
+# ---- JAX ----
+
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+FEW = ("ring-contiguous", "heads_need_no_collectives")
+REST = (
+    "ring-zigzag", "gather-contiguous", "gather-zigzag", "heads-contiguous", "heads-zigzag",
+    "decode-contiguous", "decode-zigzag", "mesh_of_two_axes", "many_tiles",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("checks", [FEW, pytest.param(REST, marks=pytest.mark.slow)])
+def test_devices_of_jax(checks):
+    flags = f"--xla_force_host_platform_device_count=4 {QUICK}"
+    done = subprocess.run(
+        [sys.executable, HERE / "on_jax.py", *checks],
+        env=environment(XLA_FLAGS=flags),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == len(checks)

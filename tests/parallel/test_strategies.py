@@ -1,0 +1,256 @@
+"""Strategies on threads: the cases of the conformance suite, and what a call may get wrong."""
+
+import threading
+
+import numpy as np
+import on_ranks
+import pytest
+
+from polyattn import attention, masks, parallel, scores
+from polyattn.conformance import CASES
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
+from polyattn.parallel.call import ParallelCall
+
+SIZE = 4
+STRATEGIES = ("ring", "gather", "heads", "decode")
+LAYOUTS = ("contiguous", "zigzag")
+#: A case for each feature, and the corners that differ between one device and many.
+VALUES = (
+    "plain, bfloat16", "mask array x bias", "mask function x score_mod", "offset below 0",
+    "window x offset array", "sinks x grouped heads", "dropout", "rank 2",
+    "composed masks, offset below 0", "mask hides some rows, sinks", "similarity x score norm",
+    "nan under mask array",
+)  # fmt: skip
+GRADIENTS = ("bias x softcap", "sinks x grouped heads", "alibi value, float64", "sigmoid, float64")
+
+
+def suited(cases):
+    """Return the names of cases with heads before length, few scores, and any number of heads."""
+    few = {n: x for n, x in cases.items() if x.layout == "...HLD" and x.L * x.S <= 400}
+    return [name for name in few if "of six heads" not in name]
+
+
+def covered(names, all_names):
+    """Return a few names, and all others as slow tests."""
+    others = [pytest.param(name, marks=pytest.mark.slow) for name in all_names if name not in names]
+    return [*names, *others]
+
+
+def on_threads(function, name):
+    """Run all strategies on one set of threads."""
+
+    def check(ranks):
+        for strategy, layout in on_ranks.BOTH:
+            function(name, ranks, strategy, layout)
+
+    parallel.run_threads(SIZE, check, timeout=30)
+
+
+@pytest.mark.parametrize("name", covered(VALUES, suited(CASES)))
+def test_each_strategy_computes_what_one_device_does(name):
+    on_threads(on_ranks.check_value, name)
+
+
+@pytest.mark.parametrize("name", covered(GRADIENTS, suited(BACKWARD_CASES)))
+def test_the_gradients_of_each_strategy(name):
+    on_threads(on_ranks.check_gradients, name)
+
+
+# ---- bars ----
+
+
+def test_float64_is_right_to_the_last_digits():
+    on_threads(on_ranks.check_digits, None)
+
+
+def rows(seed, *shapes):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def kernels_called(monkeypatch, run):
+    """Return the number of blocks that each rank computes in a run."""
+    called, partial = [0] * SIZE, ParallelCall.partial
+
+    def counted(call, arrays, block, **how):
+        called[int(threading.current_thread().name)] += 1
+        return partial(call, arrays, block, **how)
+
+    monkeypatch.setattr(ParallelCall, "partial", counted)
+
+    def named(ranks):
+        threading.current_thread().name = str(ranks.rank)
+        return run(ranks)
+
+    parallel.run_threads(SIZE, named)
+    return tuple(called)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "pairs"),
+    [
+        ("zigzag", {"is_causal": True}, (9, 9, 9, 9)),  # 2n + 1
+        ("contiguous", {"is_causal": True}, (1, 2, 3, 4)),
+        ("contiguous", {}, (4, 4, 4, 4)),
+        ("contiguous", {"is_causal": True, "window": (8, None)}, (1, 2, 2, 2)),
+        ("contiguous", {"window": (0, 0)}, (1, 1, 1, 1)),
+    ],
+)
+def test_a_ring_computes_and_sends_what_explain_says(monkeypatch, layout, options, pairs):
+    x = np.ones((2, 8, 4), dtype=np.float32)
+    how = {"strategy": "ring", "layout": layout, **options}
+    said = parallel.explain(x, x, x, over=SIZE, **how).chosen
+    sent = []
+
+    def run(ranks):
+        parallel.attention(x, x, x, over=ranks, **how)
+        sent.append(ranks.sent)
+
+    assert said.pairs == pairs == kernels_called(monkeypatch, run)
+    assert sent == [said.bytes_sent] * SIZE
+
+
+@pytest.mark.parametrize("strategy", ["gather", "heads", "decode"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_the_others_send_what_explain_says(strategy, heads):
+    query, key, value = rows(0, (3, 4, 8, 4), (3, heads, 8, 4), (3, heads, 8, 6))
+    said = parallel.explain(query, key, value, over=SIZE, strategy=strategy).chosen
+
+    def run(ranks):
+        parallel.attention(query, key, value, over=ranks, strategy=strategy)
+        return ranks.sent
+
+    assert parallel.run_threads(SIZE, run) == [said.bytes_sent] * SIZE
+
+
+def test_a_window_needs_no_more_turns_than_it_spans():
+    x = (1, 2, 1024, 16)
+    said = parallel.explain(x, x, x, over=8, strategy="ring", is_causal=True, window=(1023, None))
+    assert said.chosen.bytes_sent == 2 * 2 * 1024 * 16 * 4  # one turn
+    assert said.visible_pairs == 15
+
+
+# ---- the choice ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "options", "strategy"),
+    [
+        ((1, 8, 1024, 64), 4, {}, "heads"),
+        ((1, 6, 1024, 64), 4, {}, "gather"),
+        ((1, 6, 2**20, 64), 4, {}, "ring"),
+        ((1, 6, 2**20, 64), 4, {"normalizer": scores.sparsemax()}, "gather"),
+    ],
+)
+def test_auto_takes_the_first_that_suits(shape, size, options, strategy):
+    said = parallel.explain(shape, shape, shape, over=size, **options)
+    assert said.chosen.strategy == strategy
+    assert "CHOSEN" in str(said)
+
+
+def test_explain_says_why_not():
+    shape = (1, 6, 2**20, 64)
+    printed = str(parallel.explain(shape, shape, shape, over=4, normalizer=scores.sparsemax()))
+    assert "6 query heads are not a multiple of 4 ranks" in printed
+    assert "normalizer=scores.sparsemax() needs whole rows" in printed
+    printed = str(parallel.explain(shape, shape, shape, over=4))
+    assert "all keys and values take 12.0 GiB on every rank" in printed
+    assert parallel.explain(shape, shape, shape, over=4, strategy="heads").chosen is None
+
+
+# ---- what a call may get wrong ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"strategy": "rings"}, ValueError, "strategy must be one of auto, heads, gather, ring"),
+        ({"layout": "...LHD"}, ValueError, 'layout must be "contiguous" or "zigzag"; arrays have'),
+        ({"layout": "zigzag"}, ValueError, "query has 3 tokens on this rank"),
+        ({"strategy": "heads"}, NotImplementedError, "'heads' cannot compute .* H = 3 query heads"),
+        ({"dropout": (0.1, 0)}, NotImplementedError, "attention() has no dropout"),
+        ({"strategy": "ring", "normalizer": scores.sigmoid()}, NotImplementedError, "whole rows"),
+        ({"strategy": "decode", "scale": scores.by_norm()}, NotImplementedError, "whole rows"),
+        ({"windows": (1, 1)}, TypeError, "unexpected keyword argument 'windows'"),
+        ({"sinks": np.ones(4)}, ValueError, "sinks"),
+        ({"mask": np.ones((3, 3), bool)}, ValueError, "mask"),
+        ({"over": 4}, TypeError, "over must be the name of a mesh axis .* got a int"),
+        ({"over": "ring"}, ValueError, "'ring' is no mesh axis here"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anything_is_sent(options, error, message):
+    x = np.ones((3, 3, 4))
+
+    def attend(ranks):
+        try:
+            parallel.attention(x, x, x, **{"over": ranks, **options})
+        finally:
+            assert ranks.sent == 0
+
+    with pytest.raises(error, match=message.replace("()", r"\(\)")):
+        parallel.run_threads(4, attend, timeout=5)
+
+
+def test_an_error_in_one_rank_ends_the_others_with_a_message():
+    x, ended = np.ones((4, 3, 4)), []
+
+    def attend(ranks):
+        try:
+            if ranks.rank == 2:
+                raise ZeroDivisionError("rank 2 went wrong")
+            parallel.attention(x, x, x, over=ranks, strategy="ring")
+        except RuntimeError as error:
+            ended.append(str(error))
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="rank 2 went wrong"):
+        parallel.run_threads(4, attend, timeout=30)
+    assert len(ended) == 3
+    assert all("because rank 2 raised ZeroDivisionError" in message for message in ended)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_and_no_longer():
+    x = np.ones((4, 3, 4))
+
+    def attend(ranks):
+        if ranks.rank:
+            parallel.attention(x, x, x, over=ranks, strategy="gather")
+
+    with pytest.raises(TimeoutError, match="all ranks must make the same calls"):
+        parallel.run_threads(2, attend, timeout=0.1)
+
+
+# ---- layouts ----
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_undone_and_know_their_positions(layout):
+    (x,) = rows(0, (2, 24, 3))
+    permuted = parallel.permute(x, 3, layout=layout)
+    np.testing.assert_array_equal(parallel.unpermute(permuted, 3, layout=layout), x)
+
+    def check(ranks):
+        own = parallel.shard(x, over=ranks, layout=layout)
+        at = parallel.positions(own, over=ranks, layout=layout)
+        np.testing.assert_array_equal(own, x[:, at])
+        np.testing.assert_array_equal(own, permuted[:, 8 * ranks.rank : 8 * ranks.rank + 8])
+
+    parallel.run_threads(3, check)
+
+
+def test_tokens_that_cannot_be_shared_are_refused():
+    with pytest.raises(ValueError, match=r"10 tokens, which 2 ranks .* pad it to 12 tokens"):
+        parallel.permute(np.ones((10, 3)), 2)
+
+
+def test_one_rank_is_one_device():
+    query, key, value = rows(0, (3, 6, 4), (3, 6, 4), (3, 6, 4))
+    expected = attention(query, key, value, mask=masks.window(2, 0))
+    for strategy in STRATEGIES:
+        (output,) = parallel.run_threads(
+            1,
+            lambda ranks, strategy=strategy: parallel.attention(
+                query, key, value, over=ranks, strategy=strategy, mask=masks.window(2, 0)
+            ),
+        )
+        np.testing.assert_allclose(output, expected, atol=1e-14)
