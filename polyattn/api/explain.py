@@ -68,8 +68,11 @@ def explain(
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
 
+    only_shapes = isinstance(query, (tuple, list))
+
     def facts_of_shape(shape: Any, dtype: str) -> Any:
-        if not isinstance(shape, (tuple, list)):
+        # Beside arrays, a list is numbers.
+        if not isinstance(shape, (tuple, list) if only_shapes else tuple):
             return shape
         target = default_device(library) if device is None else device
         return ArrayFacts(library, dtype, target, check_shape(shape))
@@ -83,7 +86,6 @@ def explain(
     call, _ = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
     check_kernel(kernel)
     requested = request(backend)
-    only_shapes = isinstance(query, (tuple, list))
     if only_shapes:
         check_possible(call.query.library, call.query.device)
     return explain_selection(call, examine(call), None if only_shapes else query, requested, kernel)

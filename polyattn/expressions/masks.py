@@ -21,6 +21,7 @@ from polyattn.expressions.indices import (
     ScoreIndices,
     is_ambiguous,
 )
+from polyattn.host import home_of
 
 __all__ = ["And", "Dense", "Joined", "Mask", "Not", "Or", "Rule", "as_mask"]
 
@@ -107,7 +108,9 @@ class Mask(Expression):
         return draw_mask(self, query_length, key_length, **options)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.seen(PointIndices(b, h, i, j))
+        home = home_of(j) if is_array(j) else None
+        mask = self if home is None else self.placed(home)
+        return mask.seen(PointIndices(b, h, i, j))
 
     def __and__(self, other: Any) -> Mask:
         return And.of(self, other)

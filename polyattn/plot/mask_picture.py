@@ -28,6 +28,7 @@ from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import And, Dense, Mask, Not, Or, as_mask
 from polyattn.expressions.patterns import Padding, Prefix, Segments
 from polyattn.extras import require_matplotlib
+from polyattn.host import home_of, is_host
 from polyattn.tiles.compiled import Compiled
 from polyattn.tiles.coverage import TileGrid
 
@@ -239,12 +240,15 @@ class _Evaluated:
 
     def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
         self._mask, self._call, self._numpy = mask, call, numpy
-        carried = (thing for _, thing in mask.carried() if is_array(thing))
-        self._like = next(carried, None) if like is None else like
+        carried = [thing for _, thing in mask.carried() if is_array(thing)]
+        self._like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
         self._xp: Any = importlib.import_module("array_api_compat.numpy")
         self._library = "numpy"
         if self._like is not None:
             self._xp, self._library = library_of(self._like).xp, library_of(self._like).name
+        home = None if self._like is None else home_of(self._like)
+        if home is not None:
+            self._mask = mask.placed(home)
 
     def _problem(self) -> tuple[Problem, Operands]:
         """Return a call with this mask, checked as attention checks it."""
