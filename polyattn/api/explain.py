@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import check_shape
 from polyattn.arrays import Array, ArrayFacts, facts_of
@@ -16,6 +17,7 @@ from polyattn.dispatch.select import check_kernel, check_possible, default_devic
 __all__ = ["explain"]
 
 
+@with_our_names
 def explain(
     query: Array | tuple[int, ...],
     key: Array | tuple[int, ...],
