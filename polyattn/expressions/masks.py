@@ -100,12 +100,17 @@ class Mask(Expression):
 
         Returns
         -------
-        matplotlib.axes.Axes
-            The axes; nothing is shown.
+        matplotlib.figure.Figure
+            The figure, as from `polyattn.plot.mask`. A notebook shows it at the end of a cell.
         """
-        from polyattn.plot.mask_picture import draw_mask
+        from polyattn.plot.mask_picture import mask
 
-        return draw_mask(self, query_length, key_length, **options)
+        return mask(self, query_length, key_length, **options)
+
+    def _repr_html_(self) -> str:
+        from polyattn.plot.svg import as_html
+
+        return as_html(self)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         home = home_of(j) if is_array(j) else None

@@ -83,6 +83,11 @@ class Score(Expression):
             The lengths of the call.
         """
 
+    def _repr_html_(self) -> str:
+        from polyattn.plot.svg import as_html
+
+        return as_html(self)
+
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         home = home_of(s) if is_array(s) else None
         score = self if home is None else self.placed(home)

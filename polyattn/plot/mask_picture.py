@@ -90,8 +90,6 @@ def mask(
     'masks.causal() & masks.window(16, 0)'
     """
     expression = as_mask(mask)
-    if axes is None:
-        axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
     return draw_mask(expression, query_length, key_length, axes=axes, **options).figure
 
 
@@ -108,24 +106,46 @@ def draw_mask(
     like: Array | None = None,
     axes: Any = None,
 ) -> Any:
-    """Draw a mask like `polyattn.plot.mask`, by default in a figure of pyplot; return the axes."""
-    numpy, pyplot = importlib.import_module("numpy"), require_matplotlib("pyplot")
+    """Draw a mask like `polyattn.plot.mask`, and return the axes."""
+    require_matplotlib("figure")
+    given = {"query_offset": query_offset, "tile": tile, "batch": batch, "item": item}
+    call, size, kinds, cells = evaluate(
+        mask, query_length, key_length, **given, head=head, like=like
+    )
+    if axes is None:
+        axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
+    _paint(axes, *((kinds, size) if cells is None else (cells, 1)), call.lengths)
+    _draw_grid(axes, kinds.shape, size)
+    counts = importlib.import_module("numpy").bincount(kinds.ravel(), minlength=4)
+    _label(axes, mask, call, size, counts)
+    return axes
+
+
+def evaluate(
+    mask: Mask,
+    query_length: int | None = None,
+    key_length: int | None = None,
+    *,
+    query_offset: int | None = None,
+    tile: int | None = None,
+    batch: tuple[int, ...] | None = None,
+    item: int = 0,
+    head: int = 0,
+    like: Array | None = None,
+) -> tuple[_Call, int, Any, Any]:
+    """Return the call to draw, the size of its tiles, and the kinds of tiles and of scores.
+
+    The kinds of scores are None if there are more than `MAX_CELLS`.
+    """
     for name, number in (("L", query_length), ("S", key_length), ("tile", tile)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1; got {number!r}")
     call = _call(mask, query_length, key_length, query_offset, batch, item, head)
     size = tile or _tile_size(mask, call)
-    evaluated = _Evaluated(mask, call, like, numpy)
-    if axes is None:
-        _, axes = pyplot.subplots(**FIGURE)
+    evaluated = _Evaluated(mask, call, like, importlib.import_module("numpy"))
     kinds = evaluated.tiles(size)
-    if call.lengths[0] * call.lengths[1] <= MAX_CELLS:
-        _paint(axes, evaluated.cells(kinds, size), 1, call.lengths)
-    else:
-        _paint(axes, kinds, size, call.lengths)
-    _draw_grid(axes, kinds.shape, size)
-    _label(axes, mask, call, size, numpy.bincount(kinds.ravel(), minlength=4))
-    return axes
+    few = call.lengths[0] * call.lengths[1] <= MAX_CELLS
+    return call, size, kinds, evaluated.cells(kinds, size) if few else None
 
 
 # ---- the call to draw --------------------------------------------------------------------------
