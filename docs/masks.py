@@ -25,7 +25,7 @@ def main(folder: Path = PAGE.parent) -> None:
     """Draw the pictures."""
     for done in run(PAGE):
         if done.block.picture is not None:
-            save(done.figure, folder / done.block.picture)
+            save(done.names["figure"], folder / done.block.picture)
 
 
 if __name__ == "__main__":

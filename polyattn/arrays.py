@@ -31,6 +31,7 @@ __all__ = [
     "is_array",
     "is_compiling",
     "is_recorded",
+    "know_torch",
     "library_of",
     "namespace_of",
     "numbers_like",
@@ -57,6 +58,15 @@ def is_compiling() -> bool:
     """Return whether torch.compile is tracing the caller."""
     torch = _torch()
     return torch is not None and bool(torch.compiler.is_compiling())
+
+
+@constant_when_traced
+def know_torch() -> bool:
+    """Let `is_compiling` answer before the first tensor is seen, and return whether it can."""
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "compiler"):  # another thread may still be importing torch
+        _modules["torch"] = torch
+    return "torch" in _modules
 
 
 def _torch() -> Any:

@@ -226,6 +226,7 @@ def _check(options: argparse.Namespace) -> int:
     """Return 0 if all results agree, 1 if one does not, 2 if the check cannot run."""
     try:
         from polyattn.conformance import CASES, ESSENTIAL, Target
+        from polyattn.conformance.checks.frames import print_fatal_errors
         from polyattn.conformance.report import html as page
         from polyattn.conformance.report import run
     except ModuleNotFoundError as error:
@@ -234,6 +235,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
         raise ValueError(f"--html needs a file in an existing folder; got {options.html}")
     cases = ESSENTIAL if options.quick else CASES
+    print_fatal_errors()
     if options.callable is not None:
         return _check_callable(options, cases)
     try:

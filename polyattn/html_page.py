@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
-__all__ = ["html_page"]
+__all__ = ["html_page", "html_table"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
@@ -40,6 +41,14 @@ ol, dl { font-size: .88rem }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem }
 dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
 """
+
+
+def html_table(rows: Iterable[Iterable[str]]) -> str:
+    """Return rows of text as an HTML table, the first of them its head."""
+    head, *body = [[escape(cell) for cell in row] for row in rows]
+    lines = ["".join(f"<th>{cell}</th>" for cell in head)]
+    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def html_page(heading: str, subject: str, body: str) -> str:

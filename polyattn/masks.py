@@ -24,6 +24,7 @@ from polyattn.expressions.patterns import (
     Prefix,
     Segments,
 )
+from polyattn.host import as_array, is_unreadable
 from polyattn.tiles.compiled import compile_mask
 
 __all__ = [
@@ -163,10 +164,8 @@ def segments(query_ids: Array, key_ids: Array | None = None) -> Mask:
     >>> attention(x, x, x, mask=documents & masks.causal()).shape
     (8, 6, 64)
     """
-    for name, ids in (("query_ids", query_ids), ("key_ids", key_ids)):
-        if ids is not None or name == "query_ids":
-            _integers(f"masks.segments: {name}", ids, "an integer array")
-    return Segments(query_ids, key_ids)
+    rows = _ids("masks.segments: query_ids", query_ids)
+    return Segments(rows, None if key_ids is None else _ids("masks.segments: key_ids", key_ids))
 
 
 def dilated(step: int) -> Mask:
@@ -239,6 +238,9 @@ def dense(array: Array) -> Mask:
     >>> masks.causal() & masks.dense(np.array([True, False, True]))
     masks.causal() & masks.dense(numpy.asarray([True, False, True], dtype=numpy.bool))
     """
+    array = as_array("masks.dense: array", array)
+    if is_unreadable(array):  # the call checks it, as a tensor
+        return Dense(array)
     if not is_array(array) or facts_of(array, "masks.dense: array").dtype != "bool":
         got = facts_of(array) if is_array(array) else repr(array)
         raise TypeError(f"masks.dense takes a bool array, True where a key takes part; got {got}")
@@ -356,6 +358,7 @@ def compile(
 
 
 def _lengths(name: str, value: Any) -> Any:
+    value = as_array(name, value)
     # NumPy's integers are arrays too, which other libraries cannot use.
     if is_array(value) and not isinstance(value, numbers.Integral):
         return _integers(name, value, "an integer or an integer array")
@@ -368,7 +371,13 @@ def _lengths(name: str, value: Any) -> Any:
     return number
 
 
+def _ids(name: str, value: Any) -> Any:
+    return _integers(name, as_array(name, value), "an integer array")
+
+
 def _integers(name: str, value: Any, what: str) -> Any:
+    if is_unreadable(value):  # the call checks it, as a tensor
+        return value
     if not is_array(value):
         raise TypeError(f"{name} must be {what}; got {value!r}")
     facts = facts_of(value, name)

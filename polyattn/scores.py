@@ -28,6 +28,7 @@ from polyattn.expressions.replacements import (
     Sparsemax,
 )
 from polyattn.expressions.scores import Alibi, RelativeBias, Score, Softcap, Temperature, as_score
+from polyattn.host import as_array
 
 __all__ = [
     "Normalizer",
@@ -131,6 +132,7 @@ def alibi(slopes: int | Array) -> Score:
     >>> attention(x, x, x, is_causal=True, score_mod=scores.alibi(8)).shape
     (8, 5, 64)
     """
+    slopes = as_array("scores.alibi: slopes", slopes)
     # NumPy's integers are arrays too.
     counted = isinstance(slopes, numbers.Integral) and not isinstance(slopes, bool)
     if is_array(slopes) and not counted:
@@ -173,6 +175,7 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
     >>> attention(x, x, x, score_mod=scores.relative_bias(table)).shape
     (8, 5, 64)
     """
+    table = as_array("scores.relative_bias: table", table)
     if not is_array(table) or len(table.shape) != 2:
         raise TypeError(
             "scores.relative_bias takes an array of shape (buckets, H); got"
@@ -299,6 +302,7 @@ def additive(weight: Array) -> Similarity:
     >>> attention(x, x, x, similarity=scores.additive(weight)).shape
     (8, 5, 64)
     """
+    weight = as_array("scores.additive: weight", weight)
     if not is_array(weight) or len(weight.shape) != 1:
         raise TypeError(
             "scores.additive takes an array of shape (D,); got"

@@ -14,7 +14,17 @@ FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
 
-GROUND = {"arguments", "arrays", "extras", "html_page", "recent", "span", "text_table", "threads"}
+GROUND = {
+    "arguments",
+    "arrays",
+    "extras",
+    "host",
+    "html_page",
+    "recent",
+    "span",
+    "text_table",
+    "threads",
+}
 #: Each room, and the rooms below it: all that it may import.
 ROOMS = {
     **dict.fromkeys(GROUND, GROUND),
@@ -41,6 +51,7 @@ OUTSIDE = {
     "arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl"},
     "conformance": TESTING,
+    "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
@@ -48,6 +59,7 @@ OUTSIDE = {
 #: The imports that go up, made when they are called: a method of a mask draws it, and a backend has
 #: a kernel for its others.
 LAZY = {("expressions", "polyattn.plot.mask_picture"), ("plugin", "polyattn.kernels.tiled")}
+LAZY |= {("expressions", "polyattn.plot.svg")}
 
 
 def imports_of(file):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+from polyattn.api.names import with_our_names
 from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import as_called, heads_first
@@ -19,9 +21,12 @@ from polyattn.plugin import Kernel
 
 __all__ = ["attention", "compute"]
 
+A = TypeVar("A")  # the type of the query, which the result has
 
+
+@with_our_names
 def attention(
-    query: Array,
+    query: A,
     key: Array,
     value: Array,
     *,
@@ -40,7 +45,7 @@ def attention(
     layout: str = "...HLD",
     backend: str | Sequence[str] | None = None,
     kernel: str | Kernel | None = None,
-) -> Array:
+) -> A:
     """Compute scaled dot-product attention, softmax(scale · query·keyᵀ) · value.
 
     In the shapes below, ``...`` is any number of batch axes, which broadcast against each other. H
@@ -146,8 +151,8 @@ def attention(
         query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
         dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
     )  # fmt: skip
-    output, _ = compute(*described, backend, kernel)
-    return output
+    result: tuple[A, Array | None] = compute(*described, backend, kernel)
+    return result[0]
 
 
 def compute(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import Shape, check_int, check_shape
 from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
@@ -17,6 +18,7 @@ from polyattn.span import Span
 __all__ = ["explain"]
 
 
+@with_our_names
 def explain(
     query: Array | tuple[int, ...],
     key: Array | tuple[int, ...],
@@ -76,9 +78,11 @@ def explain(
     if chunks is not None and library != "dask":
         raise ValueError(f'chunks are of arrays of dask: library="dask"; got {library!r}')
     layout = arguments.get("layout", "...HLD")
+    only_shapes = isinstance(query, (tuple, list))
 
     def facts_of_shape(shape: Any, dtype: str, cut: bool = False) -> Any:
-        if not isinstance(shape, (tuple, list)):
+        # Beside arrays, a list is numbers.
+        if not isinstance(shape, (tuple, list) if only_shapes else tuple):
             return shape
         target = default_device(library) if device is None else device
         lengths = check_shape(shape)
@@ -94,7 +98,6 @@ def explain(
     call, _ = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
     check_kernel(kernel)
     requested = request(backend)
-    only_shapes = isinstance(query, (tuple, list))
     if only_shapes:
         check_possible(call.query.library, call.query.device)
     return explain_selection(call, examine(call), None if only_shapes else query, requested, kernel)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 from polyattn.api.attention import attention, compute
+from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, cast, is_array, library_of
@@ -22,6 +23,7 @@ from polyattn.expressions.replacements import ScaleRule
 __all__ = ["attention_backward", "attention_jvp", "attention_vjp"]
 
 
+@with_our_names
 def attention_backward(
     query: Array,
     key: Array,
@@ -118,6 +120,7 @@ def attention_backward(
     return _finished(call, found, {"query": query, "key": key, "value": value, **options}, into)
 
 
+@with_our_names
 def attention_vjp(
     query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
 ) -> tuple[Array, Callable[..., Gradients]]:
@@ -221,6 +224,7 @@ def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates:
     )
 
 
+@with_our_names
 def attention_jvp(
     primals: Sequence[Array],
     tangents: Sequence[Array | None],

@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple, Unpack
 
 from polyattn.api.attention import compute
+from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, quiet
 from polyattn.call.describe import describe
@@ -35,6 +36,7 @@ class Partial(NamedTuple):
     logsumexp: Array
 
 
+@with_our_names
 def attention_partial(
     query: Array,
     key: Array,

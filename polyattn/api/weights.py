@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
+from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import check_int
 from polyattn.arrays import Array
@@ -37,6 +38,7 @@ class TopWeights(NamedTuple):
     keys: Array
 
 
+@with_our_names
 def attention_weights(
     query: Array,
     key: Array,

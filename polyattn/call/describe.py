@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from polyattn.expressions.masks import And, Dense, Mask, Rule
 from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Chain, Function, Score, Softcap
+from polyattn.host import Home, as_array, home_of, is_host
 
 __all__ = ["Call", "Operands", "describe"]
 
@@ -159,6 +161,15 @@ def describe(
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
+    home = home_of(query)
+    mask = _at_home("mask", mask, home)
+    bias = _at_home("bias", bias, home)
+    query_offset = _at_home("query_offset", query_offset, home)
+    sinks = _at_home("sinks", sinks, home)
+    if home is not None:
+        score_mod = _at_home("score_mod", score_mod, home)
+        similarity = _at_home("similarity", similarity, home)
+        tangents = tangents and {n: _at_home(n, given, home) for n, given in tangents.items()}
     is_causal = is_causal if is_causal is False else check_bool("is_causal", is_causal)
     window = None if window is None else check_window(window)
     if isinstance(mask, Mask):
@@ -206,6 +217,19 @@ def describe(
         described = tuple((name, facts(array, name)) for name, array in tangents.items())
         return call._replace(tangents=described), operands._replace(**tangents)
     return call, operands
+
+
+def _at_home(name: str, given: Any, home: Home | None) -> Any:
+    """Return numbers of the host as an array beside the query; anything else as it is."""
+    if given is None or isinstance(given, int):
+        return given
+    given = as_array(name, given)
+    if home is None:
+        return given
+    if isinstance(given, Expression):
+        return given.placed(home)
+    is_integer = name == "query_offset" and isinstance(given, numbers.Integral)
+    return home.put(name, given) if is_host(given) and not is_integer else given
 
 
 def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:

@@ -112,6 +112,11 @@ class BackendSuite:
         if self.backend != ARRAY_API:
             promises.check_import_hygiene(self.backend.partition(":")[0])
 
+    def test_dtypes_are_kept(self) -> None:
+        """Arrays keep the dtypes that the plugin declares, or it says why not."""
+        if self.backend != ARRAY_API:
+            promises.check_dtypes_are_kept(self.backend.partition(":")[0])
+
     def test_xfails_are_names_of_tests(self) -> None:
         """Every line of `xfails` is about a test that there is."""
         unknown = sorted(set(self.xfails) - _names.get(type(self), set()))

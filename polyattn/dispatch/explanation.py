@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from html import escape
 
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
+from polyattn.html_page import html_table
 from polyattn.text_table import table
 
 __all__ = ["Candidate", "Explanation"]
@@ -24,7 +26,7 @@ class Candidate:
     remark: str | None = None  # the kernel's note about how it would run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """The kernel that `attention` would run for a call, and the reasons against the others.
 
@@ -87,13 +89,34 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
+    def __repr__(self) -> str:
+        runs = f"{self.chosen.backend} {self.chosen.kernel}" if self.chosen else "nothing"
+        others = len(self.candidates) - bool(self.chosen)
+        return f"<Explanation: {runs} runs; print it for the reasons against {others} others>"
+
+    def _repr_html_(self) -> str:
+        head = "<br>".join(escape(line) for line in self._head())
+        return f"<p>{head}</p>" + html_table([("backend", "kernel", "", "reasons"), *self._cells()])
+
     def lines(self) -> list[str]:
         """Return the printed lines: the call, what selected the backends, and each candidate."""
+        return [*self._head(), *table(self._cells())]
+
+    def _head(self) -> list[str]:
         call, problem = self.call, self.problem
         where = f" on {problem.device}" if problem.device else ""
         shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
         needs = ", ".join(sorted(problem.features))
-        cells = [
+        values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
+        return [
+            f"attention: {shapes}, {problem.dtype}, {problem.library}{where}",
+            f"needs:     {needs or 'nothing beyond the plain formula'}",
+            *values,
+            f"selected by {self.source}",
+        ]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
             (
                 c.backend,
                 c.kernel or "",
@@ -101,12 +124,4 @@ class Explanation:
                 "; ".join(c.reasons) or c.remark or "",
             )
             for c in self.candidates
-        ]
-        values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
-        return [
-            f"attention: {shapes}, {problem.dtype}, {problem.library}{where}",
-            f"needs:     {needs or 'nothing beyond the plain formula'}",
-            *values,
-            f"selected by {self.source}",
-            *table(cells),
         ]

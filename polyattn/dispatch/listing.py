@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from polyattn.dispatch import registry
+from polyattn.html_page import html_table
 from polyattn.text_table import table
 
 __all__ = ["BackendInfo", "BackendTable", "list_backends"]
@@ -43,7 +44,19 @@ class BackendTable(tuple[BackendInfo, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        rows = [("backend", "library", "devices", "kernels")]
+        return "\n".join(table(self._table()))
+
+    def __repr__(self) -> str:
+        here = [info.name for info in self if info.available]
+        missing = [info.name for info in self if not info.available]
+        lacking = f"; not available: {', '.join(missing)}" if missing else ""
+        return f"<BackendTable: {', '.join(here)}{lacking}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table())
+
+    def _table(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
         rows += [
             (
                 info.name,
@@ -55,7 +68,7 @@ class BackendTable(tuple[BackendInfo, ...]):
             else (info.name, "-", "-", info.reason or "")
             for info in self
         ]
-        return "\n".join(table(rows))
+        return rows
 
     def as_dicts(self) -> list[dict[str, object]]:
         """Return the rows in plain types, for JSON."""

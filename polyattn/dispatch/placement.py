@@ -6,7 +6,7 @@ traced array is refused before any work. Within one library nothing is lost.
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, is_compiling
+from polyattn.arrays import Array, ArrayFacts, is_compiling
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
@@ -121,13 +121,14 @@ def _reason_against(
 
 def check_one_place(call: Call) -> None:
     """Raise if the arrays are of several libraries or on several devices."""
-    library = call.query.library
+    query, library = call.query, call.query.library
     for name, facts in call.arrays():
         if facts.library != library and facts.library not in _accepted(call, name):
+            # A query in NumPy follows the others: they may be on a GPU.
+            moved, where = ("query", facts) if library == "numpy" else (name, query)
             raise TypeError(
-                f"query is an array of {call.query.library} and {name} one of {facts.library};"
-                " convert one of them, or name a backend to convert all of them to, for example"
-                ' backend="numpy"'
+                f"query is an array of {query.library} and {name} one of {facts.library}; pass"
+                f" {_conversion(moved, where)}"
             )
     # An array without a device goes where the others are, and an accepted one stays.
     ours = [(name, facts) for name, facts in call.arrays() if facts.library == library]
@@ -136,8 +137,8 @@ def check_one_place(call: Call) -> None:
         first, where = placed[0]
         if facts.device != where.device:
             raise ValueError(
-                f"{first} is on {where.device} and {name} on {facts.device}; move one of them,"
-                ' or name a backend to move all of them to, for example backend="numpy"'
+                f"{first} is on {where.device} and {name} on {facts.device}; pass"
+                f" {_on_device(name, first, where)}"
             )
 
 
@@ -147,3 +148,19 @@ def _accepted(call: Call, name: str) -> tuple[str, ...]:
         return ()
     serving = registry.serving(call.query.library)
     return tuple(one for backend in serving for one in registry.accepted(backend))
+
+
+def _conversion(name: str, where: ArrayFacts) -> str:
+    """Return the code that makes an array one of another library, on its device."""
+    module = {"jax": "jax.numpy", "dask": "dask.array"}.get(where.library, where.library)
+    device = f", device={where.device!r}" if where.library == "torch" else ""
+    return f"{module}.asarray({name}{device})"
+
+
+def _on_device(name: str, first: str, where: ArrayFacts) -> str:
+    """Return the code that moves an array to a device of its library."""
+    if where.library == "torch":
+        return f"{name}.to({where.device!r})"
+    if where.library == "jax":
+        return f"jax.device_put({name}, {first}.device)"
+    return f"{name}.to_device({first}.device)"

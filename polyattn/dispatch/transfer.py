@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         )
         if "query" not in moved:
             return output, logsumexp
-        back = _mover(backend, backend_of(query), self.home)
+        back = _mover(backend, backend_of(query), self.home, problem.dtype)
         output = _on_query_device(query, back(output))
         return output, None if logsumexp is None else _on_query_device(query, back(logsumexp))
 
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
             )
         if "query" not in moved:
             return found
-        back = _mover(backend, backend_of(operands.query), self.home)
+        back = _mover(backend, backend_of(operands.query), self.home, problem.dtype)
 
         def home(one: Any) -> Any:
             if isinstance(one, list):
@@ -112,7 +112,7 @@ class Plan(NamedTuple):
         return result
 
     def _move(self, operands: Operands, backend: Backend) -> Operands:
-        device = self.placement.problem.device
+        device, dtype = self.placement.problem.device, self.placement.problem.dtype
         converted: dict[str, Any] = {}
         for name in self.placement.moved:
             operand = getattr(operands, name)
@@ -121,7 +121,7 @@ class Plan(NamedTuple):
             elif not isinstance(operand, Expression):
                 if name == "query_offset":
                     operand = _clip_to_int32(operand, self.placement.problem)
-                converted[name] = _mover(backend_of(operand), backend, device)(operand)
+                converted[name] = _mover(backend_of(operand), backend, device, dtype)(operand)
         for name in ("mask", "score_mod", "similarity"):
             operand = getattr(operands, name)
             if isinstance(operand, Expression):
@@ -135,10 +135,10 @@ class Plan(NamedTuple):
         backend, problem = self.placement.backend, self.placement.problem
         assert backend is not None
         if is_array(leaf):
-            return _mover(backend_of(leaf), backend, problem.device)(leaf)
+            return _mover(backend_of(leaf), backend, problem.device, problem.dtype)(leaf)
         if "query" not in self.placement.moved:
             return leaf
-        back = _mover(backend, backend_of(operands.query), self.home)
+        back = _mover(backend, backend_of(operands.query), self.home, problem.dtype)
         return _wrap_callback(leaf, back, backend, problem)
 
 
@@ -176,7 +176,7 @@ def _wrap_callback(
         lost = conversion_loss("the result of the function", facts, problem.transforms)
         if lost is not None:
             raise UnsupportedError(lost)
-        return _mover(backend_of(result), backend, problem.device)(result)
+        return _mover(backend_of(result), backend, problem.device, problem.dtype)(result)
 
     return wrapped
 
@@ -188,12 +188,23 @@ def _on_query_device(query: Array, result: Array) -> Array:
     return result.to_device(query.device) if hasattr(result, "to_device") else result
 
 
-def _mover(source: Backend, target: Backend, device: str) -> _Move:
-    """Return a function that moves an array of `source` to `device` of `target`."""
+def _mover(source: Backend, target: Backend, device: str, dtype: str) -> _Move:
+    """Return a function that moves an array of `source` to `device` of `target`.
+
+    An array of `dtype`, which is that of the call, or of bools must keep it.
+    """
     through_numpy = source is not target and "numpy" in (_root(source), _root(target))
 
     def move(array: Array) -> Array:
-        return target.place(source.fetch(array) if through_numpy else array, device or None)
+        placed = target.place(source.fetch(array) if through_numpy else array, device or None)
+        before, after = facts_of(array).dtype, facts_of(placed).dtype
+        if before != after and before in (dtype, "bool"):
+            raise UnsupportedError(
+                f"{_root(target)} makes {after} of {before}: cast the arrays to {after} first, or"
+                " name another backend. The plugin should say in lacks() that it has no"
+                f" {before}"
+            )
+        return placed
 
     return move
 

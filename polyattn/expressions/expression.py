@@ -10,8 +10,16 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
-from polyattn.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
+from polyattn.arrays import (
+    ArrayFacts,
+    facts_of,
+    is_array,
+    is_compiling,
+    is_recorded,
+    library_of,
+)
 from polyattn.expressions.parts import Part
+from polyattn.host import Home, is_host
 
 __all__ = ["FUNCTION", "Expression", "has_function", "named"]
 
@@ -66,6 +74,39 @@ class Expression:
             return other(field) if isinstance(field, bytes) else field
 
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
+
+    def placed(self: V, home: Home) -> V:
+        """Return the expression with the NumPy arrays that it carries placed beside the query.
+
+        The expression keeps the arrays, except traced ones: they belong to the program that is
+        traced.
+
+        Parameters
+        ----------
+        home : Home
+            Where the query is.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind; the same one if nothing moves.
+        """
+        if is_compiling():
+            return self.map(lambda name, x: home.put(name, x) if is_host(x) else x)
+        remembers = not isinstance(home.like, ArrayFacts)
+        if remembers and home.key in self.__dict__.get("_placed", {}):
+            found: V | None = self.__dict__["_placed"][home.key]
+            return self if found is None else found
+        fields = [getattr(self, name) for name in self.__match_args__]
+        new = [_placed(*pair, home) for pair in zip(self.__match_args__, fields, strict=True)]
+        moved = any(one is not other for one, other in zip(fields, new, strict=True))
+        result = type(self)(*new) if moved else self
+        if remembers and not (moved and _is_traced(result)):
+            self.__dict__.setdefault("_placed", {})[home.key] = result if moved else None
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_placed"}
 
     def carried(self) -> list[tuple[str, Any]]:
         """Return the name and the object of each array and function in the expression."""
@@ -161,6 +202,20 @@ class Expression:
             fields.pop()
         given = [shown(field) for _, field in fields]
         return f"{self.module}.{self.name}({', '.join(given)})"
+
+
+def _placed(name: str, field: Any, home: Home) -> Any:
+    """Return a field of an expression with its NumPy arrays placed; the same one if it has none."""
+    if isinstance(field, Expression):
+        return field.placed(home)
+    if isinstance(field, tuple) and not is_array(field):
+        new = tuple([_placed(name, one, home) for one in field])
+        return new if any(a is not b for a, b in zip(field, new, strict=True)) else field
+    return home.put(name, field) if is_host(field) else field
+
+
+def _is_traced(value: Expression) -> bool:
+    return any(is_array(thing) and facts_of(thing).traced for _, thing in value.carried())
 
 
 # Unequal to every field.

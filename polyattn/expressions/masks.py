@@ -22,6 +22,7 @@ from polyattn.expressions.indices import (
     is_ambiguous,
 )
 from polyattn.expressions.parts import Part
+from polyattn.host import home_of
 
 __all__ = ["And", "Dense", "Joined", "Mask", "Not", "Or", "Rule", "as_mask"]
 
@@ -100,15 +101,22 @@ class Mask(Expression):
 
         Returns
         -------
-        matplotlib.axes.Axes
-            The axes; nothing is shown.
+        matplotlib.figure.Figure
+            The figure, as from `polyattn.plot.mask`. A notebook shows it at the end of a cell.
         """
-        from polyattn.plot.mask_picture import draw_mask
+        from polyattn.plot.mask_picture import mask
 
-        return draw_mask(self, query_length, key_length, **options)
+        return mask(self, query_length, key_length, **options)
+
+    def _repr_html_(self) -> str:
+        from polyattn.plot.svg import as_html
+
+        return as_html(self)
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.seen(PointIndices(b, h, i, j))
+        home = home_of(j) if is_array(j) else None
+        mask = self if home is None else self.placed(home)
+        return mask.seen(PointIndices(b, h, i, j))
 
     def __and__(self, other: Any) -> Mask:
         return And.of(self, other)

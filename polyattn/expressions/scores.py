@@ -12,6 +12,7 @@ from polyattn.expressions.derivatives import into_heads, used
 from polyattn.expressions.expression import Expression, shown
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn.expressions.parts import Part
+from polyattn.host import home_of
 
 __all__ = [
     "Alibi",
@@ -83,8 +84,15 @@ class Score(Expression):
             The lengths of the call.
         """
 
+    def _repr_html_(self) -> str:
+        from polyattn.plot.svg import as_html
+
+        return as_html(self)
+
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-        return self.apply(s, PointIndices(b, h, i, j))
+        home = home_of(s) if is_array(s) else None
+        score = self if home is None else self.placed(home)
+        return score.apply(s, PointIndices(b, h, i, j))
 
     def __bool__(self) -> bool:
         raise TypeError("scores compose by >>, which `and` and `or` are not")

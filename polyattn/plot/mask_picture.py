@@ -28,6 +28,7 @@ from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import And, Dense, Mask, Not, Or, as_mask
 from polyattn.expressions.patterns import Padding, Prefix, Segments
 from polyattn.extras import require_matplotlib
+from polyattn.host import home_of, is_host
 from polyattn.tiles.compiled import Compiled
 from polyattn.tiles.coverage import TileGrid
 
@@ -89,8 +90,6 @@ def mask(
     'masks.causal() & masks.window(16, 0)'
     """
     expression = as_mask(mask)
-    if axes is None:
-        axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
     return draw_mask(expression, query_length, key_length, axes=axes, **options).figure
 
 
@@ -107,24 +106,46 @@ def draw_mask(
     like: Array | None = None,
     axes: Any = None,
 ) -> Any:
-    """Draw a mask like `polyattn.plot.mask`, by default in a figure of pyplot; return the axes."""
-    numpy, pyplot = importlib.import_module("numpy"), require_matplotlib("pyplot")
+    """Draw a mask like `polyattn.plot.mask`, and return the axes."""
+    require_matplotlib("figure")
+    given = {"query_offset": query_offset, "tile": tile, "batch": batch, "item": item}
+    call, size, kinds, cells = evaluate(
+        mask, query_length, key_length, **given, head=head, like=like
+    )
+    if axes is None:
+        axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
+    _paint(axes, *((kinds, size) if cells is None else (cells, 1)), call.lengths)
+    _draw_grid(axes, kinds.shape, size)
+    counts = importlib.import_module("numpy").bincount(kinds.ravel(), minlength=4)
+    _label(axes, mask, call, size, counts)
+    return axes
+
+
+def evaluate(
+    mask: Mask,
+    query_length: int | None = None,
+    key_length: int | None = None,
+    *,
+    query_offset: int | None = None,
+    tile: int | None = None,
+    batch: tuple[int, ...] | None = None,
+    item: int = 0,
+    head: int = 0,
+    like: Array | None = None,
+) -> tuple[_Call, int, Any, Any]:
+    """Return the call to draw, the size of its tiles, and the kinds of tiles and of scores.
+
+    The kinds of scores are None if there are more than `MAX_CELLS`.
+    """
     for name, number in (("L", query_length), ("S", key_length), ("tile", tile)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1; got {number!r}")
     call = _call(mask, query_length, key_length, query_offset, batch, item, head)
     size = tile or _tile_size(mask, call)
-    evaluated = _Evaluated(mask, call, like, numpy)
-    if axes is None:
-        _, axes = pyplot.subplots(**FIGURE)
+    evaluated = _Evaluated(mask, call, like, importlib.import_module("numpy"))
     kinds = evaluated.tiles(size)
-    if call.lengths[0] * call.lengths[1] <= MAX_CELLS:
-        _paint(axes, evaluated.cells(kinds, size), 1, call.lengths)
-    else:
-        _paint(axes, kinds, size, call.lengths)
-    _draw_grid(axes, kinds.shape, size)
-    _label(axes, mask, call, size, numpy.bincount(kinds.ravel(), minlength=4))
-    return axes
+    few = call.lengths[0] * call.lengths[1] <= MAX_CELLS
+    return call, size, kinds, evaluated.cells(kinds, size) if few else None
 
 
 # ---- the call to draw --------------------------------------------------------------------------
@@ -239,12 +260,15 @@ class _Evaluated:
 
     def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
         self._mask, self._call, self._numpy = mask, call, numpy
-        carried = (thing for _, thing in mask.carried() if is_array(thing))
-        self._like = next(carried, None) if like is None else like
+        carried = [thing for _, thing in mask.carried() if is_array(thing)]
+        self._like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
         self._xp: Any = importlib.import_module("array_api_compat.numpy")
         self._library = "numpy"
         if self._like is not None:
             self._xp, self._library = library_of(self._like).xp, library_of(self._like).name
+        home = None if self._like is None else home_of(self._like)
+        if home is not None:
+            self._mask = mask.placed(home)
 
     def _problem(self) -> tuple[Problem, Operands]:
         """Return a call with this mask, checked as attention checks it."""

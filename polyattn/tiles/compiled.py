@@ -12,6 +12,7 @@ from polyattn.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.parts import Part
+from polyattn.host import home_of, is_host
 from polyattn.span import Span
 
 __all__ = ["Compiled", "compile_mask"]
@@ -89,13 +90,17 @@ def compile_mask(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> 
     if isinstance(mask, Compiled):
         mask = mask.mask
     _check_fits(mask, dims)
-    arrays = [like, *(thing for _, thing in mask.carried() if is_array(thing))]
+    arrays = [thing for _, thing in mask.carried() if is_array(thing)]
+    # Beside other arrays, those of NumPy are numbers to place.
+    arrays = [like, *sorted(arrays, key=is_host)]
     example = next((array for array in arrays if array is not None), None)
     xp: Any = importlib.import_module("array_api_compat.numpy")
     if example is not None:
         xp = library_of(example).xp
+    home = None if example is None else home_of(example)
+    placed = mask if home is None else mask.placed(home)
     assert dims.query_offset is not None
-    size, shape, any_visible, all_visible = _table_of(mask, xp, example, dims, size)
+    size, shape, any_visible, all_visible = _table_of(placed, xp, example, dims, size)
     lengths = dims.query_length, dims.key_length, dims.query_offset
     return Compiled(mask, *lengths, size, shape, any_visible, all_visible)
 

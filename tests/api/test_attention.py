@@ -148,7 +148,11 @@ def test_query_offset_of_floats():
 
 def test_arrays_of_different_libraries():
     refused(
-        TypeError, "array of numpy", "key one of torch", 'backend="numpy"', k=torch.zeros(K.shape)
+        TypeError,
+        "array of numpy",
+        "key one of torch",
+        "torch.asarray(query",
+        k=torch.zeros(K.shape),
     )
     refused(TypeError, "mask one of torch", mask=torch.ones(5, 7, dtype=torch.bool))
 

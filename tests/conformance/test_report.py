@@ -16,7 +16,9 @@ from polyattn.cli import main
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.report import report, run
+from polyattn.dispatch import registry
 from polyattn.kernels import Dense
+from polyattn.plugin import Backend
 
 QUICK = ["check", "numpy", "--kernel", "dense", "--quick"]
 
@@ -309,8 +311,54 @@ def test_an_interrupt_leaves_what_there_was(monkeypatch, capsys):
     assert main(QUICK) == 130
     out, err = capsys.readouterr()
     assert "causal" in out
-    assert "no failures" in out
+    assert "no failures" not in out
+    assert "interrupted: nothing failed in 30 of " in out
     assert "interrupted after 30 of " in err
+
+
+DIES = """
+import os, signal
+from polyattn.conformance.report import run
+from polyattn.cli import main
+genuine = run.checks.check_case
+def check_case(target, variant, case):
+    if case.name == "causal":
+        os.kill(os.getpid(), signal.SIGFPE)
+    return genuine(target, variant, case)
+run.checks.check_case = check_case
+main(["check", "numpy", "--kernel", "dense", "--quick"])
+"""
+
+
+def test_a_kernel_that_ends_the_process_leaves_the_name_of_the_case():
+    died = subprocess.run([sys.executable, "-c", DIES], capture_output=True, text=True, timeout=120)
+    assert died.returncode != 0
+    assert re.search(r"in numpy, dense: causal\b", died.stderr)
+
+
+class Rounding(Backend):
+    """A library without float64, which does not say so."""
+
+    kernels = (Dense(),)
+
+    def __init__(self):
+        super().__init__(np)
+
+    def place(self, array, device):
+        array = np.asarray(array)
+        return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def test_a_dtype_that_is_declared_and_lost_fails(monkeypatch):
+    monkeypatch.setattr(registry, "loaded", lambda name: Rounding())
+    section = run.steps([Target("numpy")], {}, ["dense"])[0].section
+    run._do_plugin(section, "arrays keep the declared dtypes")
+    (failure,) = section.failures
+    assert "float64 becomes float32" in str(failure)
+    monkeypatch.setattr(Rounding, "lacks", lambda self, dtype: dtype == "float64" or None)
+    section.failures.clear()
+    run._do_plugin(section, "arrays keep the declared dtypes")
+    assert not section.failures
 
 
 def test_an_unknown_option_is_refused_with_the_usage_of_the_command(capsys):

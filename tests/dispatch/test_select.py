@@ -386,6 +386,20 @@ def test_a_lazy_array_does_not_leave_its_library():
             attention(lazy, lazy, lazy, backend=backend)
 
 
+def test_a_dtype_that_is_lost_on_the_way_is_refused(monkeypatch):
+    genuine = type(registry.loaded("numpy")).place
+
+    def place(self, array, device):
+        placed = genuine(self, array, device)
+        return placed.astype(np.float32) if placed.dtype == np.float64 else placed
+
+    monkeypatch.setattr(type(registry.loaded("numpy")), "place", place)
+    x = torch.ones((2, 3, 4), dtype=torch.float64)
+    with pytest.raises(polyattn.UnsupportedError, match="numpy makes float32 of float64"):
+        attention(x, x, x, backend="numpy")
+    assert attention(*[x.float()] * 3, bias=x[0, :, :3], backend="numpy").dtype == torch.float32
+
+
 def test_an_array_without_values_does_not_move():
     meta = torch.empty(X.shape, device="meta")
     for backend in ("numpy", "torch:cpu"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from polyattn.arrays import facts_of
 from polyattn.conformance.cases.case import Case, make_case
 from polyattn.conformance.checks.cases import cases_for, has_logsumexp, takes
 from polyattn.conformance.checks.gradients import DERIVATIVES, check_method
@@ -24,6 +25,7 @@ __all__ = [
     "check_batch_invariance",
     "check_declarations",
     "check_determinism",
+    "check_dtypes_are_kept",
     "check_first_call_from_threads",
     "check_import_hygiene",
     "is_worth_threads",
@@ -154,6 +156,21 @@ def check_import_hygiene(name: str) -> None:
     """Check that loading the spec of a plugin imports no array library."""
     loaded = _in_a_new_interpreter(_HYGIENE.format(name=name)).split()
     assert not loaded, f"loading the spec of {name!r} imports {', '.join(loaded)}"
+
+
+def check_dtypes_are_kept(name: str) -> None:
+    """Check that a plugin makes arrays of each dtype of its spec, or says why not in `lacks`."""
+    registry.load(name)
+    backend, lost = registry.loaded(name), []
+    for dtype in registry.spec_of(name).dtypes:
+        if backend.lacks(dtype) is None:
+            try:
+                made = facts_of(backend.place(np.ones((1, 2), dtype), None)).dtype
+            except Exception as error:
+                made = f"an error, {error!r}"
+            if made != dtype:
+                lost.append(f"{dtype} becomes {made}")
+    assert not lost, f"{'; '.join(lost)}: the spec declares it, and lacks() gives no reason"
 
 
 def is_worth_threads(variant: KernelVariant) -> bool:

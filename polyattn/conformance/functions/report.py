@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from polyattn.call.features import DTYPES, FEATURES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.functions.check import (
     AGREES,
     DIFFERS,
@@ -134,7 +135,9 @@ def summarise(
     rows = {row: Row(*row, {}) for row in _ROWS}
     through: Iterable[Case] = [case for case, _ in chosen]
     for case, (_, row) in zip(progress(through) if progress else through, chosen, strict=True):
-        rows[row].findings[case.name] = check_callable(function, case, to, back)
+        rows[row].findings[case.name] = call_named(
+            f"case {case}", check_callable, function, case, to, back
+        )
     return [row for row in rows.values() if row.findings]
 
 

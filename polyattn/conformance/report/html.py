@@ -40,8 +40,12 @@ def page(report: Report) -> str:
     """Return a report as an HTML page."""
     failed = report.failed
     verdict = f"{failed} failure{'s' * (failed != 1)}" if failed else "All cases agree"
+    if report.done < report.total:
+        verdict = (
+            f"Interrupted after {report.done} of {report.total} checks, {failed or 'none'} failed"
+        )
     body = "\n".join(line for section in report.sections for line in _section(section))
-    return _whole(verdict, bool(failed), _INTRO + body)
+    return _whole(verdict, bool(failed) or report.done < report.total, _INTRO + body)
 
 
 def callable_page(name: str, rows: Iterable[Row]) -> str:

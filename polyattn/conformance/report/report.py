@@ -186,7 +186,8 @@ class Report:
         }
 
     def __str__(self) -> str:
-        return "\n".join(line for section in self.sections for line in _lines(section))
+        so_far = "" if self.done == self.total else f" in {self.done} of {self.total} checks"
+        return "\n".join(line for section in self.sections for line in _lines(section, so_far))
 
 
 def rows_of(case: Case) -> list[Row]:
@@ -209,7 +210,7 @@ def row_names() -> list[tuple[str, str]]:
 # ---- printing ----------------------------------------------------------------------------------
 
 
-def _lines(section: Section) -> Iterator[str]:
+def _lines(section: Section, so_far: str) -> Iterator[str]:
     yield f"{section.target} ({section.versions})"
     yield ""
     footnotes: dict[str, int] = {}
@@ -225,7 +226,11 @@ def _lines(section: Section) -> Iterator[str]:
         yield f"  [{number}] refused: {reason}"
     for promise, result in section.plugin.items():
         yield f"  {promise}: {result}"
-    yield f"  {len(section.failures) or 'no'} failure{'s' * (len(section.failures) != 1)}"
+    number = len(section.failures)
+    if number or not so_far:
+        yield f"  {number or 'no'} failure{'s' * (number != 1)}{so_far}"
+    else:
+        yield f"  interrupted: nothing failed{so_far}"
     yield from _failure_lines(section.failures)
     yield ""
 

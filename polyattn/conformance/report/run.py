@@ -13,6 +13,7 @@ from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import promises
+from polyattn.conformance.checks.frames import call_named
 from polyattn.conformance.checks.gradients import (
     DERIVATIVES,
     Derivative,
@@ -37,8 +38,11 @@ from polyattn.dispatch.registry import ARRAY_API
 
 __all__ = ["bar", "default_targets", "progress", "run", "steps"]
 
-#: The check of a plugin as a whole.
-IMPORTS = "loading the plugin's spec imports no array library"
+#: The checks of a plugin as a whole, which take its name.
+PLUGIN = {
+    "loading the plugin's spec imports no array library": promises.check_import_hygiene,
+    "arrays keep the declared dtypes": promises.check_dtypes_are_kept,
+}
 
 
 class Promise(NamedTuple):
@@ -91,7 +95,7 @@ def steps(
             work = _work(target, variant, cases)
             result += [Step(section, variant, what, cases is not CASES) for what in work]
         if target.backend != ARRAY_API:
-            result.append(Step(section, None, IMPORTS))
+            result += [Step(section, None, what) for what in PLUGIN]
     return result
 
 
@@ -114,12 +118,8 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
         for section, variant, what, few in bar(work):
             if section not in report.sections:
                 report.sections.append(section)
-            if variant is None:
-                _do_plugin(section, str(what))
-            elif isinstance(what, Case):
-                failed += _do_case(section, variant, what)
-            else:
-                _do_promise(section, variant, what, few)
+            where = f"{section.target}, {variant or 'plugin'}: {what}"
+            failed += call_named(where, _do, section, variant, what, few)
             report.done += 1
     for section in report.sections:
         _charge(section, [f for f in failed if f.section is section])
@@ -128,6 +128,19 @@ def run(work: Sequence[Step], bar: Callable[[Iterable[Step]], Iterable[Step]] = 
             asked = {f for step in work if isinstance(step.what, Case) for f in step.what.features}
             _refuse_idle_declarations(section, asked)
     return report
+
+
+def _do(
+    section: Section, variant: KernelVariant | None, what: Case | str, few: bool
+) -> list[_Failed]:
+    """Do a step, and return the failures that are to be charged to features."""
+    if variant is None:
+        _do_plugin(section, str(what))
+    elif isinstance(what, Case):
+        return _do_case(section, variant, what)
+    else:
+        _do_promise(section, variant, what, few)
+    return []
 
 
 class _Failed(NamedTuple):
@@ -156,7 +169,7 @@ def _do_case(section: Section, variant: KernelVariant, case: Case) -> list[_Fail
 
 def _do_plugin(section: Section, what: str) -> None:
     try:
-        promises.check_import_hygiene(section.target.backend.partition(":")[0])
+        PLUGIN[what](section.target.backend.partition(":")[0])
         section.plugin[what] = "yes"
     except Exception as error:
         section.plugin[what] = "no"

@@ -1,0 +1,138 @@
+"""Numbers on the host: Python sequences, and NumPy arrays beside arrays of another library.
+
+Lengths, ids, offsets and small tables often come from the host. `Home` places them where the query
+is; larger arrays the caller places, because a copy to a device at each call is slow.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+from polyattn.arguments import got
+from polyattn.arrays import (
+    Array,
+    ArrayFacts,
+    constant_when_traced,
+    facts_of,
+    is_array,
+    is_compiling,
+    know_torch,
+    library_of,
+    numbers_like,
+)
+
+__all__ = ["MOST_PLACED", "Home", "as_array", "home_of", "is_host", "is_sequence", "is_unreadable"]
+
+#: Arrays of floats and bools with more entries are not placed.
+MOST_PLACED = 2**16
+# dask reads NumPy's arrays while it makes a graph, to leave out chunks that no row sees.
+_ON_HOST = ("numpy", "dask")
+
+
+def is_sequence(thing: Any) -> bool:
+    """Return whether this is a Python sequence, such as could hold numbers."""
+    return isinstance(thing, (list, tuple, range)) and not is_array(thing)
+
+
+def is_host(thing: Any) -> bool:
+    """Return whether this is an array or a number of NumPy."""
+    return _of_numpy(type(thing))
+
+
+def is_unreadable(thing: Any) -> bool:
+    """Return whether this is an array of NumPy that torch.compile traces, which has no dtype."""
+    return is_host(thing) and know_torch() and is_compiling()
+
+
+@constant_when_traced
+def _of_numpy(cls: type) -> bool:
+    return any(c.__module__ == "numpy" and c.__name__ in ("ndarray", "generic") for c in cls.mro())
+
+
+def as_array(name: str, value: Any) -> Any:
+    """Return a sequence of numbers as a NumPy array, and anything else as it is."""
+    if not is_sequence(value):
+        return value
+    import numpy
+
+    if not _holds_numbers(value):
+        raise TypeError(f"{name} must hold numbers, or be an array; {got(value)}")
+    try:
+        return numpy.asarray(value) if len(value) else numpy.asarray(value, dtype="int64")
+    except (OverflowError, ValueError):
+        raise ValueError(
+            f"{name} must hold rows of one length and numbers of 64 bits; {got(value)}"
+        ) from None
+
+
+def _holds_numbers(value: Any) -> bool:
+    if is_sequence(value):
+        return isinstance(value, range) or all(_holds_numbers(one) for one in value)
+    return isinstance(value, numbers.Real) or is_host(value)
+
+
+class Home(NamedTuple):
+    """Where the query is, and the dtypes that numbers of the host get there."""
+
+    library: str
+    device: str
+    real: str  # float64 beside a float64 query, otherwise float32
+    like: Array  # the query, or its facts where only these are known
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What decides the arrays that `put` makes, beside the numbers."""
+        return self.library, self.device, self.real
+
+    def put(self, name: str, array: Array) -> Array:
+        """Return a NumPy array placed beside the query, or as it is if it is large.
+
+        Integers get the library's default dtype for integers.
+        """
+        if is_compiling():  # torch.compile traces tensors better than NumPy's arrays
+            array = library_of(self.like).xp.asarray(array)
+        facts = facts_of(array, name)
+        kind = next((kind for kind in ("bool", "int", "float") if kind in facts.dtype), None)
+        if kind is None or (kind != "int" and math.prod(facts.shape) > MOST_PLACED):
+            return array
+        if isinstance(self.like, ArrayFacts):
+            dtype = {"bool": "bool", "int": "int64", "float": self.real}[kind]
+            return ArrayFacts(self.library, dtype, self.device, facts.shape)
+        xp = library_of(self.like).xp
+        dtype = {"bool": "bool", "float": self.real}.get(kind)
+        if dtype is None:
+            dtype = f"int{xp.iinfo(xp.asarray(0).dtype).bits}"
+        if not is_compiling():
+            array = self._on_host(name, array, dtype)
+        return numbers_like(xp, array, getattr(xp, dtype), self.like)
+
+    def _on_host(self, name: str, array: Any, dtype: str) -> Any:
+        """Return a NumPy array in its new dtype, contiguous and writable, as torch wants it."""
+        import numpy
+
+        if dtype.startswith("int") and array.size:
+            limits = numpy.iinfo(dtype)
+            for number in (int(array.min()), int(array.max())):
+                if not limits.min <= number <= limits.max:
+                    raise ValueError(
+                        f"{name} holds {number}, which {dtype} cannot: that is the dtype of"
+                        f" integers in {self.library} at the moment"
+                    )
+        return numpy.require(array, dtype, ["C", "W"])
+
+
+def home_of(query: Array) -> Home | None:
+    """Return where numbers of the host go beside this array; None if they stay as they are."""
+    if isinstance(query, ArrayFacts):
+        facts = query
+    else:
+        if library_of(query, "query").name in _ON_HOST:
+            return None
+        facts = facts_of(query, "query")
+    if facts.library in _ON_HOST:
+        return None
+    return Home(
+        facts.library, facts.device, "float64" if facts.dtype == "float64" else "float32", query
+    )

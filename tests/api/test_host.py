@@ -1,0 +1,177 @@
+"""Numbers of the host, sequences and NumPy arrays, beside arrays of another library."""
+
+import copy
+import pickle
+
+import dask.array
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from polyattn import attention, attention_backward, attention_partial, explain, masks, scores
+
+X = np.random.default_rng(0).standard_normal((2, 4, 6, 8)).astype(np.float32)
+LENGTHS, IDS = [3, 5], [[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 2, 2]]
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+TABLE = np.linspace(-1, 1, 32).reshape(8, 4)
+
+OPTIONS = {
+    "lengths": lambda: {"mask": masks.padding(LENGTHS) & masks.causal()},
+    "queries": lambda: {"mask": masks.padding(query_lengths=np.array(LENGTHS, dtype=np.uint8))},
+    "prefix": lambda: {"mask": masks.causal() | masks.prefix(LENGTHS)},
+    "ids": lambda: {"mask": masks.segments(IDS) & masks.dilated(2)},
+    "ids of both": lambda: {"mask": masks.segments(range(6), np.array(IDS))},
+    "dense": lambda: {"mask": masks.dense([[True, False] * 3]) & masks.causal()},
+    "mask": lambda: {"mask": np.broadcast_to(np.arange(6) > 1, (6, 6))},
+    "mask of lists": lambda: {"mask": np.tri(6, dtype=bool).tolist()},
+    "bias": lambda: {"bias": np.linspace(0, 1, 36).reshape(6, 6)[:, ::-1]},
+    "sinks": lambda: {"sinks": SLOPES},
+    "query_offset": lambda: {"query_offset": [0, 2], "is_causal": True},
+    "alibi": lambda: {"score_mod": scores.softcap(5.0) >> scores.alibi(SLOPES)},
+    "relative_bias": lambda: {"score_mod": scores.relative_bias(TABLE.tolist())},
+    "additive": lambda: {"similarity": scores.additive(np.linspace(-1, 1, 8))},
+}
+LIBRARIES = {
+    "torch": torch.asarray,
+    "dask": dask.array.from_array,
+    "float64": lambda x: torch.asarray(x, dtype=torch.float64),
+}
+
+
+def close(found, expected):
+    np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_numbers_go_where_the_query_is(library, name):
+    x = LIBRARIES[library](X)
+    expected = attention(X, X, X, **OPTIONS[name]())
+    options = OPTIONS[name]()
+    for _ in range(2):  # the second call finds what the first has placed
+        output = attention(x, x, x, **options)
+        assert type(output) is type(x)
+        assert output.dtype == x.dtype
+        close(output, expected)
+
+
+@pytest.mark.parametrize("name", ["lengths", "mask", "sinks", "query_offset", "relative_bias"])
+def test_under_jit(name):
+    options = OPTIONS[name]()
+    call = jax.jit(lambda x: attention(x, x, x, **options))
+    close(call(jnp.asarray(X)), attention(X, X, X, **options))
+    close(attention(*[jnp.asarray(X)] * 3, **options), attention(X, X, X, **options))
+
+
+@pytest.mark.parametrize("name", ["lengths", "dense", "sinks"])
+@pytest.mark.parametrize("made", ["inside", "outside"])
+def test_compiled_by_torch(name, made):
+    torch.compiler.reset()
+    make, outside = OPTIONS[name], OPTIONS[name]()
+
+    def call(x):
+        return attention(x, x, x, **(make() if made == "inside" else outside))
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    close(compiled(torch.asarray(X)), attention(X, X, X, **make()))
+
+
+def test_compiled_before_a_first_tensor(run_python):
+    run_python(
+        "import torch\n"
+        "from polyattn import masks\n"
+        "def call(x): return x + len(repr(type(masks.padding([3, 5]))))\n"
+        "torch.compile(call, fullgraph=True, backend='eager')(torch.ones(2))"
+    )
+
+
+def test_the_expression_keeps_what_was_placed(monkeypatch):
+    mask, x = masks.padding(LENGTHS), torch.asarray(X)
+    attention(x, x, x, mask=mask & masks.causal())
+    monkeypatch.setattr("polyattn.host.numbers_like", None)
+    close(attention(x, x, x, mask=mask | masks.prefix(1)).shape, x.shape)  # in other company too
+    assert mask == masks.padding(LENGTHS)
+    assert "_placed" in mask.__dict__
+    for one in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert one == mask
+        assert "_placed" not in one.__dict__
+
+
+def test_gradients_are_in_the_query_s_library():
+    x, mod = torch.asarray(X), scores.alibi(SLOPES)
+    partial = attention_partial(x, x, x, sinks=SLOPES, score_mod=mod)
+    found = attention_backward(x, x, x, partial, torch.ones_like(x), sinks=SLOPES, score_mod=mod)
+    assert isinstance(found.sinks, torch.Tensor)
+    assert found.sinks.shape == (4,)
+
+
+def test_a_backend_still_moves_all():
+    x = torch.asarray(X)
+    for name, options in OPTIONS.items():
+        output = attention(x, x, x, backend="numpy", **options())
+        assert isinstance(output, torch.Tensor), name
+        close(output, attention(X, X, X, **options()))
+    large = np.ones((1, 1, 300, 300), np.float32)
+    y = torch.ones((1, 300, 8))
+    assert attention(y, y, y, bias=large[0, 0], backend="numpy").shape == y.shape
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_large_arrays_are_placed_by_the_caller(name):
+    y = torch.ones((1, 300, 8))
+    large = np.ones((300, 300), bool if name == "mask" else np.float32)
+    with pytest.raises(TypeError, match=rf"torch.asarray\({name}, device='cpu'\)") as error:
+        attention(y, y, y, **{name: large})
+    assert "backend" not in str(error.value)
+    with pytest.raises(TypeError, match=r"pass torch.asarray\(query, device='cpu'\)"):
+        attention(X, torch.asarray(X), torch.asarray(X))
+    with pytest.raises(TypeError, match=r"pass jax.numpy.asarray\(key\)"):
+        attention(jnp.asarray(X), X, X)
+
+
+def test_numbers_that_the_library_cannot_hold():
+    with pytest.raises(ValueError, match="query_offset holds 1099511627776, which int32 cannot"):
+        attention(*[jnp.asarray(X)] * 3, query_offset=np.array([2**40, 0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.padding([3, 5.5]), "key_lengths must be"),
+        (lambda: masks.padding([3, "5"]), "key_lengths must hold numbers"),
+        (lambda: masks.segments([[0, 1], [0]]), "query_ids must hold rows of one length"),
+        (lambda: masks.dense([1, 0]), "masks.dense takes a bool array"),
+        (lambda: attention(X, X, X, sinks=["a"]), "sinks must hold numbers"),
+        (lambda: attention(X, X, X, sinks=[1, 2, 3, 4]), "sinks must be a float array"),
+        (lambda: attention(X, X, X, query_offset=[0.5, 1]), "query_offset must hold integers"),
+        (lambda: masks.prefix([[torch.ones(1)]]), "lengths must hold numbers"),
+    ],
+)
+def test_sequences_that_are_refused(make, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_explain_takes_them_too():
+    x = torch.asarray(X)
+    mask = masks.segments(IDS)
+    for given, options in (
+        (x, {"sinks": SLOPES}),
+        (X.shape, {"library": "torch"}),
+    ):
+        explained = explain(given, given, given, mask=mask, **options)
+        assert "torch" in str(explained)
+        assert "int64" in repr(explained.call.mask)
+
+
+def test_as_functions_and_compiled():
+    i = torch.arange(6)
+    mask = masks.segments(range(0, 12, 2)) | masks.padding([2])
+    assert mask(i * 0, i * 0, i[:, None], i).shape == (6, 6)
+    s = torch.zeros(6)
+    assert scores.alibi(SLOPES)(s, i * 0, i * 0, i, i).shape == (6,)
+    x = torch.asarray(X)
+    compiled = masks.compile(masks.segments(IDS), 6, like=x, batch=2)
+    close(attention(x, x, x, mask=compiled), attention(X, X, X, mask=masks.segments(IDS)))

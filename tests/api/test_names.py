@@ -1,0 +1,85 @@
+"""Names of other libraries, and the types of the results."""
+
+import inspect
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention
+from polyattn.api.names import FOREIGN
+from polyattn.api.options import AttentionOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+X = np.ones((2, 4, 6, 8), np.float32)
+SISTERS = ["attention", "attention_partial", "attention_weights", "attention_backward"]
+SISTERS += ["attention_vjp", "attention_jvp", "explain"]
+
+
+@pytest.mark.parametrize("name", SISTERS)
+def test_each_function_knows_the_names_of_others(name):
+    function = getattr(polyattn, name)
+    for foreign, ours in FOREIGN.items():
+        with pytest.raises(TypeError, match=rf"^{name}\(\) has no argument '{foreign}'; ") as error:
+            function(X, X, X, **{foreign: 1})
+        assert ours in str(error.value)
+    with pytest.raises(TypeError, match="'q'; pass query="):
+        function(q=X, k=X, v=X)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
+        attention(X, X, X, is_casual=True)
+
+
+def test_the_page_has_all_names():
+    text = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
+    rows = text.partition("## Names of other libraries")[2].partition("\n## ")[0]
+    table = {}
+    for line in rows.splitlines():
+        if line.startswith("| `"):
+            there, here = line.strip("| ").split(" | ", 1)
+            table[there.strip("`=")] = here.replace("`", "")
+    assert table == FOREIGN
+
+
+def test_no_name_of_ours_is_foreign():
+    assert not FOREIGN.keys() & {*inspect.signature(attention).parameters}
+
+
+def test_the_signature_is_what_it_was():
+    parameters = inspect.signature(attention).parameters
+    assert list(parameters) == ["query", "key", "value", *AttentionOptions.__annotations__]
+    assert parameters["is_causal"].default is False
+    assert attention.__name__ == "attention"
+
+
+def test_torch_compiles_it():
+    def call(x):
+        return attention(x, key=x, value=x, is_causal=True)
+
+    x = torch.asarray(X)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), call(x))
+
+
+def test_the_result_has_the_type_of_the_query():
+    hints = typing.get_type_hints(attention)
+    assert isinstance(hints["return"], typing.TypeVar)
+    assert hints["return"] is hints["query"]
+
+
+@pytest.mark.slow
+def test_mypy_sees_the_type(tmp_path):
+    file = tmp_path / "typed.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from polyattn import attention\n"
+        "x = np.ones((2, 3, 4), np.float32)\n"
+        "reveal_type(attention(x, x, x, is_causal=True))\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert "ndarray" in done.stdout, done.stdout
