@@ -206,7 +206,10 @@ def _finished(
 def _in_dtype(gradient: Array, given: Any, before: Any, accumulates: bool) -> Array:
     if accumulates:
         return gradient if before is None else before + gradient
-    return cast(library_of(gradient).xp, gradient, given.dtype) if is_array(given) else gradient
+    # Numbers of the host have none of the library's dtypes.
+    if not is_array(given) or library_of(given).xp is not library_of(gradient).xp:
+        return gradient
+    return cast(library_of(gradient).xp, gradient, given.dtype)
 
 
 def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates: bool) -> Any:
