@@ -95,7 +95,7 @@ def register(
     _check_name(name)
     explain((1, 1, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8), backend=backend, kernel=kernel)
     ranks = None if over is None else Ranks(over, strategy, layout)
-    AttentionInterface.register(name, partial(_attend, backend, kernel, ranks))
+    AttentionInterface.register(name, partial(_attend, backend, kernel, ranks=ranks))
     AttentionMaskInterface.register(name, partial(_mask, ranks=ranks))
 
 
@@ -172,7 +172,6 @@ def _narrowed(mask: torch.Tensor) -> torch.Tensor:
 def _attend(
     backend: str | Sequence[str] | None,
     kernel: str | Kernel | None,
-    ranks: Ranks | None,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -181,6 +180,7 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
+    ranks: Ranks | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

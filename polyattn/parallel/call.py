@@ -111,13 +111,20 @@ class ParallelCall:
             band.right is None or stop <= first + band.right
         )
 
-    def block(self, rows: Any = None, keys: Any = None, heads: Any = None) -> Block:
-        """Return the block of a chunk of rows, a chunk of keys, and (start, length) of heads."""
+    def seen_by(self, rows: Any) -> tuple[int, int]:
+        """Return the first chunk of keys that a chunk of rows may see, and how many they are."""
+        if not isinstance(rows, int):  # traced: one program for all rows
+            return 0, self.chunks
+        seen = [keys for keys in range(self.chunks) if self.is_visible(rows, keys)] or [0]
+        return seen[0], seen[-1] + 1 - seen[0]
+
+    def block(self, rows: Any = None, keys: Any = None, heads: Any = None, count: int = 1) -> Block:
+        """Return a block: a chunk of rows, chunks of keys, and (start, length) of heads."""
         problem = self.problem
         whole = (0, problem.query_length), (0, problem.key_length), (0, problem.heads)
         return Block(
             whole[0] if rows is None else (rows * self.row_length, self.row_length),
-            whole[1] if keys is None else (keys * self.key_length, self.key_length),
+            whole[1] if keys is None else (keys * self.key_length, count * self.key_length),
             whole[2] if heads is None else heads,
             self.options["query_offset"],
             problem.batch,

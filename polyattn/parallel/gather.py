@@ -6,9 +6,10 @@ from typing import Any
 
 from polyattn.api.partial import Partial
 from polyattn.arrays import Array
-from polyattn.parallel.blocks import joined, split
+from polyattn.parallel.blocks import joined, place, split, take
 from polyattn.parallel.call import ParallelCall, Shares, add_shares
 from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.cut import Block
 from polyattn.parallel.layout import permute, slots, unpermute
 from polyattn.parallel.strategy import Strategy
 
@@ -42,8 +43,8 @@ class Gather(Strategy):
         everything = self._gathered(call, ranks, keys)
         queries = split(query, slots(call.layout))
         parts = [
-            call.partial((part, *everything), call.block(rows=rows), sinks=True)
-            for rows, part in zip(call.owned(ranks.rank), queries, strict=True)
+            call.partial((part, *_seen(block, everything)), block, sinks=True)
+            for block, part in zip(_blocks(call, ranks), queries, strict=True)
         ]
         output = joined([part.output for part in parts])
         if parts[0].logsumexp is None:
@@ -60,24 +61,37 @@ class Gather(Strategy):
         if saved.logsumexp is not None:
             logsumexps = split(saved.logsumexp, count, -1)
         rows = zip(
-            call.owned(ranks.rank),
+            _blocks(call, ranks),
             split(query, count),
             map(Partial, split(saved.output, count), logsumexps),
             split(gradient, count),
             strict=True,
         )
-        found = [
-            call.gradients((part, *everything), partial, of, call.block(rows=at), sinks=True)
-            for at, part, partial, of in rows
-        ]
-        shares: Shares = {}
-        for *_, share in found:
+        found, shares = [], Shares()
+        for block, part, partial, of in rows:
+            own = (part, *_seen(block, everything))
+            dq, dk, dv, share = call.gradients(own, partial, of, block, sinks=True)
+            start, length = block.keys[0], call.problem.key_length
+            found.append((dq, place(dk, -2, start, length), place(dv, -2, start, length)))
             shares = add_shares(shares, share)
         dk, dv = (
             ranks.scatter_sum(permute(sum(parts[1:], parts[0]), call.size, layout=call.layout), -2)
-            for parts in (list(each) for each in list(zip(*found, strict=True))[1:3])
+            for parts in ([own[n] for own in found] for n in (1, 2))
         )
-        return joined([dq for dq, *_ in found]), dk, dv, shares
+        return joined([own[0] for own in found]), dk, dv, shares
 
     def _gathered(self, call: ParallelCall, ranks: Communicator, keys: Any) -> list[Array]:
         return [unpermute(ranks.gather(x, -2), call.size, layout=call.layout) for x in keys]
+
+
+def _blocks(call: ParallelCall, ranks: Communicator) -> list[Block]:
+    """Return own chunks of rows, each with the keys that it may see."""
+    found = []
+    for rows in call.owned(ranks.rank):
+        first, count = call.seen_by(rows)
+        found.append(call.block(rows, first, count=count))
+    return found
+
+
+def _seen(block: Block, keys: list[Array]) -> list[Array]:
+    return [take(array, -2, *block.keys) for array in keys]

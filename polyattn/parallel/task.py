@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from polyattn.api.partial import Partial
-from polyattn.arrays import Array, cast, facts_of, is_array, library_of
+from polyattn.arrays import Array, cast, facts_of, is_array, library_of, quiet
 from polyattn.call.gradients import Gradients
 from polyattn.expressions.expression import Expression
 from polyattn.parallel.call import ParallelCall
@@ -57,14 +57,18 @@ class Task(NamedTuple):
 
     def forward(self, *arrays: Array) -> tuple[Array, Partial]:
         """Return the output in the dtype of the query, and what the gradient needs."""
-        output, saved = self.strategy.forward(self.call, self.ranks, *arrays)
+        with quiet(library_of(arrays[0]).name):
+            output, saved = self.strategy.forward(self.call, self.ranks, *arrays)
         return cast(library_of(output).xp, output, arrays[0].dtype), saved
 
     def backward(self, arrays: Any, saved: Partial, gradient: Array) -> Gradients:
         """Return the gradients, as `attention_backward`."""
         xp = library_of(saved.output).xp
         saved = saved._replace(output=cast(xp, saved.output, arrays[0].dtype))
-        dq, dk, dv, shares = self.strategy.backward(self.call, self.ranks, arrays, saved, gradient)
+        with quiet(library_of(arrays[0]).name):
+            dq, dk, dv, shares = self.strategy.backward(
+                self.call, self.ranks, arrays, saved, gradient
+            )
         return self.call.finished(dq, dk, dv, arrays, shares)
 
     def of_arrays(self, gradients: Gradients) -> list[Array | None]:

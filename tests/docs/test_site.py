@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from polyattn.dispatch import errors
 from polyattn.plugin import FEATURES
@@ -243,3 +244,11 @@ def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
     assert len(lines) > 3
     for line in lines:
         assert line in done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_the_picture_of_scale_is_what_the_script_draws(tmp_path):
+    scale = script("scale")
+    scale.main(tmp_path / "scale.png")
+    with Image.open(tmp_path / "scale.png") as drawn, Image.open(scale.PICTURE) as shown:
+        assert drawn.size == shown.size

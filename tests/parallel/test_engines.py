@@ -16,7 +16,7 @@ MORE = (
     "digits", "gradients:bias x softcap", "value:composed masks, offset below 0",
     "gradients:plain, bfloat16", "gradients:sinks x grouped heads", "gradients:L > S",
     "gradients:alibi value, float64", "value:mask function x score_mod",
-    "value:window x offset array", "value:similarity x score norm", "value:nan under mask array",
+    "value:window x offset array", "value:similarity x score norm",
 )  # fmt: skip
 HAS_MPI = importlib.util.find_spec("mpi4py") and shutil.which(
     "mpiexec", path=str(Path(sys.executable).parent)
