@@ -214,11 +214,6 @@ class Indices:
         ----------
         modulus : int, optional
             If given, return only the remainder by this number.
-
-        Returns
-        -------
-        Array
-            The distances, or their remainders.
         """
         if modulus is None:
             return self.column - self.position()
@@ -235,13 +230,11 @@ class Indices:
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
-        begin = self._problem.dropout_start[3]
-        start, end = self._columns.start + begin, self._columns.stop + begin
-        first, stop = start // WORDS, -(-end // WORDS)
-        blocks = index_range(self.xp, first, stop, self._x.query)
+        start = self._columns.start + self._problem.dropout_start[3]
+        first, stop = start // WORDS, start + self._columns.length
+        blocks = index_range(self.xp, first, -(-stop // WORDS), self._x.query)
         found = keep_mask(self.xp, *self._drawn_by(), blocks)
-        start -= first * WORDS
-        return found[..., start : start + self._columns.length]
+        return found[..., start - first * WORDS : stop - first * WORDS]
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
