@@ -15,7 +15,7 @@ from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.positions import LearnedPositions, Sinusoidal
+from polyattn.nn.positions import LearnedPositions, RelativeBias, Sinusoidal
 
 __all__ = ["Transformer"]
 
@@ -42,6 +42,10 @@ class Transformer(Module):
         Whether the embedding computes the logits.
     embedding_scale : float
         Multiplies the tokens' vectors.
+    logits_softcap : float or None
+        If not None, logits are ``softcap * tanh(logits / softcap)``, as in Gemma 2.
+    relative : RelativeBias or None
+        Added to the scores of all blocks, as in MPNet.
     """
 
     embedding: Embedding
@@ -52,6 +56,8 @@ class Transformer(Module):
     output: Linear | None = None
     tied: bool = False
     embedding_scale: float = 1.0
+    logits_softcap: float | None = None
+    relative: RelativeBias | None = None
 
     def __post_init__(self) -> None:
         if self.tied and self.output is not None:
@@ -158,6 +164,10 @@ class Transformer(Module):
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
         if positions is not None:
             options["positions"] = positions
+        if self.relative is not None:
+            given = options.get("score_mod")
+            own = self.relative()
+            options["score_mod"] = own if given is None else own >> given
         x = self.stack(x, *context, caches=caches, **options)
         x, caches = x if caches is not None else (x, None)
         x = self.logits(x)
@@ -212,9 +222,11 @@ class Transformer(Module):
         Array
             Shape (..., L, tokens), or `x`.
         """
-        if self.tied:
-            return self.embedding.logits(x)
-        return x if self.output is None else self.output(x)
+        if not self.tied and self.output is None:
+            return x
+        y = self.embedding.logits(x) if self.output is None else self.output(x)
+        softcap = self.logits_softcap
+        return y if softcap is None else library_of(y).xp.tanh(y / softcap) * softcap
 
     def caches(self, capacity: int, *, batch: tuple[int, ...] = ()) -> tuple[KVCache, ...]:
         """Return an empty cache for each block.

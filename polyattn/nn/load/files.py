@@ -15,9 +15,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.nn.load.settings import Settings
 
-__all__ = ["Weights", "read_settings", "read_weights"]
+__all__ = ["Weights", "read_config", "read_weights"]
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 
@@ -41,20 +40,19 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
     return _read(path)
 
 
-def read_settings(family: str, weights: Weights, config: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of a model: `config`, or the config.json beside the weights."""
-    if config is None:
+def read_config(
+    weights: Weights | None, config: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], str]:
+    """Return the settings of a model and their origin: `config`, or the file beside the weights."""
+    if isinstance(config, Mapping):
+        return config, "config"
+    if config is None and weights is not None:
         file = _config_file(weights)
-        settings = Settings(_read_json(file), str(file))
-    elif isinstance(config, Mapping):
-        settings = Settings(config)
-    else:
-        raise TypeError(
-            f"config is a {type(config).__name__}, not a mapping; pass config.to_dict(), or"
-            " a config.json as json.load returns it"
-        )
-    settings.check_family(family)
-    return settings
+        return _read_json(file), str(file)
+    raise TypeError(
+        f"config is a {type(config).__name__}, not a mapping; pass config.to_dict(), or"
+        " a config.json as json.load returns it"
+    )
 
 
 def _config_file(weights: Weights) -> Path:
