@@ -7,6 +7,7 @@ from polyattn.nn import load
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
+from polyattn.nn.generate import generate
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
@@ -19,6 +20,7 @@ from polyattn.nn.positions import (
     ntk_scaling,
     yarn_scaling,
 )
+from polyattn.nn.save import save
 
 __all__ = [
     "DecoderBlock",
@@ -37,8 +39,10 @@ __all__ = [
     "Sinusoidal",
     "Stack",
     "Transformer",
+    "generate",
     "linear_scaling",
     "load",
     "ntk_scaling",
+    "save",
     "yarn_scaling",
 ]

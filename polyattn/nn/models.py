@@ -161,6 +161,34 @@ class Transformer(Module):
             Logits, shape (..., L, tokens), or without an output map the vectors, (..., L, size);
             with caches, the pair of this array and the next caches.
         """
+        x = self.hidden(
+            *(ids, *context), caches=caches, segments=segments, positions=positions, **options
+        )
+        if caches is None:
+            return self.logits(x)
+        return self.logits(x[0]), x[1]
+
+    def hidden(
+        self,
+        ids: Array,
+        *context: Array,
+        caches: tuple[KVCache, ...] | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the last vectors, from which `logits` computes what a call returns.
+
+        Parameters
+        ----------
+        ids, *context, caches, segments, positions, **options
+            As in a call of the model.
+
+        Returns
+        -------
+        Array, or tuple of Array and tuple of KVCache
+            Vectors, shape (..., L, size); with caches, the pair of this array and the next caches.
+        """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
         if positions is not None:
             options["positions"] = positions
@@ -168,10 +196,7 @@ class Transformer(Module):
             given = options.get("score_mod")
             own = self.relative()
             options["score_mod"] = own if given is None else own >> given
-        x = self.stack(x, *context, caches=caches, **options)
-        x, caches = x if caches is not None else (x, None)
-        x = self.logits(x)
-        return x if caches is None else (x, caches)
+        return self.stack(x, *context, caches=caches, **options)
 
     def embed(
         self,

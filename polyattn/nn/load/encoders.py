@@ -90,7 +90,6 @@ def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted)
     layers = settings.whole(layer_count)
     positions = settings.whole("max_position_embeddings", 512)
     kinds = settings.whole("type_vocab_size", 2) if row.segments else 0
-    buckets = settings.whole("relative_attention_num_buckets", 32) if row.relative else 0
     offset = row.offset
     if isinstance(offset, str):
         offset = settings.whole(offset, zero=True) + 1
@@ -115,7 +114,7 @@ def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted)
         LearnedPositions(place, offset),
         Embedding(kind) if row.segments else None,
         layer_norm("embeddings.LayerNorm", size, epsilon),
-        relative=RelativeBias(vector(row.relative, buckets, heads)) if row.relative else None,
+        relative=RelativeBias(vector(row.relative, 32, heads)) if row.relative else None,
     )
     return Plan(model)
 
@@ -178,7 +177,11 @@ ENCODERS = {
             # The names in the first BERT's files.
             old={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
             defaults={"pad_token_id": 1} if row.offset else {},
-            refused={"position_embedding_type": "absolute", "is_decoder": False},
+            refused={
+                "position_embedding_type": "absolute",
+                "is_decoder": False,
+                "relative_attention_num_buckets": 32,  # in transformers too
+            },
         )
         for name, row in ROWS.items()
     },

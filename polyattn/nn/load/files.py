@@ -16,7 +16,7 @@ from typing import Any
 
 from polyattn.arrays import Array
 
-__all__ = ["Weights", "read_config", "read_weights"]
+__all__ = ["Weights", "imported", "read_config", "read_weights"]
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 
@@ -141,7 +141,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Array]:
-    safetensors = _imported("safetensors.numpy", "safetensors")
+    safetensors = imported("safetensors.numpy", "safetensors")
     with _reading(file):
         try:
             return dict(safetensors.load_file(file))
@@ -149,14 +149,15 @@ def _read(file: Path) -> dict[str, Array]:
             if "bfloat16" not in str(error):
                 raise
         # NumPy has this dtype once ml_dtypes is imported.
-        _imported("ml_dtypes", "ml_dtypes")
+        imported("ml_dtypes", "ml_dtypes")
         return dict(safetensors.load_file(file))
 
 
-def _imported(module: str, package: str) -> Any:
+def imported(module: str, package: str) -> Any:
+    """Import a package that files need, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(
-            f"reading this file of weights needs {package}: pip install {package}"
+            f"a file of these weights needs {package}: pip install {package}"
         ) from None
