@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,10 @@ def save(
     ...     type(nn.load.model(folder, like=like)).__name__
     'Transformer'
     """
-    mapping = isinstance(config, Mapping)
-    settings = read_config(None, config) if mapping else read_config(config, None)  # type: ignore[arg-type]
+    if isinstance(config, (str, os.PathLike)):
+        settings = read_config(config, None)
+    else:
+        settings = read_config(None, config)
     text = json.dumps(dict(settings[0]), indent=2)
     arrays = _stored_arrays(model, *settings)
     safetensors = imported("safetensors.numpy", "safetensors")
@@ -86,7 +89,7 @@ def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -
     parameters, wanted = model.parameters(), plan.model.parameters()
     same = plan.finished(plan.model.with_parameters(parameters))
     if repr(same) != repr(model):
-        lines = zip(repr(same).splitlines(), repr(model).splitlines(), strict=True)
+        lines = zip_longest(repr(same).splitlines(), repr(model).splitlines(), fillvalue="less")
         expected, found = next(pair for pair in lines if pair[0] != pair[1])
         raise ValueError(
             f"{origin} says {expected.strip()}, and the model has {found.strip()}: pass the config"
