@@ -54,6 +54,20 @@ ENCODERS = {
     },
 }  # fmt: skip
 
+#: Encoders of images and sound.
+SENSES = {
+    "vit": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "image_size": 12, "patch_size": 4,
+    },
+    "whisper": {
+        "d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+        "max_source_positions": 10, "vocab_size": 50, "num_mel_bins": 6, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+    },
+}  # fmt: skip
+
 
 def library(name):
     """Return how NumPy arrays go to a library and come back."""

@@ -8,6 +8,7 @@ from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.generate import generate
+from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
@@ -27,12 +28,14 @@ __all__ = [
     "Embedding",
     "EncoderBlock",
     "FeedForward",
+    "FrameEmbedding",
     "KVCache",
     "LayerNorm",
     "LearnedPositions",
     "Linear",
     "Module",
     "MultiHeadAttention",
+    "PatchEmbedding",
     "RMSNorm",
     "RelativeBias",
     "Rotary",

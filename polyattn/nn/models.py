@@ -13,6 +13,7 @@ from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
+from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Sinusoidal
@@ -26,8 +27,8 @@ class Transformer(Module):
 
     Attributes
     ----------
-    embedding : Embedding
-        A vector for each token.
+    embedding : Embedding, PatchEmbedding or FrameEmbedding
+        A vector for each token, or the tokens of images or sound.
     stack : Stack
         The blocks.
     positions : LearnedPositions, Sinusoidal or None
@@ -48,7 +49,7 @@ class Transformer(Module):
         Added to the scores of all blocks, as in MPNet.
     """
 
-    embedding: Embedding
+    embedding: Embedding | PatchEmbedding | FrameEmbedding
     stack: Stack
     positions: LearnedPositions | Sinusoidal | None = None
     segments: Embedding | None = None
@@ -60,6 +61,8 @@ class Transformer(Module):
     relative: RelativeBias | None = None
 
     def __post_init__(self) -> None:
+        if self.tied and not isinstance(self.embedding, Embedding):
+            raise ValueError("only the embedding of tokens computes logits: omit tied")
         if self.tied and self.output is not None:
             raise ValueError(
                 "either the embedding (tied) or output computes the logits: give one of them"
@@ -143,7 +146,7 @@ class Transformer(Module):
         Parameters
         ----------
         ids : Array of int
-            Tokens, shape (..., L).
+            Tokens, shape (..., L); of images or sound, what the embedding takes.
         *context : Array
             The tokens that `DecoderBlock` attends to, shape (..., S, size).
         caches : tuple of KVCache, optional
@@ -220,14 +223,15 @@ class Transformer(Module):
         """
         xp = library_of(ids, "ids").xp
         x = self.embedding(ids)
+        length = x.shape[-2]
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if self.positions is not None:
             if positions is None:
-                positions = index_range(xp, 0, ids.shape[-1], ids)
+                positions = index_range(xp, 0, length, ids)
                 before = caches[0].next_position if caches else 0
                 if isinstance(before, int):
-                    self.positions.check(before + ids.shape[-1])
+                    self.positions.check(before + length)
                 positions = positions + before
             x = x + self.positions(positions, like=x)
         if self.segments is not None:
@@ -247,9 +251,12 @@ class Transformer(Module):
         Array
             Shape (..., L, tokens), or `x`.
         """
-        if not self.tied and self.output is None:
+        if self.output is not None:
+            y = self.output(x)
+        elif self.tied and isinstance(self.embedding, Embedding):
+            y = self.embedding.logits(x)
+        else:
             return x
-        y = self.embedding.logits(x) if self.output is None else self.output(x)
         softcap = self.logits_softcap
         return y if softcap is None else library_of(y).xp.tanh(y / softcap) * softcap
 
@@ -266,6 +273,6 @@ class Transformer(Module):
         tuple of KVCache
             The ``caches=`` of the first call.
         """
-        like = self.embedding.weight
+        like = next(iter(self.parameters().values()))
         layers = [block.attention for block in self.stack.blocks]
         return tuple([layer.cache(capacity, like=like, batch=batch) for layer in layers])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, library
+from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, SENSES, library
 
 from polyattn import nn
 
@@ -67,3 +67,53 @@ def test_an_encoder_is_transformers_own(made, tmp_path, name, kind):
     model = nn.load.model(tmp_path, like=FLOAT32)
     found = model(ids, mask=KEEP[:, None, None, :])
     close(found[KEEP], expected[KEEP])
+
+
+# ---- images and sound --------------------------------------------------------------------------
+
+SEEN = np.random.default_rng(4).standard_normal((2, 3, 12, 12)).astype(np.float32)
+HEARD = np.random.default_rng(5).standard_normal((2, 6, 20)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize(
+    "head", ["AutoModel", "AutoModelForImageClassification", "AutoModelForMaskedImageModeling"]
+)
+def test_vit_is_transformers_own(made, tmp_path, head, kind):
+    to, back = library(kind)
+    theirs = made("vit", SENSES["vit"], head)
+    theirs.save_pretrained(tmp_path)
+    base = getattr(theirs, theirs.base_model_prefix, theirs)
+    with torch.no_grad():
+        expected = base(torch.from_numpy(SEEN))[0].numpy()
+    for weights in (tmp_path, theirs.state_dict()):
+        model = nn.load.model(weights, theirs.config.to_dict(), like=to(FLOAT32))
+        close(back(model(to(SEEN))), expected)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize(
+    "head", ["AutoModel", "AutoModelForSpeechSeq2Seq", "AutoModelForAudioClassification"]
+)
+def test_the_encoder_of_whisper_is_transformers_own(made, tmp_path, head, kind):
+    to, back = library(kind)
+    theirs = made("whisper", SENSES["whisper"], head)
+    theirs.save_pretrained(tmp_path)
+    encoder = theirs.encoder if hasattr(theirs, "encoder") else theirs.get_encoder()
+    with torch.no_grad():
+        expected = encoder(torch.from_numpy(HEARD))[0].numpy()
+    model = nn.load.model(tmp_path, like=to(FLOAT32))
+    close(back(model(to(HEARD))), expected)
+
+
+def test_images_and_sound_of_other_sizes_are_refused(made):
+    theirs = made("vit", SENSES["vit"], "AutoModel")
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    with pytest.raises(ValueError, match=r"pixels must have the shape .*\(3, 12, 12\).*12, 8\)"):
+        model(SEEN[..., :8])
+    theirs = made("whisper", SENSES["whisper"], "AutoModel")
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    with pytest.raises(ValueError, match="there are 10 learned positions; got 11 tokens"):
+        model(np.concatenate([HEARD, HEARD[..., :1]], axis=-1))
+    with pytest.raises(ValueError, match="last axis is 18"):
+        model(HEARD[:, :5])

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, library
+from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, SENSES, library
 
 from polyattn import nn
 
@@ -21,9 +21,9 @@ def loaded(theirs, like=FLOAT32, **more):
     return nn.load.model(theirs.state_dict(), config, like=like, **more), config
 
 
-@pytest.mark.parametrize(("name", "kind"), [*CASES, ("qwen2", BASE)])
+@pytest.mark.parametrize(("name", "kind"), [*CASES, ("qwen2", BASE), ("vit", BASE)])
 def test_transformers_reads_back_what_was_saved(made, transformers, tmp_path, name, kind):
-    theirs = made(name, (DECODERS | ENCODERS)[name], kind)
+    theirs = made(name, (DECODERS | ENCODERS | SENSES)[name], kind)
     more = {"logits": False} if name in DECODERS and kind == BASE else {}
     model, config = loaded(theirs, **more)
     nn.save(model, tmp_path, config)

@@ -17,13 +17,14 @@ from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
 from polyattn.nn.load.files import Weights, read_config, read_weights
 from polyattn.nn.load.plan import Family, Plan, Wanted, embedding_name
+from polyattn.nn.load.senses import SENSES
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import block_names, fill, renamed
 from polyattn.nn.models import Transformer
 
 __all__ = ["FAMILIES", "bert", "gpt2", "llama", "model"]
 
-FAMILIES: dict[str, Family] = DECODERS | ENCODERS
+FAMILIES: dict[str, Family] = DECODERS | ENCODERS | SENSES
 
 
 def model(
@@ -56,8 +57,9 @@ def model(
     Returns
     -------
     Transformer
-        A decoder from token ids to logits, to be called with ``is_causal=True``, or an encoder to
-        the last hidden states, where padding needs a ``mask``, such as
+        A decoder from token ids to logits, to be called with ``is_causal=True``; or an encoder to
+        the last hidden states, from token ids, from the pixels of images, (..., C, height, width),
+        or from spectrograms, (..., bands, T). Padding needs a ``mask``, such as
         ``mask=attention_mask[:, None, None, :] == 1``.
 
     Raises
