@@ -24,6 +24,10 @@ __all__ = ["DECODERS"]
 Norms = tuple[str | None, str | None, str | None, str | None]
 
 
+#: Makes from settings whether block n has something.
+Which = Callable[[Settings], Callable[[int], bool]]
+
+
 @dataclass(frozen=True)
 class Decoder:
     """What a family adds to Llama's decoder.
@@ -69,8 +73,8 @@ class Decoder:
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     norm_offset: float = 0.0
     activation: str = "hidden_act"
-    window: Callable[[Settings, int], bool] | None = None
-    turns: Callable[[Settings, int], bool] | None = None
+    window: Which | None = None
+    turns: Which | None = None
     local_theta: str = ""
     partial_rotary: bool = False
     gemma: bool = False
@@ -78,9 +82,33 @@ class Decoder:
     refused: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _turns_by_interval(settings: Settings, block: int) -> bool:
+def _every(settings: Settings) -> Callable[[int], bool]:
+    return lambda block: True
+
+
+def _late(settings: Settings) -> Callable[[int], bool]:
+    first = settings.whole("max_window_layers", zero=True)
+    return lambda block: block >= first
+
+
+def _even(settings: Settings) -> Callable[[int], bool]:
+    return lambda block: block % 2 == 0
+
+
+def _unless_last_of_pattern(settings: Settings) -> Callable[[int], bool]:
+    pattern = settings.whole("sliding_window_pattern")
+    return lambda block: (block + 1) % pattern > 0
+
+
+def _turning(settings: Settings) -> Callable[[int], bool]:
     interval = settings.whole("no_rope_layer_interval")
-    return bool(settings.listed("no_rope_layers", (0, 1), lambda n: (n + 1) % interval)(block))
+    turns = settings.listed("no_rope_layers", (0, 1), lambda block: (block + 1) % interval)
+    return lambda block: bool(turns(block))
+
+
+def _not_turning(settings: Settings) -> Callable[[int], bool]:
+    turns = _turning(settings)
+    return lambda block: not turns(block)
 
 
 AFTER = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -102,14 +130,10 @@ QWEN_DEFAULTS = {
 }  # fmt: skip
 
 
-def _late(settings: Settings, block: int) -> bool:
-    return block >= settings.whole("max_window_layers", zero=True)
-
-
 ROWS = {
     "llama": Decoder("a Llama", inner_bias="mlp_bias"),
     "mistral": Decoder(
-        "a Mistral", query_bias=False, output_bias=False, window=lambda settings, block: True,
+        "a Mistral", query_bias=False, output_bias=False, window=_every,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         refused={"layer_types": None},
     ),
@@ -121,17 +145,17 @@ ROWS = {
     ),
     "phi3": Decoder(
         "a Phi-3", query_bias=False, output_bias=False, joined=True,
-        window=lambda settings, block: True, partial_rotary=True,
+        window=_every, partial_rotary=True,
         defaults={"rms_norm_eps": 1e-5}, refused={"layer_types": None},
     ),
     "gemma2": Decoder(
-        "a Gemma 2", **GEMMA, window=lambda settings, block: block % 2 == 0, refused=CAUSAL,
+        "a Gemma 2", **GEMMA, window=_even, refused=CAUSAL,
         defaults=GEMMA_DEFAULTS
         | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Decoder(
         "a Gemma 3", **GEMMA, head_norms="each", local_theta="rope_local_base_freq",
-        window=lambda settings, block: (block + 1) % settings.whole("sliding_window_pattern") > 0,
+        window=_unless_last_of_pattern,
         defaults=GEMMA_DEFAULTS
         | {"sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
         refused=CAUSAL | {"attn_logit_softcapping": None},  # transformers ignores it
@@ -140,8 +164,8 @@ ROWS = {
         "an OLMo 2", head_norms="all", norms=AFTER, defaults={"rms_norm_eps": 1e-5}
     ),
     "smollm3": Decoder(
-        "a SmolLM3", inner_bias="mlp_bias", turns=_turns_by_interval,
-        window=lambda settings, block: not _turns_by_interval(settings, block),
+        "a SmolLM3", inner_bias="mlp_bias", turns=_turning,
+        window=_not_turning,
         defaults={
             "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True,
             "no_rope_layer_interval": 4, "use_sliding_window": False,
@@ -258,11 +282,12 @@ def _feed_forward(row: Decoder, settings: Settings, size: int) -> Callable[[str]
 
 def _windows(row: Decoder, settings: Settings) -> Callable[[int], int | None]:
     """Return a function from the number of a block to its window."""
-    used = settings.flag("use_sliding_window", True) and row.window is not None
-    if not used or "sliding_window" not in settings:
+    used = settings.flag("use_sliding_window", True)
+    if row.window is None or not used or "sliding_window" not in settings:
         return lambda block: None
     width = settings.whole("sliding_window")
-    kind_of = settings.kinds(lambda n: SLIDING if row.window(settings, n) else FULL)
+    slides = row.window(settings)
+    kind_of = settings.kinds(lambda block: SLIDING if slides(block) else FULL)
     return lambda block: width if kind_of(block) == SLIDING else None
 
 
@@ -275,8 +300,8 @@ def _rotary(
         local = rotary(settings, size, None, kind=SLIDING, theta=row.local_theta)
         return lambda block, sliding: local if sliding else full
     make = rotary(settings, size, length, whole=not row.partial_rotary)
-    turns = row.turns
-    return lambda block, sliding: make if turns is None or turns(settings, block) else None
+    turns = (row.turns or _every)(settings)
+    return lambda block, sliding: make if turns(block) else None
 
 
 # ---- GPT-2 -------------------------------------------------------------------------------------
