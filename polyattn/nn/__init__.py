@@ -7,6 +7,8 @@ from polyattn.nn import load
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
+from polyattn.nn.generate import generate
+from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
@@ -19,26 +21,31 @@ from polyattn.nn.positions import (
     ntk_scaling,
     yarn_scaling,
 )
+from polyattn.nn.save import save
 
 __all__ = [
     "DecoderBlock",
     "Embedding",
     "EncoderBlock",
     "FeedForward",
+    "FrameEmbedding",
     "KVCache",
     "LayerNorm",
     "LearnedPositions",
     "Linear",
     "Module",
     "MultiHeadAttention",
+    "PatchEmbedding",
     "RMSNorm",
     "RelativeBias",
     "Rotary",
     "Sinusoidal",
     "Stack",
     "Transformer",
+    "generate",
     "linear_scaling",
     "load",
     "ntk_scaling",
+    "save",
     "yarn_scaling",
 ]

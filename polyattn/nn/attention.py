@@ -34,9 +34,14 @@ class MultiHeadAttention(Module):
     head_size : int
         D, the size of queries and keys.
     query_norm, key_norm : LayerNorm, RMSNorm or None
-        Normalisation of each head's queries and keys, before `rotary`.
+        Normalisation of queries and keys, before `rotary`: of each head's, or of all heads' at
+        once if the norm has their size.
     rotary : Rotary or None
         Rotation of queries and keys by their positions.
+    scale, softcap : float or None
+        The options of `polyattn.attention` that a call of the layer has by default.
+    window : tuple of int or None, or None
+        Likewise.
     """
 
     query: Linear | None
@@ -50,6 +55,9 @@ class MultiHeadAttention(Module):
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     rotary: Rotary | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    window: tuple[int | None, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.key_heads < 1 or self.heads % self.key_heads:
@@ -82,6 +90,9 @@ class MultiHeadAttention(Module):
         query_norm: Norm | None = None,
         key_norm: Norm | None = None,
         rotary: Rotary | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
     ) -> MultiHeadAttention:
         """Create a layer with Glorot's uniform weights and biases of 0.
 
@@ -107,6 +118,8 @@ class MultiHeadAttention(Module):
             Such as ``RMSNorm.init(head_size, like=like)``; the layer copies it.
         rotary : Rotary, optional
             Such as ``Rotary(head_size)``.
+        scale, softcap, window : optional
+            Options of `polyattn.attention` for every call, unless the call gives them.
 
         Examples
         --------
@@ -148,6 +161,9 @@ class MultiHeadAttention(Module):
             query_norm=None if query_norm is None else query_norm.copied(),
             key_norm=None if key_norm is None else key_norm.copied(),
             rotary=rotary,
+            scale=scale,
+            softcap=softcap,
+            window=window,
         )
 
     def __call__(
@@ -188,6 +204,7 @@ class MultiHeadAttention(Module):
             layer with rotary positions.
         """
         query, key, value = self._project(x, context, positions, cache)
+        options = self._own_options() | options
         if cache is not None:
             cache = cache.append(key, value, query=query)
             key, value = cache.keys, cache.values
@@ -218,7 +235,7 @@ class MultiHeadAttention(Module):
             Shape (..., H, L, S), unless an option selects a part.
         """
         query, key, _ = self._project(x, context, positions, None)
-        return attention_weights(query, key, **options)
+        return attention_weights(query, key, **(self._own_options() | options))
 
     @property
     def value_size(self) -> int:
@@ -253,6 +270,10 @@ class MultiHeadAttention(Module):
             value_size=self.value_size,
         )
 
+    def _own_options(self) -> dict[str, Any]:
+        own = {"scale": self.scale, "softcap": self.softcap, "window": self.window}
+        return {name: value for name, value in own.items() if value is not None}
+
     def _project(
         self, x: Array, context: Array | None, positions: Array | None, cache: KVCache | None
     ) -> tuple[Array, Array, Array]:
@@ -265,10 +286,6 @@ class MultiHeadAttention(Module):
         if len(x.shape) < 2:
             raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
         query, key, value = self._apply_maps(x, x if context is None else context)
-        if self.query_norm is not None:
-            query = self.query_norm(query)
-        if self.key_norm is not None:
-            key = self.key_norm(key)
         if self.rotary is not None:
             if positions is None:
                 positions = index_range(library_of(query).xp, 0, query.shape[-2], query)
@@ -277,7 +294,7 @@ class MultiHeadAttention(Module):
         return query, key, value
 
     def _apply_maps(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
-        """Return queries (..., H, L, D), keys (..., G, S, D) and values (..., G, S, E)."""
+        """Return queries (..., H, L, D) and keys (..., G, S, D), normalised, and values."""
         if self.fused is None:
             assert self.query is not None
             assert self.key is not None
@@ -293,8 +310,8 @@ class MultiHeadAttention(Module):
                 rest = _columns(self.fused, width, None)(context)
             key, value = rest[..., :key_width], rest[..., key_width:]
         return (
-            _split(query, self.heads),
-            _split(key, self.key_heads),
+            _split(query, self.heads, self.query_norm),
+            _split(key, self.key_heads, self.key_norm),
             _split(value, self.key_heads),
         )
 
@@ -312,9 +329,12 @@ def _columns(linear: Linear, start: int, stop: int | None) -> Linear:
     return Linear(linear.weight[:, start:stop], bias)
 
 
-def _split(x: Array, heads: int) -> Array:
-    """Turn (..., L, H · D) into (..., H, L, D)."""
+def _split(x: Array, heads: int, norm: Norm | None = None) -> Array:
+    """Turn (..., L, H · D) into (..., H, L, D); the size of the norm says when it applies."""
+    whole = norm is not None and norm.weight.shape[0] == x.shape[-1]
+    x = norm(x) if norm is not None and whole else x
     xp = library_of(x).xp
     rank = len(x.shape)
     split = xp.reshape(x, (*x.shape[:-1], heads, x.shape[-1] // heads))
-    return xp.permute_dims(split, (*range(rank - 2), rank - 1, rank - 2, rank))
+    split = xp.permute_dims(split, (*range(rank - 2), rank - 1, rank - 2, rank))
+    return split if norm is None or whole else norm(split)

@@ -31,17 +31,21 @@ class EncoderBlock(Module):
         Self-attention.
     feed_forward : FeedForward
         Applied to each token.
-    attention_norm, feed_forward_norm : LayerNorm or RMSNorm
+    attention_norm, feed_forward_norm : LayerNorm, RMSNorm or None
         The norm of each part.
     pre_norm : bool
         Whether a norm precedes its part rather than following the sum.
+    attention_output_norm, feed_forward_output_norm : LayerNorm, RMSNorm or None
+        Norms of what the parts add to the sum, as in Gemma 2 and OLMo 2.
     """
 
     attention: MultiHeadAttention
     feed_forward: FeedForward
-    attention_norm: Norm
-    feed_forward_norm: Norm
+    attention_norm: Norm | None
+    feed_forward_norm: Norm | None
     pre_norm: bool = True
+    attention_output_norm: Norm | None = None
+    feed_forward_output_norm: Norm | None = None
 
     @classmethod
     def init(
@@ -96,9 +100,10 @@ class EncoderBlock(Module):
 
         With a cache, return the pair of tokens and the next cache.
         """
-        norms = self.attention_norm, self.feed_forward_norm
-        x, cache = _add(x, self.attention, norms[0], self.pre_norm, cache=cache, **options)
-        x, _ = _add(x, self.feed_forward, norms[1], self.pre_norm)
+        norms = self.attention_norm, self.pre_norm, self.attention_output_norm
+        x, cache = _add(x, self.attention, *norms, cache=cache, **options)
+        norms = self.feed_forward_norm, self.pre_norm, self.feed_forward_output_norm
+        x, _ = _add(x, self.feed_forward, *norms)
         return x if cache is None else (x, cache)
 
 
@@ -255,9 +260,16 @@ class Stack(Module):
 
 
 def _add(
-    x: Array, part: Callable[..., Any], norm: Norm, pre_norm: bool, /, **options: Any
+    x: Array,
+    part: Callable[..., Any],
+    norm: Norm | None,
+    pre_norm: bool,
+    output_norm: Norm | None = None,
+    /,
+    **options: Any,
 ) -> tuple[Array, KVCache | None]:
-    """Add a part to its input, with the norm, and return the next cache if the part has one."""
-    y = part(norm(x) if pre_norm else x, **options)
+    """Add a part to its input, with the norms, and return the next cache if the part has one."""
+    y = part(x if norm is None or not pre_norm else norm(x), **options)
     y, cache = y if isinstance(y, tuple) else (y, None)
-    return (x + y if pre_norm else norm(x + y)), cache
+    x = x + (y if output_norm is None else output_norm(y))
+    return (x if norm is None or pre_norm else norm(x)), cache

@@ -13,9 +13,10 @@ from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
+from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.positions import LearnedPositions, Sinusoidal
+from polyattn.nn.positions import LearnedPositions, RelativeBias, Sinusoidal
 
 __all__ = ["Transformer"]
 
@@ -26,8 +27,8 @@ class Transformer(Module):
 
     Attributes
     ----------
-    embedding : Embedding
-        A vector for each token.
+    embedding : Embedding, PatchEmbedding or FrameEmbedding
+        A vector for each token, or the tokens of images or sound.
     stack : Stack
         The blocks.
     positions : LearnedPositions, Sinusoidal or None
@@ -42,9 +43,13 @@ class Transformer(Module):
         Whether the embedding computes the logits.
     embedding_scale : float
         Multiplies the tokens' vectors.
+    logits_softcap : float or None
+        If not None, logits are ``softcap * tanh(logits / softcap)``, as in Gemma 2.
+    relative : RelativeBias or None
+        Added to the scores of all blocks, as in MPNet.
     """
 
-    embedding: Embedding
+    embedding: Embedding | PatchEmbedding | FrameEmbedding
     stack: Stack
     positions: LearnedPositions | Sinusoidal | None = None
     segments: Embedding | None = None
@@ -52,8 +57,12 @@ class Transformer(Module):
     output: Linear | None = None
     tied: bool = False
     embedding_scale: float = 1.0
+    logits_softcap: float | None = None
+    relative: RelativeBias | None = None
 
     def __post_init__(self) -> None:
+        if self.tied and not isinstance(self.embedding, Embedding):
+            raise ValueError("only the embedding of tokens computes logits: omit tied")
         if self.tied and self.output is not None:
             raise ValueError(
                 "either the embedding (tied) or output computes the logits: give one of them"
@@ -137,7 +146,7 @@ class Transformer(Module):
         Parameters
         ----------
         ids : Array of int
-            Tokens, shape (..., L).
+            Tokens, shape (..., L); of images or sound, what the embedding takes.
         *context : Array
             The tokens that `DecoderBlock` attends to, shape (..., S, size).
         caches : tuple of KVCache, optional
@@ -155,13 +164,42 @@ class Transformer(Module):
             Logits, shape (..., L, tokens), or without an output map the vectors, (..., L, size);
             with caches, the pair of this array and the next caches.
         """
+        x = self.hidden(
+            *(ids, *context), caches=caches, segments=segments, positions=positions, **options
+        )
+        if caches is None:
+            return self.logits(x)
+        return self.logits(x[0]), x[1]
+
+    def hidden(
+        self,
+        ids: Array,
+        *context: Array,
+        caches: tuple[KVCache, ...] | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return the last vectors, from which `logits` computes what a call returns.
+
+        Parameters
+        ----------
+        ids, *context, caches, segments, positions, **options
+            As in a call of the model.
+
+        Returns
+        -------
+        Array, or tuple of Array and tuple of KVCache
+            Vectors, shape (..., L, size); with caches, the pair of this array and the next caches.
+        """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
         if positions is not None:
             options["positions"] = positions
-        x = self.stack(x, *context, caches=caches, **options)
-        x, caches = x if caches is not None else (x, None)
-        x = self.logits(x)
-        return x if caches is None else (x, caches)
+        if self.relative is not None:
+            given = options.get("score_mod")
+            own = self.relative()
+            options["score_mod"] = own if given is None else own >> given
+        return self.stack(x, *context, caches=caches, **options)
 
     def embed(
         self,
@@ -185,14 +223,15 @@ class Transformer(Module):
         """
         xp = library_of(ids, "ids").xp
         x = self.embedding(ids)
+        length = x.shape[-2]
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if self.positions is not None:
             if positions is None:
-                positions = index_range(xp, 0, ids.shape[-1], ids)
+                positions = index_range(xp, 0, length, ids)
                 before = caches[0].next_position if caches else 0
                 if isinstance(before, int):
-                    self.positions.check(before + ids.shape[-1])
+                    self.positions.check(before + length)
                 positions = positions + before
             x = x + self.positions(positions, like=x)
         if self.segments is not None:
@@ -212,9 +251,14 @@ class Transformer(Module):
         Array
             Shape (..., L, tokens), or `x`.
         """
-        if self.tied:
-            return self.embedding.logits(x)
-        return x if self.output is None else self.output(x)
+        if self.output is not None:
+            y = self.output(x)
+        elif self.tied and isinstance(self.embedding, Embedding):
+            y = self.embedding.logits(x)
+        else:
+            return x
+        softcap = self.logits_softcap
+        return y if softcap is None else library_of(y).xp.tanh(y / softcap) * softcap
 
     def caches(self, capacity: int, *, batch: tuple[int, ...] = ()) -> tuple[KVCache, ...]:
         """Return an empty cache for each block.
@@ -229,6 +273,6 @@ class Transformer(Module):
         tuple of KVCache
             The ``caches=`` of the first call.
         """
-        like = self.embedding.weight
+        like = next(iter(self.parameters().values()))
         layers = [block.attention for block in self.stack.blocks]
         return tuple([layer.cache(capacity, like=like, batch=batch) for layer in layers])

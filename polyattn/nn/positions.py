@@ -90,9 +90,12 @@ class LearnedPositions(Module):
     ----------
     weight : Array
         Shape (positions, size).
+    offset : int
+        The row of position 0; RoBERTa leaves the first ones unused.
     """
 
     weight: Array
+    offset: int = 0
 
     @classmethod
     def init(
@@ -109,14 +112,13 @@ class LearnedPositions(Module):
         length : int
             Number of tokens.
         """
-        if length > self.weight.shape[0]:
-            raise ValueError(
-                f"there are {self.weight.shape[0]} learned positions; got {length} tokens"
-            )
+        number = self.weight.shape[0] - self.offset
+        if length > number:
+            raise ValueError(f"there are {number} learned positions; got {length} tokens")
 
     def __call__(self, positions: Array, *, like: Array | None = None) -> Array:
         """Return the vectors of positions of any shape (...), shape (..., size)."""
-        return Embedding(self.weight)(positions)
+        return Embedding(self.weight)(positions + self.offset if self.offset else positions)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

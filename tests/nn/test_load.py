@@ -252,16 +252,6 @@ ROPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def transformers():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        module = pytest.importorskip("transformers")
-        module.logging.set_verbosity_error()
-        module.logging.disable_progress_bar()
-        return module
-
-
 def made(transformers, family, **config):
     """Return a tiny model of random weights, none of them 0 or 1."""
     names = {"bert": ("Bert", "Model"), "gpt2": ("GPT2", "LMHeadModel")}

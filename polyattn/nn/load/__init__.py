@@ -8,6 +8,14 @@ everything that does not fit.
 """
 
 from polyattn.nn.load.layers import keras_attention, torch_attention, torch_encoder_layer
-from polyattn.nn.load.models import bert, gpt2, llama
+from polyattn.nn.load.models import bert, gpt2, llama, model
 
-__all__ = ["bert", "gpt2", "keras_attention", "llama", "torch_attention", "torch_encoder_layer"]
+__all__ = [
+    "bert",
+    "gpt2",
+    "keras_attention",
+    "llama",
+    "model",
+    "torch_attention",
+    "torch_encoder_layer",
+]

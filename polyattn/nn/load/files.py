@@ -15,9 +15,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.nn.load.settings import Settings
 
-__all__ = ["Weights", "read_settings", "read_weights"]
+__all__ = ["Weights", "imported", "read_config", "read_weights"]
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 
@@ -41,20 +40,19 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
     return _read(path)
 
 
-def read_settings(family: str, weights: Weights, config: Mapping[str, Any] | None) -> Settings:
-    """Return the settings of a model: `config`, or the config.json beside the weights."""
-    if config is None:
+def read_config(
+    weights: Weights | None, config: Mapping[str, Any] | None
+) -> tuple[Mapping[str, Any], str]:
+    """Return the settings of a model and their origin: `config`, or the file beside the weights."""
+    if isinstance(config, Mapping):
+        return config, "config"
+    if config is None and weights is not None:
         file = _config_file(weights)
-        settings = Settings(_read_json(file), str(file))
-    elif isinstance(config, Mapping):
-        settings = Settings(config)
-    else:
-        raise TypeError(
-            f"config is a {type(config).__name__}, not a mapping; pass config.to_dict(), or"
-            " a config.json as json.load returns it"
-        )
-    settings.check_family(family)
-    return settings
+        return _read_json(file), str(file)
+    raise TypeError(
+        f"config is a {type(config).__name__}, not a mapping; pass config.to_dict(), or"
+        " a config.json as json.load returns it"
+    )
 
 
 def _config_file(weights: Weights) -> Path:
@@ -143,7 +141,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Array]:
-    safetensors = _imported("safetensors.numpy", "safetensors")
+    safetensors = imported("safetensors.numpy", "safetensors")
     with _reading(file):
         try:
             return dict(safetensors.load_file(file))
@@ -151,14 +149,15 @@ def _read(file: Path) -> dict[str, Array]:
             if "bfloat16" not in str(error):
                 raise
         # NumPy has this dtype once ml_dtypes is imported.
-        _imported("ml_dtypes", "ml_dtypes")
+        imported("ml_dtypes", "ml_dtypes")
         return dict(safetensors.load_file(file))
 
 
-def _imported(module: str, package: str) -> Any:
+def imported(module: str, package: str) -> Any:
+    """Import a package that files need, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ImportError(
-            f"reading this file of weights needs {package}: pip install {package}"
+            f"a file of these weights needs {package}: pip install {package}"
         ) from None

@@ -1,4 +1,4 @@
-"""Load models of three families, as transformers stores their weights and config.
+"""Load models of the families of transformers, as it stores their weights and config.
 
 A setting that `polyattn.nn` does not support is refused by name: a model is loaded correctly or not
 at all.
@@ -7,108 +7,95 @@ at all.
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.nn.attention import MultiHeadAttention
-from polyattn.nn.blocks import EncoderBlock, Stack
-from polyattn.nn.layers import Embedding, FeedForward, Linear
-from polyattn.nn.load.files import Weights, read_settings, read_weights
-from polyattn.nn.load.rope import rotary
+from polyattn.nn.load.decoders import DECODERS
+from polyattn.nn.load.encoders import ENCODERS
+from polyattn.nn.load.files import Weights, read_config, read_weights
+from polyattn.nn.load.plan import Family, Plan, Wanted, embedding_name
+from polyattn.nn.load.senses import SENSES
 from polyattn.nn.load.settings import Settings
-from polyattn.nn.load.stored import (
-    block_names,
-    fill,
-    joined_linear,
-    layer_norm,
-    linear,
-    renamed,
-    rms_norm,
-    vector,
-)
+from polyattn.nn.load.stored import block_names, fill, renamed
 from polyattn.nn.models import Transformer
-from polyattn.nn.positions import LearnedPositions, Rotary
 
-__all__ = ["bert", "gpt2", "llama"]
+__all__ = ["FAMILIES", "bert", "gpt2", "llama", "model"]
+
+FAMILIES: dict[str, Family] = DECODERS | ENCODERS | SENSES
 
 
-def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Array) -> Transformer:
-    """Load a BERT.
+def model(
+    weights: Weights,
+    config: Mapping[str, Any] | None = None,
+    *,
+    like: Array,
+    logits: bool = True,
+    length: int | None = None,
+) -> Transformer:
+    """Load a model of the family that its config names as ``model_type``.
 
     Parameters
     ----------
     weights : mapping of str to Array, or path
-        A state dict of ``BertModel`` or of a model with a head, a ``.safetensors`` file, or a
-        folder of ``save_pretrained``. The pooler and heads are left out.
+        A state dict of the family's base model or of one with a head, a ``.safetensors`` file, or
+        a folder of ``save_pretrained``. Heads are left out, but for the logits of a decoder.
     config : mapping, optional
         The content of ``config.json``, or ``config.to_dict()``; by default the file beside the
         weights.
     like : Array
         An array of the library, device and dtype of the parameters.
+    logits : bool
+        Whether a decoder returns logits, rather than the last hidden states; a base model, which
+        has no output map, needs False unless the embedding is tied to it.
+    length : int, optional
+        For dynamic scaling of rotary positions, the sequence length to scale to; by default the
+        length that the model was trained on, for which nothing is scaled.
 
     Returns
     -------
     Transformer
-        A model from token ids to the last hidden states. Padding needs a ``mask``, such as
+        A decoder from token ids to logits, to be called with ``is_causal=True``; or an encoder to
+        the last hidden states, from token ids, from the pixels of images, (..., C, height, width),
+        or from spectrograms, (..., bands, T). Padding needs a ``mask``, such as
         ``mask=attention_mask[:, None, None, :] == 1``.
 
     Raises
     ------
     ValueError
-        If names or shapes do not fit, the config has an unsupported setting, or a file is damaged
-        or names one outside its folder.
+        If names or shapes do not fit, the config has an unsupported setting or family, or a file
+        is damaged or names one outside its folder.
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
+    """
+    return _load(tuple(FAMILIES), weights, config, like, Wanted(logits, length))
+
+
+def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Array) -> Transformer:
+    """Load a BERT, which `model` does too; a config without ``model_type`` is one.
+
+    Parameters
+    ----------
+    weights, config, like : mapping or path, mapping, Array
+        As for `model`.
+
+    Returns
+    -------
+    Transformer
+        A model from token ids to the last hidden states, without the pooler.
+
+    Raises
+    ------
+    ValueError, FileNotFoundError, ImportError
+        As for `model`.
 
     References
     ----------
     .. [1] Devlin et al., "BERT", 2018, arXiv:1810.04805.
     """
-    settings = read_settings("bert", weights, config)
-    settings.only("position_embedding_type", "absolute")
-    settings.only("is_decoder", False)
-    size, heads = settings.sizes("hidden_size", "num_attention_heads")
-    inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
-    epsilon = settings.number("layer_norm_eps", 1e-12)
-    activation = settings.activation("hidden_act", "gelu")
-    layers = settings.whole("num_hidden_layers")
-    positions = settings.whole("max_position_embeddings", 512)
-    kinds = settings.whole("type_vocab_size", 2)
-
-    def block(name: str) -> EncoderBlock:
-        maps = [f"{name}.attention.self.{part}" for part in ("query", "key", "value")]
-        output = linear(f"{name}.attention.output.dense", size, size)
-        fused = joined_linear(maps, size, [size, size, size])
-        return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, fused),
-            FeedForward(
-                linear(f"{name}.intermediate.dense", size, inner),
-                linear(f"{name}.output.dense", inner, size),
-                activation=activation,
-            ),
-            layer_norm(f"{name}.attention.output.LayerNorm", size, epsilon),
-            layer_norm(f"{name}.output.LayerNorm", size, epsilon),
-            pre_norm=False,
-        )
-
-    arrays = _base_weights(
-        weights,
-        prefix="bert.",
-        skip=r"(pooler|cls|classifier|qa_outputs)\..*|embeddings\.(position|token_type)_ids",
-        # The names in the first BERT's files.
-        old={r"LayerNorm\.gamma$": "LayerNorm.weight", r"LayerNorm\.beta$": "LayerNorm.bias"},
-    )
-    names = block_names(arrays, "encoder.layer.", layers, "num_hidden_layers")
-    model = Transformer(
-        Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
-        Stack(tuple([block(name) for name in names])),
-        LearnedPositions(vector("embeddings.position_embeddings.weight", positions, size)),
-        Embedding(vector("embeddings.token_type_embeddings.weight", kinds, size)),
-        layer_norm("embeddings.LayerNorm", size, epsilon),
-    )
-    return fill(model, arrays, like=like, origin="a BERT of this config")
+    return _load(("bert",), weights, config, like, Wanted())
 
 
 def gpt2(
@@ -118,14 +105,12 @@ def gpt2(
     like: Array,
     logits: bool = True,
 ) -> Transformer:
-    """Load a GPT-2.
+    """Load a GPT-2, which `model` does too; a config without ``model_type`` is one.
 
     Parameters
     ----------
-    weights, config, like : mapping or path, mapping, Array
-        As for `bert`; a state dict is one of ``GPT2Model`` or ``GPT2LMHeadModel``.
-    logits : bool
-        Whether the model returns logits, rather than the last hidden states.
+    weights, config, like, logits : mapping or path, mapping, Array, bool
+        As for `model`.
 
     Returns
     -------
@@ -135,54 +120,13 @@ def gpt2(
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        As for `bert`.
+        As for `model`.
 
     References
     ----------
     .. [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
-    settings = read_settings("gpt2", weights, config)
-    settings.only("scale_attn_weights", True)
-    settings.only("scale_attn_by_inverse_layer_idx", False)
-    settings.only("add_cross_attention", False)
-    size, heads = settings.sizes("n_embd", "n_head")
-    inner = settings.whole("n_inner", 4 * size)
-    epsilon = settings.number("layer_norm_epsilon", 1e-5)
-    activation = settings.activation("activation_function", "gelu_new")
-    layers = settings.whole("n_layer")
-    tokens, positions = settings.whole("vocab_size"), settings.whole("n_positions", 1024)
-    output, tied = _output(settings, logits, size, tokens, tied=True)
-
-    def conv(name: str, inputs: int, outputs: int) -> Linear:
-        # GPT-2's Conv1D stores (inputs, outputs), like our Linear.
-        return Linear(vector(f"{name}.weight", inputs, outputs), vector(f"{name}.bias", outputs))
-
-    def block(name: str) -> EncoderBlock:
-        output = conv(f"{name}.attn.c_proj", size, size)
-        fused = conv(f"{name}.attn.c_attn", size, 3 * size)
-        return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, heads, size // heads, fused),
-            FeedForward(
-                conv(f"{name}.mlp.c_fc", size, inner),
-                conv(f"{name}.mlp.c_proj", inner, size),
-                activation=activation,
-            ),
-            layer_norm(f"{name}.ln_1", size, epsilon),
-            layer_norm(f"{name}.ln_2", size, epsilon),
-        )
-
-    skip = r"h\.\d+\.attn\.(bias|masked_bias)|(score|multiple_choice_head)\..*"
-    arrays = _base_weights(weights, prefix="transformer.", skip=skip)
-    _drop_unused_head(arrays, output, "wte.weight", tied=tied)
-    names = block_names(arrays, "h.", layers, "n_layer")
-    model = Transformer(
-        Embedding(vector("wte.weight", tokens, size)),
-        Stack(tuple([block(name) for name in names]), layer_norm("ln_f", size, epsilon)),
-        LearnedPositions(vector("wpe.weight", positions, size)),
-        output=output,
-        tied=tied,
-    )
-    return fill(model, arrays, like=like, origin="a GPT-2 of this config")
+    return _load(("gpt2",), weights, config, like, Wanted(logits))
 
 
 def llama(
@@ -193,17 +137,12 @@ def llama(
     logits: bool = True,
     length: int | None = None,
 ) -> Transformer:
-    """Load a Llama.
+    """Load a Llama, which `model` does too; a config without ``model_type`` is one.
 
     Parameters
     ----------
-    weights, config, like : mapping or path, mapping, Array
-        As for `bert`; a state dict is one of ``LlamaModel`` or ``LlamaForCausalLM``.
-    logits : bool
-        Whether the model returns logits, rather than the last hidden states.
-    length : int, optional
-        For dynamic scaling of rotary positions, the sequence length to scale to; by default the
-        length that the model was trained on, for which nothing is scaled.
+    weights, config, like, logits, length : mapping or path, mapping, Array, bool, int
+        As for `model`.
 
     Returns
     -------
@@ -213,100 +152,75 @@ def llama(
     Raises
     ------
     ValueError, FileNotFoundError, ImportError
-        As for `bert`.
+        As for `model`.
 
     References
     ----------
     .. [1] Touvron et al., "LLaMA", 2023, arXiv:2302.13971.
     """
-    settings = read_settings("llama", weights, config)
-    size, heads = settings.sizes("hidden_size", "num_attention_heads", whole_heads=False)
-    key_heads = settings.whole("num_key_value_heads", heads)
-    if heads % key_heads:
-        wanted = f"a divisor of num_attention_heads {heads}"
-        raise settings.refusal("num_key_value_heads", wanted, key_heads)
-    head_size = settings.whole("head_dim", size // heads)
-    inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
-    epsilon = settings.number("rms_norm_eps", 1e-6)
-    activation = settings.activation("hidden_act", "silu")
-    biased, inner_biased = settings.flag("attention_bias"), settings.flag("mlp_bias")
-    make_rotary = rotary(settings, head_size, length)
-    layers = settings.whole("num_hidden_layers")
-    output, tied = _output(settings, logits, size, tokens, tied=False)
-    width, key_width = heads * head_size, key_heads * head_size
+    return _load(("llama",), weights, config, like, Wanted(logits, length))
 
-    def block(name: str) -> EncoderBlock:
-        maps = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-        output = linear(f"{name}.self_attn.o_proj", width, size, biased)
-        fused = joined_linear(maps, size, [width, key_width, key_width], biased)
-        return EncoderBlock(
-            MultiHeadAttention(None, None, None, output, heads, key_heads, head_size, fused),
-            FeedForward(
-                linear(f"{name}.mlp.up_proj", size, inner, inner_biased),
-                linear(f"{name}.mlp.down_proj", inner, size, inner_biased),
-                linear(f"{name}.mlp.gate_proj", size, inner, inner_biased),
-                activation,
-            ),
-            rms_norm(f"{name}.input_layernorm", size, epsilon),
-            rms_norm(f"{name}.post_attention_layernorm", size, epsilon),
+
+def _load(
+    families: tuple[str, ...],
+    weights: Weights,
+    config: Mapping[str, Any] | None,
+    like: Array,
+    wanted: Wanted,
+) -> Transformer:
+    """Load a model of one of the families."""
+    family, settings = family_of(families, *read_config(weights, config))
+    # The plan reads all settings before it asks for the blocks, and so for the weights.
+    read: dict[str, Array] = {}
+
+    def blocks(prefix: str, count: int, setting: str) -> list[str]:
+        read.update(_base_weights(weights, family))
+        return block_names(read, prefix, count, setting)
+
+    plan = family.plan(settings, blocks, wanted)
+    _drop_unused_head(read, plan)
+    return plan.finished(fill(plan.model, read, like=like, origin=f"{family.title} of this config"))
+
+
+def family_of(
+    families: tuple[str, ...], config: Mapping[str, Any], origin: str
+) -> tuple[Family, Settings]:
+    """Return the family of a config and its settings, or refuse those it does not support."""
+    name = config.get("model_type")
+    if name is None and len(families) == 1:
+        name = families[0]
+    if not isinstance(name, str) or name not in families:
+        known = ", ".join(repr(family) for family in families)
+        raise ValueError(
+            f"{origin}: model_type is {reprlib.repr(name)}; this function reads {known}"
         )
-
-    skip = r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|(score|qa_outputs)\..*"
-    arrays = _base_weights(weights, prefix="model.", skip=skip)
-    _drop_unused_head(arrays, output, "embed_tokens.weight", tied=tied)
-    names = block_names(arrays, "layers.", layers, "num_hidden_layers")
-    model = Transformer(
-        Embedding(vector("embed_tokens.weight", tokens, size)),
-        Stack(tuple([block(name) for name in names]), rms_norm("norm", size, epsilon)),
-        output=output,
-        tied=tied,
-    )
-    filled = fill(model, arrays, like=like, origin="a Llama of this config")
-    return _with_rotary(filled, make_rotary())
+    family = FAMILIES[name]
+    settings = Settings({**family.defaults, **config}, origin)
+    for setting, supported in family.refused.items():
+        settings.only(setting, supported)
+    return family, settings
 
 
-def _base_weights(
-    weights: Weights, *, prefix: str, skip: str, old: Mapping[str, str] | None = None
-) -> dict[str, Array]:
+def _base_weights(weights: Weights, family: Family) -> dict[str, Array]:
     """Return the weights by their names in the base model, without buffers and other heads."""
-
-    def name_of(name: str) -> str | None:
-        name = name.removeprefix(prefix)
-        for pattern, new in (old or {}).items():
-            name = re.sub(pattern, new, name)
-        return None if re.fullmatch(skip, name) else name
-
-    return renamed(read_weights(weights), name_of)
+    return renamed(read_weights(weights), partial(_base_name, family))
 
 
-def _with_rotary(model: Transformer, rotary: Rotary) -> Transformer:
-    """Return a model whose attention has rotary positions."""
-    blocks = [
-        replace(block, attention=replace(block.attention, rotary=rotary))
-        for block in model.stack.blocks
-    ]
-    return replace(model, stack=replace(model.stack, blocks=tuple(blocks)))
+def _base_name(family: Family, name: str) -> str | None:
+    name = name.removeprefix(family.prefix)
+    for pattern, new in family.old.items():
+        name = re.sub(pattern, new, name)
+    return None if re.fullmatch(family.skip, name) else name
 
 
-def _output(
-    settings: Settings, logits: bool, size: int, tokens: int, *, tied: bool
-) -> tuple[Linear | None, bool]:
-    """Return the output map, and whether the embedding computes the logits instead."""
-    if not logits:
-        return None, False
-    if settings.flag("tie_word_embeddings", tied):
-        return None, True
-    return linear("lm_head", size, tokens, bias=False), False
-
-
-def _drop_unused_head(
-    weights: dict[str, Array], output: Linear | None, embedding: str, *, tied: bool
-) -> None:
+def _drop_unused_head(weights: dict[str, Array], plan: Plan) -> None:
     """Remove an output map that is not used, and check that tied weights are equal."""
-    if output is not None or "lm_head.weight" not in weights:
+    if plan.model.output is not None or "lm_head.weight" not in weights:
         return
+    embedding = embedding_name(plan.model)
     head, known = weights.pop("lm_head.weight"), weights.get(embedding)
-    if not tied or known is None or (head.shape == known.shape and bool((head == known).all())):
+    same = known is None or (head.shape == known.shape and bool((head == known).all()))
+    if not plan.model.tied or same:
         return
     raise ValueError(
         f"config says that lm_head.weight and {embedding} are tied, but they are not equal; if they"

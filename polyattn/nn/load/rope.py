@@ -15,20 +15,33 @@ __all__ = ["rotary"]
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
-def rotary(settings: Settings, size: int, length: int | None) -> Callable[[], Rotary]:
+def rotary(
+    settings: Settings,
+    size: int,
+    length: int | None,
+    *,
+    kind: str | None = None,
+    theta: str = "rope_theta",
+    whole: bool = True,
+) -> Callable[[], Rotary]:
     """Return a function that creates the rotary positions for a head size.
 
     The settings are checked now. The function computes the size / 2 frequencies once the weights
     are known to have this size: a damaged config may ask for billions. Older configs have
-    ``rope_theta`` and ``rope_scaling`` in place of ``rope_parameters``.
+    ``rope_theta`` and ``rope_scaling`` in place of ``rope_parameters``. If blocks differ in their
+    positions, `kind` is the section of a block, and `theta` the older setting of its base. Unless
+    `whole`, only a part of each head may rotate.
     """
     if size % 2:
         raise settings.refusal("head_dim", "even, for rotary positions", size)
-    rope = settings.section("rope_parameters") or settings.section("rope_scaling")
+    rope = settings.section("rope_parameters")
+    if len(rope) and kind is not None:
+        rope = rope.section(kind)
+    elif theta == "rope_theta":
+        rope = rope or settings.section("rope_scaling")
+    size = _part(settings, rope, size, whole)
     kind = rope.choice("rope_type" if "rope_type" in rope else "type", KINDS, "default")
-    rope.only("partial_rotary_factor", 1.0)
-    settings.only("partial_rotary_factor", 1.0)
-    base = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
+    base = rope.number("rope_theta", settings.number(theta, 10000.0))
     _check_length(length, kind)
     longest = settings.whole("max_position_embeddings", 2048)
     trained = rope.whole("original_max_position_embeddings", longest)
@@ -46,6 +59,21 @@ def rotary(settings: Settings, size: int, length: int | None) -> Callable[[], Ro
         beyond = max(length or longest, longest) / longest - 1
         scaled = partial(ntk_scaling, size, 1 + factor * beyond, base=base)
     return lambda: Rotary(size, base, frequencies=scaled())
+
+
+def _part(settings: Settings, rope: Settings, size: int, whole: bool) -> int:
+    """Return how many components of a head rotate."""
+    if whole:
+        for section in (rope, settings):
+            section.only("partial_rotary_factor", 1.0)
+        return size
+    section = rope if "partial_rotary_factor" in rope else settings
+    share = section.number("partial_rotary_factor", 1.0)
+    part = int(size * share) if share <= 1 else 0
+    if part < 2 or part % 2:
+        wanted = f"at most 1, and rotate an even number of the {size} components"
+        raise section.refusal("partial_rotary_factor", wanted, share)
+    return part
 
 
 def _check_length(length: int | None, kind: str) -> None:

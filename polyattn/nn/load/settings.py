@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["Settings", "check_number"]
+__all__ = ["FULL", "SLIDING", "Settings", "check_number"]
+
+# The kinds of a block that ``layer_types`` lists.
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 # By their names in transformers. Names on one line compute one function.
 ACTIVATIONS = {
@@ -37,15 +40,6 @@ class Settings:
     def __contains__(self, name: str) -> bool:
         return name in self._config
 
-    def check_family(self, family: str) -> None:
-        """Refuse the settings of another ``model_type``."""
-        model_type = self._config.get("model_type", family)
-        if model_type != family:
-            raise ValueError(
-                f"{self._origin}: model_type is {reprlib.repr(model_type)}; this function reads"
-                f" {family!r}"
-            )
-
     def section(self, name: str) -> Settings:
         """Return a nested mapping of settings, empty if it is not given."""
         value = self._config.get(name, {})
@@ -53,12 +47,14 @@ class Settings:
             raise self.refusal(name, "a mapping of names to settings")
         return Settings(value, f"{name} of {self._origin}")
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+    def whole(self, name: str, default: int | None = None, *, zero: bool = False) -> int:
+        """Return a positive integer, or 0 if `zero` allows it."""
         value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
-            raise self.refusal(name, "a positive integer below 2**63", value)
-        return value
+        integer = isinstance(value, int) and not isinstance(value, bool)
+        if not integer or not (value >= 0 if zero else value > 0) or value >= 2**63:
+            wanted = "0 or a positive integer" if zero else "a positive integer"
+            raise self.refusal(name, f"{wanted} below 2**63", value)
+        return int(value)
 
     def number(self, name: str, default: float | None = None, *, zero: bool = False) -> float:
         """Return a positive number, or 0 if `zero` allows it."""
@@ -78,6 +74,27 @@ class Settings:
         if not isinstance(value, str) or value not in known:
             raise self.refusal(name, f"one of {', '.join(known)}")
         return value
+
+    def listed(
+        self, name: str, known: Collection[Any], default: Callable[[int], Any]
+    ) -> Callable[[int], Any]:
+        """Return a function from a block's number to its known value in a list, or its default."""
+        values = self._config.get(name)
+        if values is None:
+            return default
+        if not isinstance(values, (list, tuple)) or not all(_among(x, known) for x in values):
+            raise self.refusal(name, f"a list of {' and '.join(map(str, known))}")
+
+        def value(block: int) -> Any:
+            if block < len(values):
+                return values[block]
+            raise self.refusal(name, "a list with a value for each block")
+
+        return value
+
+    def kinds(self, default: Callable[[int], str]) -> Callable[[int], str]:
+        """Return a function from a block's number to its kind in ``layer_types``."""
+        return self.listed("layer_types", (FULL, SLIDING), default)
 
     def sizes(self, size: str, heads: str, whole_heads: bool = True) -> tuple[int, int]:
         """Return a model's size and its number of heads, which must divide it by default."""
@@ -109,6 +126,10 @@ class Settings:
         if value is None:
             raise ValueError(f"{self._origin} has no {name}, which the weights do not contain")
         return value
+
+
+def _among(value: Any, known: Collection[Any]) -> bool:
+    return any(type(value) is type(other) and value == other for other in known)
 
 
 def check_number(name: str, value: Any, *, zero: bool = False) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from polyattn.arrays import Array, cast, facts_of, library_of
@@ -24,6 +25,7 @@ __all__ = [
     "joined_linear",
     "layer_norm",
     "linear",
+    "part_linear",
     "renamed",
     "rms_norm",
     "transposed",
@@ -108,6 +110,28 @@ def joined_linear(names: list[str], inputs: int, outputs: list[int], bias: bool 
     return Linear(weight, Stored((sum(outputs),), lengths, _concatenated))
 
 
+def part_linear(name: str, inputs: int, outputs: list[int], bias: bool = True) -> list[Linear]:
+    """Return several linear maps that one torch.nn.Linear stores, by their numbers of outputs."""
+    width, start, maps = sum(outputs), 0, []
+    for part in outputs:
+        rows = slice(start, start + part)
+        weight = Stored(
+            (inputs, part), {f"{name}.weight": (width, inputs)}, partial(_transposed_rows, rows)
+        )
+        offset = Stored((part,), {f"{name}.bias": (width,)}, partial(_rows, rows)) if bias else None
+        maps.append(Linear(weight, offset))
+        start += part
+    return maps
+
+
+def _rows(rows: slice, xp: Any, array: Array) -> Array:
+    return array[rows]
+
+
+def _transposed_rows(rows: slice, xp: Any, array: Array) -> Array:
+    return xp.matrix_transpose(array[rows, :])
+
+
 def transposed(xp: Any, *arrays: Array) -> Array:
     """Return the weight of a map from the weights that torch stores, (outputs, inputs) each."""
     return xp.matrix_transpose(_concatenated(xp, *arrays))
@@ -123,9 +147,9 @@ def layer_norm(name: str, size: int, epsilon: float, bias: bool = True) -> Layer
     return LayerNorm(vector(f"{name}.weight", size), offset, epsilon)
 
 
-def rms_norm(name: str, size: int, epsilon: float) -> RMSNorm:
+def rms_norm(name: str, size: int, epsilon: float, offset: float = 0.0) -> RMSNorm:
     """Return a norm that stores a weight only."""
-    return RMSNorm(vector(f"{name}.weight", size), epsilon)
+    return RMSNorm(vector(f"{name}.weight", size), epsilon, offset)
 
 
 # ---- names -------------------------------------------------------------------------------------

@@ -1,0 +1,103 @@
+"""Define Plan: a model whose parameters are names of stored arrays, made from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from polyattn.nn.layers import Embedding, Linear
+from polyattn.nn.load.settings import Settings
+from polyattn.nn.load.stored import linear
+from polyattn.nn.models import Transformer
+from polyattn.nn.positions import Rotary
+
+__all__ = ["Blocks", "Family", "Plan", "Wanted", "output_map"]
+
+#: Returns the names of the blocks, from their prefix, their number and the setting it is from.
+Blocks = Callable[[str, int, str], list[str]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller wants of a model."""
+
+    logits: bool = True
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model with `Stored` in place of parameters, and the rotary positions of its blocks.
+
+    The positions are functions: a damaged config may ask for billions of frequencies, so they are
+    computed once the weights are known to fit.
+    """
+
+    model: Transformer
+    rotary: tuple[Callable[[], Rotary] | None, ...] = ()
+
+    def finished(self, model: Transformer) -> Transformer:
+        """Return a filled model with its rotary positions."""
+        made = {make: make() for make in set(self.rotary) if make is not None}
+        if not made:
+            return model
+        blocks = [
+            replace(block, attention=replace(block.attention, rotary=made.get(make)))
+            for block, make in zip(model.stack.blocks, self.rotary, strict=True)
+        ]
+        return replace(model, stack=replace(model.stack, blocks=tuple(blocks)))
+
+
+class Planner(Protocol):
+    """Make a plan from settings, the names of the blocks and what is wanted."""
+
+    def __call__(self, settings: Settings, blocks: Blocks, wanted: Wanted, /) -> Plan: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one ``model_type`` of transformers.
+
+    Attributes
+    ----------
+    title : str
+        Its name, with an article.
+    plan : Planner
+        Makes the plan of a model.
+    prefix : str
+        What the names of weights begin with in a model with a head.
+    skip : str
+        Pattern of the names, without the prefix, of buffers and heads that are left out.
+    old : mapping of str to str
+        Patterns of old names, and what stands for them now.
+    defaults : mapping
+        Settings that a config may leave out, unlike those that it gives as null.
+    refused : mapping
+        The one supported value of settings that no model here has otherwise.
+    """
+
+    title: str
+    plan: Planner
+    prefix: str
+    skip: str
+    old: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, Any] = field(default_factory=dict)
+
+
+def output_map(
+    settings: Settings, wanted: Wanted, size: int, tokens: int, *, tied: bool
+) -> tuple[Linear | None, bool]:
+    """Return the output map, and whether the embedding computes the logits instead."""
+    if not wanted.logits:
+        return None, False
+    if settings.flag("tie_word_embeddings", tied):
+        return None, True
+    return linear("lm_head", size, tokens, bias=False), False
+
+
+def embedding_name(model: Transformer) -> str:
+    """Return the name of the stored vectors of the tokens."""
+    assert isinstance(model.embedding, Embedding)
+    return next(iter(model.embedding.weight.sources))

@@ -1,0 +1,33 @@
+"""Tiny models of transformers, made once for all tests of layers."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        module = pytest.importorskip("transformers")
+        module.logging.set_verbosity_error()
+        module.logging.disable_progress_bar()
+        return module
+
+
+@pytest.fixture(scope="session")
+def made(transformers):
+    """Return tiny models of random weights, none of them 0 or 1, by name and kind of head."""
+    models = {}
+
+    def make(name, settings, kind="AutoModelForCausalLM"):
+        if (name, kind) not in models:
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(name.split()[0], **settings)
+            config._attn_implementation = "eager"  # with softcaps
+            model = getattr(transformers, kind).from_config(config).eval()
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.1)
+            models[name, kind] = model
+        return models[name, kind]
+
+    return make

@@ -1,0 +1,168 @@
+"""Generation: transformers' own greedy tokens, and samples that are one on every library."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import DECODERS, FAMILIES, FLOAT32, IDS, library
+
+from polyattn import nn
+from polyattn.integrations.jax import register
+
+GPT2 = {
+    "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# Small models whose output map is tied to the embedding repeat one token.
+UNTIED = {"tie_word_embeddings": False}
+SETTINGS = {"gpt2": GPT2 | UNTIED, "llama": DECODERS["qwen2"]}
+SETTINGS |= {f"{name} untied": DECODERS[name] | UNTIED for name in FAMILIES}
+
+
+def greedy(theirs, steps):
+    with torch.no_grad():
+        return theirs.generate(
+            torch.from_numpy(IDS).long(),
+            attention_mask=torch.ones(IDS.shape, dtype=torch.long),
+            max_new_tokens=steps,
+            do_sample=False,
+            eos_token_id=None,
+        ).numpy()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_tokens_are_transformers_own(made, name):
+    theirs = made(name, SETTINGS[name])
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    expected = greedy(theirs, 64)
+    assert len(np.unique(expected[:, IDS.shape[1] :])) > 3  # or any of them would be right
+    np.testing.assert_array_equal(nn.generate(model, IDS, 64), expected)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if "mma" not in name]
+
+
+@pytest.mark.parametrize("name", ["gemma2 untied", *SLOW])
+def test_every_library_generates_the_same_tokens(made, name):
+    jax = pytest.importorskip("jax")
+    register()
+    theirs = made(name, SETTINGS[name])
+    state, config = theirs.state_dict(), theirs.config.to_dict()
+    for sampled in ({}, {"temperature": 1.5, "top_k": 20, "seed": 7}):
+        tokens = []
+        for kind in ("numpy", "torch", "jax"):
+            to, back = library(kind)
+            model = nn.load.model(state, config, like=to(FLOAT32))
+            jit = jax.jit if kind == "jax" else None
+            tokens.append(back(nn.generate(model, to(IDS), 12, jit=jit, **sampled)))
+        np.testing.assert_array_equal(tokens[1], tokens[0])
+        np.testing.assert_array_equal(tokens[2], tokens[0])
+        if not sampled:
+            np.testing.assert_array_equal(tokens[0], greedy(theirs, 12))
+
+
+@pytest.mark.slow  # each operation is compiled for each length
+def test_jax_needs_no_compiled_step():
+    to, back = library("jax")
+    model = nn.Transformer.init(9, 8, 2, 1, like=to(FLOAT32), positions=8)
+    ids = to(np.asarray([1, 2], dtype=np.int32))
+    found = back(nn.generate(model, ids, 2))
+    expected = np.argmax(model(to(found[:-1]), is_causal=True)[1:], axis=-1)
+    np.testing.assert_array_equal(found[2:], expected)
+
+
+def fixed(*probabilities):
+    """Return a decoder that gives every next token these probabilities."""
+    n = len(probabilities)
+    embedding = nn.Embedding(np.zeros((n, 1)))
+    output = nn.Linear(np.zeros((1, n)), np.log(probabilities))
+    block = nn.EncoderBlock.init(1, 1, like=np.zeros(1))
+    return nn.Transformer(embedding, nn.Stack((block,)), output=output)
+
+
+def shares(model, **options):
+    """Return the shares of tokens among 2,000 samples."""
+    found = nn.generate(model, np.zeros((100, 1), dtype=np.int64), 20, **options)[:, 1:]
+    return np.bincount(found.ravel(), minlength=4) / found.size
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 1.0}, [0.1, 0.4, 0.3, 0.2]),
+        ({"temperature": 0.5}, [1 / 30, 16 / 30, 9 / 30, 4 / 30]),
+        ({"temperature": 1.0, "top_k": 2}, [0, 4 / 7, 3 / 7, 0]),
+        ({"temperature": 1.0, "top_k": 9}, [0.1, 0.4, 0.3, 0.2]),
+        ({"temperature": 1.0, "top_p": 0.69}, [0, 4 / 7, 3 / 7, 0]),
+        ({"temperature": 1.0, "top_p": 0.71}, [0, 4 / 9, 3 / 9, 2 / 9]),
+        ({"temperature": 1.0, "top_p": 1e-9}, [0, 1, 0, 0]),
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.5}, [0, 4 / 7, 3 / 7, 0]),
+        ({}, [0, 1, 0, 0]),
+    ],
+)
+def test_samples_have_the_probabilities_that_are_asked_for(options, expected):
+    found = shares(fixed(0.1, 0.4, 0.3, 0.2), seed=3, **options)
+    assert not found[np.asarray(expected) == 0].any()
+    np.testing.assert_allclose(found, expected, atol=0.04)  # 3.6 standard deviations
+
+
+def test_a_sequence_draws_the_same_samples_whatever_is_beside_it():
+    model = fixed(0.1, 0.4, 0.3, 0.2)
+    ids = np.zeros((3, 1), dtype=np.int64)
+    whole = nn.generate(model, ids, 20, temperature=1.0, seed=5)
+    np.testing.assert_array_equal(
+        nn.generate(model, ids[:2], 20, temperature=1.0, seed=5), whole[:2]
+    )
+    np.testing.assert_array_equal(nn.generate(model, ids[0], 20, temperature=1.0, seed=5), whole[0])
+    other = nn.generate(model, ids, 20, temperature=1.0, seed=6)
+    assert len({tuple(row) for row in (*whole, *other)}) == 6
+
+
+def test_a_stop_token_ends_its_row_and_the_last_one_ends_all():
+    model, ids = fixed(0.2, 0.2, 0.2, 0.4), np.zeros((4, 1), dtype=np.int64)
+    free = nn.generate(model, ids, 40, temperature=1.0)[:, 1:]
+    ended = nn.generate(model, ids, 40, temperature=1.0, stop=[3, 2])[:, 1:]
+    firsts = [int(np.argmax(np.isin(row, [2, 3]))) for row in free]
+    assert ended.shape == (4, max(firsts) + 1)
+    for row, until, before in zip(ended, firsts, free, strict=True):
+        np.testing.assert_array_equal(row[: until + 1], before[: until + 1])
+        assert (row[until:] == row[until]).all()
+    assert nn.generate(model, ids[0], 9, stop=3).tolist() == [0, 3]
+
+
+def test_a_callback_sees_each_token_and_can_end_the_generation():
+    model, ids = fixed(0.1, 0.4, 0.3, 0.2), np.zeros((2, 3), dtype=np.int32)
+    seen = []
+    found = nn.generate(model, ids, 6, temperature=1.0, on_token=seen.append)
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(np.stack(seen, axis=-1), found[:, 3:])
+    assert nn.generate(model, ids, 6, on_token=lambda tokens: True).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": 0}, "steps must be at least 1; got 0"),
+        ({"temperature": -1.0}, "temperature must be 0 or a positive number; got -1"),
+        ({"temperature": float("nan")}, "temperature must be 0 or a positive number; got nan"),
+        ({"top_k": 0}, "top_k must be at least 1; got 0"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0"),
+        ({"seed": -1}, "seed must be at least 0; got -1"),
+    ],
+)
+def test_an_argument_out_of_its_range_is_refused(options, said):
+    model, ids = fixed(0.5, 0.5), np.zeros((1, 1), dtype=np.int64)
+    with pytest.raises(ValueError, match=said):
+        nn.generate(model, ids, **({"steps": 1} | options))
+
+
+def test_prompts_are_tokens_and_models_have_logits():
+    model = fixed(0.5, 0.5)
+    for ids in (np.zeros((1, 1)), np.zeros((1, 0), dtype=np.int64), np.asarray(3)):
+        with pytest.raises(TypeError, match="ids must be integers of the shape"):
+            nn.generate(model, ids, 1)
+    short = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, positions=8)
+    with pytest.raises(ValueError, match="there are 8 learned positions; got 9 tokens"):
+        nn.generate(short, np.zeros(4, dtype=np.int64), 6)
+    bare = nn.Transformer(model.embedding, model.stack)
+    with pytest.raises(ValueError, match="no logits: load it with logits=True"):
+        nn.generate(bare, np.zeros((1, 1), dtype=np.int64), 1)
