@@ -170,6 +170,17 @@ _REFUSED = {
 }
 
 
+_GRADIENT = "numpy.asarray({0}) converts it, and ends the gradient"
+_STORED = "wrap it by dask.array.from_array({0}), or read a part of it, {0}[...]"
+# What to do with the arrays of libraries without the standard.
+_CONVERSIONS = {
+    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "tinygrad", "mlx"), _GRADIENT),
+    **dict.fromkeys(("zarr", "h5py"), _STORED),
+    "xarray": "pass {0}.data",
+    **dict.fromkeys(("pandas", "polars"), "pass {0}.to_numpy()"),
+}
+
+
 def library_of(array: Array, name: str = "array") -> Library:
     """Return the library of `array`; errors refer to the array as `name`."""
     cls = type(array)
@@ -242,10 +253,12 @@ def _standard_library(array: Array, name: str) -> Library:
     try:
         xp = array_api_compat.array_namespace(array)
     except TypeError:
-        kind = type(array).__name__
+        root, kind = _names(type(array))[0]
+        whole = kind if root == "builtins" else f"{root}.{kind}"
+        hint = _CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
         raise TypeError(
-            f"{name} is a {kind}, not an array of a library that follows the array API standard;"
-            " convert it first, for example by numpy.asarray"
+            f"{name} is a {whole}, not an array of a library that follows the array API standard;"
+            f" {hint.format(name)}"
         ) from None
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)
@@ -268,11 +281,14 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
     library = library_of(array, name)
     if library.recorder is not None:
         return facts_of(library.recorder.value(array), name)
-    if library.strided is not None and (
-        array.layout is not library.strided or array.is_nested or array.is_quantized
-    ):
+    if library.strided is not None and array.is_nested:
         raise TypeError(
-            f"{name} is a sparse, nested, quantized or otherwise special tensor; attention takes"
+            f"{name} is a nested tensor: put its parts after one another along the length, and pass"
+            " mask=masks.segments(ids), with the number of the part of each token"
+        )
+    if library.strided is not None and (array.layout is not library.strided or array.is_quantized):
+        raise TypeError(
+            f"{name} is a sparse, quantized or otherwise special tensor; attention takes"
             f" ordinary ones, such as {name}.to_dense()"
         )
     return ArrayFacts(

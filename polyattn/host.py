@@ -97,12 +97,12 @@ class Home(NamedTuple):
         kind = next((kind for kind in ("bool", "int", "float") if kind in facts.dtype), None)
         if kind is None or (kind != "int" and math.prod(facts.shape) > MOST_PLACED):
             return array
+        dtype = "bool" if kind == "bool" else self.real
         if isinstance(self.like, ArrayFacts):
-            dtype = {"bool": "bool", "int": "int64", "float": self.real}[kind]
+            dtype = "int64" if kind == "int" else dtype
             return ArrayFacts(self.library, dtype, self.device, facts.shape)
         xp = library_of(self.like).xp
-        dtype = {"bool": "bool", "float": self.real}.get(kind)
-        if dtype is None:
+        if kind == "int":
             dtype = f"int{xp.iinfo(xp.asarray(0).dtype).bits}"
         if not is_compiling():
             array = self._on_host(name, array, dtype)

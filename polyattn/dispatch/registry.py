@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from polyattn.arrays import constant_when_traced, library_of
 from polyattn.dispatch.entries import Entry, entries
+from polyattn.dispatch.standard import StandardBackend
 from polyattn.kernels import Dense, Tiled
 from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
 
@@ -211,7 +212,7 @@ def array_api_backend(array: Array) -> Backend:
     name = library.xp.__name__
     backend = _array_api.get(name)
     if backend is None:
-        backend = _array_api[name] = Backend(library.xp)
+        backend = _array_api[name] = StandardBackend(library.xp)
     return backend
 
 

@@ -108,10 +108,10 @@ def draw_mask(
 ) -> Any:
     """Draw a mask like `polyattn.plot.mask`, and return the axes."""
     require_matplotlib("figure")
-    given = {"query_offset": query_offset, "tile": tile, "batch": batch, "item": item}
     call, size, kinds, cells = evaluate(
-        mask, query_length, key_length, **given, head=head, like=like
-    )
+        mask, query_length, key_length, query_offset=query_offset, tile=tile, batch=batch,
+        item=item, head=head, like=like,
+    )  # fmt: skip
     if axes is None:
         axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
     _paint(axes, *((kinds, size) if cells is None else (cells, 1)), call.lengths)

@@ -1,0 +1,62 @@
+"""Arrays that attention refuses: each message says whose they are and what to pass."""
+
+import array_api_strict
+import h5py
+import numpy as np
+import pandas
+import pytest
+import xarray
+import zarr
+
+from polyattn import UnsupportedError, attention, attention_vjp
+
+X = np.ones((2, 3, 4), np.float32)
+
+
+def foreign(module, kind):
+    """An array of a library that is not installed."""
+    return type(kind, (), {"__module__": f"{module}.framework", "shape": (2, 3), "dtype": "f4"})()
+
+
+GIVEN = {
+    "h5py": (
+        lambda folder: h5py.File(folder / "x.h5", "w").create_dataset("x", data=X),
+        ["h5py.Dataset", "dask.array.from_array(query)", "query[...]"],
+    ),
+    "zarr": (lambda folder: zarr.array(X), ["zarr.Array", "dask.array.from_array(query)"]),
+    "xarray": (lambda folder: xarray.DataArray(X), ["xarray.DataArray", "pass query.data"]),
+    "pandas": (lambda folder: pandas.DataFrame(X[0]), ["pandas.DataFrame", "query.to_numpy()"]),
+    "tensorflow": (
+        lambda folder: foreign("tensorflow.python", "Tensor"),
+        ["tensorflow.Tensor", "numpy.asarray(query)", "ends the gradient"],
+    ),
+    "mlx": (lambda folder: foreign("mlx", "array"), ["mlx.array", "ends the gradient"]),
+    "list": (lambda folder: X.tolist(), ["query is a list", "numpy.asarray(query)"]),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_message_says_whose_it_is(name, tmp_path):
+    make, parts = GIVEN[name]
+    given = make(tmp_path)
+    with pytest.raises(TypeError) as error:
+        attention(given, given, given)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["arange", "matmul"])
+@pytest.mark.parametrize("call", [attention, attention_vjp])
+def test_what_the_library_lacks_of_the_standard_is_named(monkeypatch, missing, call):
+    monkeypatch.delattr(array_api_strict, missing)
+    x = array_api_strict.asarray(X)
+    with pytest.raises(UnsupportedError, match=f"array_api_strict has no `{missing}`, which the"):
+        call(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda s, b, h, i, j: s.transposed, lambda *s: array_api_strict.einsum(s)]
+)
+def test_errors_of_a_function_are_its_own(wrong):
+    x = array_api_strict.asarray(X)
+    with pytest.raises(AttributeError, match=r"transposed|einsum"):
+        attention(x, x, x, score_mod=wrong)
