@@ -214,6 +214,11 @@ class Indices:
         ----------
         modulus : int, optional
             If given, return only the remainder by this number.
+
+        Returns
+        -------
+        Array
+            The distances, or their remainders.
         """
         if modulus is None:
             return self.column - self.position()
@@ -225,8 +230,6 @@ class Indices:
     def _offset(self) -> Any:
         offset = self._problem.query_offset
         return self._of_items(self._x.query_offset) if offset is None else offset
-
-    # ---- dropout ----
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
@@ -249,20 +252,17 @@ class Indices:
         tuple of Array of bool
             For each index in a block, shape (..., H, l, n).
         """
-        drawn_by = self._drawn_by()
         whole, rest = divmod(self._problem.dropout_start[3], WORDS)
-        blocks = blocks + whole if whole else blocks
-        kept = keep_mask_by_word(self.xp, *drawn_by, blocks)
-        if not rest:
-            return kept
-        return kept[rest:] + keep_mask_by_word(self.xp, *drawn_by, blocks + 1)[:rest]
+        kept = keep_mask_by_word(self.xp, *self._drawn_by(), blocks + whole)
+        if rest:
+            after = keep_mask_by_word(self.xp, *self._drawn_by(), blocks + (whole + 1))
+            kept = kept[rest:] + after[:rest]
+        return kept
 
     def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
         seed, rate = self._x.seed, self._problem.dropout
         item, head, row, _ = self._problem.dropout_start
         return seed, rate, self.batch + item, self.head + head, self.row + row
-
-    # ---- masks and scores ----
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Yield bool arrays; a key takes part where all of them hold.
@@ -303,9 +303,9 @@ class Indices:
         rule = self._x.score_mod
         if rule is None:
             return scores
-        return (
-            rule.apply(scores, self) if isinstance(rule, Score) else self.by_score_mod(rule, scores)
-        )
+        if isinstance(rule, Score):
+            return rule.apply(scores, self)
+        return self.by_score_mod(rule, scores)
 
     def score_pullback(
         self, scores: Array, gradient: Array, differentiate: Callable[..., Array]
