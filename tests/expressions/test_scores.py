@@ -395,4 +395,4 @@ def test_a_named_backend_takes_the_arrays_of_a_value_along():
     output = attention(QUERY, KEY, VALUE, score_mod=steps, backend="torch")
     np.testing.assert_allclose(output, softmax(DEFAULT + biases()) @ VALUES, atol=1e-12)
     with pytest.raises(TypeError, match=r"score_mod\.table"):
-        attention(*(STRICT.to(x) for x in (QUERY, KEY, VALUE)), score_mod=steps)
+        attention(QUERY, KEY, VALUE, score_mod=scores.relative_bias(STRICT.to(TABLE)))
