@@ -65,6 +65,7 @@ def test_under_jit(name):
     close(attention(*[jnp.asarray(X)] * 3, **options), attention(X, X, X, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lengths", "dense", "sinks"])
 @pytest.mark.parametrize("made", ["inside", "outside"])
 def test_compiled_by_torch(name, made):
@@ -78,6 +79,7 @@ def test_compiled_by_torch(name, made):
     close(compiled(torch.asarray(X)), attention(X, X, X, **make()))
 
 
+@pytest.mark.slow
 def test_compiled_before_a_first_tensor(run_python):
     run_python(
         "import torch\n"

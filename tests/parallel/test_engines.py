@@ -140,7 +140,8 @@ REST = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("checks", [FEW, pytest.param(REST, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checks", [FEW, REST])
 def test_devices_of_jax(checks):
     flags = f"--xla_force_host_platform_device_count=4 {QUICK}"
     done = subprocess.run(
