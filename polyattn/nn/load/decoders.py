@@ -269,7 +269,7 @@ def _attention(
 def _feed_forward(row: Decoder, settings: Settings, size: int) -> Callable[[str], FeedForward]:
     """Return a function that makes the feed-forward layer of a name."""
     inner, biased = settings.whole("intermediate_size"), _biased(settings, row.inner_bias)
-    activation = settings.activation(row.activation, "silu")
+    activation = settings.activation(row.activation, row.defaults.get(row.activation, "silu"))
 
     def make(name: str) -> FeedForward:
         down = linear(f"{name}.down_proj", inner, size, biased)
