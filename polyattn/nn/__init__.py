@@ -7,7 +7,7 @@ from polyattn.nn import load
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
-from polyattn.nn.generate import generate
+from polyattn.nn.generation import generate
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
@@ -21,7 +21,7 @@ from polyattn.nn.positions import (
     ntk_scaling,
     yarn_scaling,
 )
-from polyattn.nn.save import save
+from polyattn.nn.saving import save
 
 __all__ = [
     "DecoderBlock",

@@ -184,7 +184,7 @@ class Transformer(Module):
 
         Parameters
         ----------
-        ids, *context, caches, segments, positions, **options
+        ids, *context, caches, segments, positions, **options : Array, tuple of KVCache, Any
             As in a call of the model.
 
         Returns

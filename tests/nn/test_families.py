@@ -7,6 +7,9 @@ from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, SENSES, libr
 
 from polyattn import nn
 
+# JAX compiles each operation for each shape.
+KINDS = ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
+
 
 def close(found, expected):
     """Compare to 2e-6 of the largest number, or of 1."""
@@ -41,7 +44,7 @@ def test_a_decoder_without_a_head_is_transformers_own(made, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "olmo2"])
-@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_reads_caches_on_every_library(made, name, kind):
     to, back = library(kind)
     theirs = made(name, DECODERS[name])
@@ -75,7 +78,7 @@ SEEN = np.random.default_rng(4).standard_normal((2, 3, 12, 12)).astype(np.float3
 HEARD = np.random.default_rng(5).standard_normal((2, 6, 20)).astype(np.float32)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "head", ["AutoModel", "AutoModelForImageClassification", "AutoModelForMaskedImageModeling"]
 )
@@ -91,7 +94,7 @@ def test_vit_is_transformers_own(made, tmp_path, head, kind):
         close(back(model(to(SEEN))), expected)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "head", ["AutoModel", "AutoModelForSpeechSeq2Seq", "AutoModelForAudioClassification"]
 )

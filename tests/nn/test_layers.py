@@ -1,6 +1,7 @@
 """The layers around attention: what each computes, in every library, and how they are made."""
 
 import math
+from dataclasses import replace
 
 import array_api_strict
 import jax.numpy as jnp
@@ -464,3 +465,40 @@ def test_an_embedding_scale_multiplies_tokens_and_not_positions():
     scaled = nn.Transformer(model.embedding, model.stack, model.positions, embedding_scale=3.0)
     expected = 3 * model.embedding.weight[IDS] + model.positions.weight[:7]
     close(scaled.embed(IDS), expected, 1e-12)
+
+
+def test_a_layer_has_its_own_options_and_a_call_overrides_them():
+    x = np.random.default_rng(0).standard_normal((2, 9, 16))
+    plain = nn.MultiHeadAttention.init(16, 4, like=x)
+    own = {"scale": 2.0, "softcap": 1.5, "window": (2, 0)}
+    layer = nn.MultiHeadAttention.init(16, 4, like=x, **own)
+    np.testing.assert_array_equal(layer(x), plain(x, **own))
+    np.testing.assert_array_equal(layer.weights(x), plain.weights(x, **own))
+    wider = {"window": (5, 0), "scale": 1.0}
+    np.testing.assert_array_equal(layer(x, **wider), plain(x, **own | wider))
+    assert np.abs(layer(x) - layer(x, **wider)).max() > 1e-3
+
+
+def test_a_norm_of_all_heads_normalises_before_they_are_split():
+    x = np.random.default_rng(0).standard_normal((2, 5, 16))
+    norm = nn.RMSNorm(np.linspace(0.5, 2, 16))
+    layer = nn.MultiHeadAttention.init(16, 4, like=x, query_norm=norm)
+    rows = layer.query(x)
+    rows = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * norm.weight
+    query, key, value = (
+        np.swapaxes(y.reshape(2, 5, 4, 4), 1, 2) for y in (rows, layer.key(x), layer.value(x))
+    )
+    heads = np.swapaxes(attention(query, key, value), 1, 2).reshape(2, 5, 16)
+    np.testing.assert_allclose(layer(x), layer.output(heads), atol=1e-12)
+
+
+def test_norms_of_what_parts_add_precede_the_sum():
+    x = np.random.default_rng(0).standard_normal((2, 5, 16))
+    block = nn.EncoderBlock.init(16, 4, like=x, norm=nn.RMSNorm)
+    norms = [nn.RMSNorm(np.full(16, factor)) for factor in (0.5, 2.0)]
+    block = replace(
+        block, attention_norm=None, feed_forward_norm=None,
+        attention_output_norm=norms[0], feed_forward_output_norm=norms[1],
+    )  # fmt: skip
+    middle = x + norms[0](block.attention(x))
+    np.testing.assert_array_equal(block(x), middle + norms[1](block.feed_forward(middle)))

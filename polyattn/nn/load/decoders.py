@@ -186,17 +186,20 @@ def _plan_decoder(row: Decoder, settings: Settings, blocks: Blocks, wanted: Want
     output, tied = output_map(settings, wanted, size, tokens, tied=False)
     softcap = _softcap(row, settings, "final_logit_softcapping")
 
-    def norm(name: str) -> RMSNorm:
-        return rms_norm(name, size, epsilon, row.norm_offset)
+    def norm(*names: str | None) -> RMSNorm | None:
+        if None in names:
+            return None
+        return rms_norm(".".join(map(str, names)), size, epsilon, row.norm_offset)
 
     def block(number: int, name: str) -> EncoderBlock:
-        first, second, third, fourth = (x and norm(f"{name}.{x}") for x in row.norms)
+        before, after, before_inner, after_inner = (norm(name, x) for x in row.norms)
         return EncoderBlock(
             make_attention(f"{name}.self_attn", windows(number)),
             make_feed_forward(f"{name}.mlp"),
-            *(first, third),
-            attention_output_norm=second,
-            feed_forward_output_norm=fourth,
+            attention_norm=before,
+            feed_forward_norm=before_inner,
+            attention_output_norm=after,
+            feed_forward_output_norm=after_inner,
         )
 
     names = blocks("layers.", layers, "num_hidden_layers")
@@ -245,7 +248,7 @@ def _attention(
             maps = [f"{name}.{part}_proj" for part in "qkv"]
             fused = joined_linear(maps, size, widths, query_bias)
         output = linear(f"{name}.o_proj", width, size, output_bias)
-        norms: dict[str, RMSNorm] = {}
+        norms: dict[str, Any] = {}
         if row.head_norms:
             sizes = (head_size, head_size) if row.head_norms == "each" else (width, key_width)
             norms = {
@@ -266,7 +269,7 @@ def _attention(
 def _feed_forward(row: Decoder, settings: Settings, size: int) -> Callable[[str], FeedForward]:
     """Return a function that makes the feed-forward layer of a name."""
     inner, biased = settings.whole("intermediate_size"), _biased(settings, row.inner_bias)
-    activation = settings.activation(row.activation, "silu")
+    activation = settings.activation(row.activation, row.defaults.get(row.activation, "silu"))
 
     def make(name: str) -> FeedForward:
         down = linear(f"{name}.down_proj", inner, size, biased)

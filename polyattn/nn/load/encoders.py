@@ -101,7 +101,8 @@ def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted)
         return EncoderBlock(
             MultiHeadAttention(None, None, None, merge, heads, heads, size // heads, fused),
             FeedForward(linear(up, size, inner), linear(down, inner, size), activation=activation),
-            *(layer_norm(f"{name}.{part}", size, epsilon) for part in row.norms),
+            layer_norm(f"{name}.{row.norms[0]}", size, epsilon),
+            layer_norm(f"{name}.{row.norms[1]}", size, epsilon),
             pre_norm=False,
         )
 

@@ -43,7 +43,7 @@ class Plan:
         if not made:
             return model
         blocks = [
-            replace(block, attention=replace(block.attention, rotary=made.get(make)))
+            replace(block, attention=replace(block.attention, rotary=make and made[make]))
             for block, make in zip(model.stack.blocks, self.rotary, strict=True)
         ]
         return replace(model, stack=replace(model.stack, blocks=tuple(blocks)))
@@ -100,4 +100,4 @@ def output_map(
 def embedding_name(model: Transformer) -> str:
     """Return the name of the stored vectors of the tokens."""
     assert isinstance(model.embedding, Embedding)
-    return next(iter(model.embedding.weight.sources))
+    return str(next(iter(model.embedding.weight.sources)))

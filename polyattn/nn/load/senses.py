@@ -25,12 +25,14 @@ def _block(
 ) -> EncoderBlock:  # fmt: skip
     """Return a block with norms before its parts, by the names of its maps and norms."""
     size, heads, inner = sizes
-    query, key, value, output, up, down, *norms = (f"{name}.{part}" for part in parts)
-    maps = (linear(x, size, size, b) for x, b in zip((query, key, value), biases, strict=True))
+    *maps, output, up, down, before, after = (f"{name}.{part}" for part in parts)
+    query, key, value = (linear(x, size, size, b) for x, b in zip(maps, biases, strict=True))
+    merge = linear(output, size, size)
     return EncoderBlock(
-        MultiHeadAttention(*maps, linear(output, size, size), heads, heads, size // heads),
+        MultiHeadAttention(query, key, value, merge, heads, heads, size // heads),
         FeedForward(linear(up, size, inner), linear(down, inner, size), activation=activation),
-        *(layer_norm(x, size, epsilon) for x in norms),
+        layer_norm(before, size, epsilon),
+        layer_norm(after, size, epsilon),
     )
 
 
