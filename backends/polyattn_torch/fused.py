@@ -45,6 +45,8 @@ def recorded(
     """Return the output as autograd records it; None if torch's own function can do that."""
     if torch.compiler.is_compiling() or not is_recorded(problem):
         return None
+    if problem.transforms == {"vmap"}:  # torch's own function has a rule for it, ours a loop
+        return None
     # A switch of torch's, of all devices.
     enabled: Any = torch.backends.cuda.flash_sdp_enabled
     if not enabled() or not takes(problem):

@@ -57,6 +57,7 @@ def test_numbers_go_where_the_query_is(library, name):
         close(output, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lengths", "mask", "sinks", "query_offset", "relative_bias"])
 def test_under_jit(name):
     options = OPTIONS[name]()

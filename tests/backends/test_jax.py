@@ -65,6 +65,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "kernel"),
     [pytest.param(names, small_tiles(), id=f"{names}, small tiles") for names in TOGETHER]

@@ -107,6 +107,7 @@ def test_gradients_in_tiles_are_those_of_the_formula(name):
         np.testing.assert_allclose(gradient, expected[operand], atol=1e-12, err_msg=operand)
 
 
+@pytest.mark.slow
 def test_the_kernel_has_the_derivatives_itself():
     options, more = CALLS["similarity"]
     x = {"query": QUERY, "key": KEY, "value": VALUE} | more

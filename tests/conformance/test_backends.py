@@ -67,8 +67,7 @@ class TestJax(BackendSuite):
     thorough = False
     quick = (
         "test_case[xla, small tiles",
-        "test_lazy[dense",
-        "test_gradients[xla-",
+        "test_gradients[xla-plain",
         "test_backward[dense-many with a derivative]",
     )
 

@@ -221,6 +221,7 @@ def drawn(mask):
 KERNELS = ("tiled", "dense")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kernel"), [*itertools.product(("numpy", "torch"), KERNELS), ("jax", "xla")]
 )

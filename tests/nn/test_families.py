@@ -43,6 +43,7 @@ def test_a_decoder_without_a_head_is_transformers_own(made, tmp_path, name):
     close(model(IDS, is_causal=True), outputs_of(theirs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3_text", "smollm3", "olmo2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_reads_caches_on_every_library(made, name, kind):

@@ -52,6 +52,7 @@ def once(jit):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if name != "gpt2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", *SLOW])
 def test_every_library_generates_the_same_tokens(made, name):
     jit = once(pytest.importorskip("jax").jit)

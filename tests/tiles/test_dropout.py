@@ -168,6 +168,7 @@ def test_what_is_no_dropout_is_refused(dropout, error, words):
         attention(QUERY, KEY, VALUE, dropout=dropout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [2, 8])
 @pytest.mark.parametrize("library", ["numpy", "jax"])
 def test_a_part_drops_what_the_whole_drops_there(library, first):
