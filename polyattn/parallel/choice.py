@@ -63,7 +63,7 @@ class ParallelExplanation:
     visible_pairs : int
         The number of pairs of chunks of the whole call of which a row may see a key.
     source : str
-        What chose: the argument `strategy`.
+        What chose: the argument ``strategy``.
     candidates : tuple of Candidate
         All strategies, in the order in which they were tried.
     call : ParallelCall
