@@ -384,7 +384,7 @@ np.testing.assert_allclose(call(whole, whole, whole), expected, atol=1e-6)
 print(polyattn.explain(whole, whole, whole).problem.device or "several")
 """
     told, several = run_python(code).splitlines()
-    assert told.startswith("query is on cpu:0 and key on cpu:1; move one of them")
+    assert told.startswith("query is on cpu:0 and key on cpu:1; pass jax.device_put")
     assert several == "several"
 
 
