@@ -1,5 +1,6 @@
 """What holds for all tests: which are collected, their order, how JAX compiles, idle threads."""
 
+import gc
 import os
 import sys
 
@@ -30,6 +31,12 @@ def pytest_configure(config):
         os.environ |= CACHED | {"JAX_COMPILATION_CACHE_DIR": str(cache.mkdir("jax"))}
 
 
+def pytest_collection_finish():
+    """Let the garbage collector look seldom, and never at the modules and tests."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """Put what the suites do with one case side by side; mark what covers the slow tests."""
@@ -57,7 +64,7 @@ def pytest_collection_modifyitems(items):
 
 
 def thin_out(items, place):
-    """Leave a case to two of the kernels that try all, and to one dtype, but for new features."""
+    """Leave a case to one of the kernels that try all, and to one dtype, but for new features."""
     suites = {}
     for item in items:
         suites.setdefault((item.cls, str(parameters_of(item)["variant"])), {})[item] = (
@@ -68,7 +75,7 @@ def thin_out(items, place):
         names, seen = {case.name for case in suite.values()}, set()
         for item, case in suite.items():
             has_twin = case.name.removesuffix(f", {case.dtype}") in names - {case.name}
-            is_of_others = (place(item) + turn) % len(whole) >= 2
+            is_of_others = (place(item) + turn) % len(whole) > 0
             shown = {case.topic, *((case.dtype, x) for x in case.features or ("plain",))}
             if (has_twin or is_of_others) and shown <= seen:
                 item.add_marker("slow")

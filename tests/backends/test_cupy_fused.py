@@ -33,7 +33,7 @@ def on_host(monkeypatch):
 
 # ---- it computes what it says ------------------------------------------------------------------
 
-RUNS = [pytest.param(*x.values, False, marks=x.marks) for x in cases(Fused.features, 8)]
+RUNS = [pytest.param(*x.values, False, marks=x.marks) for x in cases(Fused.features, 24)]
 RUNS += [pytest.param(*x.values, True, marks=x.marks) for x in cases(Fused.features, 10**6)]
 
 

@@ -64,7 +64,7 @@ def test_any_number_of_threads_gives_the_same_bits(qkv, option):
             return bits(attention_partial(*qkv, kernel=KERNEL, **OPTIONS[option]))
 
     one = run(1)
-    assert all(run(count) == one for count in (2, 3, 8))
+    assert all(run(count) == one for count in (2, 5))
 
 
 @pytest.mark.parametrize("option", ["full", "causal", "mask", "mask function", "bias"])

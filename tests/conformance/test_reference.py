@@ -67,7 +67,7 @@ def test_sparsemax_leaves_out_what_the_first_threshold_would_keep():
 
 
 def by_length(case):
-    return pytest.param(case, marks=[pytest.mark.slow] if case.L * case.S > 20_000 else [])
+    return pytest.param(case, marks=[pytest.mark.slow] if case.L * case.S > 10_000 else [])
 
 
 @pytest.mark.parametrize(
@@ -267,6 +267,11 @@ def one_key_dropped(q, k, v, options):
     return oracle(q, k[..., :-1, :], v[..., :-1, :], query_offset=offset, **options)
 
 
+# The limits of bfloat16 are the widest.
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("float64", "float16"))],
+)
 MISTAKES = {
     "scale of the wrong sign": ("plain", with_options(scale=-1 / math.sqrt(8))),
     "no scale": ("plain", with_options(scale=1.0)),
@@ -287,7 +292,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@each_dtype
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_refused(name, dtype):
     of, mistake = MISTAKES[name]
@@ -340,7 +345,7 @@ MISTAKEN_STEPS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@each_dtype
 @pytest.mark.parametrize("name", MISTAKEN_STEPS)
 def test_a_mistaken_step_is_refused(name, dtype):
     of, mistake = MISTAKEN_STEPS[name]

@@ -54,9 +54,8 @@ def processes(size, *arguments):
     return [(*texts, process.returncode) for texts, process in zip(printed, started, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("size", "checks"), [(2, ["digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "checks"), [(4, MORE), (2, ["digits"])])
 def test_processes_of_torch(size, checks):
     ended = processes(size, PROGRAM, "torch", *checks, "death")
     for rank, (printed, errors, status) in enumerate(ended):

@@ -106,15 +106,15 @@ def takes(target: Target, variant: KernelVariant, case: Case) -> bool:
 def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     """Check that a kernel agrees with the oracle, or raises if it does not support the case."""
     kernel = variant.for_case(case)
-    explanation = target.explain(case, kernel)
+    arguments = target.arguments(case)
+    explanation = target.explain(case, kernel, arguments)
     if explanation.chosen is None:
         reasons = "; ".join(r for c in explanation.candidates for r in c.reasons)
         try:
-            target.call(case, kernel)
+            target.call(case, kernel, arguments=arguments)
         except BackendError:
             return Outcome(None, None, reasons or "it gives no reason")
         raise AssertionError(f"{case}: refused ({reasons}), but it ran")
-    arguments = target.arguments(case)
     before = bits_of(target, arguments)
     what = f"{case}: output"
     with name_case(what, kernel):
@@ -124,17 +124,17 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     off = deviation(target.back(output), output_yardstick(case), what)
     assert off.fault is None, off.fault
     logsumexp = None
-    if has_logsumexp(target, kernel, case):
+    if has_logsumexp(target, kernel, case, arguments):
         logsumexp = _check_partial(target, kernel, case, arguments)
     check_unwritten(target, case, arguments, before)
     return Outcome(off, logsumexp)
 
 
-def has_logsumexp(target: Target, kernel: Kernel, case: Case) -> bool:
+def has_logsumexp(target: Target, kernel: Kernel, case: Case, arguments: Any = None) -> bool:
     """Return whether the kernel computes the logsumexp of a case."""
     if "normalizer" in case.features:  # only softmax has one
         return False
-    return target.explain(case, kernel, logsumexp=True).chosen is not None
+    return target.explain(case, kernel, arguments, logsumexp=True).chosen is not None
 
 
 def _check_partial(target: Target, kernel: Kernel, case: Case, arguments: Any) -> Deviation:

@@ -147,10 +147,14 @@ BY = {"torch": by_torch, "jax": by_jax}
 def differentiates(feature: str, target: Target, variant: KernelVariant, case: Case) -> bool:
     """Return whether a kernel supports the derivative of a case: ``"backward"`` or ``"jvp"``."""
     kernel = variant.for_case(case)
-    explanation = target.explain(case, kernel)
-    if feature not in target.declared(kernel) or explanation.chosen is None:
+    if feature not in target.declared(kernel):
         return False
-    if feature == "jvp" and not (is_without_logsumexp(case) or has_logsumexp(target, kernel, case)):
+    arguments = target.arguments(case)
+    explanation = target.explain(case, kernel, arguments)
+    if explanation.chosen is None:
+        return False
+    own = is_without_logsumexp(case) or has_logsumexp(target, kernel, case, arguments)
+    if feature == "jvp" and not own:
         return False  # its own forward pass comes first
     query, shape = explanation.call.query, cotangent(case).shape
     known = query._replace(shape=shape[:-1], dtype=accumulation_dtype(case.dtype))
@@ -160,7 +164,7 @@ def differentiates(feature: str, target: Target, variant: KernelVariant, case: C
         known_logsumexp=None if is_without_logsumexp(case) else known,
         tangents=(("query_tangent", query),) if feature == "jvp" else (),
     )
-    like, requested = target.arguments(case)[0][0], request(target.backend)
+    like, requested = arguments[0][0], request(target.backend)
     return explain_selection(call, examine(call), like, requested, kernel).chosen is not None
 
 
@@ -217,7 +221,7 @@ def backward(
     if of_logsumexp and not is_without_logsumexp(case):
         weights = target.to(logsumexp_cotangent(case))
     # Any kernel may compute the result, if this one has no logsumexp.
-    own = is_without_logsumexp(case) or has_logsumexp(target, kernel, case)
+    own = is_without_logsumexp(case) or has_logsumexp(target, kernel, case, arguments)
 
     def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
         forward = options if own else options | {"kernel": None}
@@ -280,7 +284,7 @@ def compare_slopes(case: Case, found: dict[str, list[Any]]) -> dict[str, Deviati
 
 def add_shares(target: Target, kernel: Kernel, case: Case, arguments: Arguments) -> dict[str, Any]:
     """Return the gradients of a plain call by two parts of its keys."""
-    if not has_logsumexp(target, kernel, case):
+    if not has_logsumexp(target, kernel, case, arguments):
         return {}
     along, half = target.to(cotangent(case)), case.S // 2
     halves = (slice(0, half), slice(half, case.S))

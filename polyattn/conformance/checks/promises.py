@@ -34,12 +34,14 @@ __all__ = [
 
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
     """Check that a kernel supports some case, and one for each feature that it declares."""
-    taken = [c for c in cases_for(target, variant, cases) if takes(target, variant, c)]
-    assert taken, f"{variant} supports no case"
-    idle = set(target.declared(variant.kernel)).difference(*(case.features for case in taken))
-    kernels = {case: variant.for_case(case) for case in taken}
-    if any(has_logsumexp(target, kernel, case) for case, kernel in kernels.items()):
-        idle -= {"logsumexp"}
+    is_taken, idle = False, set(target.declared(variant.kernel))
+    for case in cases_for(target, variant, cases):
+        shows_more = not is_taken or idle & {"logsumexp", *case.features}
+        if shows_more and takes(target, variant, case):
+            is_taken, idle = True, idle - case.features
+            if "logsumexp" in idle and has_logsumexp(target, variant.for_case(case), case):
+                idle -= {"logsumexp"}
+    assert is_taken, f"{variant} supports no case"
     for feature in idle & DERIVATIVES.keys():
         check_method(variant.kernel, feature)
         others = cases_for(target, variant, DERIVATIVES[feature].cases)

@@ -263,7 +263,14 @@ class Target:
             name: with_arrays(option, self.to) for name, option in options.items()
         }
 
-    def explain(self, case: Case, kernel: Kernel, *, logsumexp: bool = False) -> Explanation:
+    def explain(
+        self,
+        case: Case,
+        kernel: Kernel,
+        arguments: tuple[list[Any], dict[str, Any]] | None = None,
+        *,
+        logsumexp: bool = False,
+    ) -> Explanation:
         """Explain a call that requires a kernel.
 
         Parameters
@@ -272,6 +279,8 @@ class Target:
             The call.
         kernel : Kernel
             The kernel.
+        arguments : tuple, optional
+            The result of `arguments`; made if it is not given.
         logsumexp : bool
             Whether the logsumexp is required as well.
 
@@ -280,7 +289,7 @@ class Target:
         Explanation
             The result of `polyattn.explain`.
         """
-        arrays, options = self.arguments(case)
+        arrays, options = arguments or self.arguments(case)
         return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
 
     def call(

@@ -51,9 +51,11 @@ class Arithmetic(NamedTuple):
 
 
 def total(terms: Iterable[float]) -> float:
-    """Return the exactly rounded sum; by IEEE addition if a term is NaN or infinite."""
-    terms = list(terms)
-    return math.fsum(terms) if all(map(math.isfinite, terms)) else float(sum(terms))
+    """Return the exactly rounded sum; NaN if a term is, or if infinities of both signs meet."""
+    try:
+        return math.fsum(terms)
+    except ValueError:  # -inf + inf
+        return math.nan
 
 
 FLOAT = Arithmetic(float, math.exp, math.log, math.tanh, math.sqrt, total)
@@ -228,10 +230,10 @@ def scaled(score: tuple[Any, Any], factor: Any) -> tuple[Any, Any]:
 
 def alike(a: Arithmetic, similarity: Any, x: Any, y: Any) -> tuple[Any, Any]:
     """Return the similarity of a query and a key, and its condition."""
-    pairs = list(zip(x, y, strict=True))
     if similarity is None:
-        terms = [m * n for m, n in pairs]
+        terms = list(map(mul, x, y))
         return a.total(terms), a.total(map(abs, terms))
+    pairs = list(zip(x, y, strict=True))
     match similarity:
         case Cosine():
             s, c = alike(a, None, x, y)
@@ -299,8 +301,10 @@ def attend(a: Arithmetic, weighed: Weighed, columns: Sequence[Sequence[Any]]) ->
     """Return one row of every result, from its weights and visible values."""
     weights, moved, common, lse = weighed
     output = [a.total(map(mul, weights, column)) for column in columns]
-    condition = [a.total(abs(w * v) for w, v in zip(weights, x, strict=True)) for x in columns]
-    middle = [a.total(map(mul, common, column)) for column in columns]
+    condition = [a.total(map(abs, map(mul, weights, column))) for column in columns]
+    middle = output
+    if common is not weights:
+        middle = [a.total(map(mul, common, column)) for column in columns]
     sensitivity = [
         a.total(m * abs(v - o) for m, v in zip(moved, column, strict=True))
         for o, column in zip(middle, columns, strict=True)
