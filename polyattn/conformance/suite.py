@@ -165,11 +165,6 @@ class BackendSuite:
             else:
                 lazy_cases = ESSENTIAL if is_lazy(target) else {}
                 cases = checks.cases_for(target, variant, lazy_cases)
-            if derivative is not None:  # what it takes, it shows when it runs: that is cheaper
-                features = variant.kernel.features
-                cases = [case for case in cases if case.features <= features]
-            elif test != "test_case":
-                cases = [case for case in cases if checks.takes(target, variant, case)]
             # What test_case leaves out of a lazy library, test_lazy has.
             lazy = test == "test_case" and is_lazy(target)
             many = test == "test_gradients" or derivative is not None
@@ -183,6 +178,11 @@ class BackendSuite:
             many_tiles = derivative is not None and bool(target.own) and variant.small_tiles
             if dear or closing or one_tile or many_tiles or variant.kernel.compiles:
                 cases = checks.covering(target, variant, cases, takes)
+            elif derivative is not None:  # what it takes, it shows when it runs: that is cheaper
+                features = variant.kernel.features
+                cases = [case for case in cases if case.features <= features]
+            elif test != "test_case":
+                cases = [case for case in cases if checks.takes(target, variant, case)]
             yield from ((variant, case) for case in cases)
 
     def _declares(self, test: str, variant: KernelVariant) -> bool:
