@@ -39,7 +39,7 @@ all-checks: lint test slow mutations docs demo  ## everything, the slow tests wh
 	$(MAKE) bench BENCH=--quick
 	$(MAKE) bench-cpu BENCH=--quick
 
-bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: once each)
+bench: $(VENV)/.test $(VENV)/.bench  ## time the backends side by side (BENCH=--quick: the shortest once)
 	$(BIN)/python asv_bench/run.py $(BENCH)
 
 # Both commits are built by turns, in an environment of asv's own with NumPy alone.
