@@ -44,7 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__.split("\n\n")[0],
         epilog="Other options are passed to `asv run`, such as --show-stderr.",
     )
-    parser.add_argument("--quick", action="store_true", help="run the shortest cases once and keep nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="run the shortest cases once and keep nothing"
+    )
     parser.add_argument("--machine", help="name of the results in asv")
     parser.add_argument(
         "--bench",

@@ -166,14 +166,16 @@ def test_an_expected_failure_is_strict_and_names_a_test(python):
         "test_case[drops_softcap-plain]": "it is said to fail, and does not",
         "test_case[drops_softcap-sotfcap]": "it is misspelt",
     }
-    (python.folder / "test_xfails.py").write_text(BROKEN.format(xfails=xfails), encoding="utf-8")
+    (python.folder / "test_expected.py").write_text(BROKEN.format(xfails=xfails), encoding="utf-8")
     done = python(
-        *PYTEST, "test_xfails.py", "-k", "drops_softcap-softcap or drops_softcap-plain or xfails"
+        *PYTEST, "test_expected.py", "-k", "drops_softcap-softcap or drops_softcap-plain or xfails"
     )
     assert "test_case[drops_softcap-plain]" in done.stdout
     assert "sotfcap" in done.stdout
     assert re.search(r"2 failed.* 1 xfailed|xfails names no test", done.stdout), done.stdout
-    assert "FAILED test_xfails.py::TestBroken::test_case[drops_softcap-softcap]" not in done.stdout
+    assert (
+        "FAILED test_expected.py::TestBroken::test_case[drops_softcap-softcap]" not in done.stdout
+    )
 
 
 @pytest.mark.parametrize(
