@@ -58,8 +58,7 @@ OUTSIDE = {
 }
 #: The imports that go up, made when they are called: a method of a mask draws it, and a backend has
 #: a kernel for its others.
-LAZY = {("expressions", "polyattn.plot.mask_picture"), ("plugin", "polyattn.kernels.tiled")}
-LAZY |= {("expressions", "polyattn.plot.svg")}
+LAZY = {("expressions", "polyattn.plot.mask_picture"), ("expressions", "polyattn.plot.svg")}
 
 
 def imports_of(file):

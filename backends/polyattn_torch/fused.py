@@ -75,7 +75,7 @@ class FusedStep:
         if by_operations:
             problem = self._in_letters(tensors, "logsumexp", by_operations)
             operands = _operands(tensors)
-            return self._backend.tiled(problem, operands, self._backend)  # type: ignore[no-any-return]
+            return self._backend.tiled(problem, operands, self._backend)  # type: ignore[return-value]
         query, key, value, *mask = tensors
         return _forward(  # type: ignore[no-any-return]
             query, key, value, 0.0, self._is_causal,
@@ -127,7 +127,7 @@ class FusedStep:
         named = zip((*_QKV, "bias"), wanted, strict=False)
         constants = frozenset([name for name, is_wanted in named if not is_wanted])
         problem = problem._replace(constants=constants)
-        return self._backend.tiled.backward(problem, operands, self._backend)  # type: ignore[no-any-return]
+        return self._backend.tiled.backward(problem, operands, self._backend)
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""

@@ -138,7 +138,9 @@ def load(name: str) -> str | None:
                 if plugin.failure is None:
                     backend = plugin.spec.load()
                     plugin.failure = _flaw(backend)
-                    plugin.backend = None if plugin.failure else backend
+                if plugin.failure is None:
+                    backend.tiled = _ARRAY_API_KERNELS[0]
+                    plugin.backend = backend
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit and others, as in `_read`

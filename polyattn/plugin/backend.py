@@ -185,9 +185,13 @@ class Backend(BackendPrimitives, BackendTools):
     ----------
     kernels : tuple of Kernel
         The backend's own kernels, best first. The array-API kernels follow them.
+    tiled : Kernel
+        The array-API kernel `tiled`, for derivatives that the backend's own kernels lack. It is set
+        when the plugin is loaded.
     """
 
     kernels: tuple[Kernel, ...] = ()
+    tiled: Kernel
 
     # ---- devices of arrays ----
 

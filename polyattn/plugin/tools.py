@@ -13,13 +13,6 @@ __all__ = ["BackendTools"]
 class BackendTools:
     """The optional part of a backend, which no call of attention needs."""
 
-    @property
-    def tiled(self) -> Any:
-        """The array-API kernel `tiled`, for what a kernel that has no derivatives leaves to it."""
-        from polyattn.kernels.tiled import Tiled
-
-        return Tiled()
-
     def hardware(self, device: str) -> dict[str, str | int]:
         """Describe a device.
 
