@@ -14,6 +14,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
+from polyattn_numpy.at_once import fits_at_once, write_at_once
 from polyattn_numpy.backward import gradients
 from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
@@ -72,9 +73,11 @@ class Tiled(Kernel):
         if table is not None:
             cut = tuple(sorted(cut, key=table.visible_cells, reverse=True))
 
+        run = attend_at_once if fits_at_once(call) else attend
+
         def attend_to(piece: Piece) -> None:
             with borrowed_scratch() as scratch:
-                attend(call, result, piece, scratch)
+                run(call, result, piece, scratch)
 
         if len(cut) == 1 and work < UNTHREADED:
             attend_to(cut[0])
@@ -94,6 +97,17 @@ def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     if "logsumexp" not in problem.features:
         return output, None
     return output, np.empty(problem.scores[:-1], problem.accumulator)
+
+
+def attend_at_once(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:
+    """Compute a piece by few calls, and a head that has an unreliable row by `attend`."""
+    if write_at_once(call, result.output, result.logsumexp, piece, scratch):
+        return
+    if piece.head_count == 1:
+        attend(call, result, piece, scratch)
+        return
+    for head in piece.single_heads():
+        attend_at_once(call, result, head, scratch)
 
 
 def attend(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:

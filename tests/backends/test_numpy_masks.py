@@ -98,7 +98,8 @@ def looks(monkeypatch):
                 found.append((self.call, self.piece, tile, masks))
             return masks
 
-    monkeypatch.setattr("polyattn_numpy.tile_scores.Visibility", Watched)
+    for module in ("tile_scores", "at_once"):
+        monkeypatch.setattr(f"polyattn_numpy.{module}.Visibility", Watched)
     return found
 
 
