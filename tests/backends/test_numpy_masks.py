@@ -98,8 +98,8 @@ def looks(monkeypatch):
                 found.append((self.call, self.piece, tile, masks))
             return masks
 
-    for module in ("tile_scores", "at_once"):
-        monkeypatch.setattr(f"polyattn_numpy.{module}.Visibility", Watched)
+    for file in ("tile_scores", "at_once"):
+        monkeypatch.setattr(f"polyattn_numpy.{file}.Visibility", Watched)
     return found
 
 
