@@ -9,15 +9,18 @@ import math
 
 import numpy as np
 
-from polyattn.plugin import Array
+from polyattn.plugin import Array, Span
 from polyattn_numpy.blocks import Piece, Tile, group_size_of, row_sizes
 from polyattn_numpy.online_softmax import weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, fast_exp2, ones
 from polyattn_numpy.sweep import LEAST, LOG2_E, VECTORS
-from polyattn_numpy.visibility import Visibility
+from polyattn_numpy.visibility import RegionMask, Visibility
 
-__all__ = ["fits_at_once", "write_at_once"]
+__all__ = ["fits_at_once", "takes_items_apart", "write_at_once"]
+
+# With fewer scores, an item computed by itself costs more than the keys that it leaves out.
+SCORES_OF_AN_ITEM = 2**16
 
 
 def fits_at_once(call: PreparedCall) -> bool:
@@ -41,14 +44,22 @@ def fits_at_once(call: PreparedCall) -> bool:
     )
 
 
+def takes_items_apart(call: PreparedCall) -> bool:
+    """Return whether each item is a piece of its own, without the keys that its mask hides."""
+    return call.x.mask is not None and math.prod(call.problem.scores[-3:]) >= SCORES_OF_AN_ITEM
+
+
 def write_at_once(
     call: PreparedCall, output: Array, logsumexp: Array | None, piece: Piece, scratch: Scratch
 ) -> bool:
     """Write the output and logsumexp of a piece, or return False if a row is unreliable."""
     if piece.parts > 1:
         return False
-    at, columns = (*piece.outer, slice(*piece.batch), slice(*piece.heads)), slice(*piece.columns)
-    query, key, value = call.query[at], call.key[at][:, :, columns], call.value[at][:, :, columns]
+    columns, masks = seen_part(call, piece)
+    if not columns.length:
+        return False
+    at, span = (*piece.outer, slice(*piece.batch), slice(*piece.heads)), slice(*columns)
+    query, key, value = call.query[at], call.key[at][:, :, span], call.value[at][:, :, span]
     batch, heads, group_size, length, size = query.shape
     shape, keys, dtype = (batch, heads, group_size * length), key.shape[-2], key.dtype
     in_bits = fast_exp2(dtype)
@@ -58,14 +69,9 @@ def write_at_once(
     s = scratch.array("scores", (*shape, keys), dtype)
     np.matmul(scaled, key.swapaxes(-1, -2), out=s)
     (np.exp2 if in_bits else np.exp)(s, s)
-    if call.mask is not None:
-        tile = Tile(piece.heads, piece.rows, piece.columns, call.problem.masks_by_position, keys)
-        masks = Visibility(call, piece).masks(tile)
-        if masks is None:
-            return False
-        by_head = s.reshape(batch, heads, group_size, length, keys).swapaxes(2, 3)
-        for where, seen in masks:
-            by_head[where] *= seen
+    by_head = s.reshape(batch, heads, group_size, length, keys).swapaxes(2, 3)
+    for where, seen in masks:
+        by_head[where] *= seen
     total = scratch.array("total", (*shape, 1), dtype)
     np.matmul(s, ones(keys, dtype), total)
     weighted = output[at].reshape(*shape, -1)
@@ -76,3 +82,23 @@ def write_at_once(
     if logsumexp is not None:
         np.log(total, out=logsumexp[at].reshape(total.shape))
     return True
+
+
+def seen_part(call: PreparedCall, piece: Piece) -> tuple[Span, list[RegionMask]]:
+    """Return the keys of a piece and the masks of its scores, without the keys that no row sees."""
+    columns = piece.columns
+    if call.mask is None:
+        return columns, []
+    banded = call.problem.masks_by_position
+    tile = Tile(piece.heads, piece.rows, columns, banded, columns.length)
+    masks = Visibility(call, piece).masks(tile)
+    if masks is None:
+        return Span(columns.start, columns.start), []
+    if len(masks) != 1 or masks[0][1].size != columns.length or not takes_items_apart(call):
+        return columns, masks
+    mask = masks[0][1]
+    (visible,) = mask.reshape(-1).nonzero()
+    first, last = int(visible[0]), int(visible[-1]) + 1
+    kept = mask[..., first:last]
+    some = Span(columns.start + first, columns.start + last)
+    return some, [] if kept.all() else [(..., kept)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
-from polyattn_numpy.at_once import fits_at_once, write_at_once
+from polyattn_numpy.at_once import fits_at_once, takes_items_apart, write_at_once
 from polyattn_numpy.backward import gradients
 from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
@@ -67,13 +67,15 @@ class Tiled(Kernel):
             count = min(thread_count(threads.default), work // THREAD_WORK)
         shared = threads.Shared()
         call = prepare(problem, operands, self.tile, shared.check)
-        table = call.table
-        share_items = table is None or not table.differs_by_item
+        table, at_once = call.table, fits_at_once(call)
+        share_items = not (at_once and takes_items_apart(call))
+        if table is not None:
+            share_items = not table.differs_by_item
         cut = pieces(problem, self.tile, count, share_items=share_items)
         if table is not None:
             cut = tuple(sorted(cut, key=table.visible_cells, reverse=True))
 
-        run = attend_at_once if fits_at_once(call) else attend
+        run = attend_at_once if at_once else attend
 
         def attend_to(piece: Piece) -> None:
             with borrowed_scratch() as scratch:

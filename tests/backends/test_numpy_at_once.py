@@ -1,0 +1,103 @@
+"""Short calls of NumPy's kernel, whose scores are one tile: right, and the same bits in any batch."""
+
+import numpy as np
+import pytest
+
+import polyattn
+import polyattn_numpy.tiled as module
+from polyattn import attention_partial, masks
+
+ITEMS, HEADS, GROUPS, LENGTH = 5, 6, 3, 120
+LENGTHS = np.array([120, 7, 64, 1, 99])
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (9, 3)},
+    "padding": {"mask": masks.padding(LENGTHS)},
+    "padding and causal": {"mask": masks.padding(LENGTHS), "is_causal": True},
+    "padding on both sides": {"mask": ~masks.prefix(3) & masks.padding(LENGTHS + 3)},
+    "array with holes": {"mask": np.random.default_rng(3).random((ITEMS, 1, 1, LENGTH)) > 0.3},
+    "array by head": {"mask": np.random.default_rng(4).random((1, HEADS, LENGTH, LENGTH)) > 0.3},
+}
+
+
+def randn(heads, seed):
+    return np.random.default_rng(seed).standard_normal((ITEMS, heads, LENGTH, 16), dtype=np.float32)
+
+
+@pytest.fixture
+def qkv():
+    return randn(HEADS, 0), randn(GROUPS, 1), randn(GROUPS, 2)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Return the list of pieces, and whether each was written at once."""
+    found = []
+    genuine = module.write_at_once
+
+    def watched(call, output, logsumexp, piece, scratch):
+        found.append((piece, genuine(call, output, logsumexp, piece, scratch)))
+        return found[-1][1]
+
+    monkeypatch.setattr(module, "write_at_once", watched)
+    return found
+
+
+def of_item(options, item):
+    """Return the options of a call with one item of the batch."""
+    mask = options.get("mask")
+    if isinstance(mask, np.ndarray) and mask.shape[0] == ITEMS:
+        return options | {"mask": mask[item : item + 1]}
+    if isinstance(mask, masks.Mask):
+        own = mask.map(lambda name, x: x[item : item + 1])
+        return options | {"mask": own}
+    return options
+
+
+def bits(result):
+    return [np.ascontiguousarray(x).tobytes() for x in result]
+
+
+def assert_like_dense(found, *arrays, **options):
+    expected = attention_partial(*arrays, kernel="dense", **options)
+    for mine, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_gives_the_formula_and_an_item_has_the_same_bits_alone(name, qkv, written):
+    options = OPTIONS[name]
+    found = attention_partial(*qkv, kernel="tiled", **options)
+    assert written
+    assert all(done for _, done in written)
+    assert_like_dense(found, *qkv, **options)
+    for item in range(ITEMS):
+        own = [x[item : item + 1] for x in qkv]
+        alone = attention_partial(*own, kernel="tiled", **of_item(options, item))
+        assert bits(alone) == bits(x[item : item + 1] for x in found)
+    with polyattn.use_threads(3):
+        assert bits(attention_partial(*qkv, kernel="tiled", **options)) == bits(found)
+
+
+def test_keys_that_an_item_does_not_see_are_left_out(qkv, written):
+    _, key, value = qkv
+    for item, length in enumerate(LENGTHS):
+        key[item, :, length:] = value[item, :, length:] = np.nan
+    found = attention_partial(*qkv, kernel="tiled", **OPTIONS["padding"])
+    assert [done for _, done in written] == [True] * ITEMS
+    assert_like_dense(found, *qkv, **OPTIONS["padding"])
+
+
+def test_a_head_of_large_scores_or_without_a_key_is_left_to_the_other_passes(qkv, written):
+    query, *others = qkv
+    query[1, 3] *= 1e4
+    options = {"mask": np.arange(ITEMS)[:, None, None, None] != 2}  # item 2 sees nothing
+    found = attention_partial(*qkv, kernel="tiled", **options)
+    left = {(piece.batch.start, piece.heads.start) for piece, done in written if not done}
+    assert {(1, 1), (2, 0)} <= left
+    assert_like_dense(found, *qkv, **options)
+    assert not found.output[2].any()
+    query[1, 3] /= 1e4
+    calm = attention_partial(query, *others, kernel="tiled", **options)
+    assert bits(x[[0, 3, 4]] for x in found) == bits(x[[0, 3, 4]] for x in calm)
