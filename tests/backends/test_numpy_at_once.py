@@ -1,4 +1,4 @@
-"""Short calls of NumPy's kernel, whose scores are one tile: right, and the same bits in any batch."""
+"""Short calls of NumPy's kernel, whose scores are one tile: right, and the same in any batch."""
 
 import numpy as np
 import pytest
