@@ -21,7 +21,7 @@ from polyattn.dispatch.listing import list_backends
 from polyattn.dispatch.request import use_backend
 from polyattn.threads import use_threads
 
-__version__ = "0.1.0"
+__version__: str  # of the last tag, which the installed metadata has
 
 __all__ = [
     "BackendError",
@@ -50,6 +50,9 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Import a part that attention does not need, when it is first used."""
+    if name == "__version__":
+        found: ModuleType = importlib.import_module("importlib.metadata").version("polyattn")
+        return found
     if name in ("conformance", "dialects", "nn", "parallel", "plot"):
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

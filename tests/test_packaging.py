@@ -1,6 +1,8 @@
 """What is built is what is here, and runs where nothing else is."""
 
 import importlib.metadata
+import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,11 +11,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import polyattn
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 def test_plugin_folders_wheel_packages_and_entry_points_are_one_list():
@@ -43,8 +48,43 @@ def test_every_package_is_typed():
         assert (ROOT / package / "py.typed").exists()
 
 
-def test_the_version_is_one():
+def test_the_version_is_that_of_the_last_tag(tmp_path):
+    """Or a fixed one where there is no git, as in an archive of the sources."""
     assert importlib.metadata.version("polyattn") == polyattn.__version__
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@example.org", "-C", str(tmp_path)]
+    version = [sys.executable, "-m", "hatchling", "version"]
+
+    def run(*command):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run(*version) == PROJECT["tool"]["hatch"]["version"]["fallback-version"]
+    for command in (["init"], ["add", "."], ["commit", "-m", "x"], ["tag", "v1.2.0"]):
+        run(*git, *command)
+    assert run(*version) == "1.2.0"
+    run(*git, "commit", "--allow-empty", "-m", "y")
+    assert run(*version) == "1.2.1.dev1"
+
+
+def test_files_for_the_host_of_the_repository_say_what_is_true():
+    files = [
+        *ROOT.glob(".github/**/*.yml"),
+        ROOT / ".pre-commit-config.yaml",
+        ROOT / "CITATION.cff",
+    ]
+    read = {f.name: yaml.safe_load(f.read_text(encoding="utf-8")) for f in files}
+    steps = read["checks.yml"]["jobs"]["checks"]["steps"]
+    assert steps[-1] == {"run": ".ci/run"}
+    assert f"ruff=={read['.pre-commit-config.yaml']['repos'][0]['rev'][1:]}" in CONSTRAINTS
+    assert read["CITATION.cff"]["license"] == PROJECT["project"]["license"]
+    assert read["CITATION.cff"]["repository-code"] == PROJECT["project"]["urls"]["Source"]
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    goals = re.findall(r"make ([a-z-]+)", container["postCreateCommand"])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert all(f"\n{goal}: " in makefile for goal in goals)
 
 
 def test_every_extra_names_no_plain_cupy():
@@ -69,7 +109,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
         names = archive.namelist()
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     tops = {name.partition("/")[0] for name in names}
-    info = f"polyattn-{polyattn.__version__}.dist-info"
+    info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
     assert tops == {Path(p).name for p in packages} | {info}
     assert f"{info}/licenses/LICENSE" in names
     assert {f"{top}/py.typed" for top in tops - {info}} <= set(names)
