@@ -533,11 +533,15 @@ def test_without_matplotlib_the_command_that_installs_it_is_told(capsys, monkeyp
 
 
 def test_a_file_that_may_not_be_written_is_an_error(capsys, tmp_path, monkeypatch):
-    def refused(*arguments):
-        raise PermissionError(13, "Permission denied")
+    file, opened = tmp_path / "a.json", Path.open
+
+    def refused(path, *arguments, **options):
+        if path == file:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refused)
-    assert main(["bench", "--json", str(tmp_path / "a.json")]) == 2
+    assert main(["bench", "--json", str(file)]) == 2
     assert "--json cannot write" in capsys.readouterr().err
 
 
