@@ -31,6 +31,7 @@ __all__ = [
     "is_array",
     "is_compiling",
     "is_recorded",
+    "is_transformed",
     "know_torch",
     "library_of",
     "namespace_of",
@@ -75,6 +76,20 @@ def _torch() -> Any:
     return _modules.get("torch")
 
 
+def is_transformed() -> bool:
+    """Return whether torch.compile traces the caller, or torch.func transforms it."""
+    torch = _modules.get("torch")
+    if torch is None:
+        return False
+    return torch.compiler.is_compiling() or _is_transforming(torch)
+
+
+def _is_transforming(torch: Any) -> bool:
+    functorch = getattr(torch._C, "_functorch", None)
+    stack = getattr(functorch, "get_interpreter_stack", lambda: None)()
+    return bool(stack) or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+
+
 def torch_transforms() -> frozenset[str]:
     """Return which of torch.func's ``vmap``, ``grad`` and ``jvp`` are transforming the caller.
 
@@ -82,7 +97,7 @@ def torch_transforms() -> frozenset[str]:
     kernels without a rule for them.
     """
     torch = _torch()
-    if torch is None or torch.compiler.is_compiling():
+    if torch is None or torch.compiler.is_compiling() or not _is_transforming(torch):
         return frozenset()
     functorch = getattr(torch._C, "_functorch", None)
     stack = getattr(functorch, "get_interpreter_stack", lambda: None)()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from polyattn.api.names import with_our_names
+from polyattn.api.repeats import with_repeats
 from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import as_called, heads_first
@@ -24,6 +25,7 @@ __all__ = ["attention", "compute"]
 A = TypeVar("A")  # the type of the query, which the result has
 
 
+@with_repeats
 @with_our_names
 def attention(
     query: A,

@@ -16,6 +16,7 @@ __all__ = [
     "gradients_as_called",
     "heads_first",
     "is_flat",
+    "keeps_axes",
 ]
 
 
@@ -98,6 +99,12 @@ def gradients_as_called(call: Call, gradients: Gradients) -> Gradients:
         elif call.layout == "...LHD":
             changed[name] = _swap(array, -2, -3)
     return gradients._replace(**changed) if changed else gradients
+
+
+def keeps_axes(call: Call) -> bool:
+    """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
+    is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
+    return not is_moved and not _has_rank_2(call)
 
 
 def is_flat(call: Call) -> bool:
