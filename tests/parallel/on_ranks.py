@@ -34,6 +34,11 @@ def resized(case, size):
     tokens = {x: -(-getattr(case, x) // (2 * size)) * 2 * size for x in ("L", "S")}
     grouped = None if case.G is None else case.G * times
     name = f"{case}, over {size}"
+    options = dict(case.options)
+    if case.poison is not None and "query_offset" in options:
+        # More rows at the end must not see the keys that the case hides from all rows.
+        options["query_offset"] -= tokens["L"] - case.L
+        case = replace(case, options=tuple(options.items()))
     return replace(case, name=name, **tokens, H=case.H * times, G=grouped, view=None)
 
 
