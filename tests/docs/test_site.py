@@ -65,6 +65,15 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     assert sorted(named) == sorted(pages - {"index"})
 
 
+def test_the_glossary_has_the_words_that_people_look_for_in_order():
+    page = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| (?!term|-)(.+?) \|", page, flags=re.MULTILINE)
+    assert terms == sorted(terms, key=str.casefold)
+    wanted = {"RoPE", "GQA", "MQA", "heatmap", "quantization", "flash attention", "KV cache"}
+    wanted |= {"SDPA", "ALiBi", "softcap", "LSE", "attention sink", "FlexAttention"}
+    assert wanted <= {word for term in terms for word in re.split("[,:] ", term)}
+
+
 def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
     text = "[a](../examples/plugin) [b](../polyattn/arrays.py#x) [c](masks.md) [d](gone.md) [e](#f)"
     assert repository.relinked(text, DOCS) == (
