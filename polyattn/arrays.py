@@ -30,6 +30,7 @@ __all__ = [
     "index_range",
     "is_array",
     "is_compiling",
+    "is_namespace",
     "is_recorded",
     "know_torch",
     "library_of",
@@ -150,6 +151,7 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
+_LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 # Classes that look like arrays but do not behave like them, with the message for each.
 _REFUSED = {
@@ -194,6 +196,15 @@ def library_of(array: Array, name: str = "array") -> Library:
             recorders[cls] = library.recorder
         _libraries[cls] = library
     return library
+
+
+def is_namespace(library: str) -> bool:
+    """Return whether a library of this name can have arrays; imports it."""
+    try:
+        module = importlib.import_module(_LONG_NAMES.get(library, library))
+    except (ImportError, ValueError):  # an empty name is a ValueError
+        return False
+    return hasattr(module, "matmul")
 
 
 def is_recorded(array: Array) -> bool:
