@@ -163,6 +163,9 @@ _REFUSED = {
     " {0}.get_data(), and say with mask= which keys take part",
     ("torch", "CausalBias"): "is torch's CausalBias, which is not an array: pass is_causal=True,"
     " and query_offset=0 for causal_upper_left",
+    ("sparse", "SparseArray"): "is a sparse array, and softmax makes every score other than 0; pass"
+    " {0}.todense()",
+    ("blosc2", "NDArray"): "is a compressed array, which has to be read first; pass {0}[...]",
     ("dask_array", "Array"): "is an array of dask-array, whose graphs are planned by queries: pass"
     " an array of dask.array",
     ("dask", "ArrayExpr"): "is an array of dask's query planning: set array.query-planning to"
@@ -176,10 +179,12 @@ _GRADIENT = "numpy.asarray({0}) converts it, and ends the gradient"
 _STORED = "wrap it by dask.array.from_array({0}), or read a part of it, {0}[...]"
 # What to do with the arrays of libraries without the standard.
 _CONVERSIONS = {
-    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "tinygrad", "mlx"), _GRADIENT),
+    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "mlx"), _GRADIENT),
+    "tinygrad": "{0}.numpy() converts it, and ends the gradient",
     **dict.fromkeys(("zarr", "h5py"), _STORED),
     "xarray": "pass {0}.data",
     **dict.fromkeys(("pandas", "polars"), "pass {0}.to_numpy()"),
+    **dict.fromkeys(("scipy", "jax"), "if it is sparse, pass {0}.todense()"),
 }
 
 
@@ -298,9 +303,10 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
             " mask=masks.segments(ids), with the number of the part of each token"
         )
     if library.strided is not None and (array.layout is not library.strided or array.is_quantized):
+        ordinary = "dequantize" if array.is_quantized else "to_dense"
         raise TypeError(
             f"{name} is a sparse, quantized or otherwise special tensor; attention takes"
-            f" ordinary ones, such as {name}.to_dense()"
+            f" ordinary ones, such as {name}.{ordinary}()"
         )
     return ArrayFacts(
         library.name,
