@@ -77,19 +77,20 @@ KINDS = {
 
 INTRODUCTION = """# What happens with my arrays
 
-`python docs/array_types.py` writes this page. Each row is one call, `attention(query, query, query)`, with a query that
-is made of a NumPy array `x` of float32, (2, 3, 4), as the second column shows. Nothing is converted unless you name a
-backend: arrays of a library that [follows the array API standard](https://data-apis.org/array-api/) run on their own
-library, and other types raise an error that says what to pass. `array-api` stands for the kernels that polyattn has for
-every such library.
+`python docs/array_types.py` writes this page. Each row is one call, `attention(query, query, query)`,
+with a query that is made of a NumPy array `x` of float32, (2, 3, 4). Nothing is converted unless
+you name a backend: arrays of a library that
+[follows the array API standard](https://data-apis.org/array-api/) run on their own library, and
+other types raise an error that says what to pass. `array-api` stands for the kernels that polyattn
+has for every such library.
 
 Options such as a mask, lengths or a bias may be [NumPy arrays and Python
 sequences](semantics.md#numbers-from-the-host) beside a query of any library.
 
 """
 FOOT = f"""
-{NOT_TRIED}: the library was not there when the page was written, or had no device. [Which backend should I
-use?](how-to/which-backend.md) says what to choose for your hardware.
+{NOT_TRIED}: the library was not there when the page was written, or had no device.
+[Which backend should I use?](how-to/which-backend.md) says what to choose for your hardware.
 """
 
 
@@ -132,15 +133,15 @@ def cell(message: str) -> str:
 def written() -> dict[str, str]:
     """Return the outcomes on the page, by type."""
     text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
-    rows = re.findall(r"^\| (.+?) \| `.+?` \| (.+) \|$", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (.+?)<br>`.+?` \| (.+) \|$", text, flags=re.MULTILINE)
     return dict(rows)
 
 
 def page(outcomes: dict[str, str]) -> str:
     """Return the whole page."""
-    lines = ["| type | made by | what happens |", "|---|---|---|"]
+    lines = ["| type, and how it is made | what happens |", "|---|---|"]
     for name, kind in KINDS.items():
-        lines.append(f"| {name} | `{kind.made}` | {outcomes.get(name, NOT_TRIED)} |")
+        lines.append(f"| {name}<br>`{kind.made}` | {outcomes.get(name, NOT_TRIED)} |")
     return INTRODUCTION + "\n".join(lines) + "\n" + FOOT
 
 

@@ -6,11 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from polyattn import attention
+from polyattn.conformance import CASES
+from polyattn.conformance.reference.tolerance import exact
 from polyattn.dispatch import errors
 from polyattn.plugin import FEATURES
 
@@ -40,6 +44,32 @@ def test_every_file_that_a_page_points_to_is_there(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+WHO_DIFFERS = {  # rows of the landing page, by those of peers.md
+    "causal rows, where L and S differ": "`is_causal`",
+    "a row hidden by False in a mask": "a row hidden by False in a mask",
+    "a row hidden by a bias of −inf": "a row hidden by a bias of −inf",
+    "a hidden NaN or infinity": "NaN and infinity",
+    "float64: the largest error": "float64: the largest error (in units)",
+}
+
+
+def test_the_landing_page_says_of_others_what_was_measured():
+    """The first column is ours; the suite tests all of it but the figure."""
+
+    def rows(page):
+        lines = re.findall(r"^\| (.+) \|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return {name: cells for name, *cells in (line.split(" | ") for line in lines)}
+
+    measured, shown = rows(DOCS / "peers.md"), rows(DOCS / "index.md")
+    for name, source in WHO_DIFFERS.items():
+        for cell, figure in zip(shown[name][1:], measured[source], strict=False):
+            assert figure.replace("**", "").startswith(cell)
+    case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
+    arrays, _ = case.arguments()
+    error = abs(attention(*arrays) - exact(case).output).max()
+    assert 1 / 3 < error / float(shown["float64: the largest error"][0]) < 3
 
 
 # ---- the site ----
