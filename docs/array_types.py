@@ -71,15 +71,16 @@ KINDS = {
     "`blosc2.NDArray`": Kind("blosc2", "blosc2.asarray(x)"),
     "`zarr.Array`": Kind("zarr", "zarr.array(x)"),
     "`h5py.Dataset`": Kind(
-        "h5py", "h5py.File('x', 'w', driver='core', backing_store=False).create_dataset('x', data=x)"
+        "h5py",
+        "h5py.File('x', 'w', driver='core', backing_store=False).create_dataset('x', data=x)",
     ),
 }
 
 INTRODUCTION = """# What happens with my arrays
 
-`python docs/array_types.py` writes this page. Each row is one call, `attention(query, query, query)`,
-with a query that is made of a NumPy array `x` of float32, (2, 3, 4). Nothing is converted unless
-you name a backend: arrays of a library that
+`python docs/array_types.py` writes this page. Each row is one call,
+`attention(query, query, query)`, with a query that is made of a NumPy array `x` of float32,
+(2, 3, 4). Nothing is converted unless you name a backend: arrays of a library that
 [follows the array API standard](https://data-apis.org/array-api/) run on their own library, and
 other types raise an error that says what to pass. `array-api` stands for the kernels that polyattn
 has for every such library.

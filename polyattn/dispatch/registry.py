@@ -176,8 +176,8 @@ def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
         return None
     meant = backend.xp.__name__.removeprefix("array_api_compat.")
     return (
-        f"its namespaces begin with {first!r}, which is no namespace of arrays: name the module that"
-        f" array.__array_namespace__() returns; did you mean {meant!r}?"
+        f"its namespaces begin with {first!r}, which is no namespace of arrays: name the module"
+        f" that array.__array_namespace__() returns; did you mean {meant!r}?"
     )
 
 

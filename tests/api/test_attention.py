@@ -60,7 +60,10 @@ def test_masked_tensor():
 
 @pytest.mark.parametrize(
     ("module", "name", "hint"),
-    [("sparse.core", "SparseArray", "value.todense()"), ("blosc2.ndarray", "NDArray", "value[...]")],
+    [
+        ("sparse.core", "SparseArray", "value.todense()"),
+        ("blosc2.ndarray", "NDArray", "value[...]"),
+    ],
 )
 def test_arrays_that_are_no_ordinary_ones(module, name, hint):
     what = type(name, (), {"__module__": module})()

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docutils import nodes
+from docutils.utils import new_document
 from PIL import Image
 
 from polyattn import attention
@@ -79,6 +81,50 @@ def test_the_landing_page_says_of_others_what_was_measured():
 def repository(monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "_ext")
     return importlib.import_module("repository")
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "_ext")
+    return importlib.import_module("looks")
+
+
+def test_a_page_is_edited_in_the_file_that_it_shows(looks):
+    for page, path in {
+        "learn/heads": "docs/learn/heads.md",
+        "_files/CONTRIBUTING": "CONTRIBUTING.md",
+        "_files/examples/train/README": "examples/train/README.md",
+        "_files/polyattn/arrays.py": "polyattn/arrays.py",
+    }.items():
+        assert looks.source_of(page) == ROOT / path
+        assert (ROOT / path).is_file()
+
+
+def test_each_command_of_a_console_is_a_block_of_its_own(looks):
+    text = "$ one  # first\n$ two \\\n  more\noutput\n$ three"
+    doctree = new_document("page")
+    doctree += nodes.literal_block(text, text, language="console")
+    doctree += nodes.literal_block("a\nb", "a\nb", language="python")
+    looks.split_consoles(doctree)
+    blocks = [block.astext() for block in doctree.findall(nodes.literal_block)]
+    assert blocks == ["$ one  # first", "$ two \\\n  more\noutput", "$ three", "a\nb"]
+    assert all(block.rawsource == block.astext() for block in doctree.findall(nodes.literal_block))
+
+
+def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room(looks):
+    doctree = new_document("page")
+    for picture in ("images/mask-causal.png", "images/attention.png", "favicon.svg"):
+        doctree += nodes.image(uri=picture)
+    for cell in ("j <= i", "i + S - L - W < j <= i + S - L"):
+        doctree += nodes.entry("", nodes.paragraph("", "", nodes.literal("", cell)))
+    doctree += nodes.entry(
+        "", nodes.paragraph("", "", nodes.literal("", "W"), nodes.Text(" tokens"))
+    )
+    looks.size_pictures(doctree)
+    looks.mark_formulas(doctree)
+    assert [node.get("width") for node in doctree.findall(nodes.image)] == ["386px", "1600px", None]
+    classes = [node["classes"] for node in doctree.findall(nodes.entry)]
+    assert classes == [["formula"], ["long-formula"], []]
 
 
 @pytest.fixture
