@@ -70,6 +70,7 @@ def test_arrays_that_are_no_ordinary_ones(module, name, hint):
     refused(TypeError, "value is a", f"pass {hint}", v=what)
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
 def test_quantized_tensor():
     quantized = torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8)
     refused(TypeError, "bias is a sparse, quantized", "bias.dequantize()", bias=quantized)
