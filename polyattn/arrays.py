@@ -30,6 +30,7 @@ __all__ = [
     "index_range",
     "is_array",
     "is_compiling",
+    "is_namespace",
     "is_recorded",
     "is_transformed",
     "know_torch",
@@ -165,6 +166,7 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
+_LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 # Classes that look like arrays but do not behave like them, with the message for each.
 _REFUSED = {
@@ -176,6 +178,9 @@ _REFUSED = {
     " {0}.get_data(), and say with mask= which keys take part",
     ("torch", "CausalBias"): "is torch's CausalBias, which is not an array: pass is_causal=True,"
     " and query_offset=0 for causal_upper_left",
+    ("sparse", "SparseArray"): "is a sparse array, and softmax makes every score other than 0; pass"
+    " {0}.todense()",
+    ("blosc2", "NDArray"): "is a compressed array, which has to be read first; pass {0}[...]",
     ("dask_array", "Array"): "is an array of dask-array, whose graphs are planned by queries: pass"
     " an array of dask.array",
     ("dask", "ArrayExpr"): "is an array of dask's query planning: set array.query-planning to"
@@ -189,10 +194,12 @@ _GRADIENT = "numpy.asarray({0}) converts it, and ends the gradient"
 _STORED = "wrap it by dask.array.from_array({0}), or read a part of it, {0}[...]"
 # What to do with the arrays of libraries without the standard.
 _CONVERSIONS = {
-    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "tinygrad", "mlx"), _GRADIENT),
+    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "mlx"), _GRADIENT),
+    "tinygrad": "{0}.numpy() converts it, and ends the gradient",
     **dict.fromkeys(("zarr", "h5py"), _STORED),
     "xarray": "pass {0}.data",
     **dict.fromkeys(("pandas", "polars"), "pass {0}.to_numpy()"),
+    **dict.fromkeys(("scipy", "jax"), "if it is sparse, pass {0}.todense()"),
 }
 
 
@@ -209,6 +216,15 @@ def library_of(array: Array, name: str = "array") -> Library:
             recorders[cls] = library.recorder
         _libraries[cls] = library
     return library
+
+
+def is_namespace(library: str) -> bool:
+    """Return whether a library of this name can have arrays; imports it."""
+    try:
+        module = importlib.import_module(_LONG_NAMES.get(library, library))
+    except (ImportError, ValueError):  # an empty name is a ValueError
+        return False
+    return hasattr(module, "matmul")
 
 
 def is_recorded(array: Array) -> bool:
@@ -302,9 +318,10 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
             " mask=masks.segments(ids), with the number of the part of each token"
         )
     if library.strided is not None and (array.layout is not library.strided or array.is_quantized):
+        ordinary = "dequantize" if array.is_quantized else "to_dense"
         raise TypeError(
             f"{name} is a sparse, quantized or otherwise special tensor; attention takes"
-            f" ordinary ones, such as {name}.to_dense()"
+            f" ordinary ones, such as {name}.{ordinary}()"
         )
     return ArrayFacts(
         library.name,
