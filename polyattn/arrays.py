@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import array_api_compat
 
+from polyattn.refused import CONVERSIONS, REFUSED
+
 __all__ = [
     "Array",
     "ArrayFacts",
@@ -82,13 +84,7 @@ def is_transformed() -> bool:
     torch = _modules.get("torch")
     if torch is None:
         return False
-    return torch.compiler.is_compiling() or _is_transforming(torch)
-
-
-def _is_transforming(torch: Any) -> bool:
-    functorch = getattr(torch._C, "_functorch", None)
-    stack = getattr(functorch, "get_interpreter_stack", lambda: None)()
-    return bool(stack) or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    return torch.compiler.is_compiling() or _in_forward_mode(torch) or bool(_interpreters(torch))
 
 
 def torch_transforms() -> frozenset[str]:
@@ -98,14 +94,19 @@ def torch_transforms() -> frozenset[str]:
     kernels without a rule for them.
     """
     torch = _torch()
-    if torch is None or torch.compiler.is_compiling() or not _is_transforming(torch):
+    if torch is None or torch.compiler.is_compiling():
         return frozenset()
+    transforms = frozenset([one.key().name.lower() for one in _interpreters(torch)])
+    return transforms | {"jvp"} if _in_forward_mode(torch) else transforms
+
+
+def _interpreters(torch: Any) -> Any:
     functorch = getattr(torch._C, "_functorch", None)
-    stack = getattr(functorch, "get_interpreter_stack", lambda: None)()
-    transforms = {interpreter.key().name.lower() for interpreter in stack or ()}
-    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
-        transforms.add("jvp")
-    return frozenset(transforms)
+    return getattr(functorch, "get_interpreter_stack", tuple)() or ()
+
+
+def _in_forward_mode(torch: Any) -> bool:
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 class Recorder(Protocol):
@@ -168,40 +169,6 @@ recorders: dict[type, Recorder] = {}
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
 _LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
-# Classes that look like arrays but do not behave like them, with the message for each.
-_REFUSED = {
-    ("numpy", "matrix"): "is a numpy.matrix, whose * and shapes differ from an array's; pass"
-    " numpy.asarray({0})",
-    ("numpy", "MaskedArray"): "is a masked array, whose mask would be lost; pass {0}.data, and say"
-    " with mask= which keys take part",
-    ("torch", "MaskedTensor"): "is a masked tensor, whose mask would be lost; pass"
-    " {0}.get_data(), and say with mask= which keys take part",
-    ("torch", "CausalBias"): "is torch's CausalBias, which is not an array: pass is_causal=True,"
-    " and query_offset=0 for causal_upper_left",
-    ("sparse", "SparseArray"): "is a sparse array, and softmax makes every score other than 0; pass"
-    " {0}.todense()",
-    ("blosc2", "NDArray"): "is a compressed array, which has to be read first; pass {0}[...]",
-    ("dask_array", "Array"): "is an array of dask-array, whose graphs are planned by queries: pass"
-    " an array of dask.array",
-    ("dask", "ArrayExpr"): "is an array of dask's query planning: set array.query-planning to"
-    " False in dask's configuration before dask.array is imported",
-    ("torch", "BlockMask"): "is torch's BlockMask, which is not an array: pass the function that it"
-    " was made of, its .mask_mod, in mask=",
-}
-
-
-_GRADIENT = "numpy.asarray({0}) converts it, and ends the gradient"
-_STORED = "wrap it by dask.array.from_array({0}), or read a part of it, {0}[...]"
-# What to do with the arrays of libraries without the standard.
-_CONVERSIONS = {
-    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "mlx"), _GRADIENT),
-    "tinygrad": "{0}.numpy() converts it, and ends the gradient",
-    **dict.fromkeys(("zarr", "h5py"), _STORED),
-    "xarray": "pass {0}.data",
-    **dict.fromkeys(("pandas", "polars"), "pass {0}.to_numpy()"),
-    **dict.fromkeys(("scipy", "jax"), "if it is sparse, pass {0}.todense()"),
-}
-
 
 def library_of(array: Array, name: str = "array") -> Library:
     """Return the library of `array`; errors refer to the array as `name`."""
@@ -256,8 +223,8 @@ def _names(cls: type) -> list[tuple[str, str]]:
 @constant_when_traced
 def _reason_against(cls: type) -> str | None:
     if cls.__module__.startswith("dask.array._array_expr"):
-        return _REFUSED["dask", "ArrayExpr"]
-    return next((_REFUSED[key] for key in _names(cls) if key in _REFUSED), None)
+        return REFUSED["dask", "ArrayExpr"]
+    return next((REFUSED[key] for key in _names(cls) if key in REFUSED), None)
 
 
 @constant_when_traced
@@ -286,7 +253,7 @@ def _standard_library(array: Array, name: str) -> Library:
     except TypeError:
         root, kind = _names(type(array))[0]
         whole = kind if root == "builtins" else f"{root}.{kind}"
-        hint = _CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
+        hint = CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
         raise TypeError(
             f"{name} is a {whole}, not an array of a library that follows the array API standard;"
             f" {hint.format(name)}"

@@ -21,6 +21,7 @@ GROUND = {
     "host",
     "html_page",
     "recent",
+    "refused",
     "span",
     "text_table",
     "threads",
