@@ -231,7 +231,9 @@ class KVCache:
         cache.value[..., at : at + more, :] = value
         assert cache.buffer is not None
         cache.buffer.release(at + more)
-        return replace(cache, length=self.length + more)
+        # Directly, because `replace` takes longer than the copy of a token.
+        length = self.length + more
+        return KVCache(cache.key, cache.value, length, cache.first, cache.dropped, cache.buffer)
 
     def _copy_to_buffer(self, more: int) -> KVCache:
         """Return a copy with room for more tokens, whose memory this thread has claimed."""
