@@ -118,8 +118,10 @@ class KVCache:
         (2, 8, 1, 64)
         """
         library_of(like, "like")
-        number = like[(0,) * len(like.shape)]
-        example = library_of(like).xp.broadcast_to(number, (*batch, heads, 1, 1))
+        xp = library_of(like).xp
+        # A sum has a number even where `like` has none.
+        number = xp.sum(like * 0, dtype=like.dtype)
+        example = xp.broadcast_to(number, (*batch, heads, 1, 1))
         key, value = (_zeros(example, capacity, width) for width in (size, value_size or size))
         # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
