@@ -21,6 +21,7 @@ from polyattn.arrays import (
     is_recorded,
     library_of,
     namespace_of,
+    numbers_like,
     torch_transforms,
 )
 from polyattn.expressions.masks import as_mask
@@ -119,8 +120,10 @@ class KVCache:
         """
         library_of(like, "like")
         xp = library_of(like).xp
-        # A sum has a number even where `like` has none.
-        number = xp.sum(like * 0, dtype=like.dtype)
+        if 0 in like.shape:
+            number = numbers_like(xp, 0, like.dtype, like)
+        else:  # a number of `like` is where a committed array of JAX is
+            number = like[(0,) * len(like.shape)]
         example = xp.broadcast_to(number, (*batch, heads, 1, 1))
         key, value = (_zeros(example, capacity, width) for width in (size, value_size or size))
         # torch.compile cannot return a _Buffer.
