@@ -297,6 +297,13 @@ def held(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
 
 
+# JAX compiles each operation for seconds: Llama's are most of the others'.
+elsewhere = pytest.mark.parametrize(
+    "library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@elsewhere
 def test_bert_is_transformers_own(bert, tmp_path, library):
     to, back = library
     keep = np.ones(IDS.shape, dtype=bool)
@@ -312,6 +319,7 @@ def test_bert_is_transformers_own(bert, tmp_path, library):
         held(found[keep], expected[keep])
 
 
+@elsewhere
 def test_gpt2_is_transformers_own(gpt2, tmp_path, library):
     to, back = library
     expected = logits_of(gpt2)
@@ -458,6 +466,7 @@ def test_a_model_in_many_files_is_read_by_its_index(gpt2, tmp_path):
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
 
 
+@elsewhere
 def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, library):
     to, back = library
     safetensors = pytest.importorskip("safetensors.torch")
