@@ -12,7 +12,7 @@ ROOT = Path(polyattn.__file__).resolve().parent
 BACKENDS = ROOT.parent / "backends"
 FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
-TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
+TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 
 GROUND = {
     "arguments",
@@ -20,6 +20,7 @@ GROUND = {
     "extras",
     "host",
     "html_page",
+    "progress",
     "recent",
     "refused",
     "span",
@@ -50,10 +51,11 @@ ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "api"}
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "arrays": {"array_api_compat"},
-    "bench": {"numpy", "threadpoolctl"},
+    "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
     "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
+    "progress": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }

@@ -243,12 +243,47 @@ class Rotary(Module):
         Array
             An array of the shape and dtype of `x`.
         """
-        xp = library_of(x).xp
+        return self.rotate(x, *self.tables(positions, like=x))
+
+    def tables(self, positions: Array, *, like: Array) -> tuple[Array, Array]:
+        """Return the cosines and sines of positions, which queries and keys share.
+
+        Parameters
+        ----------
+        positions : Array of int
+            As in a call.
+        like : Array
+            An array of the library, device and dtype of the result.
+
+        Returns
+        -------
+        cosines, sines : Array
+            The arguments of `rotate`.
+        """
+        xp = library_of(like).xp
         frequencies = self.frequencies or frequencies_of(self.size, self.base)
-        angles = _angles(xp, positions, frequencies, x.dtype, x)
+        angles = _angles(xp, positions, frequencies, like.dtype, like)
         if len(positions.shape) > 1:
             angles = angles[..., None, :, :]
-        cosine, sine = (cast(xp, f(angles) * self.magnitude, x.dtype) for f in (xp.cos, xp.sin))
+        cosine, sine = xp.cos(angles) * self.magnitude, xp.sin(angles) * self.magnitude
+        return cast(xp, cosine, like.dtype), cast(xp, sine, like.dtype)
+
+    def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:
+        """Rotate vectors by the angles of `tables`.
+
+        Parameters
+        ----------
+        x : Array
+            As in a call.
+        cosine, sine : Array
+            The result of `tables`.
+
+        Returns
+        -------
+        Array
+            An array of the shape and dtype of `x`.
+        """
+        xp = library_of(x).xp
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
         half, adjacent = self.size // 2, self.pairing == "neighbours"

@@ -315,7 +315,7 @@ def test_commands_that_are_told_start_what_exists():
     assert not [name for name in told if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("name", ["backward", "cpu", "encoder", "gpu", "masks"])
+@pytest.mark.parametrize("name", ["backward", "cpu", "encoder", "generate", "gpu", "masks"])
 def test_a_comparison_with_peers_says_how_it_is_used(name):
     command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), "--help"]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
