@@ -49,21 +49,25 @@ def check(strategy, layout, size=4):
 
 
 def check_mesh_of_two_axes():
-    """Check a batch over one axis and tokens over another, with a mask whose ids are shared."""
+    """Check a batch over one axis and tokens over another, with shared ids of a mask and dropout."""
     mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 16, 8)))
     ids = jnp.asarray(np.arange(16) // 5)
     spec = PartitionSpec("data", None, "ring")
 
-    def attend(x, ids):
+    def attend(x, ids, seed):
         at = parallel.positions(x, over="ring", axis=-2)
         assert at.shape == (8,)
         mask = masks.segments(ids) | masks.prefix(2)
-        return parallel.attention(x, x, x, over="ring", strategy="ring", mask=mask)
+        start = jnp.asarray([2, 0, 0, 0]) * jax.lax.axis_index("data")  # this device's first item
+        how = {"over": "ring", "strategy": "ring", "dropout": (0.3, seed, start)}
+        return parallel.attention(x, x, x, mask=mask, **how)
 
-    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
-    expected = attention(x, x, x, mask=masks.segments(ids) | masks.prefix(2), backend="numpy")
-    assert abs(jax.jit(on_mesh)(x, ids) - expected).max() <= 1e-14
+    specs = spec, PartitionSpec(), PartitionSpec()
+    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
+    mask = masks.segments(ids) | masks.prefix(2)
+    expected = attention(x, x, x, mask=mask, dropout=(0.3, 7), backend="numpy")
+    assert abs(jax.jit(on_mesh)(x, ids, jnp.asarray(7)) - expected).max() <= 1e-14
     print("two axes: right")
 
 
