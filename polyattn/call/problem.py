@@ -205,9 +205,7 @@ def examine(call: Call) -> Problem:
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         normalizer=call.normalizer,
         dropout=call.dropout,
-        dropout_start=None
-        if isinstance(call.dropout_start, ArrayFacts)
-        else call.dropout_start,
+        dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
     )
     _check_values(call, problem)

@@ -263,7 +263,8 @@ class Indices:
         tuple of Array of bool
             For each index in a block, shape (..., H, l, n).
         """
-        return self._decided(keep_mask_by_word, blocks)
+        words: tuple[Array, ...] = self._decided(keep_mask_by_word, blocks)
+        return words
 
     def _decided(self, decide: Callable[..., Any], blocks: Array) -> Any:
         item, head, row, _ = self.dropout_start

@@ -49,7 +49,7 @@ def check(strategy, layout, size=4):
 
 
 def check_mesh_of_two_axes():
-    """Check a batch over one axis and tokens over another, with shared ids of a mask and dropout."""
+    """Check a batch over one axis and tokens over another, with ids and a seed that are shared."""
     mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 16, 8)))
     ids = jnp.asarray(np.arange(16) // 5)

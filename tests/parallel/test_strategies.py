@@ -23,7 +23,13 @@ VALUES = (
     "composed masks, offset below 0", "mask hides some rows, sinks", "similarity x score norm",
     "nan under mask array",
 )  # fmt: skip
-GRADIENTS = ("dropout", "bias x softcap", "sinks x grouped heads", "alibi value, float64", "sigmoid, float64")
+GRADIENTS = (
+    "dropout",
+    "bias x softcap",
+    "sinks x grouped heads",
+    "alibi value, float64",
+    "sigmoid, float64",
+)
 
 
 def suited(cases):
