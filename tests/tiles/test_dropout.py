@@ -183,6 +183,8 @@ def test_a_part_drops_what_the_whole_drops_there(library, first):
 
 
 def test_a_start_is_four_indices():
-    for start, error in (((1, 2, 3), TypeError), ((0, 0, -1, 0), ValueError), (4, TypeError)):
+    wrong = ((1, 2, 3), (0, 0, -1, 0), 4, np.arange(3), np.zeros(4), jnp.zeros(4))
+    errors = (TypeError, ValueError, TypeError, TypeError, TypeError, TypeError)
+    for start, error in zip(wrong, errors, strict=True):
         with pytest.raises(error, match="four integers of at least 0"):
             attention(QUERY, KEY, VALUE, dropout=(RATE, SEED, start))
