@@ -92,13 +92,13 @@ class Ranks(NamedTuple):
         sliding_window: int | None,
     ) -> dict[str, Any]:
         """Return which keys each row of the whole sequence sees, as options of attention."""
-        if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
-            return {"mask": mask}
         parts: list[Any] = [] if mask is None else [masks.dense(mask)]
         if packed is not None and len(packed) > 2:
             at = torch.arange(query.shape[-2] * self.size(), device=query.device)
             parts.append(masks.segments(torch.bucketize(at, packed[1:].to(at), right=True)))
         options: dict[str, Any] = {"mask": functools.reduce(operator.and_, parts)} if parts else {}
+        if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
+            return options
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         if is_causal:

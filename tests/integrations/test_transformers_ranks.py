@@ -12,7 +12,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from polyattn import attention, masks, parallel
+from polyattn import attention, attention_weights, masks, parallel
 from polyattn.integrations.transformers import _attend, register
 from polyattn.integrations.transformers_ranks import Ranks
 
@@ -138,6 +138,14 @@ def test_dropout_over_ranks_drops_what_one_device_drops():
     for parts, wanted in zip(zip(*found, strict=True), wholes, strict=True):
         off = parallel.unpermute(torch.cat(parts, dim=-2), SIZE) - wanted
         assert abs(off).max() < 1e-13
+
+
+def test_packed_sequences_are_kept_apart_under_any_mask():
+    ranks, x, ends = Ranks(OfThisThread(), "ring", "contiguous"), torch.ones(1, 2, 2, 4), [0, 1, 4]
+    every = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    mask = ranks.visibility(None, x, every, torch.tensor(ends), None, None)["mask"]
+    seen = attention_weights(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 4, 4), mask=mask)
+    assert (seen > 0).sum() == 1 + 9
 
 
 PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=int))
