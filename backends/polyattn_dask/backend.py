@@ -23,6 +23,12 @@ class Chunked(Kernel):
     name = "chunked"
     features = frozenset(FEATURES) - {"jvp"}
 
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why it cannot compute a call."""
+        if problem.dropout_start is None:
+            return ["parts of chunks count on from a start of dropout in numbers, not in an array"]
+        return []
+
     def remark(self, problem: Problem) -> str | None:
         """Return how much of the scores is computed, and in how many tasks."""
         return estimate(problem)

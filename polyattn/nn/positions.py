@@ -223,10 +223,8 @@ class Rotary(Module):
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing must be 'halves' or 'neighbours'; got {self.pairing!r}")
         if self.frequencies is not None and len(self.frequencies) != self.size // 2:
-            raise ValueError(
-                f"there must be size / 2 = {self.size // 2} frequencies; got"
-                f" {len(self.frequencies)}"
-            )
+            given = len(self.frequencies)
+            raise ValueError(f"there must be size / 2 = {self.size // 2} frequencies; got {given}")
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Rotate vectors.
@@ -290,10 +288,8 @@ class Rotary(Module):
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
         pairs = (a * cosine - b * sine, b * cosine + a * sine)
-        if adjacent:
-            result = xp.reshape(xp.stack(pairs, axis=-1), rotated.shape)
-        else:
-            result = xp.concat(pairs, axis=-1)
+        result = xp.concat(pairs, axis=-1) if not adjacent else xp.stack(pairs, axis=-1)
+        result = xp.reshape(result, rotated.shape)
         return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 

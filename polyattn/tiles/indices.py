@@ -231,38 +231,38 @@ class Indices:
         offset = self._problem.query_offset
         return self._of_items(self._x.query_offset) if offset is None else offset
 
+    @property
+    def dropout_start(self) -> Any:
+        """What batch item, head, row and key begin with in the hash of dropout, four numbers."""
+        given = self._problem.dropout_start
+        return self._x.dropout_start if given is None else given
+
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
-        start = self._columns.start + self._problem.dropout_start[3]
-        first, stop = start // WORDS, start + self._columns.length
-        blocks = index_range(self.xp, first, -(-stop // WORDS), self._x.query)
-        found = keep_mask(self.xp, *self._drawn_by(), blocks)
-        return found[..., start - first * WORDS : stop - first * WORDS]
+        start, length = self._columns.start + self.dropout_start[3], self._columns.length
+        first, rest = start // WORDS, start % WORDS
+        known = isinstance(rest, int)
+        count = -(-(length + (rest if known else WORDS - 1)) // WORDS)
+        blocks = first + index_range(self.xp, 0, count, self._x.query)
+        found = self._decided(keep_mask, blocks)
+        if known:
+            return found[..., rest : rest + length]
+        columns = rest + index_range(self.xp, 0, length, self._x.query)
+        return self.xp.take(found, columns, axis=-1)
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
 
-        Parameters
-        ----------
-        blocks : Array
-            Numbers of blocks, shape (n,).
-
-        Returns
-        -------
-        tuple of Array of bool
-            For each index in a block, shape (..., H, l, n).
+        `blocks` are numbers of blocks, counted from the first key of the hash.
         """
-        whole, rest = divmod(self._problem.dropout_start[3], WORDS)
-        kept = keep_mask_by_word(self.xp, *self._drawn_by(), blocks + whole)
-        if rest:
-            after = keep_mask_by_word(self.xp, *self._drawn_by(), blocks + (whole + 1))
-            kept = kept[rest:] + after[:rest]
-        return kept
+        words: tuple[Array, ...] = self._decided(keep_mask_by_word, blocks)
+        return words
 
-    def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
+    def _decided(self, decide: Callable[..., Any], blocks: Array) -> Any:
+        item, head, row, _ = self.dropout_start
         seed, rate = self._x.seed, self._problem.dropout
-        item, head, row, _ = self._problem.dropout_start
-        return seed, rate, self.batch + item, self.head + head, self.row + row
+        at = self.batch + item, self.head + head, self.row + row
+        return decide(self.xp, seed, rate, *at, blocks)
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Yield bool arrays; a key takes part where all of them hold.

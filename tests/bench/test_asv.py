@@ -329,6 +329,14 @@ def test_the_comparison_of_masks_runs():
     assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
 
 
+@pytest.mark.slow
+def test_the_bounds_of_long_arrays_are_checked():
+    command = [sys.executable, str(BENCH / "peers" / "scale.py"), "--quick"]
+    line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "quick: 7 of 16 pairs [<= 7: kept]; 4 tasks" in line
+    assert "BROKEN" not in line
+
+
 def test_the_example_of_a_new_benchmark_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (BENCH / "README.md").read_text(), re.DOTALL)
     names = {"__name__": "benchmarks.cross", "__package__": "benchmarks"}
