@@ -26,7 +26,7 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.tiles.band import visible_band
-from polyattn.tiles.dropout import WORDS, keep_mask, keep_mask_by_word
+from polyattn.tiles.dropout import WORDS, keep_mask_by_word, keep_mask_of_keys
 
 __all__ = ["Indices"]
 
@@ -239,30 +239,30 @@ class Indices:
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
-        start, length = self._columns.start + self.dropout_start[3], self._columns.length
-        first, rest = start // WORDS, start % WORDS
-        known = isinstance(rest, int)
-        count = -(-(length + (rest if known else WORDS - 1)) // WORDS)
-        blocks = first + index_range(self.xp, 0, count, self._x.query)
-        found = self._decided(keep_mask, blocks)
-        if known:
-            return found[..., rest : rest + length]
-        columns = rest + index_range(self.xp, 0, length, self._x.query)
-        return self.xp.take(found, columns, axis=-1)
+        start = self._columns.start + self.dropout_start[3]
+        return self._decided(keep_mask_of_keys, start, self._columns.length)
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
 
-        `blocks` are numbers of blocks, counted from the first key of the hash.
+        Parameters
+        ----------
+        blocks : Array
+            Numbers of blocks, shape (n,), counted from the first key of the hash.
+
+        Returns
+        -------
+        tuple of Array of bool
+            For each index in a block, shape (..., H, l, n).
         """
         words: tuple[Array, ...] = self._decided(keep_mask_by_word, blocks)
         return words
 
-    def _decided(self, decide: Callable[..., Any], blocks: Array) -> Any:
+    def _decided(self, decide: Callable[..., Any], *keys: Any) -> Any:
         item, head, row, _ = self.dropout_start
         seed, rate = self._x.seed, self._problem.dropout
         at = self.batch + item, self.head + head, self.row + row
-        return decide(self.xp, seed, rate, *at, blocks)
+        return decide(self.xp, seed, rate, *at, *keys)
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Yield bool arrays; a key takes part where all of them hold.
