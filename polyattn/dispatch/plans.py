@@ -28,12 +28,13 @@ class Repeat(NamedTuple):
 
     call: Call
     plan: Plan
-    keeps_axes: bool
+    is_direct: bool  # the kernel takes and returns the arrays of the caller
 
     def run(self, operands: Operands) -> Array:
-        """Return the output of the call with other arrays."""
-        if self.keeps_axes:
-            return self.plan.run(operands)[0]
+        """Return the output of the call with other arrays of the same classes."""
+        if self.is_direct:
+            kernel, (backend, _, problem, _), _ = self.plan
+            return backend.run(kernel, problem, operands)[0]  # type: ignore[union-attr]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
 
@@ -84,4 +85,5 @@ def remember_repeat(
     """Keep a call that has just run for later ones with the same glance."""
     plan = recall(call, requested, kernel)
     if plan is not None:
-        _plans[seen, requested] = Repeat(call, plan, keeps_axes(call))
+        is_direct = keeps_axes(call) and not plan.placement.moved
+        _plans[seen, requested] = Repeat(call, plan, is_direct)
