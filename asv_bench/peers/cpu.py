@@ -51,7 +51,8 @@ class Case(NamedTuple):
     def visible(self) -> float:
         """The number of visible scores."""
         rows = self.batch * self.heads * self.length
-        return rows * {"causal": self.keys / 2, "window": 257}.get(self.kind, self.keys)
+        seen = {"causal": self.keys / 2, "window": 257, "padding": self.key_lengths.mean()}
+        return float(rows * seen.get(self.kind, self.keys))
 
     def arguments(self) -> tuple[list[Array], dict[str, Any]]:
         """Return query, key and value, and the options for `polyattn.attention`."""
@@ -65,15 +66,25 @@ class Case(NamedTuple):
                 return arrays, {"is_causal": True}
             case "window":
                 return arrays, {"window": (256, 0)}
+            case "padding":
+                return arrays, {"mask": polyattn.masks.padding(self.key_lengths)}
             case "mask":
                 return arrays, {"mask": rng.random(square) > 0.5}
             case "bias":
                 return arrays, {"bias": rng.standard_normal(square, dtype=np.float32)}
         return arrays, {}
 
+    @property
+    def key_lengths(self) -> Array:
+        """The number of keys of each item of a padded batch, from an eighth of all on."""
+        rng = np.random.default_rng(1)
+        return rng.integers(self.keys // 8, self.keys, self.batch, endpoint=True)
+
     def mask(self, options: dict[str, Any]) -> Array | None:
         """Return which keys each row sees, as an array, or None for all."""
         rows, keys = np.arange(self.length)[:, None], np.arange(self.keys)
+        if self.kind == "padding":
+            return keys < self.key_lengths[:, None, None, None]
         if self.kind == "causal":
             return keys <= rows
         if self.kind == "window":
@@ -88,6 +99,7 @@ def both(batch: int, heads: int, length: int, size: int) -> list[Case]:
 
 CASES = (
     *both(1, 12, 128, 64),
+    Case(32, 12, 12, 128, 128, 64, "padding"),
     *both(1, 12, 256, 64),
     *both(1, 12, 512, 64),
     *both(4, 8, 1024, 64),
@@ -208,7 +220,10 @@ def exact_rows(case: Case) -> tuple[Array, Array]:
     arrays, options = case.arguments()
     query, key, value = (array[-1:, -1:].astype(np.float64) for array in arrays)
     rows = np.unique(np.linspace(0, case.length - 1, 64).astype(int))
-    mask, bias = (None if x is None else x[rows] for x in (case.mask(options), options.get("bias")))
+    mask, bias = (
+        None if x is None else x[-1:] if x.ndim == 4 else x[rows]
+        for x in (case.mask(options), options.get("bias"))
+    )  # fmt: skip
     return rows, textbook(query[:, :, rows], key, value, mask=mask, bias=bias)
 
 
