@@ -6,6 +6,7 @@ from pathlib import Path
 import polyattn_cupy
 import polyattn_dask
 import polyattn_jax
+import polyattn_mlx
 import polyattn_numpy
 import polyattn_torch
 from polyattn.dispatch import registry
@@ -18,6 +19,7 @@ SPECS = (
     polyattn_cupy.SPEC,
     polyattn_jax.SPEC,
     polyattn_dask.SPEC,
+    polyattn_mlx.SPEC,
 )
 YES = "●"
 PROMISES = {

@@ -156,7 +156,10 @@ class ArrayFacts(NamedTuple):
 
 
 # Modules that know the arrays of a library: imported when the first is seen. Each has a `LIBRARY`.
-_INTEGRATED = {("autograd", "ArrayBox"): "polyattn.integrations.autograd"}
+_INTEGRATED = {
+    ("autograd", "ArrayBox"): "polyattn.integrations.autograd",
+    ("mlx", "array"): "polyattn.integrations.mlx",
+}
 
 # Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
 _libraries: dict[type, Library] = {}
@@ -166,7 +169,7 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 #: The recorder of each class of arrays that has one, once an array of it was seen.
 recorders: dict[type, Recorder] = {}
 
-_SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
+_SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask", "mlx.core": "mlx"}
 _LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 
@@ -211,7 +214,18 @@ def check_not_recorded(function: str, result: Array, xp: Any) -> None:
 
 
 def namespace_of(*arrays: Array) -> Any:
-    """Return the namespace whose functions take all these arrays of one library."""
+    """Return the namespace whose functions take all these arrays of one library.
+
+    Parameters
+    ----------
+    *arrays : Array
+        The arrays.
+
+    Returns
+    -------
+    module
+        The standard's namespace, with what polyattn adds to a library that lacks some of it.
+    """
     libraries = [library_of(array) for array in arrays]
     return next((x.xp for x in libraries if x.recorder is not None), libraries[0].xp)
 

@@ -28,7 +28,7 @@ _GRADIENT = "numpy.asarray({0}) converts it, and ends the gradient"
 _STORED = "wrap it by dask.array.from_array({0}), or read a part of it, {0}[...]"
 # What to do with the arrays of libraries without the standard.
 CONVERSIONS = {
-    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "mlx"), _GRADIENT),
+    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore"), _GRADIENT),
     "tinygrad": "{0}.numpy() converts it, and ends the gradient",
     **dict.fromkeys(("zarr", "h5py"), _STORED),
     "xarray": "pass {0}.data",

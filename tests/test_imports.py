@@ -54,7 +54,7 @@ OUTSIDE = {
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
     "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
-    "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
+    "integrations": {"autograd", "jax", "mlx", "numpy", "torch", "transformers"},
     "progress": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer

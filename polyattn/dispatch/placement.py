@@ -152,7 +152,7 @@ def _accepted(call: Call, name: str) -> tuple[str, ...]:
 
 def _conversion(name: str, where: ArrayFacts) -> str:
     """Return the code that makes an array one of another library, on its device."""
-    module = {"jax": "jax.numpy", "dask": "dask.array"}.get(where.library, where.library)
+    module = {"jax": "jax.numpy", "dask": "dask.array", "mlx": "mlx.core"}.get(where.library, where.library)
     device = f", device={where.device!r}" if where.library == "torch" else ""
     return f"{module}.asarray({name}{device})"
 

@@ -30,7 +30,6 @@ GIVEN = {
         lambda folder: foreign("tensorflow.python", "Tensor"),
         ["tensorflow.Tensor", "numpy.asarray(query)", "ends the gradient"],
     ),
-    "mlx": (lambda folder: foreign("mlx", "array"), ["mlx.array", "ends the gradient"]),
     "list": (lambda folder: X.tolist(), ["query is a list", "numpy.asarray(query)"]),
 }
 

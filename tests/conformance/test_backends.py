@@ -85,6 +85,13 @@ class TestJax(BackendSuite):
             yield
 
 
+class TestMlx(BackendSuite):
+    """On the CPU; MLX's fused kernels for Metal and CUDA have not run."""
+
+    backend = "mlx"
+    thorough = False
+
+
 class Cut(Target):
     """Dask arrays in small chunks: two or three of each axis."""
 

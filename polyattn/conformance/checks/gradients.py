@@ -122,23 +122,53 @@ def by_jax(
 ) -> dict[str, Any] | None:
     """Return the gradients by JAX, or None if the kernel refuses."""
     jax = importlib.import_module("jax")
+
+    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+        return jax.vjp(function, *inputs)[1](along)
+
+    return _by_vjp(pulled_back, target, case, kernel, arguments)
+
+
+def by_mlx(
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+) -> dict[str, Any] | None:
+    """Return the gradients by MLX, or None if the kernel refuses."""
+    mx = importlib.import_module("mlx.core")
+
+    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+        return mx.vjp(function, inputs, [along])[1]
+
+    return _by_vjp(pulled_back, target, case, kernel, arguments)
+
+
+def _by_vjp(
+    pulled_back: Callable[..., Any],
+    target: Target,
+    case: Case,
+    kernel: Kernel,
+    arguments: Arguments,
+) -> dict[str, Any] | None:
     along = target.to(cotangent(case))
 
     def differentiated(*arrays: Any, **options: Any) -> Any:
         inputs = differentiable(arrays, options)
         others = {name: x for name, x in options.items() if name not in inputs}
-        _, back = jax.vjp(lambda inputs: attention(**inputs, **others), inputs)
-        return back(along)[0]
+
+        def call(*given: Any) -> Any:
+            return attention(**dict(zip(inputs, given, strict=True)), **others)
+
+        found = pulled_back(call, list(inputs.values()), along)
+        return dict(zip(inputs, found, strict=True))
 
     try:
         gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)
     except UnsupportedError:
-        # An array of JAX does not show beforehand that it will be differentiated.
+        # Such an array does not show beforehand that it will be differentiated.
         return None
     return gradients
 
 
-BY = {"torch": by_torch, "jax": by_jax}
+BY = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 
 # ---- by the kernel itself ----------------------------------------------------------------------

@@ -1,0 +1,95 @@
+"""MLX's devices, and how its arrays are made and evaluated.
+
+An array has no device: each computation has one. Only `fetch` and `synchronize` evaluate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, namespace_of
+from polyattn_mlx.fast import Fast
+
+__all__ = ["MlxBackend"]
+
+
+class MlxBackend(Backend):
+    """MLX's arrays, on its default device or on the one that a call names."""
+
+    kernels = (Fast(),)
+
+    def __init__(self) -> None:
+        super().__init__(namespace_of(mx.array(0)))
+
+    def devices(self) -> list[str]:
+        """Return the kinds of device that this build of MLX has, its default first."""
+        default = mx.default_device().type
+        kinds = [default, *{mx.cpu, mx.gpu} - {default}]
+        return [kind.name for kind in kinds if mx.is_available(kind)]
+
+    def lacks(self, dtype: str) -> str | None:
+        """Refuse float64 on a GPU, where MLX computes nothing in it."""
+        if dtype != "float64" or mx.default_device().type == mx.cpu:
+            return None
+        return "MLX has float64 on the CPU only: call mx.set_default_device(mx.cpu)"
+
+    def place(self, array: Array, device: str | None) -> mx.array:
+        """Return `array` as one of MLX, which has its memory on no device in particular."""
+        return array if isinstance(array, mx.array) else _import(array)
+
+    def fetch(self, array: Array) -> Any:
+        """Evaluate an array, and return it as a NumPy array."""
+        if array.dtype == mx.bfloat16:
+            try:
+                import ml_dtypes
+            except ImportError:
+                raise ImportError(
+                    "NumPy has bfloat16 only through ml_dtypes: pip install ml_dtypes"
+                ) from None
+            return np.array(array.view(mx.uint16)).view(ml_dtypes.bfloat16)
+        return np.array(array)
+
+    def synchronize(self, device: str | None = None) -> None:
+        """Wait until all work that was begun is done."""
+        mx.synchronize()
+
+    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return the function under mx.compile, which evaluates its result."""
+        compiled = mx.compile(function)
+
+        def evaluated(*arrays: Array) -> Array:
+            result = compiled(*arrays)
+            mx.eval(result)
+            return result
+
+        return evaluated
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel on the device of the problem."""
+        with _on(problem.device):
+            return super().run(kernel, problem, operands)
+
+    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+        """Run the backward pass of a kernel on the device of the problem."""
+        with _on(problem.device):
+            return super().run_backward(kernel, problem, operands)
+
+
+def _on(device: str) -> contextlib.AbstractContextManager[Any]:
+    return mx.stream(getattr(mx, device)) if device else contextlib.nullcontext()
+
+
+def _import(array: Array) -> mx.array:
+    """Import an array of another library in its dtype."""
+    if not isinstance(array, (np.ndarray, np.generic)):
+        return mx.from_dlpack(array)
+    array = np.asarray(array, array.dtype.newbyteorder("="), order="C")
+    # MLX makes float32 of NumPy's float64 unless it is told.
+    return mx.array(array, mx.float64) if array.dtype == np.float64 else mx.array(array)

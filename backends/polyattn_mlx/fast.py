@@ -1,0 +1,96 @@
+"""The kernel that calls MLX's own attention, for calls that it computes as the semantics define."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, band
+
+__all__ = ["Fast"]
+
+
+class Fast(Kernel):
+    """`mx.fast.scaled_dot_product_attention`.
+
+    It gives a row without keys the mean of the values, so with a mask such rows are cleared here.
+    """
+
+    name = "fast"
+    features = frozenset({
+        "batch_broadcast", "causal", "grouped_heads", "mask", "query_offset", "query_offset_array",
+        "scale", "sinks", "value_size", "window",
+    })  # fmt: skip
+    # The weight 0 of a masked key is multiplied by its value, which may be NaN.
+    poison_safe = False
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what MLX's operation computes differently."""
+        reasons = []
+        if problem.dtype == "float64":
+            reasons.append("its softmax is in float32, and this is float64")
+        if 0 in (*problem.scores, problem.head_size, problem.value_size):
+            reasons.append("it takes no arrays without elements")
+        return reasons
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output."""
+        query, key, value = (_of_rank_4(problem, x) for x in operands[:3])
+        sinks, mask, seen = operands.sinks, _mask(problem, operands, backend.xp), None
+        if isinstance(mask, mx.array):
+            seen = mx.any(mask, axis=-1, keepdims=True)
+            mask = mask if mask.ndim < 4 else _of_rank_4(problem, mask)
+        try:  # a fused kernel sums in float32; without one, MLX would round scores to 16 bits
+            output = _attend(problem, query, key, value, mask, sinks, problem.dtype != "float32")
+        except ValueError:
+            wide = (x.astype(mx.float32) for x in (query, key, value))
+            output = _attend(problem, *wide, mask, sinks, False).astype(query.dtype)
+        output = output.reshape(*problem.scores[:-1], problem.value_size)
+        return output if seen is None else mx.where(seen, output, 0), None
+
+
+def _attend(
+    problem: Problem,
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    mask: mx.array | str | None,
+    sinks: mx.array | None,
+    fused: bool,
+) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        scale=problem.scale,
+        mask=mask,
+        sinks=None if sinks is None else sinks.astype(query.dtype),
+        force_fused=fused,
+    )
+
+
+def _of_rank_4(problem: Problem, array: mx.array) -> mx.array:
+    """Return query, key, value or a mask with one batch axis."""
+    lead, rest = array.shape[:-3], array.shape[-3:]
+    if len(lead) == 1 and lead == problem.batch:
+        return array
+    return mx.broadcast_to(array, (*problem.batch, *rest)).reshape(-1, *rest)
+
+
+def _mask(problem: Problem, operands: Operands, xp: Any) -> mx.array | str | None:
+    """Return which keys each row sees; MLX's causal rows see up to S − L + i, where they see any."""
+    low, high = band(problem)
+    newest = problem.key_length - problem.query_length
+    if operands.mask is None and problem.query_offset is not None:
+        if low is None and high is None:
+            return None
+        if low is None and high == newest >= 0:
+            return "causal"
+    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
+    seen = None
+    for part in Indices(problem, xp, operands, rows, columns).visible():
+        seen = part if seen is None else seen & part
+    return seen

@@ -1,0 +1,44 @@
+"""Give MLX's namespace what it lacks of the array API standard.
+
+Importing this module is not needed: the first array of MLX that polyattn meets imports it.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import mlx.core as mx
+
+from polyattn.arrays import Library
+
+__all__ = ["LIBRARY"]
+
+
+def _arange(*ends: int, dtype: Any = mx.int64) -> mx.array:
+    """Return indices of 64 bits, so that they can be compared with any offset."""
+    return mx.arange(*ends, dtype=dtype)
+
+
+def _exp(x: mx.array) -> mx.array:
+    """Return the exponential; MLX computes that of float64 in float32, and its powers in float64.
+
+    The rounding of e is an error of x · eps at most, and of a weight exp(x) far less than eps.
+    """
+    return mx.power(mx.array(math.e, x.dtype), x) if x.dtype == mx.float64 else mx.exp(x)
+
+
+def _iinfo(dtype: Any) -> Any:
+    """Return the limits of an integer dtype, and its bits."""
+    known = mx.iinfo(dtype)
+    return types.SimpleNamespace(min=known.min, max=known.max, bits=8 * dtype.size)
+
+
+def _namespace() -> Any:
+    xp = types.ModuleType(mx.__name__)
+    vars(xp).update(vars(mx), arange=_arange, exp=_exp, iinfo=_iinfo)
+    return xp
+
+
+LIBRARY = Library("mlx", _namespace())
