@@ -18,6 +18,7 @@ import array_api_compat
 from polyattn.refused import CONVERSIONS, REFUSED
 
 __all__ = [
+    "LONG_NAMES",
     "Array",
     "ArrayFacts",
     "Chunks",
@@ -170,7 +171,7 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask", "mlx.core": "mlx"}
-_LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
+LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 
 def library_of(array: Array, name: str = "array") -> Library:
@@ -191,7 +192,7 @@ def library_of(array: Array, name: str = "array") -> Library:
 def is_namespace(library: str) -> bool:
     """Return whether a library of this name can have arrays; imports it."""
     try:
-        module = importlib.import_module(_LONG_NAMES.get(library, library))
+        module = importlib.import_module(LONG_NAMES.get(library, library))
     except (ImportError, ValueError):  # an empty name is a ValueError
         return False
     return hasattr(module, "matmul")

@@ -28,6 +28,7 @@ def test_backends(capsys):
         "cupy",
         "dask",
         "jax",
+        "mlx",
         "numpy",
         "torch",
         "array-api",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import mlx.core as mx
@@ -43,33 +45,28 @@ class Fast(Kernel):
         if isinstance(mask, mx.array):
             seen = mx.any(mask, axis=-1, keepdims=True)
             mask = mask if mask.ndim < 4 else _of_rank_4(problem, mask)
-        try:  # a fused kernel sums in float32; without one, MLX would round scores to 16 bits
-            output = _attend(problem, query, key, value, mask, sinks, problem.dtype != "float32")
-        except ValueError:
-            wide = (x.astype(mx.float32) for x in (query, key, value))
-            output = _attend(problem, *wide, mask, sinks, False).astype(query.dtype)
+        output = _attend(problem.scale, query, key, value, mask, sinks)
         output = output.reshape(*problem.scores[:-1], problem.value_size)
         return output if seen is None else mx.where(seen, output, 0), None
 
 
 def _attend(
-    problem: Problem,
+    scale: float,
     query: mx.array,
     key: mx.array,
     value: mx.array,
     mask: mx.array | str | None,
     sinks: mx.array | None,
-    fused: bool,
 ) -> mx.array:
-    return mx.fast.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        scale=problem.scale,
-        mask=mask,
-        sinks=None if sinks is None else sinks.astype(query.dtype),
-        force_fused=fused,
-    )
+    attend = functools.partial(mx.fast.scaled_dot_product_attention, scale=scale, mask=mask)
+    dtype = query.dtype
+    # Fused kernels sum 16 bits in float32, the others in 16 bits; sinks are cast to the dtype.
+    if dtype != mx.float32 and (sinks is None or sinks.dtype == dtype):
+        with contextlib.suppress(ValueError):  # there is none for this device, size or gradient
+            return attend(query, key, value, sinks=sinks, force_fused=True)
+    query, key, value = (x.astype(mx.float32) for x in (query, key, value))
+    sinks = None if sinks is None else sinks.astype(mx.float32)
+    return attend(query, key, value, sinks=sinks, force_fused=False).astype(dtype)
 
 
 def _of_rank_4(problem: Problem, array: mx.array) -> mx.array:
@@ -81,7 +78,7 @@ def _of_rank_4(problem: Problem, array: mx.array) -> mx.array:
 
 
 def _mask(problem: Problem, operands: Operands, xp: Any) -> mx.array | str | None:
-    """Return which keys each row sees; MLX's causal rows see up to S − L + i, where they see any."""
+    """Return which keys each row sees: MLX's own causal mask if every row sees some key."""
     low, high = band(problem)
     newest = problem.key_length - problem.query_length
     if operands.mask is None and problem.query_offset is not None:

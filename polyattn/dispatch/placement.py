@@ -6,7 +6,7 @@ traced array is refused before any work. Within one library nothing is lost.
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, ArrayFacts, is_compiling
+from polyattn.arrays import LONG_NAMES, Array, ArrayFacts, is_compiling
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
@@ -152,7 +152,7 @@ def _accepted(call: Call, name: str) -> tuple[str, ...]:
 
 def _conversion(name: str, where: ArrayFacts) -> str:
     """Return the code that makes an array one of another library, on its device."""
-    module = {"jax": "jax.numpy", "dask": "dask.array", "mlx": "mlx.core"}.get(where.library, where.library)
+    module = LONG_NAMES.get(where.library, where.library)
     device = f", device={where.device!r}" if where.library == "torch" else ""
     return f"{module}.asarray({name}{device})"
 

@@ -16,9 +16,12 @@ from polyattn.arrays import Library
 __all__ = ["LIBRARY"]
 
 
-def _arange(*ends: int, dtype: Any = mx.int64) -> mx.array:
+def _arange(
+    start: int, stop: int | None = None, step: int = 1, dtype: mx.Dtype = mx.int64
+) -> mx.array:
     """Return indices of 64 bits, so that they can be compared with any offset."""
-    return mx.arange(*ends, dtype=dtype)
+    start, stop = (0, start) if stop is None else (start, stop)
+    return mx.arange(start, stop, step, dtype)
 
 
 def _exp(x: mx.array) -> mx.array:

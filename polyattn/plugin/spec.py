@@ -24,7 +24,8 @@ class BackendSpec:
     namespaces : tuple of str
         The array libraries whose arrays it takes as they are, by the name of the module that
         ``array.__array_namespace__()`` returns, such as ``"cupy"``; ``"jax"``, ``"dask"`` and
-        ``"mlx"`` are short for ``jax.numpy``, ``dask.array`` and ``mlx.core``. The first is the library of its own arrays.
+        ``"mlx"`` are short for ``jax.numpy``, ``dask.array`` and ``mlx.core``. The first
+        is the library of its own arrays.
     implementation : str
         The import path of its `Backend` subclass, ``"module:Class"``, called without arguments.
     requires : tuple of str

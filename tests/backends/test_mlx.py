@@ -1,0 +1,151 @@
+"""MLX as a backend: the suite on its default device, and what only its arrays ask for."""
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, attention_vjp, explain, masks, merge
+from polyattn.conformance.suite import BackendSuite
+
+mx = pytest.importorskip("mlx.core")
+
+from polyattn_mlx.backend import MlxBackend  # noqa: E402
+
+
+class TestMlx(BackendSuite):
+    """Its fused kernels, for Metal and CUDA, run only where there is such a device."""
+
+    backend = "mlx"
+    thorough = False
+
+
+def numbers(*shape, dtype=mx.float32):
+    return mx.array(np.random.default_rng(0).standard_normal(shape)).astype(dtype)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the kernel asks of MLX: the dtype of the query, and the options."""
+    seen = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def recorded(query, *arrays, **options):
+        seen.append((query.dtype, options["mask"], options["force_fused"]))
+        return real(query, *arrays, **options)
+
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    return seen
+
+
+def test_its_own_kernel_comes_first():
+    x = numbers(2, 5, 8)
+    explanation = explain(x, x, x, is_causal=True)
+    assert (explanation.chosen.backend, explanation.chosen.kernel) == ("mlx", "fast")
+    assert "float32, mlx" in str(explanation)
+
+
+def test_causal_rows_need_no_mask_array(asked):
+    q, k = numbers(2, 3, 8), numbers(2, 5, 8)
+    attention(q, k, k, is_causal=True)
+    assert asked[0][1] == "causal"
+    attention(k, q, q, is_causal=True)  # the first rows see no key
+    assert asked[1][1].shape == (5, 3)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_without_a_fused_kernel_16_bits_are_summed_in_float32(asked, dtype):
+    x = numbers(2, 5, 8, dtype=dtype)
+    output = attention(x, x, x, backend="mlx:cpu")
+    assert output.dtype == dtype
+    assert [(one[0], one[2]) for one in asked] == [(dtype, True), (mx.float32, False)]
+
+
+def test_sinks_are_not_rounded_to_16_bits(asked):
+    x, sinks = numbers(2, 5, 8, dtype=mx.float16), numbers(2)
+    attention(x, x, x, sinks=sinks)
+    assert [one[0] for one in asked] == [mx.float32]
+
+
+def test_rows_without_keys_are_0_and_have_gradients_of_0():
+    q, k = numbers(2, 5, 8), numbers(2, 3, 8)
+    output = attention(q, k, k, is_causal=True, kernel="fast")
+    assert not np.asarray(output[:, :2]).any()
+    gradient = mx.grad(lambda q: attention(q, k, k, is_causal=True, kernel="fast").sum())(q)
+    assert not np.asarray(gradient[:, :2]).any()
+    assert np.isfinite(np.asarray(gradient)).all()
+
+
+def test_float64_is_computed_in_float64():
+    x = np.random.default_rng(0).standard_normal((2, 5, 8))
+    array = mx.array(x, mx.float64)
+    with pytest.raises(polyattn.UnsupportedError, match="its softmax is in float32"):
+        attention(array, array, array, kernel="fast")
+    found = attention(array, array, array, is_causal=True)
+    assert found.dtype == mx.float64
+    assert abs(np.asarray(found) - attention(x, x, x, is_causal=True)).max() < 1e-14
+    parts = [polyattn.attention_partial(array, y, y) for y in (array[:, :2], array[:, 2:])]
+    joined = merge(*parts)
+    assert abs(np.asarray(joined.output) - attention(x, x, x)).max() < 1e-14
+
+
+def test_float64_is_lacking_on_a_gpu(monkeypatch):
+    backend = MlxBackend()
+    assert backend.lacks("float64") is None
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    assert "on the CPU only" in backend.lacks("float64")
+    assert backend.lacks("float32") is None
+
+
+def test_nothing_is_computed_while_a_call_is_traced():
+    # Inside mx.compile, arrays have no values: to evaluate one is an error.
+    x = numbers(2, 5, 8)
+    for options in ({"is_causal": True}, {"window": (1, 1), "softcap": 2.0}):
+        found = mx.compile(lambda x, options=options: attention(x, x, x, **options))(x)
+        assert mx.allclose(found, attention(x, x, x, **options), atol=1e-6)
+
+
+def test_what_is_timed_is_computed(monkeypatch):
+    evaluated = []
+    monkeypatch.setattr(mx, "eval", evaluated.append)
+    result = MlxBackend().compile(lambda x: attention(x, x, x))(numbers(2, 5, 8))
+    assert evaluated[0] is result
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_arrays_go_there_and_come_back_in_their_dtype(dtype):
+    pytest.importorskip("ml_dtypes")
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(dtype)
+    found = attention(x[:, ::-1], x, x, backend="mlx")
+    assert isinstance(found, np.ndarray)
+    assert found.dtype == x.dtype
+    expected = attention(x[:, ::-1], x, x)
+    assert abs(found.astype(float) - expected.astype(float)).max() < 1e-2
+
+
+def test_numbers_of_the_host_may_stand_beside_its_arrays():
+    x = numbers(2, 5, 8)
+    ids = np.array([0, 0, 1, 1, 1])
+    mask = mx.array(ids[:, None] == ids)
+    assert mx.allclose(attention(x, x, x, mask=masks.segments(ids)), attention(x, x, x, mask=mask))
+
+
+def test_a_device_that_is_not_there_is_refused():
+    x = numbers(2, 5, 8)
+    if "gpu" not in MlxBackend().devices():
+        with pytest.raises(polyattn.UnsupportedError, match="no device 'gpu' here; available: cpu"):
+            attention(x, x, x, backend="mlx:gpu")
+
+
+def test_a_stranger_among_its_arrays_is_refused_with_the_conversion():
+    x = numbers(2, 5, 8)
+    y = np.zeros((2, 5, 8), np.float32)
+    with pytest.raises(TypeError, match=r"pass mlx\.core\.asarray\(query\)"):
+        attention(y, x, x)
+
+
+def test_gradients_without_autograd():
+    x = numbers(2, 5, 8)
+    output, pullback = attention_vjp(x, x, x, is_causal=True)
+    found = pullback(mx.ones_like(output))
+    expected = mx.grad(lambda q: attention(q, x, x, is_causal=True).sum())(x)
+    assert mx.allclose(found.query, expected, atol=1e-5)
