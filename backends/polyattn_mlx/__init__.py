@@ -7,6 +7,6 @@ SPEC = BackendSpec(
     namespaces=("mlx",),
     implementation="polyattn_mlx.backend:MlxBackend",
     requires=("mlx",),
-    install="pip install mlx, or mlx[cpu] or mlx[cuda13] on Linux",
+    install="pip install 'polyattn[mlx]', or mlx[cuda13] for CUDA",
     devices=("cpu", "gpu"),
 )

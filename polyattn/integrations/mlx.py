@@ -44,4 +44,5 @@ def _namespace() -> Any:
     return xp
 
 
-LIBRARY = Library("mlx", _namespace())
+# Traced, for no array shows whether mx.grad or mx.compile records what is done to it.
+LIBRARY = Library("mlx", _namespace(), traced=True)

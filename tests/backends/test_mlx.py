@@ -104,6 +104,12 @@ def test_nothing_is_computed_while_a_call_is_traced():
         assert mx.allclose(found, attention(x, x, x, **options), atol=1e-6)
 
 
+def test_no_gradient_is_lost_on_the_way_to_another_library():
+    x = numbers(2, 5, 8)
+    with pytest.raises(polyattn.UnsupportedError, match="query is traced, transformed, lazy"):
+        mx.grad(lambda x: attention(x, x, x, backend="numpy").sum())(x)
+
+
 def test_what_is_timed_is_computed(monkeypatch):
     evaluated = []
     monkeypatch.setattr(mx, "eval", evaluated.append)
