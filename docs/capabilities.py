@@ -18,8 +18,8 @@ SPECS = (
     polyattn_torch.SPEC,
     polyattn_cupy.SPEC,
     polyattn_jax.SPEC,
-    polyattn_dask.SPEC,
     polyattn_mlx.SPEC,
+    polyattn_dask.SPEC,
 )
 YES = "●"
 PROMISES = {

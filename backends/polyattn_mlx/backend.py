@@ -69,6 +69,10 @@ class MlxBackend(Backend):
 
         return evaluated
 
+    def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
+        """Return the gradient of an array from that of a function of it."""
+        return mx.vjp(function, [array], [gradient])[1][0]
+
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +36,14 @@ class Fast(Kernel):
         if 0 in (*problem.scores, problem.head_size, problem.value_size):
             reasons.append("it takes no arrays without elements")
         return reasons
+
+    def remark(self, problem: Problem) -> str | None:
+        """Return how float32 may be rounded on a GPU."""
+        kind = problem.device_kind or mx.default_device().type.name
+        exact = problem.dtype != "float32" or os.environ.get("MLX_ENABLE_TF32") == "0"
+        if kind == "cpu" or exact:
+            return None
+        return "float32 is multiplied as TF32 where the GPU can, unless MLX_ENABLE_TF32=0 is set"
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

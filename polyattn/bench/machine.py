@@ -157,7 +157,13 @@ def versions() -> str:
 
 def _version(module: str) -> str:
     """Return the version of a loaded module: CuPy's distribution name is not its module name."""
-    return str(getattr(sys.modules.get(module), "__version__", "of unknown version"))
+    known = getattr(sys.modules.get(module), "__version__", None)
+    if known is not None:
+        return str(known)
+    try:
+        return version(module)
+    except PackageNotFoundError:
+        return "of unknown version"
 
 
 def _memory() -> int | None:

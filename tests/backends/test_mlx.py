@@ -1,10 +1,14 @@
 """MLX as a backend: the suite on its default device, and what only its arrays ask for."""
 
+from importlib.metadata import version
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import polyattn
 from polyattn import attention, attention_vjp, explain, masks, merge
+from polyattn.bench.machine import look
 from polyattn.conformance.suite import BackendSuite
 
 mx = pytest.importorskip("mlx.core")
@@ -96,6 +100,16 @@ def test_float64_is_lacking_on_a_gpu(monkeypatch):
     assert backend.lacks("float32") is None
 
 
+def test_explain_says_how_a_gpu_rounds(monkeypatch):
+    x = numbers(2, 5, 8)
+    assert "TF32" not in str(explain(x, x, x))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.delenv("MLX_ENABLE_TF32", raising=False)
+    assert "as TF32 where the GPU can" in str(explain(x, x, x))
+    monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    assert "TF32" not in str(explain(x, x, x))
+
+
 def test_nothing_is_computed_while_a_call_is_traced():
     # Inside mx.compile, arrays have no values: to evaluate one is an error.
     x = numbers(2, 5, 8)
@@ -149,9 +163,16 @@ def test_a_stranger_among_its_arrays_is_refused_with_the_conversion():
         attention(y, x, x)
 
 
-def test_gradients_without_autograd():
+def test_a_benchmark_states_its_version():
+    contender = SimpleNamespace(stem="mlx", backend=MlxBackend(), device=None)
+    assert look([contender]).libraries["mlx"] == version("mlx")
+
+
+@pytest.mark.parametrize("score_mod", [None, lambda s, b, h, i, j: s * s + i - j])
+def test_gradients_without_mx_grad(score_mod):
     x = numbers(2, 5, 8)
-    output, pullback = attention_vjp(x, x, x, is_causal=True)
+    options = {"is_causal": True, "score_mod": score_mod}
+    output, pullback = attention_vjp(x, x, x, **options)
     found = pullback(mx.ones_like(output))
-    expected = mx.grad(lambda q: attention(q, x, x, is_causal=True).sum())(x)
+    expected = mx.grad(lambda q: attention(q, x, x, **options).sum())(x)
     assert mx.allclose(found.query, expected, atol=1e-5)
