@@ -46,7 +46,7 @@ def measure(bare: Callable[..., Any], arrays: list[Any]) -> list[float]:
 def steps(arrays: list[Any]) -> dict[str, float]:
     """Return the medians, in microseconds, of the steps of a repeated call and of a first one."""
     polyattn.attention(*arrays)
-    requested, (call, operands) = request(None), describe(*arrays)
+    requested, (call, _) = request(None), describe(*arrays)
     seen, problem = glance(arrays, {}), examine(call)
     assert seen is not None
     repeat = recall_repeat(seen, requested)
