@@ -1,0 +1,67 @@
+"""The backend of ndonnx's arrays, which are nodes of a graph, and its kernel."""
+
+from __future__ import annotations
+
+import warnings
+
+import ndonnx
+import numpy as np
+import spox
+
+from polyattn.plugin import Array, Backend, Operands, Problem
+from polyattn_onnx.node import model_of
+from polyattn_onnx.operator import Operator
+
+__all__ = ["Native", "OnnxBackend"]
+
+#: The opset of a call that names none: the newest whose attributes ONNX Runtime knows all.
+DEFAULT = 24
+
+
+class Native(Operator):
+    """One node, of the standard's operator Attention."""
+
+    name = "native"
+
+    def opset(self, problem: Problem) -> int:
+        """Return the opset that the backend was named with, as in ``onnx:25``."""
+        return int(problem.device.partition(":")[2] or DEFAULT)
+
+    def remark(self, problem: Problem) -> str:
+        """Return what the call becomes."""
+        return f"one node, Attention of opset {self.opset(problem)}"
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output of the node."""
+        node, inputs = self.node(problem, operands, backend.xp)
+        with warnings.catch_warnings():  # of the shapes that the node leaves open
+            warnings.simplefilter("ignore")
+            made = spox.inline(model_of(node))(*[array.unwrap_spox() for array in inputs])
+        output = ndonnx.asarray(made["output"])
+        if len(problem.batch) == 1:
+            return output, None
+        shape = (*problem.batch, problem.heads, problem.query_length, problem.value_size)
+        return ndonnx.reshape(output, shape) if problem.batch else output[0, ...], None
+
+
+class OnnxBackend(Backend):
+    """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
+
+    kernels = (Native(),)
+
+    def __init__(self) -> None:
+        super().__init__(ndonnx)
+
+    def devices(self) -> list[str]:
+        """Return the device of all arrays, and the opsets."""
+        return ["graph", "opset:23", "opset:24", "opset:25"]
+
+    def place(self, array: Array, device: str | None) -> Array:
+        """Return an array as one of ndonnx, whose numbers are constants of the graph."""
+        return array if isinstance(array, ndonnx.Array) else ndonnx.asarray(np.asarray(array))
+
+    def fetch(self, array: Array) -> Array:
+        """Return the numbers of an array, if they are constants of the graph."""
+        return array.unwrap_numpy() if isinstance(array, ndonnx.Array) else array

@@ -1,0 +1,151 @@
+"""Models of ONNX: what they compute in two runtimes, and what a call becomes."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, masks, scores
+from polyattn.export import onnx as export
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+H, G, D, E = 4, 2, 8, 6
+SHAPES = {"query": ("B", H, "L", D), "key": ("B", G, "S", D), "value": ("B", G, "S", E)}
+SIZES = [(2, 5, 7), (3, 6, 4), (1, 1, 9)]
+
+
+def by_onnxruntime(model, inputs):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), _one_thread())
+    return session.run(None, inputs)
+
+
+def _one_thread():
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return options
+
+
+def by_reference(model, inputs):
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        return ReferenceEvaluator(model).run(None, inputs)
+
+
+def numbers(batch, length, keys, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)]
+    return dict(
+        zip(SHAPES, (rng.standard_normal(s, dtype=np.float32) for s in shapes), strict=True)
+    )
+
+
+def kinds(model):
+    return [node.op_type for node in model.graph.node]
+
+
+NATIVE = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal from the first key": {"is_causal": True, "query_offset": 0},
+    "causal at an offset": {"is_causal": True, "query_offset": 2},
+    "window": {"window": (2, 1)},
+    "window, causal": {"window": (2, 0), "is_causal": True},
+    "softcap and scale": {"softcap": 5.0, "scale": 0.3},
+    "negative scale": {"scale": -0.3},
+    "mask function": {"mask": lambda b, h, i, j: (i + j + b + h) % 3 != 0},
+    "mask expression": {"mask": masks.causal() | masks.prefix(2)},
+}
+DECOMPOSED = {
+    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+    "score function": {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
+    "similarity": {"similarity": scores.cosine()},
+    "normalizer": {"normalizer": scores.sparsemax()},
+}
+
+
+@pytest.mark.parametrize("run", [by_onnxruntime, by_reference], ids=["ort", "reference"])
+@pytest.mark.parametrize("name", [*NATIVE, *DECOMPOSED])
+def test_one_export_runs_at_all_lengths(name, run):
+    options = NATIVE.get(name) or DECOMPOSED.get(name, {})
+    model = export(lambda query, key, value: attention(query, key, value, **options), SHAPES)
+    assert kinds(model).count("Attention") == (name in NATIVE)
+    for size in SIZES:
+        inputs = numbers(*size)
+        (found,) = run(model, inputs)
+        assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
+
+
+def test_a_plain_call_is_one_node_and_nothing_else():
+    model = export(attention, SHAPES)
+    assert kinds(model) == ["Attention"]
+    assert [one.name for one in model.graph.input] == list(SHAPES)
+    assert [one.name for one in model.graph.output] == ["output"]
+    assert model.producer_name == "polyattn"
+    assert model.producer_version == polyattn.__version__
+
+
+def test_windows_are_an_attribute_from_opset_25_on():
+    def windowed(query, key, value):
+        return attention(query, key, value, window=(2, 1))
+
+    (node,) = (n for n in export(windowed, SHAPES, opset=25).graph.node if n.op_type == "Attention")
+    attributes = {a.name: a.i for a in node.attribute}
+    assert (attributes["left_window_size"], attributes["right_window_size"]) == (2, 1)
+    model = export(windowed, SHAPES, opset=25)
+    inputs = numbers(2, 5, 7)
+    (found,) = by_reference(model, inputs)
+    assert abs(found - windowed(*inputs.values())).max() < 2e-6
+    assert "left_window_size" not in str(export(windowed, SHAPES, opset=24))
+
+
+def test_opset_23_has_no_number_of_keys():
+    def causal(query, key, value):
+        return attention(query, key, value, is_causal=True)
+
+    model = export(causal, SHAPES, opset=23)
+    assert [one.version for one in model.opset_import] == [23]
+    inputs = numbers(2, 5, 7)
+    (found,) = by_onnxruntime(model, inputs)
+    assert abs(found - causal(*inputs.values())).max() < 2e-6
+
+
+def test_an_explanation_says_before_the_export_what_a_call_becomes():
+    ndonnx = pytest.importorskip("ndonnx")
+    q, k, v = (ndonnx.argument(shape=s, dtype=ndonnx.float32) for s in SHAPES.values())
+    native = polyattn.explain(q, k, v, softcap=2.0)
+    assert native.chosen.kernel == "native"
+    assert "one node, Attention of opset 24" in str(native)
+    decomposed = polyattn.explain(q, k, v, sinks=ndonnx.asarray(np.zeros(H, np.float32)))
+    assert decomposed.chosen.kernel == "dense"
+    assert "it does not compute sinks" in str(decomposed)
+    assert "its tiles need lengths that are known" in str(decomposed)
+
+
+def test_several_outputs_have_the_names_of_their_fields():
+    partial = export(polyattn.attention_partial, SHAPES)
+    assert [one.name for one in partial.graph.output] == ["output", "logsumexp"]
+    inputs = numbers(2, 5, 7)
+    for found, wanted in zip(
+        by_onnxruntime(partial, inputs),
+        polyattn.attention_partial(*inputs.values()),
+        strict=True,
+    ):
+        assert abs(found - wanted).max() < 2e-6
+
+
+def test_what_cannot_be_exported_says_so():
+    with pytest.raises(ValueError, match="opset must be 23, 24 or 25"):
+        export(attention, SHAPES, opset=22)
+    unknown = SHAPES | {"query": ("B", "H", "L", D)}
+    with pytest.raises(ValueError, match="may be unknown, but not heads and sizes"):
+        export(attention, unknown)
+
+    def dropped(query, key, value):
+        return attention(query, key, value, dropout=(0.1, 3))
+
+    with pytest.raises(polyattn.UnsupportedError, match="dropout for lengths that are known only"):
+        export(dropped, SHAPES)
