@@ -40,10 +40,7 @@ class Native(Operator):
             warnings.simplefilter("ignore")
             made = spox.inline(model_of(node))(*[array.unwrap_spox() for array in inputs])
         output = ndonnx.asarray(made["output"])
-        if len(problem.batch) == 1:
-            return output, None
-        shape = (*problem.batch, problem.heads, problem.query_length, problem.value_size)
-        return ndonnx.reshape(output, shape) if problem.batch else output[0, ...], None
+        return self.output(problem, operands, output, backend.xp), None
 
 
 class OnnxBackend(Backend):

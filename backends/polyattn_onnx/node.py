@@ -89,6 +89,7 @@ def model_of(node: Node) -> onnx.ModelProto:
 
 
 def _info(name: str, dtype: str, shape: list[str | int]) -> onnx.ValueInfoProto:
-    number = onnx.TensorProto.DataType.Value({"float32": "FLOAT", "float64": "DOUBLE"}.get(
-        dtype, dtype.upper()))
+    number = onnx.TensorProto.DataType.Value(
+        {"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())
+    )
     return helper.make_tensor_value_info(name, number, shape)

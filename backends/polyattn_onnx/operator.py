@@ -8,7 +8,6 @@ import numpy as np
 
 from polyattn.plugin import (
     Array,
-    Backend,
     Indices,
     Kernel,
     Operands,
@@ -23,6 +22,8 @@ __all__ = ["Operator"]
 
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
+#: The features that hide keys by numbers that are not known before the call.
+MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod"})
 # Beyond any length; a sum of two fits in 32 bits.
 FAR = 2**30
 
@@ -60,13 +61,39 @@ class Operator(Kernel):
         reasons = []
         if 0 in (*problem.scores, problem.head_size, problem.value_size):
             reasons.append("runtimes refuse arrays without elements")
-        if problem.dtype == "float64" and problem.softcap and not _is_float32(problem.softcap):
+        if problem.dtype == "float64" and problem.softcap != _rounded(problem.softcap):
             reasons.append("the attribute softcap is a float32, and the call is in float64")
         if problem.is_symbolic and (
             len(problem.batch) > 1 or "batch_broadcast" in problem.features
         ):
             reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
+        if problem.dtype == "float64" and _may_be_empty(problem):
+            reasons.append("ONNX Runtime gives NaN for a row without keys in float64")
         return reasons
+
+    def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:
+        """Return the node's output as a kernel's.
+
+        Parameters
+        ----------
+        problem, operands : Problem, Operands
+            The arguments of a kernel.
+        output : Array
+            What the node computed, of rank 4.
+        xp : module
+            The standard's namespace of the library.
+
+        Returns
+        -------
+        Array
+            Shape (..., H, L, E), in the dtype of the query.
+        """
+        if output.dtype != operands.query.dtype:
+            output = xp.astype(output, operands.query.dtype)
+        if len(problem.batch) == 1:
+            return output
+        shape = (problem.heads, problem.query_length, problem.value_size)
+        return xp.reshape(output, (*problem.batch, *shape)) if problem.batch else output[0, ...]
 
     def node(self, problem: Problem, operands: Operands, xp: Any) -> tuple[Node, list[Array]]:
         """Return the node of a call and its inputs.
@@ -89,18 +116,38 @@ class Operator(Kernel):
         is_causal, window, counted, banded = _positions(problem, opset)
         query, scale = _scaled(problem, operands.query)
         inputs = [_of_rank_4(problem, x, xp) for x in (query, *operands[1:3])]
+        # In float16 a runtime would round the scores, and what a large bias leaves of them.
+        dtype = problem.accumulator
+        if dtype != problem.dtype:
+            inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
         mask = _mask(problem, operands, xp, banded=banded)
         if mask is not None:
             inputs.append(mask)
         if counted:
             items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64)
             inputs.append(items * 0 + length_of(inputs[1], -2))
-        kind = None if mask is None else "bool" if mask.dtype == xp.bool else problem.dtype
+        kind = None if mask is None else "bool" if mask.dtype == xp.bool else dtype
         node = Node(
-            opset, problem.dtype, problem.heads, problem.key_heads, problem.head_size,
+            opset, dtype, problem.heads, problem.key_heads, problem.head_size,
             problem.value_size, is_causal, window, scale, problem.softcap or 0.0, kind, counted,
         )  # fmt: skip
         return node, inputs
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else float(np.float32(number))
+
+
+def _may_be_empty(problem: Problem) -> bool:
+    """Return whether a row may see no key."""
+    if not problem.masks_by_position or problem.features & MASKS:
+        return bool(problem.features & MASKS)
+    if problem.is_symbolic or problem.query_offset is None:
+        return True
+    low, high = band(problem)
+    return (high is not None and high < 0) or (
+        low is not None and problem.query_length + low > problem.key_length
+    )
 
 
 def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:
@@ -112,27 +159,27 @@ def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], boo
     low, high = band(problem)
     if low is None and high is None:
         return False, (-1, -1), False, False
-    left, right = problem.window
-    left, right = None if low is None else left, None if high is None else right
     is_causal = problem.is_causal and high is not None
+    left, right = problem.window
+    left, right = None if low is None else left, None if high is None or is_causal else right
     from_zero = problem.query_offset == 0
     is_newest = problem.features.isdisjoint(("query_offset", "query_offset_array"))
-    from_end = opset >= COUNTS and is_newest
-    windowed = left is not None or (right is not None and not is_causal)
-    if not (from_zero or from_end) or (windowed and opset < WINDOWS):
+    # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
+    from_end = opset >= COUNTS and is_newest and problem.dtype != "float64"
+    is_window = (left, right) != (None, None)
+    if not (from_zero or from_end) or (is_window and opset < WINDOWS):
         return False, (-1, -1), False, True
     window = tuple(-1 if end is None else min(end, FAR) for end in (left, right))
     return is_causal, (window[0], window[1]), not from_zero, False
 
 
-def _is_float32(number: float) -> bool:
-    return float(np.float32(number)) == number
-
-
 def _scaled(problem: Problem, query: Array) -> tuple[Array, float]:
-    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for."""
+    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for.
+
+    ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
+    """
     scale = problem.scale
-    if problem.dtype == "float64" and not _is_float32(scale):
+    if problem.dtype == "float64":
         return query * scale, 1.0
     if scale > 0:
         return query, scale
@@ -158,7 +205,7 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
         seen = one if seen is None else seen & one
     mask = seen
     if x.bias is not None:
-        mask = xp.astype(at.of_scores(x.bias), getattr(xp, problem.dtype))
+        mask = xp.astype(at.of_scores(x.bias), getattr(xp, problem.accumulator))
         if seen is not None:
             mask = xp.where(seen, mask, xp.asarray(-np.inf, dtype=mask.dtype))
     if mask is None:

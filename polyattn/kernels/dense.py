@@ -39,7 +39,9 @@ class Dense(Kernel):
         """Return what cannot be computed of lengths that are unknown."""
         unknown = problem.batch.count(None)
         if unknown and (len(problem.batch) > 1 or "batch_broadcast" in problem.features):
-            return ["of the batch axes, only one may be of unknown length, and it must not broadcast"]
+            return [
+                "of the batch axes, only one may be of unknown length, and it must not broadcast"
+            ]
         if problem.is_symbolic and not problem.features.isdisjoint(NUMBERED):
             names = ", ".join(sorted(problem.features & NUMBERED))
             return [f"it computes {names} for lengths that are known only"]
