@@ -30,6 +30,7 @@ def onnx(
     *,
     opset: int = 24,
     dtype: str | Mapping[str, str] = "float32",
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return a function or a module as a model of ONNX.
 
@@ -46,6 +47,8 @@ def onnx(
         attribute from 25 on, and before that a mask that the model computes.
     dtype : str or mapping of str to str
         The dtype of the inputs, or of each by name: float32 for those that are not named.
+    options : mapping of str to Any, optional
+        Further arguments of the function, such as ``is_causal``, which the model has built in.
 
     Returns
     -------
@@ -75,12 +78,13 @@ def onnx(
     given = {name: _argument(spox, _dtype(dtype, name), shape) for name, shape in inputs.items()}
     weights: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
+    called: Any = function
     if isinstance(function, Module):
         weights = {name: _host(array) for name, array in function.parameters().items()}
         parameters = {n: _argument(spox, str(w.dtype), w.shape) for n, w in weights.items()}
-        function = function.with_parameters({n: ndonnx.asarray(v) for n, v in parameters.items()})
+        called = function.with_parameters({n: ndonnx.asarray(v) for n, v in parameters.items()})
     with use_backend(f"onnx:{opset}"):
-        result = function(**{name: ndonnx.asarray(v) for name, v in given.items()})
+        result = called(**{n: ndonnx.asarray(v) for n, v in given.items()}, **options or {})
     outputs = {name: array.unwrap_spox() for name, array in _named(result).items()}
     model = spox.build(given | parameters, outputs)
     _without_copies(model)

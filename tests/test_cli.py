@@ -22,6 +22,8 @@ def test_backends(capsys):
         "dask",
         "jax",
         "numpy",
+        "onnx",
+        "onnxruntime",
         "torch",
         "array-api",
     ]

@@ -7,6 +7,7 @@ import pytest
 
 import polyattn
 from polyattn import attention, masks, scores
+from polyattn.cli import main
 from polyattn.export import onnx as export
 
 onnx = pytest.importorskip("onnx")
@@ -149,3 +150,32 @@ def test_what_cannot_be_exported_says_so():
 
     with pytest.raises(polyattn.UnsupportedError, match="dropout for lengths that are known only"):
         export(dropped, SHAPES)
+
+
+def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():
+    nn = polyattn.nn
+    like = np.zeros(1, np.float32)
+    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, rotary=nn.Rotary(8))
+    model = export(transformer, {"ids": ("B", "L")}, dtype="int64", options={"is_causal": True})
+    assert kinds(model).count("Attention") == 2
+    weights = {w.name: onnx.numpy_helper.to_array(w) for w in model.graph.initializer}
+    parameters = transformer.parameters()
+    assert weights.keys() == parameters.keys()
+    assert all(np.array_equal(weights[name], parameters[name]) for name in weights)
+    for shape in ((1, 3), (2, 11)):
+        ids = np.random.default_rng(0).integers(0, 50, shape)
+        (logits,) = by_onnxruntime(model, {"ids": ids})
+        assert abs(logits - transformer(ids, is_causal=True)).max() < 2e-6
+
+
+def test_the_command_line_writes_a_model_and_says_what_it_became(tmp_path, capsys):
+    file = tmp_path / "attention.onnx"
+    shapes = ["--shape", "B,4,L,8", "--key-shape", "B,2,S,8"]
+    assert main(["export", str(file), *shapes, "--softcap", "3"]) == 0
+    assert capsys.readouterr().out == f"{file}: opset 24, 1 node, one is Attention\n"
+    model = onnx.load(file)
+    inputs = {**numbers(2, 5, 7), "value": np.ones((2, 2, 7, 8), np.float32)}
+    (found,) = by_onnxruntime(model, inputs)
+    assert abs(found - attention(*inputs.values(), softcap=3.0)).max() < 2e-6
+    assert main(["export", str(file), *shapes, "--opset", "12"]) == 2
+    assert "opset must be 23, 24 or 25" in capsys.readouterr().err

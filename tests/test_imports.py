@@ -180,9 +180,8 @@ def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
 
 
 def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):
-    run_python(
-        "import polyattn as p; p.nn.Linear, p.parallel.shard, p.dialects, p.export.onnx, p.plot.mask"
-    )
+    parts = "p.nn.Linear, p.parallel.shard, p.dialects, p.export.onnx, p.plot.mask"
+    run_python(f"import polyattn as p; {parts}")
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         polyattn.layers  # noqa: B018
 

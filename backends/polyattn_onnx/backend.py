@@ -7,6 +7,7 @@ import warnings
 import ndonnx
 import numpy as np
 import spox
+import spox.opset.ai.onnx.v21 as op
 
 from polyattn.plugin import Array, Backend, Operands, Problem
 from polyattn_onnx.node import model_of
@@ -58,6 +59,15 @@ class OnnxBackend(Backend):
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as one of ndonnx, whose numbers are constants of the graph."""
         return array if isinstance(array, ndonnx.Array) else ndonnx.asarray(np.asarray(array))
+
+    def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
+        """Return an array with other last axes; 0 stands for the length that an axis has."""
+        whole = np.asarray([0] * (array.ndim - number) + list(lengths), np.int64)
+        return ndonnx.asarray(op.reshape(array.unwrap_spox(), op.const(whole)))
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        """Return rows of a table."""
+        return ndonnx.asarray(op.gather(table.unwrap_spox(), ids.unwrap_spox()))
 
     def fetch(self, array: Array) -> Array:
         """Return the numbers of an array, if they are constants of the graph."""

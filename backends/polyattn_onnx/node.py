@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 from onnx import helper
 
@@ -61,7 +62,7 @@ def model_of(node: Node) -> onnx.ModelProto:
     onnx.ModelProto
         The batch, L and S are symbolic in it.
     """
-    inputs = {
+    inputs: dict[str, tuple[str, list[str | int]]] = {
         "query": (node.dtype, ["B", node.heads, "L", node.head_size]),
         "key": (node.dtype, ["B", node.key_heads, "S", node.head_size]),
         "value": (node.dtype, ["B", node.key_heads, "S", node.value_size]),
@@ -89,7 +90,5 @@ def model_of(node: Node) -> onnx.ModelProto:
 
 
 def _info(name: str, dtype: str, shape: list[str | int]) -> onnx.ValueInfoProto:
-    number = onnx.TensorProto.DataType.Value(
-        {"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())
-    )
+    number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     return helper.make_tensor_value_info(name, number, shape)

@@ -40,7 +40,7 @@ class Dense(Kernel):
         unknown = problem.batch.count(None)
         if unknown and (len(problem.batch) > 1 or "batch_broadcast" in problem.features):
             return [
-                "of the batch axes, only one may be of unknown length, and it must not broadcast"
+                "only one batch axis may be of unknown length, and then all arrays must have it"
             ]
         if problem.is_symbolic and not problem.features.isdisjoint(NUMBERED):
             names = ", ".join(sorted(problem.features & NUMBERED))
