@@ -10,7 +10,7 @@ import onnxruntime
 
 from polyattn.plugin import Array, Backend, Operands, Problem, thread_count
 from polyattn_onnx.operator import Operator
-from polyattn_onnxruntime.sessions import at_hand, session_of
+from polyattn_onnxruntime.sessions import devices, session_of
 
 __all__ = ["Node", "OnnxruntimeBackend"]
 
@@ -46,7 +46,7 @@ class OnnxruntimeBackend(Backend):
 
     def devices(self) -> list[str]:
         """Return the devices of the providers in this build."""
-        return list(at_hand())
+        return devices()
 
     def engines(self) -> dict[str, str]:
         """Return the version of ONNX Runtime."""

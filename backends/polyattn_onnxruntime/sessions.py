@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import onnxruntime
 
-from polyattn.plugin import Recent
 from polyattn_onnx.node import Node, model_of
 
-__all__ = ["PROVIDERS", "at_hand", "session_of"]
+__all__ = ["PROVIDERS", "devices", "session_of"]
 
 #: The execution provider of each kind of device.
 PROVIDERS = {
@@ -21,10 +20,15 @@ PROVIDERS = {
     "openvino": "OpenVINOExecutionProvider",
 }
 
-_sessions: Recent[tuple[Node, str, int], tuple[Any, list[str]]] = Recent(64)
+
+def devices() -> list[str]:
+    """Return the kinds of device that this build of ONNX Runtime has a provider for."""
+    available = onnxruntime.get_available_providers()
+    return [kind for kind, name in PROVIDERS.items() if name in available]
 
 
-def session_of(node: Node, device: str, threads: int) -> tuple[Any, list[str]]:
+@lru_cache(maxsize=64)
+def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, ...]]:
     """Return the session that runs a node, whose lengths are not fixed.
 
     Parameters
@@ -40,25 +44,14 @@ def session_of(node: Node, device: str, threads: int) -> tuple[Any, list[str]]:
     -------
     session : onnxruntime.InferenceSession
         Made if no recent call had the same facts, which takes some milliseconds.
-    names : list of str
+    names : tuple of str
         The names of its inputs, in order.
     """
-    found = _sessions.get((node, device, threads))
-    if found is None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3  # errors only, which are raised too
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = onnxruntime.InferenceSession(
-            model_of(node).SerializeToString(), options, providers=[PROVIDERS[device]]
-        )
-        names = [one.name for one in session.get_inputs()]
-        _sessions[node, device, threads] = found = session, names
-    return found
-
-
-@cache
-def at_hand() -> tuple[str, ...]:
-    """Return the kinds of device that this build of ONNX Runtime has a provider for."""
-    available = onnxruntime.get_available_providers()
-    return tuple(kind for kind, name in PROVIDERS.items() if name in available)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors only, which are raised too
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(
+        model_of(node).SerializeToString(), options, providers=[PROVIDERS[device]]
+    )
+    return session, tuple([one.name for one in session.get_inputs()])

@@ -52,7 +52,6 @@ from polyattn.plugin.backend import Backend, Kernel
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import API_VERSION, BackendSpec
 from polyattn.plugin.tools import BackendTools
-from polyattn.recent import Recent
 from polyattn.span import Span
 from polyattn.threads import thread_count
 from polyattn.tiles.band import band, column_span, full_span, is_full
@@ -78,7 +77,6 @@ __all__ = [
     "Part",
     "PointIndices",
     "Problem",
-    "Recent",
     "Score",
     "SoftmaxState",
     "Span",

@@ -34,7 +34,7 @@ def test_calls_with_the_same_facts_share_a_session(monkeypatch):
         return real(*given, **options)
 
     monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", counted)
-    sessions._sessions.clear()
+    sessions.session_of.cache_clear()
     for length in (3, 5, 9):
         x = numbers(2, length, 8)
         attention(x, x, x, backend="onnxruntime")
@@ -52,7 +52,7 @@ def test_threads_are_ours_and_do_not_spin(monkeypatch, count):
         "InferenceSession",
         lambda model, options, **more: made.append(options) or real(model, options, **more),
     )
-    sessions._sessions.clear()
+    sessions.session_of.cache_clear()
     x = numbers(2, 5, 8)
     with use_threads(count):
         attention(x, x, x, backend="onnxruntime")
