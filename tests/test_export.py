@@ -138,7 +138,47 @@ def test_several_outputs_have_the_names_of_their_fields():
         assert abs(found - wanted).max() < 2e-6
 
 
+IDS = {"query_ids": ("B", "L"), "key_ids": ("B", "S")}
+ARRAYS = {
+    "mask": ({"mask": ("B", 1, 1, "S")}, lambda mask: {"mask": mask}),
+    "bias": ({"bias": (H, "L", "S")}, lambda bias: {"bias": bias[None, ...]}),
+    "offsets": ({"at": ("B",)}, lambda at: {"query_offset": at, "is_causal": True}),
+    "padding": ({"lengths": ("B",)}, lambda lengths: {"mask": masks.padding(lengths)}),
+    "segments": (IDS, lambda query_ids, key_ids: {"mask": masks.segments(query_ids, key_ids)}),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_the_options_may_be_inputs(name):
+    more, to_options = ARRAYS[name]
+    dtypes = {"mask": "bool", "bias": "float32"}
+    dtype = {n: dtypes.get(n, "int64") for n in more}
+
+    def call(query, key, value, **given):
+        return attention(query, key, value, **to_options(**given))
+
+    model = export(call, SHAPES | more, dtype=dtype)
+    assert kinds(model).count("Attention") == 1
+    rng = np.random.default_rng(1)
+    for batch, length, keys in SIZES:
+        lengths = {"B": batch, "L": length, "S": keys}
+        inputs = numbers(batch, length, keys)
+        for n, shape in more.items():
+            drawn = rng.integers(0, 4, [lengths.get(x, x) for x in shape])
+            inputs[n] = drawn.astype(dtype[n])
+        (found,) = by_onnxruntime(model, inputs)
+        assert abs(found - call(**inputs)).max() < 2e-6
+
+
+def test_what_is_written_out_keeps_the_lengths_that_are_known():
+    model = export(attention, SHAPES, options=DECOMPOSED["alibi"])
+    dims = model.graph.output[0].type.tensor_type.shape.dim
+    assert [d.dim_value for d in dims] == [0, H, 0, E]
+
+
 def test_what_cannot_be_exported_says_so():
+    with pytest.raises(ValueError, match="attention_weights needs lengths that are known"):
+        export(polyattn.attention_weights, {n: SHAPES[n] for n in ("query", "key")})
     with pytest.raises(ValueError, match="opset must be 23, 24 or 25"):
         export(attention, SHAPES, opset=22)
     unknown = SHAPES | {"query": ("B", "H", "L", D)}

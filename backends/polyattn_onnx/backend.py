@@ -9,7 +9,7 @@ import numpy as np
 import spox
 import spox.opset.ai.onnx.v21 as op
 
-from polyattn.plugin import Array, Backend, Operands, Problem
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_onnx.node import model_of
 from polyattn_onnx.operator import Operator
 
@@ -59,6 +59,16 @@ class OnnxBackend(Backend):
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as one of ndonnx, whose numbers are constants of the graph."""
         return array if isinstance(array, ndonnx.Array) else ndonnx.asarray(np.asarray(array))
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel, and state the lengths of the output that the graph has lost."""
+        output, logsumexp = super().run(kernel, problem, operands)
+        lengths = (problem.heads, problem.query_length or 0, problem.value_size)
+        if None in (output.shape[-3], output.shape[-1]):
+            output = self.reshape_last(output, 3, lengths)
+        return output, logsumexp
 
     def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
         """Return an array with other last axes; 0 stands for the length that an axis has."""

@@ -68,12 +68,12 @@ def heads_first(call: Call, operands: Operands) -> Operands:
             changed[name] = _swap(array, -2, -3)
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
-        changed["query_offset"] = library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
+        changed["query_offset"] = offset[..., None, None, None]
     elif call.query_offset is None and positions_matter(call):
         query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
         if None in (query.shape[-2], key.shape[-2]):
             offset = length_of(key, -2) - length_of(query, -2)
-            changed["query_offset"] = library_of(query).xp.reshape(offset, (1, 1, 1))
+            changed["query_offset"] = offset[..., None, None, None]
     for name, facts in call.tangents if swapped or _has_rank_2(call) else ():
         if name.removesuffix("_tangent") in ("query", "key", "value"):
             array, is_flat_one = getattr(operands, name), len(facts.shape) == 2
