@@ -14,6 +14,7 @@ project_copyright = "The polyattn developers"
 version = release = polyattn.__version__
 
 extensions = [
+    "looks",
     "myst_parser",
     "numpydoc",
     "repository",
@@ -51,6 +52,7 @@ nitpick_ignore = [
 myst_heading_anchors = 4
 # The prompt of a console and its output are not copied.
 copybutton_prompt_text = "$ "
+copybutton_selector = "div:not(div.highlight-python + div.highlight-text) > div.highlight pre"
 copybutton_exclude = ".linenos, .gp, .go"
 
 # ---- docstrings ----
@@ -69,6 +71,7 @@ html_theme = "furo"
 html_title = f"polyattn {release}"
 pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["site.css"]
 html_show_sourcelink = False
 html_copy_source = False

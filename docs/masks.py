@@ -1,24 +1,33 @@
 """Draw the pictures of masks.md by running the code below each."""
 
-from io import BytesIO
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 from pages import run
+from pictures import DPI, drawn, write
 from PIL import Image
 
 matplotlib.use("Agg")
 PAGE = Path(__file__).with_name("masks.md")
-DPI = 84
+#: Dots across a thumbnail.
+ACROSS = 288
+
+
+def thumbnail(picture: Image.Image, figure: Figure) -> Image.Image:
+    """Return the part of a picture that is inside of its axes, small."""
+    box = figure.axes[0].get_window_extent().transformed(figure.dpi_scale_trans.inverted())
+    left, bottom, right, top = (DPI * inches for inches in box.extents)
+    inside = picture.crop((left, picture.height - top, right, picture.height - bottom))
+    return inside.resize((ACROSS, ACROSS), Image.Resampling.LANCZOS)
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, for a small file."""
-    pixels = BytesIO()
-    figure.savefig(pixels, format="png", dpi=DPI)
-    picture = Image.open(pixels).convert("RGB").quantize(128, kmeans=1)
-    picture.save(file, format="png", optimize=True)
+    """Save a figure and its thumbnail."""
+    picture = drawn(figure)
+    write(picture, file)
+    name = file.name.replace("mask-", "thumb-")
+    write(thumbnail(picture, figure), file.with_name(name))
 
 
 def main(folder: Path = PAGE.parent) -> None:

@@ -1,22 +1,11 @@
 """Draw the pictures of plot.md by running the code below each."""
 
-from io import BytesIO
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from pages import run
-from PIL import Image
+from pictures import save
 
 PAGE = Path(__file__).with_name("plot.md")
-DPI = 84
-
-
-def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, for a small file."""
-    pixels = BytesIO()
-    figure.savefig(pixels, format="png", dpi=DPI)
-    picture = Image.open(pixels).convert("RGB").quantize(256, kmeans=1)
-    picture.save(file, format="png", optimize=True)
 
 
 def main(folder: Path = PAGE.parent) -> None:

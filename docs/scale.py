@@ -11,6 +11,7 @@ from PIL import Image
 matplotlib.use("Agg")
 PICTURE = Path(__file__).with_name("images") / "scale.png"
 SIZE, DPI = 4, 84
+GAP = 0.06  # a pixel, so that all gaps look alike
 COLOURS = ("#2d6a8e", "#c8743c", "#5b8c5a", "#8a5a8c")
 WAYS = (
     ("ring, contiguous", "contiguous", "rows"),
@@ -50,7 +51,7 @@ def draw(axes: Any, title: str, layout: str, by: str) -> None:
 
 def box(axes: Any, x: float, y: float, width: float, colour: str) -> None:
     """Fill a part of a cell."""
-    axes.add_patch(plt.Rectangle((x + 0.03, y + 0.03), width - 0.03, 0.94, color=colour, lw=0))
+    axes.add_patch(plt.Rectangle((x, y), width - GAP, 1 - GAP, color=colour, lw=0))
 
 
 def main(file: Path = PICTURE) -> None:

@@ -1,7 +1,7 @@
 """Draw the pictures of scores.md, from the results of the score expressions."""
 
 import math
-from io import BytesIO
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -10,13 +10,13 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from PIL import Image
+from pictures import save as save_picture
 
 from polyattn import attention, attention_partial, scores
 
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
-DPI = 100
+save = partial(save_picture, dpi=100)
 OUTLINED = (withStroke(linewidth=4, foreground="#1f2430"),)
 # Okabe and Ito's, each with a line or hatch of its own.
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#6b7280"
@@ -137,14 +137,6 @@ PICTURES = {
     "images/score-similarities.png": similarities,
     "images/score-normalizers.png": normalizers,
 }
-
-
-def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, for a small file."""
-    pixels = BytesIO()
-    figure.savefig(pixels, format="png", dpi=DPI)
-    picture = Image.open(pixels).convert("RGB").quantize(128, kmeans=1)
-    picture.save(file, format="png", optimize=True)
 
 
 def main(folder: Path = FOLDER) -> None:

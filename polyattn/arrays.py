@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import array_api_compat
 
+from polyattn.refused import CONVERSIONS, REFUSED
+
 __all__ = [
     "Array",
     "ArrayFacts",
@@ -30,7 +32,9 @@ __all__ = [
     "index_range",
     "is_array",
     "is_compiling",
+    "is_namespace",
     "is_recorded",
+    "is_transformed",
     "know_torch",
     "length_of",
     "library_of",
@@ -76,6 +80,14 @@ def _torch() -> Any:
     return _modules.get("torch")
 
 
+def is_transformed() -> bool:
+    """Return whether torch.compile traces the caller, or torch.func transforms it."""
+    torch = _modules.get("torch")
+    if torch is None:
+        return False
+    return torch.compiler.is_compiling() or _in_forward_mode(torch) or bool(_interpreters(torch))
+
+
 def torch_transforms() -> frozenset[str]:
     """Return which of torch.func's ``vmap``, ``grad`` and ``jvp`` are transforming the caller.
 
@@ -85,12 +97,17 @@ def torch_transforms() -> frozenset[str]:
     torch = _torch()
     if torch is None or torch.compiler.is_compiling():
         return frozenset()
+    transforms = frozenset([one.key().name.lower() for one in _interpreters(torch)])
+    return transforms | {"jvp"} if _in_forward_mode(torch) else transforms
+
+
+def _interpreters(torch: Any) -> Any:
     functorch = getattr(torch._C, "_functorch", None)
-    stack = getattr(functorch, "get_interpreter_stack", lambda: None)()
-    transforms = {interpreter.key().name.lower() for interpreter in stack or ()}
-    if getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0:
-        transforms.add("jvp")
-    return frozenset(transforms)
+    return getattr(functorch, "get_interpreter_stack", tuple)() or ()
+
+
+def _in_forward_mode(torch: Any) -> bool:
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 class Recorder(Protocol):
@@ -152,35 +169,7 @@ recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask"}
 _LAZY = ("dask", "ndonnx")
-
-# Classes that look like arrays but do not behave like them, with the message for each.
-_REFUSED = {
-    ("numpy", "matrix"): "is a numpy.matrix, whose * and shapes differ from an array's; pass"
-    " numpy.asarray({0})",
-    ("numpy", "MaskedArray"): "is a masked array, whose mask would be lost; pass {0}.data, and say"
-    " with mask= which keys take part",
-    ("torch", "MaskedTensor"): "is a masked tensor, whose mask would be lost; pass"
-    " {0}.get_data(), and say with mask= which keys take part",
-    ("torch", "CausalBias"): "is torch's CausalBias, which is not an array: pass is_causal=True,"
-    " and query_offset=0 for causal_upper_left",
-    ("dask_array", "Array"): "is an array of dask-array, whose graphs are planned by queries: pass"
-    " an array of dask.array",
-    ("dask", "ArrayExpr"): "is an array of dask's query planning: set array.query-planning to"
-    " False in dask's configuration before dask.array is imported",
-    ("torch", "BlockMask"): "is torch's BlockMask, which is not an array: pass the function that it"
-    " was made of, its .mask_mod, in mask=",
-}
-
-
-_GRADIENT = "numpy.asarray({0}) converts it, and ends the gradient"
-_STORED = "wrap it by dask.array.from_array({0}), or read a part of it, {0}[...]"
-# What to do with the arrays of libraries without the standard.
-_CONVERSIONS = {
-    **dict.fromkeys(("tensorflow", "keras", "paddle", "mindspore", "tinygrad", "mlx"), _GRADIENT),
-    **dict.fromkeys(("zarr", "h5py"), _STORED),
-    "xarray": "pass {0}.data",
-    **dict.fromkeys(("pandas", "polars"), "pass {0}.to_numpy()"),
-}
+_LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 
 def library_of(array: Array, name: str = "array") -> Library:
@@ -196,6 +185,15 @@ def library_of(array: Array, name: str = "array") -> Library:
             recorders[cls] = library.recorder
         _libraries[cls] = library
     return library
+
+
+def is_namespace(library: str) -> bool:
+    """Return whether a library of this name can have arrays; imports it."""
+    try:
+        module = importlib.import_module(_LONG_NAMES.get(library, library))
+    except (ImportError, ValueError):  # an empty name is a ValueError
+        return False
+    return hasattr(module, "matmul")
 
 
 def is_recorded(array: Array) -> bool:
@@ -227,8 +225,8 @@ def _names(cls: type) -> list[tuple[str, str]]:
 @constant_when_traced
 def _reason_against(cls: type) -> str | None:
     if cls.__module__.startswith("dask.array._array_expr"):
-        return _REFUSED["dask", "ArrayExpr"]
-    return next((_REFUSED[key] for key in _names(cls) if key in _REFUSED), None)
+        return REFUSED["dask", "ArrayExpr"]
+    return next((REFUSED[key] for key in _names(cls) if key in REFUSED), None)
 
 
 @constant_when_traced
@@ -257,7 +255,7 @@ def _standard_library(array: Array, name: str) -> Library:
     except TypeError:
         root, kind = _names(type(array))[0]
         whole = kind if root == "builtins" else f"{root}.{kind}"
-        hint = _CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
+        hint = CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
         raise TypeError(
             f"{name} is a {whole}, not an array of a library that follows the array API standard;"
             f" {hint.format(name)}"
@@ -289,9 +287,10 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
             " mask=masks.segments(ids), with the number of the part of each token"
         )
     if library.strided is not None and (array.layout is not library.strided or array.is_quantized):
+        ordinary = "dequantize" if array.is_quantized else "to_dense"
         raise TypeError(
             f"{name} is a sparse, quantized or otherwise special tensor; attention takes"
-            f" ordinary ones, such as {name}.to_dense()"
+            f" ordinary ones, such as {name}.{ordinary}()"
         )
     return ArrayFacts(
         library.name,

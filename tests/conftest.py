@@ -1,4 +1,4 @@
-"""What all tests share: no choice of backend leaks in from outside."""
+"""What all tests share: no choice of backend and no terminal leaks in from outside."""
 
 import subprocess
 import sys
@@ -7,8 +7,9 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _no_backend_from_outside(monkeypatch):
+def _nothing_from_outside(monkeypatch):
     monkeypatch.delenv("POLYATTN_BACKEND", raising=False)
+    monkeypatch.setenv("COLUMNS", "10000")  # as wide as a file: tables are not narrowed
 
 
 @pytest.fixture

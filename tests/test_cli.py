@@ -1,15 +1,22 @@
 """The command line: plain text, JSON on request, and exit codes that a script can use."""
 
+import ast
 import json
+import re
 import subprocess
 import sys
 import types
+from functools import partial
 
 import pytest
 
 import polyattn
+from polyattn import BackendError, cli
 from polyattn.cli import main
+from polyattn.conformance import CASES, Target
+from polyattn.conformance.report import run
 from polyattn.dispatch import listing
+from polyattn.progress import progress
 
 
 def test_backends(capsys):
@@ -109,7 +116,7 @@ def test_explain_where_nothing_can(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["explain", "--shape", "2,64", "--backend", "nunpy"], 1, "did you mean 'numpy'?"),
+        (["explain", "--shape", "2,64", "--backend", "nunpy"], 2, "did you mean 'numpy'?"),
         (["explain", "--shape", "2,64", "--key-shape", "2,32"], 2, "64 and 32"),
         (["explain", "--shape", "2,64", "--dtype", "int8"], 2, "has dtype int8"),
         (["explain", "--shape", "2,64", "--window", "3"], 2, "(left, right)"),
@@ -179,3 +186,97 @@ def test_a_reader_that_leaves_early_is_no_error():
     command = f"{sys.executable} -m polyattn explain --shape 2,64 | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
+
+
+# ---- what holds of every command ----
+
+EXPLAIN = ["explain", "--shape", "2,8,64"]
+QUICK = ["check", "numpy", "--kernel", "dense", "--quick"]
+COMMANDS = {
+    "backends": ("list_backends", ["backends"]),
+    "explain": ("explain", EXPLAIN),
+    "check": ("conformance.report.run.steps", QUICK),
+    "bench": ("bench.command._supporting", ["bench", "--backends", "numpy"]),
+    "demo": ("cli._demo", ["demo"]),
+}
+ENDINGS = {
+    2: (ValueError("it is wrong"), ModuleNotFoundError("it is wrong"), BackendError("it is wrong")),
+    130: (KeyboardInterrupt(),),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("code", "error"), [(code, error) for code, errors in ENDINGS.items() for error in errors]
+)
+def test_exit_codes_are_those_of_every_command(command, code, error, monkeypatch, capsys):
+    name, arguments = COMMANDS[command]
+
+    def stop(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(f"polyattn.{name}", stop)
+    assert main(arguments) == code
+    assert capsys.readouterr().err == f"polyattn {command}: {str(error) or 'interrupted'}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_of_every_command_is_a_usage_error(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*COMMANDS[command][1], "--frobnicate"])
+    assert caught.value.code == 2
+    assert "--frobnicate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["file", "weights", None])
+def test_the_demo_is_in_the_help_only_where_it_can_run(missing, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "DEMO", tmp_path / "demo.py")
+    if missing != "file":
+        cli.DEMO.touch()
+    monkeypatch.setattr(cli, "WEIGHTS", "nowhere" if missing == "weights" else "json")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert bool(re.search(r"^ +demo ", capsys.readouterr().out, re.MULTILINE)) == (missing is None)
+
+
+def test_the_demo_reads_the_weights_that_the_help_looks_for():
+    weights = ast.parse((cli.DEMO.parent / "weights.py").read_text(encoding="utf-8"))
+    assert any(
+        isinstance(node, ast.Assign) and ast.unparse(node) == f"MODULE = '{cli.WEIGHTS}'"
+        for node in weights.body
+    )
+
+
+def few_checks():
+    cases = {name: CASES[name] for name in ("plain", "normalizer")}
+    work = run.steps([Target("torch")], cases)
+    return run.run([step for step in work if not isinstance(step.what, str)])
+
+
+TABLES = {
+    "backends": polyattn.list_backends,
+    "explain": partial(polyattn.explain, *[(2, 8, 64)] * 3, window=(3, 1), backend="torch,jax"),
+    "check": few_checks,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_fit_the_terminal(name, monkeypatch):
+    shown = TABLES[name]()
+    whole = str(shown)
+    longest = max(map(len, whole.splitlines()))
+    assert longest > 80
+    for width in (80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        fitted = str(shown)
+        assert max(map(len, fitted.splitlines())) <= width
+        assert sorted("".join(fitted.split())) == sorted("".join(whole.split()))  # nothing is lost
+        assert (fitted == whole) == (longest <= width)
+
+
+def test_progress_is_only_for_a_terminal(capsys, monkeypatch):
+    assert list(progress(range(3), unit="case")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert list(progress(range(3), unit="case")) == [0, 1, 2]
+    assert "case" in capsys.readouterr().err

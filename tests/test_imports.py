@@ -12,7 +12,7 @@ ROOT = Path(polyattn.__file__).resolve().parent
 BACKENDS = ROOT.parent / "backends"
 FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd", "ndonnx", "onnx"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
-TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest", "tqdm"}
+TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 
 GROUND = {
     "arguments",
@@ -20,7 +20,9 @@ GROUND = {
     "extras",
     "host",
     "html_page",
+    "progress",
     "recent",
+    "refused",
     "span",
     "text_table",
     "threads",
@@ -50,11 +52,12 @@ ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "export", "api"}
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "arrays": {"array_api_compat"},
-    "bench": {"numpy", "threadpoolctl"},
+    "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
     "export": {"numpy"},
     "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "numpy", "torch", "transformers"},
+    "progress": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }

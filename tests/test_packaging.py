@@ -149,5 +149,5 @@ def test_the_wheel_runs_in_a_clean_environment(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "torch is not installed" in done.stdout
     demo = run(python.with_name("polyattn"), "demo")
-    assert demo.returncode == 1
+    assert demo.returncode == 2
     assert "make demo" in demo.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import array_api_compat.dask.array as xp
@@ -21,6 +22,12 @@ class Chunked(Kernel):
 
     name = "chunked"
     features = frozenset(FEATURES) - {"jvp"}
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why it cannot compute a call."""
+        if problem.dropout_start is None:
+            return ["parts of chunks count on from a start of dropout in numbers, not in an array"]
+        return []
 
     def remark(self, problem: Problem) -> str | None:
         """Return how much of the scores is computed, and in how many tasks."""
@@ -60,3 +67,7 @@ class DaskBackend(Backend):
     def fetch(self, array: Array) -> Any:
         """Compute a dask array."""
         return array.compute() if isinstance(array, da.Array) else array
+
+    def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
+        """Return the function with its result computed, which a call only makes a graph of."""
+        return lambda *arrays: function(*arrays).persist()

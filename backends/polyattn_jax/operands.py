@@ -7,11 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from polyattn.plugin import Array, Operands, Problem, Span
 from polyattn_jax.explicit import Explicit, arrays_of, with_arrays
 from polyattn_jax.layout import block_sizes
+from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
 __all__ = ["explicit", "prepared", "specs", "with_expressions", "without_expressions"]
@@ -119,5 +121,9 @@ def _on_tile(
     if not takes_scores:
         return on_tile, (first, first)
     shape = (*problem.batch, problem.heads, *size)
-    scores = jax.ShapeDtypeStruct(shape, problem.accumulator)  # type: ignore[no-untyped-call]
+    scores: Any = jax.ShapeDtypeStruct(shape, problem.accumulator)  # type: ignore[no-untyped-call]
+    if isinstance(x.query, jax.core.Tracer):
+        # Inside of jax.shard_map a function takes scores that vary along the axes that it saw.
+        like = (x.query, x.key, x.score_mod, x.similarity)
+        scores = varying_like(jnp.zeros(shape, problem.accumulator), like)
     return on_tile, (first, first, scores)

@@ -85,7 +85,7 @@ class TileIndices(Indices):
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
-        first, columns = self.first[1], self.lengths[1]
+        first, columns = self.first[1] + self.dropout_start[3], self.lengths[1]
         half = -(-(columns // self.decided + 2) // 2)
         blocks = first // self.decided + jnp.arange(2 * half).reshape(2, half)
 

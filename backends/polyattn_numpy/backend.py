@@ -10,6 +10,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
+from polyattn_numpy.small import Small
 from polyattn_numpy.tiled import Tiled, empty_result
 
 __all__ = ["NumpyBackend"]
@@ -18,7 +19,7 @@ __all__ = ["NumpyBackend"]
 class NumpyBackend(Backend):
     """NumPy arrays on the CPU."""
 
-    kernels = (Tiled(),)
+    kernels = (Small(), Tiled())
 
     def __init__(self) -> None:
         super().__init__(xp)

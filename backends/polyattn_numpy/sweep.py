@@ -25,6 +25,7 @@ import numpy as np
 
 from polyattn.plugin import Array
 from polyattn_numpy.blocks import Piece, Tile
+from polyattn_numpy.half import convert
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, fast_exp2, ones
@@ -68,7 +69,11 @@ class Sweep(TileScores):
         self.query = self._per_row("query", problem.head_size)
         # Other similarities are scaled afterwards: they need not be linear in the query.
         factor = self.factor if x.similarity is None else self.dtype.type(1)
-        np.multiply(query, factor, out=self.query.reshape(query.shape))
+        scaled = self.query.reshape(query.shape)
+        if query.dtype != self.dtype:
+            convert(query, scaled)
+            query = scaled
+        np.multiply(query, factor, out=scaled)
 
     def run(self) -> SoftmaxState:
         """Add up all tiles."""

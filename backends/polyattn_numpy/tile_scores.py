@@ -6,6 +6,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Indices
 from polyattn_numpy.blocks import Piece, Tile, group_size_of
+from polyattn_numpy.half import convert
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
 from polyattn_numpy.visibility import Visibility
@@ -37,7 +38,7 @@ class TileScores:
         if block.dtype == self.dtype and block.strides[-1] == self.dtype.itemsize:
             return block
         copy = self.scratch(name, block.shape, self.dtype)
-        np.copyto(copy, block, casting="unsafe")
+        convert(block, copy)
         return copy
 
     def _by_head(self, s: Array) -> Array:

@@ -20,12 +20,11 @@ from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
+from polyattn_numpy.small import TINY
 from polyattn_numpy.sweep import Sweep
 
 __all__ = ["Tiled", "empty_result"]
 
-# Up to this many scores of an item the array-API kernel is faster, because it makes few calls.
-TINY = 2**12
 # OpenBLAS starts no threads for products of fewer multiply-adds.
 UNTHREADED = 2**18
 

@@ -19,7 +19,15 @@ import torch.autograd.forward_ad as forward_mode
 from polyattn.plugin import Problem
 from polyattn_torch.batched_gradients import item_by_item
 
-__all__ = ["Step", "apply", "in_transform", "is_recorded", "moved_along", "without_autocast"]
+__all__ = [
+    "Step",
+    "apply",
+    "in_transform",
+    "is_autocast_on",
+    "is_recorded",
+    "moved_along",
+    "without_autocast",
+]
 
 Tensors = Sequence[torch.Tensor]
 #: One entry for each tensor of a step, None where there is nothing.
@@ -227,9 +235,13 @@ def _placed(found: Optionals, wanted: Sequence[bool]) -> list[torch.Tensor | Non
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
     """Turn autocast off, which may be at work in a backward pass too."""
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False) if is_autocast_on(kind) else contextlib.nullcontext()
+
+
+def is_autocast_on(kind: str) -> bool:
+    """Return whether autocast is at work on a kind of device."""
+    is_available = kind == "cpu" or torch.amp.is_autocast_available(kind)
+    return is_available and torch.is_autocast_enabled(kind)
 
 
 def moved_along(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
-from polyattn_torch.autograd import without_autocast
+from polyattn_torch.autograd import is_autocast_on, without_autocast
 from polyattn_torch.flex import Flex
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
@@ -140,18 +140,22 @@ class TorchBackend(Backend):
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
         """Run a kernel with autocast off, as one step of autograd where it has derivatives."""
-        with without_autocast(operands.query.device.type):
-            if "jvp" in problem.features:
-                return kernel.jvp(problem, operands, self)
-            if problem.requires_grad or problem.transforms:
-                step = step_of(kernel, problem, operands, self)
-                if step is not None:
-                    return run_step(*step)
-            return kernel(problem, operands, self)
+        # Not asked for its kind each time, which takes longer than the rest.
+        kind = "cpu" if problem.device == "cpu" else problem.device_kind
+        if is_autocast_on(kind):
+            with torch.autocast(kind, enabled=False):
+                return self.run(kernel, problem, operands)
+        if "jvp" in problem.features:
+            return kernel.jvp(problem, operands, self)
+        if problem.requires_grad or problem.transforms:
+            step = step_of(kernel, problem, operands, self)
+            if step is not None:
+                return run_step(*step)
+        return kernel(problem, operands, self)
 
     def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
         """Run the backward pass of a kernel with autocast off."""
-        with without_autocast(operands.query.device.type):
+        with without_autocast(problem.device_kind):
             return kernel.backward(problem, operands, self)
 
 

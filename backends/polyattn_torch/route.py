@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, Engine
 from polyattn_torch.quirks import Workaround, workarounds_for
 
-__all__ = ["Route", "route_of", "why_no_engine"]
+__all__ = ["Route", "plain_options", "route_of", "why_no_engine"]
 
 
 class Route(NamedTuple):
@@ -26,6 +26,12 @@ class Route(NamedTuple):
     is_causal: bool  # torch's is_causal is set
     enable_gqa: bool
 
+    def passes_as_given(self, problem: Problem) -> bool:
+        """Return whether torch's function takes the tensors as they are, and records nothing."""
+        changes = self.engine is not None or self.workarounds or self.masked
+        one_axis = len(problem.batch) == 1 and "batch_broadcast" not in problem.features
+        return one_axis and not (changes or problem.requires_grad or problem.transforms)
+
 
 def route_of(problem: Problem) -> Route:
     """Return the route of a problem that `Sdpa` has no reason against."""
@@ -35,6 +41,27 @@ def route_of(problem: Problem) -> Route:
         return _cached_route(problem)
     except TypeError:  # symbolic lengths cannot be hashed
         return _route(problem)
+
+
+def plain_options(problem: Problem) -> dict[str, Any] | None:
+    """Return torch's options if tensors go to its function as they are, otherwise None."""
+    if torch.compiler.is_compiling():
+        return None
+    global _latest
+    latest, options = _latest
+    # By identity: a problem has many fields to hash, and a repeated call has the same object.
+    if latest is not problem:
+        route, options = route_of(problem), None
+        if route.passes_as_given(problem):
+            given = {"is_causal": route.is_causal, "enable_gqa": route.enable_gqa}
+            options = {name: True for name, is_given in given.items() if is_given}
+            if "scale" in problem.features:
+                options["scale"] = problem.scale
+        _latest = problem, options
+    return options
+
+
+_latest: tuple[Problem | None, dict[str, Any] | None] = None, None
 
 
 def _route(problem: Problem) -> Route:

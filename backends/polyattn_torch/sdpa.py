@@ -16,7 +16,7 @@ from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.fused import recorded, takes
 from polyattn_torch.quirks import refusals
-from polyattn_torch.route import route_of, why_no_engine
+from polyattn_torch.route import plain_options, route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
 from polyattn_torch.workarounds import EngineInputs, apply_workarounds, undo_workarounds
 
@@ -68,6 +68,10 @@ class Sdpa(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
+        options = plain_options(problem)
+        if options is not None:
+            x = operands
+            return F.scaled_dot_product_attention(x.query, x.key, x.value, **options), None
         route = route_of(problem)
         query = one_batch_axis(problem, operands.query)
         key = one_batch_axis(problem, operands.key)

@@ -1,7 +1,7 @@
 """Draw the pictures of these pages, from the results of the code on the pages."""
 
 import argparse
-import io
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, StrMethodFormatter
-from PIL import Image
 from threadpoolctl import threadpool_limits
 
 from polyattn import attention_weights, use_threads
@@ -22,10 +21,11 @@ from polyattn import attention_weights, use_threads
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import run
+from pictures import save as save_picture
 
 matplotlib.use("Agg")
 FOLDER = Path(__file__).parent
-DPI = 100
+save = functools.partial(save_picture, dpi=100)
 # Okabe and Ito's, each with a line, marker or hatch of its own.
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#6b7280"
 Names = dict[str, Any]
@@ -318,14 +318,6 @@ PICTURES: dict[str, tuple[str, Callable[[Names], Figure]]] = {
     "learn-masks.png": ("masks.md", masked),
     "learn-cost.png": (COST, cost),
 }
-
-
-def save(figure: Figure, file: Path) -> None:
-    """Save a figure as a PNG of few colours, for a small file."""
-    pixels = io.BytesIO()
-    figure.savefig(pixels, format="png", dpi=DPI)
-    picture = Image.open(pixels).convert("RGB").quantize(128, kmeans=1)
-    picture.save(file, format="png", optimize=True)
 
 
 def main(folder: Path = FOLDER.parent / "images") -> None:

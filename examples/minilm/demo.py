@@ -45,7 +45,7 @@ BAR = 30  # characters for a weight of 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return 1 if something that it needs is not installed, otherwise 0."""
+    """Run the demo; return 2 if something that it needs is not installed, otherwise 0."""
     arguments = parse(argv)
     modules = ["safetensors", "tokenizers", *([] if arguments.no_picture else ["matplotlib"])]
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -59,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def give_up(reason: str) -> int:
-    """Print what is missing, and return the exit status of a failure."""
+    """Print what is missing, and return the exit status of a wrong call."""
     print(reason, file=sys.stderr)
-    return 1
+    return 2
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from polyattn.api.names import with_our_names
+from polyattn.api.repeats import with_repeats
 from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import as_called, heads_first
@@ -24,6 +25,7 @@ __all__ = ["attention", "compute"]
 A = TypeVar("A")  # the type of the query, which the result has
 
 
+@with_repeats
 @with_our_names
 def attention(
     query: A,
@@ -39,7 +41,7 @@ def attention(
     softcap: float | None = None,
     score_mod: Score | Callable[..., Array] | None = None,
     sinks: Array | None = None,
-    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start] | None = None,
+    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start | Array] | None = None,
     similarity: Similarity | None = None,
     normalizer: Normalizer | None = None,
     layout: str = "...HLD",
@@ -92,7 +94,8 @@ def attention(
         decide whether a weight is dropped, the same on every backend. The seed may be an integer
         array without axes, so that each step of a compiled training loop gets a new one. In a call
         over a part of the scores, a third item gives the batch item (flat), head, row and key that
-        the part begins with, so that it drops what the whole would drop there.
+        the part begins with, so that it drops what the whole would drop there. It may be an integer
+        array of the four.
     similarity : similarity of polyattn.scores, optional
         Replaces the product query·key, such as ``scores.cosine()``.
     normalizer : normalizer of polyattn.scores, optional

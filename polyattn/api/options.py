@@ -27,7 +27,7 @@ class AttentionOptions(TypedDict, total=False):
     softcap: float | None
     score_mod: Score | Callable[..., Array] | None
     sinks: Array | None
-    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start] | None
+    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start | Array] | None
     similarity: Similarity | None
     normalizer: Normalizer | None
     layout: str

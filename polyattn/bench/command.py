@@ -18,6 +18,7 @@ from typing import Any
 
 from polyattn.call.features import DTYPES
 from polyattn.extras import require_matplotlib
+from polyattn.progress import progress
 
 __all__ = ["add_options", "run"]
 
@@ -112,11 +113,7 @@ def run(options: argparse.Namespace) -> int:
         a, b = options.compare
         print("\n".join(compare(read(a), read(b), str(a), str(b))))
         return 0
-    try:
-        return _measure(options)
-    except KeyboardInterrupt:  # while loading libraries or writing files
-        print("polyattn bench: interrupted", file=sys.stderr)
-        return 130
+    return _measure(options)
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -160,14 +157,15 @@ def _measure(options: argparse.Namespace) -> int:
     deadline = time.perf_counter() + options.seconds
     report.interrupted = True
     try:
-        measure_peaks(report, contenders, _say)
-        _print(table.heading(report, titles))
-        for rows in measure(report, contenders, options.lengths, deadline, _say):
-            _print(table.group(report, rows, titles))
+        with progress(unit="row", total=len(titles) * len(options.lengths)) as bar:
+            measure_peaks(report, contenders, bar.set_description)
+            _print(table.heading(report, titles))
+            for rows in measure(report, contenders, options.lengths, deadline, bar.set_description):
+                _print(table.group(report, rows, titles))
+                bar.update(len(rows))
         report.interrupted = False
-        _print(table.footer(report))
+        _print(table.footer(titles))
     except KeyboardInterrupt:
-        _say("")
         print(f"polyattn bench: interrupted after {len(report.rows)} rows", file=sys.stderr)
     finally:  # also after an error, such as a closed pipe
         written = _write(report, options)
@@ -265,11 +263,8 @@ def _write_html(report: Any, file: Path) -> None:
 
 
 def _print(lines: Sequence[str]) -> None:
-    _say("")
-    print(*lines, sep="\n", flush=True)
+    """Print lines above the progress bar, at once even into a pipe."""
+    from tqdm import tqdm
 
-
-def _say(text: str) -> None:
-    """Show progress on a terminal, in a line that the next one overwrites."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    tqdm.write("\n".join(lines))
+    sys.stdout.flush()

@@ -12,11 +12,14 @@ from polyattn.bench.machine import fact
 from polyattn.bench.report import Report, Row
 from polyattn.bench.table import digits, duration
 from polyattn.bench.timing import FEWEST
-from polyattn.text_table import line
+from polyattn.text_table import paragraph, table
 
 __all__ = ["compare"]
 
 Key = tuple[int, str]
+LEGEND = """\
+  B/A: the ratio of the medians, and its widest range by the quartiles;
+  ~ the range contains 1, so the two may be equally fast."""
 
 
 def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[str]:
@@ -33,13 +36,12 @@ def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[s
             f"no backend has a time at the same length in both\n  {a}: {_named(ours)}\n"
             f"  {b}: {_named(theirs)}"
         )
-    lines = [f"polyattn bench: {first.workload}", *fact("A", a), *fact("B", b)]
+    lines = [*paragraph(f"polyattn bench: {first.workload}"), *fact("A", a), *fact("B", b)]
     lines += ["", *_differences(first, second), "", *_table(both, ours, theirs)]
     for name, rows, others in (("A", ours, theirs), ("B", theirs, ours)):
         alone = {key: rows[key] for key in rows if key not in others}
         lines += fact(f"only {name}", _named(alone)) if alone else []
-    lines += ["", "  B/A: the ratio of the medians, and its widest range by the quartiles;"]
-    return [*lines, "  ~ the range contains 1, so the two may be equally fast."]
+    return [*lines, "", *paragraph(LEGEND)]
 
 
 def _timed(report: Report) -> dict[Key, Row]:
@@ -75,10 +77,8 @@ def _differences(first: Report, second: Report) -> Iterator[str]:
         yield "  The same processor and libraries."
 
 
-def _table(both: list[Key], ours: dict[Key, Row], theirs: dict[Key, Row]) -> Iterator[str]:
-    room = max(len(name) for _, name in (*both, (0, "backend")))
-    widths = (6, -room, 8, 8, 6, -1)
-    yield line(("length", "backend", "A ms", "B ms", "B/A", "range"), widths)
+def _table(both: list[Key], ours: dict[Key, Row], theirs: dict[Key, Row]) -> list[str]:
+    rows = [("length", "backend", "A ms", "B ms", "B/A", "range")]
     before = both[0][0]
     for length, name in both:
         a, b = ours[length, name], theirs[length, name]
@@ -89,6 +89,7 @@ def _table(both: list[Key], ours: dict[Key, Row], theirs: dict[Key, Row]) -> Ite
             spread = "unknown: only one call"
         other = f"  ({a.kernel} and {b.kernel})" if a.kernel != b.kernel else ""
         if length != before:
-            yield ""
+            rows.append(("",) * 6)
         before = length
-        yield line((str(length), name, *times, digits(middle), spread + other), widths)
+        rows.append((str(length), name, *times, digits(middle), spread + other))
+    return table(rows, right=(0, 2, 3, 4))

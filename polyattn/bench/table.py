@@ -1,4 +1,4 @@
-"""Print the report in a terminal, 100 columns wide, one group of rows at a time."""
+"""Print the report in a terminal, at most 100 columns wide, one group of rows at a time."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ __all__ = [
 WIDTH = 100
 COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
 WIDTHS = (7, 15, 7, 7, 5, 7, 10)
+# What a narrow terminal leaves out, the first of them first.
+SPARE = ("product", "roof", "memory")
 LEGEND = (
     "ms: the median time of a call, and its quartiles; product, roof: the rate as a share of a"
     " matrix product's and of the roofline; error: the largest against float64; memory: peak,"
@@ -37,7 +39,8 @@ LEGEND = (
 
 def head(report: Report) -> list[str]:
     """Return the first lines: the call, the machine and the command to repeat the run."""
-    lines = [f"polyattn bench: {report.workload}", *report.machine.lines()]
+    call = text_table.paragraph(f"polyattn bench: {report.workload}")
+    lines = [*call, *report.machine.lines()]
     return [*lines, *fact("repeat", report.command)]
 
 
@@ -69,9 +72,11 @@ def group(report: Report, rows: Sequence[Row], names: Iterable[str]) -> list[str
     return [line for row in rows for line in _row(report, row, room)] + [""]
 
 
-def footer(report: Report) -> list[str]:
+def footer(names: Iterable[str]) -> list[str]:
     """Return the lines below the rows."""
-    return textwrap.wrap(LEGEND, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    left_out = ", ".join(SPARE[: _columns_left_out(_room(names))])
+    narrow = f" Not shown, for lack of width: {left_out}." if left_out else ""
+    return _wrapped(LEGEND + narrow, "  ")
 
 
 def _room(names: Iterable[str]) -> int:
@@ -81,11 +86,7 @@ def _room(names: Iterable[str]) -> int:
 def _row(report: Report, row: Row, room: int) -> list[str]:
     name, kernel = row.backend, row.kernel or ""
     if row.seconds is None:
-        indent = f"  {row.length:>6}  {name:<{room}}  "
-        note = row.note or ""
-        return textwrap.wrap(
-            note, WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent)
-        )
+        return _wrapped(row.note or "", f"  {row.length:>6}  {name:<{room}}  ")
     cells = cells_of(report, row)
     line = _line(str(row.length), name, kernel, cells, room)
     return [line] if row.note is None else [line, *fact("", row.note)]
@@ -108,7 +109,26 @@ def cells_of(report: Report, row: Row) -> list[str]:
 
 
 def _line(length: str, name: str, kernel: str, cells: Sequence[str], room: int) -> str:
-    return text_table.line((length, name, kernel, *cells), (6, -room, -6, *WIDTHS))
+    left_out = SPARE[: _columns_left_out(room)]
+    shown = [n for n, column in enumerate(COLUMNS) if column not in left_out]
+    widths = (6, -room, -6, *(WIDTHS[n] for n in shown))
+    return text_table.line((length, name, kernel, *(cells[n] for n in shown)), widths)
+
+
+def _columns_left_out(room: int) -> int:
+    """Return how many of the spare columns do not fit the terminal."""
+    widths = dict(zip(COLUMNS, WIDTHS, strict=True))
+    excess = sum(2 + n for n in (6, room, 6, *WIDTHS)) - text_table.terminal_width()
+    left_out = 0
+    while excess > 0 and left_out < len(SPARE):
+        excess -= 2 + widths[SPARE[left_out]]
+        left_out += 1
+    return left_out
+
+
+def _wrapped(text: str, start: str) -> list[str]:
+    width = min(WIDTH, text_table.terminal_width())
+    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start))
 
 
 def rate_unit(report: Report) -> tuple[str, float]:

@@ -51,6 +51,8 @@ class Operands(NamedTuple):
         The replacement for q·k.
     seed : int, Array or None
         The seed of dropout.
+    dropout_start : Array or None
+        Where the hash of dropout begins, shape (4,), if the problem has no numbers for it.
     known_logsumexp : Array or None
         In a call for weights or gradients, the logsumexp to divide by, shape (..., H, L).
     output, output_gradient : Array or None
@@ -80,6 +82,7 @@ class Operands(NamedTuple):
     value_tangent: Array | None = None
     bias_tangent: Array | None = None
     sinks_tangent: Array | None = None
+    dropout_start: Array | None = None
 
 
 class Call(NamedTuple):
@@ -99,7 +102,7 @@ class Call(NamedTuple):
     sinks: ArrayFacts | None
     dropout: float
     seed: ArrayFacts | None
-    dropout_start: Start
+    dropout_start: ArrayFacts | Start
     similarity: Similarity | None
     normalizer: Normalizer | None
     known_logsumexp: ArrayFacts | None
@@ -198,7 +201,7 @@ def describe(
         None if sinks is None else facts(sinks, "sinks"),
         rate,
         facts(seed, "dropout's seed") if is_array(seed) else None,
-        start,
+        facts(start, "dropout's start") if is_array(start) else start,
         None if similarity is None else similarity.spec(facts),
         normalizer,
         None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
@@ -212,6 +215,7 @@ def describe(
     operands = Operands(
         query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
         known_logsumexp, output, output_gradient, logsumexp_gradient,
+        dropout_start=start if is_array(start) else None,
     )  # fmt: skip
     if tangents is not None:
         described = tuple((name, facts(array, name)) for name, array in tangents.items())

@@ -18,6 +18,7 @@ __all__ = [
     "gradients_as_called",
     "heads_first",
     "is_flat",
+    "keeps_axes",
     "positions_matter",
 ]
 
@@ -116,6 +117,13 @@ def positions_matter(call: Call) -> bool:
         or isinstance(call.mask, Mask)
         or isinstance(call.score_mod, Score)
     )
+
+
+def keeps_axes(call: Call) -> bool:
+    """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
+    is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
+    is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
+    return not is_moved and not _has_rank_2(call)
 
 
 def is_flat(call: Call) -> bool:

@@ -56,7 +56,7 @@ def check_offset(value: Any, facts: Callable[[Any, str], ArrayFacts]) -> ArrayFa
     return facts(value, "query_offset")
 
 
-def check_dropout(value: Any) -> tuple[float, Any, Start]:
+def check_dropout(value: Any) -> tuple[float, Any, Any]:
     if not isinstance(value, (tuple, list)) or len(value) not in (2, 3):
         raise TypeError(
             "dropout must be a pair (rate, seed), since nothing is random without a seed, or"
@@ -80,11 +80,17 @@ def check_dropout(value: Any) -> tuple[float, Any, Start]:
     return rate, number, start
 
 
-def _check_start(value: Any) -> Start:
+def _check_start(value: Any) -> Any:
     wrong = (
         "the start of dropout must be four integers of at least 0, the first batch item, head, row"
-        f" and key of this part of a call; {got(value)}"
+        f" and key of this part of a call, or an array of them; {got(value)}"
     )
+    if is_array(value):
+        if tuple(value.shape) != (4,) or "int" not in str(value.dtype):
+            raise TypeError(wrong)
+        if type(value).__module__ != "numpy":
+            return value
+        value = value.tolist()
     if not isinstance(value, (tuple, list)) or len(value) != 4:
         raise TypeError(wrong)
     item, head, row, key = (check_int("the start of dropout", number) for number in value)

@@ -84,8 +84,9 @@ class Problem(NamedTuple):
         The replacement for softmax.
     dropout : float
         The rate at which weights are dropped.
-    dropout_start : tuple of int
-        What the flat batch item, head, row and key of the call begin with in the hash of dropout.
+    dropout_start : tuple of int or None
+        What the flat batch item, head, row and key of the call begin with in the hash of dropout;
+        None if an array gives them.
     chunks : tuple of (str, tuple)
         The lengths of the chunks of each array that is cut, along its axes, by the array's name.
     constants : frozenset of str
@@ -122,7 +123,7 @@ class Problem(NamedTuple):
     score_norm: ByNorm | None = None
     normalizer: Normalizer | None = None
     dropout: float = 0.0
-    dropout_start: Start = FROM_ZERO
+    dropout_start: Start | None = FROM_ZERO
     chunks: tuple[tuple[str, Chunks], ...] = ()
     constants: frozenset[str] = frozenset()
 
@@ -207,7 +208,7 @@ def examine(call: Call) -> Problem:
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
         normalizer=call.normalizer,
         dropout=call.dropout,
-        dropout_start=call.dropout_start,
+        dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
     )
     _check_values(call, problem)

@@ -8,7 +8,7 @@ from html import escape
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.html_page import html_table
-from polyattn.text_table import table
+from polyattn.text_table import paragraph, table
 
 __all__ = ["Candidate", "Explanation"]
 
@@ -100,7 +100,8 @@ class Explanation:
 
     def lines(self) -> list[str]:
         """Return the printed lines: the call, what selected the backends, and each candidate."""
-        return [*self._head(), *table(self._cells())]
+        head = [part for line in self._head() for part in paragraph(line, " " * 11)]
+        return [*head, *table(self._cells())]
 
     def _head(self) -> list[str]:
         call, problem = self.call, self.problem

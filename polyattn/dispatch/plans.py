@@ -2,23 +2,44 @@
 
 Keys and plans hold facts in place of arrays, functions and tables, so the cache does not keep
 objects of the caller alive. If the caller passes a kernel object, its placements are cached as long
-as it lives.
+as it lives. A plain call is also cached by its glance, which takes less time than its description.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from polyattn.arrays import is_compiling
-from polyattn.call.describe import Call
+from polyattn.arrays import Array, is_compiling
+from polyattn.call.describe import Call, Operands
+from polyattn.call.glance import Glance
+from polyattn.call.layout import as_called, heads_first, keeps_axes
 from polyattn.dispatch.request import Request
 from polyattn.dispatch.transfer import Placement, Plan
 from polyattn.plugin import Kernel
 from polyattn.recent import Recent
 
-__all__ = ["recall", "remember"]
+__all__ = ["Repeat", "recall", "recall_repeat", "remember", "remember_repeat"]
 
-_plans: Recent[tuple[Call, Request, str | None], Plan] = Recent(4096)
+
+class Repeat(NamedTuple):
+    """A call that has run, and its plan."""
+
+    call: Call
+    plan: Plan
+    is_direct: bool  # the kernel takes and returns the arrays of the caller
+
+    def run(self, operands: Operands) -> Array:
+        """Return the output of the call with other arrays of the same classes."""
+        if self.is_direct:
+            kernel, (backend, _, problem, _), _ = self.plan
+            return backend.run(kernel, problem, operands)[0]  # type: ignore[union-attr]
+        return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
+
+
+# The values are plans, by the facts of a call, and repeats, by its glance.
+_plans: Recent[tuple[Hashable, ...], Any] = Recent(4096)
 _Placements = Recent[tuple[Call, Request], Placement]
 _placements: WeakKeyDictionary[Kernel, _Placements] = WeakKeyDictionary()
 
@@ -29,7 +50,8 @@ def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan 
         return None
     try:
         if not isinstance(kernel, Kernel):
-            return _plans.get((call, requested, kernel))
+            plan: Plan | None = _plans.get((call, requested, kernel))
+            return plan
         placements = _placements.get(kernel)
         placement = None if placements is None else placements.get((call, requested))
     except TypeError:  # a symbolic length or a kernel that is not hashable
@@ -49,3 +71,19 @@ def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: 
             _plans[call, requested, kernel] = plan
     except TypeError:
         pass
+
+
+def recall_repeat(seen: Glance, requested: Request) -> Repeat | None:
+    """Return an earlier call with the same glance, or None."""
+    repeat: Repeat | None = _plans.get((seen, requested))
+    return repeat
+
+
+def remember_repeat(
+    seen: Glance, requested: Request, call: Call, kernel: str | Kernel | None
+) -> None:
+    """Keep a call that has just run for later ones with the same glance."""
+    plan = recall(call, requested, kernel)
+    if plan is not None:
+        is_direct = keeps_axes(call) and not plan.placement.moved
+        _plans[seen, requested] = Repeat(call, plan, is_direct)

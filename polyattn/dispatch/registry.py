@@ -12,7 +12,7 @@ import threading
 from collections.abc import Set
 from dataclasses import dataclass
 
-from polyattn.arrays import constant_when_traced, library_of
+from polyattn.arrays import constant_when_traced, is_namespace, library_of
 from polyattn.dispatch.entries import Entry, entries
 from polyattn.dispatch.standard import StandardBackend
 from polyattn.kernels import Dense, Tiled
@@ -138,7 +138,7 @@ def load(name: str) -> str | None:
                 plugin.failure = _missing(plugin.spec)
                 if plugin.failure is None:
                     backend = plugin.spec.load()
-                    plugin.failure = _flaw(backend)
+                    plugin.failure = _flaw(backend) or _unmatched(plugin.spec, backend)
                 if plugin.failure is None:
                     backend.tiled = _ARRAY_API_KERNELS[0]
                     plugin.backend = backend
@@ -165,6 +165,21 @@ def _flaw(backend: Backend) -> str | None:
         if reason is not None:
             return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {reason}"
     return None
+
+
+def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
+    """Return the reason if no array can be of the first library that a spec names, or None.
+
+    The first is that of the backend's own arrays; the others may be missing on this machine.
+    """
+    first, *_ = (*spec.namespaces, "")
+    if is_namespace(first):
+        return None
+    meant = backend.xp.__name__.removeprefix("array_api_compat.")
+    return (
+        f"its namespaces begin with {first!r}, which is no namespace of arrays: name the module"
+        f" that array.__array_namespace__() returns; did you mean {meant!r}?"
+    )
 
 
 def flaw(kernel: Kernel) -> str | None:

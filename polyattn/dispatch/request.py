@@ -46,6 +46,7 @@ class Request(NamedTuple):
         }[self.channel]
 
 
+_NOTHING = Request(())
 _context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
 # torch.compile cannot trace ContextVar.get (pytorch#186449), but reads and guards an attribute of
 # a thread-local, which holds the names of the innermost block that this thread has entered.
@@ -118,7 +119,7 @@ def request(backend: str | Sequence[str] | None) -> Request:
     variable = os.environ.get(VARIABLE)
     if variable:
         return Request(parse(variable, f"{VARIABLE}="), "environment")
-    return Request(())
+    return _NOTHING
 
 
 def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:

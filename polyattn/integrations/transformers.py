@@ -196,20 +196,23 @@ def _attend(
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     _check_others(module, attention_mask, others)
+    if ranks is None:
+        _check_not_packed(module, attention_mask, others.get("cu_seq_lens_q"))
+    dropping = dropout > 0 and module.training
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if ranks is not None:
-        options |= _visibility_over(module, attention_mask, is_causal, sliding_window)
-        refused = {
-            "attention dropout": dropout if dropout and module.training else None,
-            "position_bias": position_bias,
-            "output_attentions": output_attentions,
-        }
+        options |= ranks.visibility(
+            module, query, attention_mask, others.get("cu_seq_lens_q"), is_causal, sliding_window
+        )
+        refused = {"position_bias": position_bias, "output_attentions": output_attentions}
+        if dropping:
+            options["dropout"] = (dropout, ranks.seed(query))
         output = ranks.attend(query, key, value, refused, backend=backend, kernel=kernel, **options)
         return output.transpose(1, 2).contiguous(), None
     options |= _visibility(module, query, key, attention_mask, is_causal, sliding_window)
     if position_bias is not None:
         options["bias"] = position_bias + options.get("bias", 0)
-    if dropout and module.training:
+    if dropping:
         seed = torch.randint(2**62, (), device=query.device)
         options["dropout"] = (dropout, seed)
     output = attention(query, key, value, backend=backend, kernel=kernel, **options)
@@ -251,29 +254,6 @@ def _visibility(
     return options
 
 
-def _visibility_over(
-    module: torch.nn.Module,
-    mask: torch.Tensor | None,
-    is_causal: bool | None,
-    sliding_window: int | None,
-) -> dict[str, Any]:
-    """Return which keys each row of a sequence over many ranks sees."""
-    options: dict[str, Any] = {} if mask is None else {"mask": mask}
-    if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
-        return options
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if is_causal:
-        options |= {"is_causal": True, "query_offset": 0}
-    if sliding_window is not None:
-        if not is_causal:
-            raise NotImplementedError(
-                "with over= polyattn supports a sliding window of causal models only"
-            )
-        options["window"] = (sliding_window - 1, None)
-    return options
-
-
 def _check_others(
     module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]
 ) -> None:
@@ -292,10 +272,15 @@ def _check_others(
                 f"{name} passes polyattn {what} ({option}=), which is not supported; use"
                 " attn_implementation='eager'"
             )
-    packed = others.get("cu_seq_lens_q")
+
+
+def _check_not_packed(
+    module: torch.nn.Module, mask: torch.Tensor | None, packed: torch.Tensor | None
+) -> None:
+    """Refuse sequences packed into one that nothing separates."""
     if mask is None and packed is not None and len(packed) > 2:
         raise NotImplementedError(
-            f"{name} passes polyattn {len(packed) - 1} sequences packed into one by"
-            " cu_seq_lens_q=, without a mask that separates them; give the model position_ids that"
-            " restart with each sequence"
+            f"{type(module).__name__} passes polyattn {len(packed) - 1} sequences packed into one"
+            " by cu_seq_lens_q=, without a mask that separates them; give the model position_ids"
+            " that restart with each sequence"
         )

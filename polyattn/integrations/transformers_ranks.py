@@ -6,6 +6,8 @@ tokens from 0 on each rank, so they are made again here for the whole sequence.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from polyattn import parallel
+from polyattn import masks, parallel
+from polyattn.parallel.over import communicator_of
 
 __all__ = ["Ranks"]
 
@@ -69,14 +72,50 @@ class Ranks(NamedTuple):
             return _of_keys(padding)
         if any(x.shape[-1] < whole for x in _tensors(function) if x.ndim > 1):
             raise NotImplementedError(
-                "with over= a sequence may not be packed of several: positions restart, and a rank"
-                " knows its own only"
+                "with over= a rank cannot tell packed sequences by their positions, of which it"
+                " knows its own only: give the model the attention_mask of the whole sequence, and"
+                " cu_seq_lens_q= with the ends of the sequences in it"
             )
         options = options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         found: torch.Tensor | None = sdpa_mask(
             batch_size, whole, whole, 0, 0, function, padding, **options
         )
         return found
+
+    def visibility(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        packed: torch.Tensor | None,
+        is_causal: bool | None,
+        sliding_window: int | None,
+    ) -> dict[str, Any]:
+        """Return which keys each row of the whole sequence sees, as options of attention."""
+        parts: list[Any] = [] if mask is None else [masks.dense(mask)]
+        if packed is not None and len(packed) > 2:
+            at = torch.arange(query.shape[-2] * self.size(), device=query.device)
+            parts.append(masks.segments(torch.bucketize(at, packed[1:].to(at), right=True)))
+        options: dict[str, Any] = {"mask": functools.reduce(operator.and_, parts)} if parts else {}
+        if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
+            return options
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if is_causal:
+            options |= {"is_causal": True, "query_offset": 0}
+        if sliding_window is not None:
+            if not is_causal:
+                raise NotImplementedError(
+                    "with over= polyattn supports a sliding window of causal models only"
+                )
+            options["window"] = (sliding_window - 1, None)
+        return options
+
+    def seed(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a new seed of dropout, that of the first rank on all."""
+        own = torch.randint(2**62, (1,), device=like.device)
+        seed: torch.Tensor = communicator_of(self.over).gather(own, 0)[0]
+        return seed
 
     def attend(
         self,

@@ -291,7 +291,8 @@ class MultiHeadAttention(Module):
             if positions is None:
                 positions = index_range(library_of(query).xp, 0, length_of(query, -2), query)
                 positions = positions if cache is None else positions + cache.next_position
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
+            tables = self.rotary.tables(positions, like=query)
+            query, key = self.rotary.rotate(query, *tables), self.rotary.rotate(key, *tables)
         return query, key, value
 
     def _apply_maps(self, x: Array, context: Array) -> tuple[Array, Array, Array]:

@@ -21,6 +21,7 @@ from polyattn.arrays import (
     is_recorded,
     library_of,
     namespace_of,
+    numbers_like,
     torch_transforms,
 )
 from polyattn.expressions.masks import as_mask
@@ -118,8 +119,12 @@ class KVCache:
         (2, 8, 1, 64)
         """
         library_of(like, "like")
-        number = like[(0,) * len(like.shape)]
-        example = library_of(like).xp.broadcast_to(number, (*batch, heads, 1, 1))
+        xp = library_of(like).xp
+        if 0 in like.shape:
+            number = numbers_like(xp, 0, like.dtype, like)
+        else:  # a number of `like` is where a committed array of JAX is
+            number = like[(0,) * len(like.shape)]
+        example = xp.broadcast_to(number, (*batch, heads, 1, 1))
         key, value = (_zeros(example, capacity, width) for width in (size, value_size or size))
         # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
@@ -231,7 +236,9 @@ class KVCache:
         cache.value[..., at : at + more, :] = value
         assert cache.buffer is not None
         cache.buffer.release(at + more)
-        return replace(cache, length=self.length + more)
+        # Directly, because `replace` takes longer than the copy of a token.
+        length = self.length + more
+        return KVCache(cache.key, cache.value, length, cache.first, cache.dropped, cache.buffer)
 
     def _copy_to_buffer(self, more: int) -> KVCache:
         """Return a copy with room for more tokens, whose memory this thread has claimed."""

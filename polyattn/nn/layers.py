@@ -127,8 +127,8 @@ class LayerNorm(Module):
     def _normalised(self, x: Array) -> Array:
         xp = library_of(x).xp
         wide = _widened(x, xp)
-        wide = wide - xp.mean(wide, axis=-1, keepdims=True)
-        variance = xp.mean(wide * wide, axis=-1, keepdims=True)
+        wide = wide - _mean(wide, xp)
+        variance = _mean(wide * wide, xp)
         y = cast(xp, wide / xp.sqrt(variance + self.epsilon), x.dtype) * self.weight
         return y if self.bias is None else y + self.bias
 
@@ -168,7 +168,7 @@ class RMSNorm(Module):
     def _normalised(self, x: Array) -> Array:
         xp = library_of(x).xp
         wide = _widened(x, xp)
-        square = xp.mean(wide * wide, axis=-1, keepdims=True)
+        square = _mean(wide * wide, xp)
         y = cast(xp, wide / xp.sqrt(square + self.epsilon), x.dtype)
         return y * (self.weight + self.offset if self.offset else self.weight)
 
@@ -178,6 +178,11 @@ Norm = LayerNorm | RMSNorm
 
 def _widened(x: Array, xp: Any) -> Array:
     return x if x.dtype == xp.float64 else cast(xp, x, xp.float32)
+
+
+def _mean(x: Array, xp: Any) -> Array:
+    # For a short row NumPy's mean takes twice the time of its sum, with the same bits.
+    return xp.sum(x, axis=-1, keepdims=True) / x.shape[-1]
 
 
 def _relu(x: Array) -> Array:

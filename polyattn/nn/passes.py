@@ -38,8 +38,9 @@ def by_rows(function: Callable[[Array], Array], x: Array) -> Array:
 def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     """Return x · weight + bias, of shapes (..., inputs), (inputs, outputs) and (outputs,)."""
     matmul = namespace_of(x, weight).matmul
-    plain = all(_is_numpys(array) for array in (x, weight, bias) if array is not None)
-    if not plain or x.dtype != weight.dtype or x.size <= BLOCK_ROWS * x.shape[-1]:
+    few = not _is_numpys(x) or x.size <= BLOCK_ROWS * x.shape[-1]
+    parameters = (weight,) if bias is None else (weight, bias)
+    if few or x.dtype != weight.dtype or not all(map(_is_numpys, parameters)):
         y = matmul(x, weight)
         return y if bias is None else y + bias
 

@@ -224,10 +224,8 @@ class Rotary(Module):
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing must be 'halves' or 'neighbours'; got {self.pairing!r}")
         if self.frequencies is not None and len(self.frequencies) != self.size // 2:
-            raise ValueError(
-                f"there must be size / 2 = {self.size // 2} frequencies; got"
-                f" {len(self.frequencies)}"
-            )
+            given = len(self.frequencies)
+            raise ValueError(f"there must be size / 2 = {self.size // 2} frequencies; got {given}")
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Rotate vectors.
@@ -244,22 +242,58 @@ class Rotary(Module):
         Array
             An array of the shape and dtype of `x`.
         """
-        xp = library_of(x).xp
+        return self.rotate(x, *self.tables(positions, like=x))
+
+    def tables(self, positions: Array, *, like: Array) -> tuple[Array, Array]:
+        """Return the cosines and sines of positions, which queries and keys share.
+
+        Parameters
+        ----------
+        positions : Array of int
+            As in a call.
+        like : Array
+            An array of the library, device and dtype of the result.
+
+        Returns
+        -------
+        cosines, sines : Array
+            The arguments of `rotate`.
+        """
+        xp = library_of(like).xp
         frequencies = self.frequencies or frequencies_of(self.size, self.base)
-        angles = _angles(xp, positions, frequencies, x.dtype, x)
+        angles = _angles(xp, positions, frequencies, like.dtype, like)
         if len(positions.shape) > 1:
             angles = angles[..., None, :, :]
-        cosine, sine = (cast(xp, f(angles) * self.magnitude, x.dtype) for f in (xp.cos, xp.sin))
+        cosine, sine = xp.cos(angles) * self.magnitude, xp.sin(angles) * self.magnitude
+        return cast(xp, cosine, like.dtype), cast(xp, sine, like.dtype)
+
+    def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:
+        """Rotate vectors by the angles of `tables`.
+
+        Parameters
+        ----------
+        x : Array
+            As in a call.
+        cosine, sine : Array
+            The result of `tables`.
+
+        Returns
+        -------
+        Array
+            An array of the shape and dtype of `x`.
+        """
+        xp = library_of(x).xp
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
         half, adjacent = self.size // 2, self.pairing == "neighbours"
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
         pairs = (a * cosine - b * sine, b * cosine + a * sine)
-        if adjacent:
-            result = with_last_axes(xp.stack(pairs, axis=-1), 2, self.size)
+        result = xp.concat(pairs, axis=-1) if not adjacent else xp.stack(pairs, axis=-1)
+        if None in rotated.shape:
+            result = with_last_axes(result, 2, self.size) if adjacent else result
         else:
-            result = xp.concat(pairs, axis=-1)
+            result = xp.reshape(result, rotated.shape)
         return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 

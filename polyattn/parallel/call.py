@@ -139,6 +139,9 @@ class ParallelCall:
         options["score_mod"] = cut_score(options["score_mod"], block)
         options["bias"] = cut_array(options["bias"], block)
         options["query_offset"] = options["query_offset"] + block.rows[0] - block.keys[0]
+        seed, start = options.pop("seed"), options.pop("dropout_start")
+        if self.problem.dropout:
+            options["dropout"] = self.problem.dropout, seed, block.after(start)
         given = options.pop("sinks")
         if sinks and given is not None:
             options["sinks"] = take(given, 0, *block.heads)
@@ -266,11 +269,6 @@ def described(
     kernel = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
     call, operands = describe(*facts.values(), **options, facts=_facts)
     problem = examine(call)
-    if call.dropout:
-        raise NotImplementedError(
-            f"{function}() has no dropout: its choice counts rows, keys and heads from those that a"
-            " rank holds, so ranks would repeat one another's"
-        )
     offset = operands.query_offset
     scale = problem.scale if isinstance(call.scale, LongSequence) else options.get("scale")
     full = {
@@ -285,6 +283,8 @@ def described(
         "sinks": operands.sinks,
         "similarity": operands.similarity,
         "normalizer": call.normalizer,
+        "seed": operands.seed,
+        "dropout_start": problem.dropout_start or operands.dropout_start,
     }
     return ParallelCall(
         problem=problem,

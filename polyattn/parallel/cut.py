@@ -33,6 +33,15 @@ class Block(NamedTuple):
         """Return the axes of an array of scores of this rank, and the part of each."""
         return list(zip((-1, -2, -3), (self.keys, self.rows, self.heads), strict=True))[:rank]
 
+    def after(self, start: Any) -> Any:
+        """Return what batch item, head, row and key begin with, from those of the whole."""
+        firsts = (0, self.heads[0], self.rows[0], self.keys[0])
+        found = [a + b for a, b in zip(start, firsts, strict=True)]
+        arrays = [number for number in found if is_array(number)]
+        if not arrays:
+            return tuple(found)
+        return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in found])
+
     def function(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of indices of the block, from one (…, b, h, i, j) of the whole."""
         (i0, _), (j0, _), (h0, _) = self.rows, self.keys, self.heads

@@ -59,7 +59,8 @@ def attention(
         The tokens of each rank: chunk r of n, or the chunks r and 2n − 1 − r of 2n, which gives all
         ranks the same work under a causal mask.
     **options
-        As for `polyattn.attention`, without `dropout` and the layout of axes.
+        As for `polyattn.attention`, without the layout of axes. Dropout needs the same seed on all
+        ranks.
 
     Returns
     -------

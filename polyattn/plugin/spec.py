@@ -22,7 +22,9 @@ class BackendSpec:
     name : str
         Its name in ``backend=``.
     namespaces : tuple of str
-        The array libraries whose arrays it takes as they are, by the root of their namespace.
+        The array libraries whose arrays it takes as they are, by the name of the module that
+        ``array.__array_namespace__()`` returns, such as ``"mlx.core"``; ``"jax"`` and ``"dask"``
+        are short for ``jax.numpy`` and ``dask.array``. The first is the library of its own arrays.
     implementation : str
         The import path of its `Backend` subclass, ``"module:Class"``, called without arguments.
     requires : tuple of str

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array, cast, is_array
+from polyattn.arrays import Array, cast, index_range, is_array
 
-__all__ = ["WORDS", "keep_mask", "keep_mask_by_word", "philox"]
+__all__ = ["WORDS", "keep_mask", "keep_mask_by_word", "keep_mask_of_keys", "philox"]
 
 #: Number of words per counter.
 WORDS = 4
@@ -38,6 +38,27 @@ def keep_mask(
     """Return which weights are kept."""
     found = xp.stack(keep_mask_by_word(xp, seed, rate, batch, head, row, blocks), axis=-1)
     return xp.reshape(found, (*found.shape[:-2], -1))
+
+
+def keep_mask_of_keys(
+    xp: Any,
+    seed: int | Array | tuple[Array, Array],
+    rate: float,
+    batch: Array,
+    head: Array,
+    row: Array,
+    start: int | Array,
+    length: int,
+) -> Array:
+    """Return which weights of `length` keys from `start` on are kept."""
+    first, rest = start // WORDS, start % WORDS
+    known = isinstance(rest, int)
+    count = -(-(length + (rest if known else WORDS - 1)) // WORDS)
+    blocks = first + index_range(xp, 0, count, row)
+    found = keep_mask(xp, seed, rate, batch, head, row, blocks)
+    if known:
+        return found[..., rest : rest + length]
+    return xp.take(found, rest + index_range(xp, 0, length, row), axis=-1)
 
 
 def keep_mask_by_word(

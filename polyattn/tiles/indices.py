@@ -27,7 +27,7 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.tiles.band import visible_band
-from polyattn.tiles.dropout import WORDS, keep_mask, keep_mask_by_word
+from polyattn.tiles.dropout import WORDS, keep_mask_by_word, keep_mask_of_keys
 
 __all__ = ["Indices"]
 
@@ -241,13 +241,16 @@ class Indices:
         offset = self._problem.query_offset
         return self._of_items(self._x.query_offset) if offset is None else offset
 
+    @property
+    def dropout_start(self) -> Any:
+        """What batch item, head, row and key begin with in the hash of dropout, four numbers."""
+        given = self._problem.dropout_start
+        return self._x.dropout_start if given is None else given
+
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
-        start = self._columns.start + self._problem.dropout_start[3]
-        first, stop = start // WORDS, start + self._columns.length
-        blocks = index_range(self.xp, first, -(-stop // WORDS), self._x.query)
-        found = keep_mask(self.xp, *self._drawn_by(), blocks)
-        return found[..., start - first * WORDS : stop - first * WORDS]
+        start = self._columns.start + self.dropout_start[3]
+        return self._decided(keep_mask_of_keys, start, self._columns.length)
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
@@ -255,24 +258,21 @@ class Indices:
         Parameters
         ----------
         blocks : Array
-            Numbers of blocks, shape (n,).
+            Numbers of blocks, shape (n,), counted from the first key of the hash.
 
         Returns
         -------
         tuple of Array of bool
             For each index in a block, shape (..., H, l, n).
         """
-        whole, rest = divmod(self._problem.dropout_start[3], WORDS)
-        kept = keep_mask_by_word(self.xp, *self._drawn_by(), blocks + whole)
-        if rest:
-            after = keep_mask_by_word(self.xp, *self._drawn_by(), blocks + (whole + 1))
-            kept = kept[rest:] + after[:rest]
-        return kept
+        words: tuple[Array, ...] = self._decided(keep_mask_by_word, blocks)
+        return words
 
-    def _drawn_by(self) -> tuple[Any, float, Array, Array, Array]:
+    def _decided(self, decide: Callable[..., Any], *keys: Any) -> Any:
+        item, head, row, _ = self.dropout_start
         seed, rate = self._x.seed, self._problem.dropout
-        item, head, row, _ = self._problem.dropout_start
-        return seed, rate, self.batch + item, self.head + head, self.row + row
+        at = self.batch + item, self.head + head, self.row + row
+        return decide(self.xp, seed, rate, *at, *keys)
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Yield bool arrays; a key takes part where all of them hold.

@@ -58,6 +58,24 @@ def test_masked_tensor():
     refused(TypeError, "bias is a masked tensor", "bias.get_data()", "mask=", bias=masked)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "hint"),
+    [
+        ("sparse.core", "SparseArray", "value.todense()"),
+        ("blosc2.ndarray", "NDArray", "value[...]"),
+    ],
+)
+def test_arrays_that_are_no_ordinary_ones(module, name, hint):
+    what = type(name, (), {"__module__": module})()
+    refused(TypeError, "value is a", f"pass {hint}", v=what)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
+def test_quantized_tensor():
+    quantized = torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8)
+    refused(TypeError, "bias is a sparse, quantized", "bias.dequantize()", bias=quantized)
+
+
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
 @pytest.mark.parametrize("where", [{}, {"kernel": "tiled"}, {"backend": "numpy"}], ids=str)
 def test_causal_bias_of_torch(make, where):

@@ -18,6 +18,7 @@ from polyattn import (
     masks,
     scores,
 )
+from polyattn.dispatch import registry
 from polyattn.threads import thread_count
 
 RNG = np.random.default_rng(0)
@@ -274,3 +275,25 @@ def test_weights_read_only_the_chunks_of_the_rows():
     again = attention_weights(x, x, window=(255, 0), rows=[4000], top=3, logsumexp=known)
     assert len(found.weights.dask.cull(found.weights.__dask_keys__())) < 30
     np.testing.assert_allclose(found.weights, again.weights)
+
+
+def test_a_benchmark_times_the_result_and_not_the_making_of_its_graph():
+    assert registry.load("dask") is None
+    compiled = registry.loaded("dask").compile(lambda x: 2 * x)
+    done = compiled(cut(Q, 1, 8, 30, 16))
+    assert len(done.dask) == done.npartitions  # nothing is left to do
+    np.testing.assert_array_equal(done, 2 * Q)
+
+
+def test_parts_of_chunks_count_on_from_the_start_of_dropout():
+    x = da.from_array(np.random.default_rng(0).standard_normal((2, 8, 4)), chunks=(2, 4, 4))
+    start = np.asarray([0, 1, 2, 3])
+    expected = attention(*[x.compute()] * 3, dropout=(0.5, 1, (0, 1, 2, 3)))
+    # An array that is not computed yet is for the kernels that know no chunks.
+    for given, kernel in ((start, "chunked"), (da.from_array(start), "dense")):
+        dropout = 0.5, 1, given
+        np.testing.assert_allclose(
+            attention(x, x, x, dropout=dropout, kernel=kernel).compute(), expected
+        )
+    with pytest.raises(polyattn.UnsupportedError, match="a start of dropout in numbers"):
+        attention(x, x, x, dropout=dropout, kernel="chunked")

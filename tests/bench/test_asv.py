@@ -315,7 +315,7 @@ def test_commands_that_are_told_start_what_exists():
     assert not [name for name in told if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("name", ["backward", "cpu", "encoder", "gpu", "masks"])
+@pytest.mark.parametrize("name", ["backward", "cpu", "encoder", "generate", "gpu", "masks"])
 def test_a_comparison_with_peers_says_how_it_is_used(name):
     command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), "--help"]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -327,6 +327,14 @@ def test_the_comparison_of_masks_runs():
     command = [sys.executable, str(BENCH / "peers" / "masks.py"), "--quick"]
     rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_bounds_of_long_arrays_are_checked():
+    command = [sys.executable, str(BENCH / "peers" / "scale.py"), "--quick"]
+    line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "quick: 7 of 16 pairs [<= 7: kept]; 4 tasks" in line
+    assert "BROKEN" not in line
 
 
 def test_the_example_of_a_new_benchmark_runs():

@@ -225,6 +225,18 @@ def test_a_spec_refuses_a_string_for_a_tuple(field):
         dataclasses.replace(SPEC, **{field: "cpu"})
 
 
+@pytest.mark.parametrize("named", [("torchh",), ("importlib", "numpy"), ()])
+def test_a_backend_whose_namespaces_match_no_arrays_is_not_available(named, monkeypatch, plugins):
+    monkeypatch.setitem(sys.modules, "acme", types.SimpleNamespace(AcmeBackend=AcmeBackend))
+    plugins(acme=dataclasses.replace(SPEC, namespaces=named))
+    (info,) = (info for info in polyattn.list_backends() if info.name == "acme")
+    first = named[0] if named else ""
+    assert f"its namespaces begin with {first!r}, which is no namespace of arrays" in info.reason
+    assert info.reason.endswith("did you mean 'array_api_strict'?")
+    with pytest.raises(polyattn.BackendUnavailableError, match="no namespace of arrays"):
+        attention(X, X, X, backend="acme")
+
+
 @pytest.mark.usefixtures("acme")
 def test_a_wrapped_callback_may_return_a_bool():
     options = {"backend": "acme", "kernel": "dense"}

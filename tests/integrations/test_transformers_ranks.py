@@ -12,8 +12,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from polyattn import parallel
-from polyattn.integrations.transformers import register
+from polyattn import attention, attention_weights, masks, parallel
+from polyattn.integrations.transformers import _attend, register
 from polyattn.integrations.transformers_ranks import Ranks
 
 SIZE = 2
@@ -45,7 +45,7 @@ def model_of(kind):
     return MistralModel(MistralConfig(**SMALL, sliding_window=5)).double()
 
 
-def over_ranks(model, tokens, layout, strategy, mask):
+def over_ranks(model, tokens, layout, strategy, mask, **more):
     """Return the output of a model over ranks, and its parameters' gradients summed over them."""
     register("polyattn_ranks", over=OfThisThread(), strategy=strategy, layout=layout)
     state = model.state_dict()
@@ -58,7 +58,8 @@ def over_ranks(model, tokens, layout, strategy, mask):
         copy.load_state_dict(state)
         own = parallel.shard(tokens, over=ranks, layout=layout, axis=-1)
         at = parallel.positions(own, over=ranks, layout=layout, axis=-1)[None]
-        output = copy(own, attention_mask=mask, position_ids=at, use_cache=False).last_hidden_state
+        given = {"attention_mask": mask, "position_ids": at, "use_cache": False, **more}
+        output = copy(own, **given).last_hidden_state
         loss = (output**2 * output.shape[1]).sum()
         loss.backward()
         return output.detach(), [p.grad for p in copy.parameters()]
@@ -98,6 +99,55 @@ def test_a_model_over_ranks_is_the_model(kind, layout, strategy, padded):
             torch.testing.assert_close(found, parameter.grad, atol=1e-9, rtol=1e-9)
 
 
+def test_packed_sequences_over_ranks_do_not_see_one_another():
+    model, tokens, ends = model_of("llama"), torch.randint(0, 50, (1, 16)), [0, 5, 6, 16]
+    register()
+    model.set_attn_implementation("polyattn")
+    parts = [model(part, use_cache=False) for part in tokens.tensor_split(ends[1:-1], dim=1)]
+    expected = torch.cat([part.last_hidden_state for part in parts], dim=1)
+    # Positions go on, as rotary embeddings see distances only.
+    ones, packed = torch.ones_like(tokens), torch.tensor(ends, dtype=torch.int32)
+    output, _ = over_ranks(model, tokens, "zigzag", "ring", ones, cu_seq_lens_q=packed)
+    torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
+
+
+def test_dropout_over_ranks_drops_what_one_device_drops():
+    given, module = torch.randn(4, 1, 4, 16, 8).double(), torch.nn.Module()
+    *whole, along = given
+    ends, seeds, rate = torch.tensor([0, 5, 16]), [], 0.3
+    how = {"dropout": rate, "cu_seq_lens_q": ends, "is_causal": True}
+
+    def run(ranks):
+        OfThisThread.own.ranks = ranks
+        of_ranks = Ranks(OfThisThread(), "ring", "zigzag")
+        own = [parallel.shard(x, over=ranks, layout="zigzag").requires_grad_() for x in whole]
+        output, _ = _attend(None, None, module, *own, None, ranks=of_ranks, **how)
+        output.transpose(1, 2).backward(parallel.shard(along, over=ranks, layout="zigzag"))
+        return output.detach().transpose(1, 2), *[x.grad for x in own]
+
+    drawn = Ranks.seed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "seed", lambda *given: seeds.append(drawn(*given)) or seeds[-1])
+        found = parallel.run_threads(SIZE, run)
+    assert len({int(seed) for seed in seeds}) == 1
+    leaves = [x.clone().requires_grad_() for x in whole]
+    segments = masks.segments(torch.tensor([0] * 5 + [1] * 11))
+    expected = attention(*leaves, is_causal=True, mask=segments, dropout=(rate, seeds[0]))
+    expected.backward(along)
+    wholes = expected, *[x.grad for x in leaves]
+    for parts, wanted in zip(zip(*found, strict=True), wholes, strict=True):
+        off = parallel.unpermute(torch.cat(parts, dim=-2), SIZE) - wanted
+        assert abs(off).max() < 1e-13
+
+
+def test_packed_sequences_are_kept_apart_under_any_mask():
+    ranks, x, ends = Ranks(OfThisThread(), "ring", "contiguous"), torch.ones(1, 2, 2, 4), [0, 1, 4]
+    every = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    mask = ranks.visibility(None, x, every, torch.tensor(ends), None, None)["mask"]
+    seen = attention_weights(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 4, 4), mask=mask)
+    assert (seen > 0).sum() == 1 + 9
+
+
 PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=int))
 
 
@@ -107,7 +157,7 @@ PACKED = packed_sequence_mask_function(torch.zeros(1, 8, dtype=int))
         ({"layout": "zigzag"}, ValueError, "give the model an attention_mask of the whole"),
         ({"padding": torch.ones(1, 8)}, ValueError, r"whole sequence, \(1, 16\).* got \(1, 8\)"),
         ({"keys": 9}, NotImplementedError, "there is no cache"),
-        ({"function": PACKED}, NotImplementedError, "may not be packed"),
+        ({"function": PACKED}, NotImplementedError, "cannot tell packed sequences"),
     ],
 )
 def test_masks_that_a_rank_cannot_know_are_refused(given, error, message):

@@ -143,6 +143,12 @@ def filled(to, count, capacity=6, **options):
     return cache.append(tokens, tokens + 1)
 
 
+def test_an_array_without_numbers_says_the_library_and_the_dtype_of_a_cache():
+    for like in (np.zeros((2, 0), dtype=np.float32), torch.zeros(0, dtype=torch.float32)):
+        cache = nn.KVCache.init(3, 4, 6, like=like)
+        assert (type(cache.key), cache.key.dtype) == (type(like), like.dtype)
+
+
 def holds(back, cache, tokens):
     np.testing.assert_allclose(back(cache.keys), tokens, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(back(cache.values), tokens + 1, rtol=1e-5, atol=1e-6)

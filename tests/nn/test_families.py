@@ -11,12 +11,17 @@ from polyattn import nn
 KINDS = ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
 
 
-def close(found, expected):
-    """Compare to 2e-6 of the largest number, or of 1."""
+#: What two families are held to without their heads. In this dtype transformers itself is up to
+#: 3.5e-6 away from the same model in float64: norms of each part, with weights of about 1, magnify
+#: the order of sums. All others are held to 2e-6, and differ by 2e-7.
+WIDER = {"gemma2": 5e-6, "gemma3_text": 5e-6}
+
+
+def close(found, expected, atol=2e-6):
+    """Compare absolutely, whatever the size of the numbers."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert found.dtype == np.float32
-    bound = 2e-6 * max(1.0, float(np.abs(expected).max()))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
 def outputs_of(model, ids=IDS, **inputs):
@@ -40,7 +45,7 @@ def test_a_decoder_without_a_head_is_transformers_own(made, tmp_path, name):
     theirs = made(name, DECODERS[name], "AutoModel")
     theirs.save_pretrained(tmp_path)
     model = nn.load.model(tmp_path, like=FLOAT32, logits=False)
-    close(model(IDS, is_causal=True), outputs_of(theirs))
+    close(model(IDS, is_causal=True), outputs_of(theirs), WIDER.get(name, 2e-6))
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ def made(transformers, family, **config):
     own = getattr(transformers, f"{name}Config")(**config)
     model = getattr(transformers, f"{name}{kind}")(own).eval()
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+        torch.nn.init.normal_(parameter, std=0.1)
     return model
 
 
@@ -291,6 +291,19 @@ def sources(model, folder):
     yield folder / "model.safetensors", None
 
 
+def held(found, expected):
+    """Compare to 2e-6, whatever the numbers are."""
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
+# JAX compiles each operation for seconds: Llama's are most of the others'.
+elsewhere = pytest.mark.parametrize(
+    "library", ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True
+)
+
+
+@elsewhere
 def test_bert_is_transformers_own(bert, tmp_path, library):
     to, back = library
     keep = np.ones(IDS.shape, dtype=bool)
@@ -303,15 +316,16 @@ def test_bert_is_transformers_own(bert, tmp_path, library):
         model = nn.load.bert(weights, config, like=to(FLOAT32))
         ids, mask = to(IDS.astype(np.int32)), to(keep[:, None, None, :])
         found = back(model(ids, segments=to(kinds), mask=mask))
-        close(found[keep], expected[keep], scale=4)
+        held(found[keep], expected[keep])
 
 
+@elsewhere
 def test_gpt2_is_transformers_own(gpt2, tmp_path, library):
     to, back = library
     expected = logits_of(gpt2)
     for weights, config in sources(gpt2, tmp_path):
         model = nn.load.gpt2(weights, config, like=to(FLOAT32))
-        close(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected, scale=4)
+        held(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected)
 
 
 @pytest.mark.parametrize("rope", ["plain", "yarn told"])
@@ -321,7 +335,7 @@ def test_llama_is_transformers_own(transformers, tmp_path, library, rope):
     expected = logits_of(theirs)
     for weights, config in sources(theirs, tmp_path):
         model = nn.load.llama(weights, config, like=to(FLOAT32))
-        close(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected, scale=4)
+        held(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -452,6 +466,7 @@ def test_a_model_in_many_files_is_read_by_its_index(gpt2, tmp_path):
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
 
 
+@elsewhere
 def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, library):
     to, back = library
     safetensors = pytest.importorskip("safetensors.torch")

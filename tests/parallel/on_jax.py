@@ -1,4 +1,7 @@
-"""Strategies on the devices of JAX, as a program: ``on_jax.py strategy-layout…``."""
+"""Strategies on the devices of JAX, as a program: ``on_jax.py strategy-layout… CHECK…``.
+
+``value:CASE:STRATEGY:LAYOUT`` and ``gradients:…`` are cases of the conformance suite.
+"""
 
 import re
 import sys
@@ -10,6 +13,11 @@ import on_ranks
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from polyattn import attention, attention_vjp, masks, parallel
+from polyattn.conformance import CASES, Target
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
+from polyattn.conformance.checks.gradients import compare
+from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
+from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
 TOKENS = PartitionSpec(None, None, "ring")
 
@@ -48,22 +56,67 @@ def check(strategy, layout, size=4):
     print(f"{strategy}-{layout}: right")
 
 
+def tokens(array):
+    """Return the specification of an array whose last axis but one is spread."""
+    return PartitionSpec(*[None] * (array.ndim - 2), "ring")
+
+
+def check_case(what, name, strategy, layout):
+    """Check the output or the gradients of a case by the suite's oracle."""
+    size, gradients = jax.device_count(), what == "gradients"
+    case = on_ranks.resized((BACKWARD_CASES if gradients else CASES)[name], size)
+    arrays, options = on_ranks.arguments(case, Target("jax").to)
+    mesh = jax.make_mesh((size,), ("ring",), axis_types=(AxisType.Auto,))
+    how = {"over": "ring", "strategy": strategy, "layout": layout}
+    others = {name: options.pop(name) for name in ("bias", "sinks") if name in options}
+    rows = [strategy != "decode", True, True]
+    specs = [
+        tokens(x) if spread else PartitionSpec() for x, spread in zip(arrays, rows, strict=True)
+    ]
+
+    def attend(arrays, others):
+        return parallel.attention(*arrays, **how, **options, **others)
+
+    def reordered(order, array, spread=True):
+        return order(array, size, layout=layout) if spread else array
+
+    on_mesh = jax.shard_map(
+        attend, mesh=mesh, in_specs=(specs, {n: PartitionSpec() for n in others}),
+        out_specs=specs[0],
+    )  # fmt: skip
+    given = [reordered(parallel.permute, x, spread) for x, spread in zip(arrays, rows, strict=True)]
+    if not gradients:
+        output = reordered(parallel.unpermute, jax.jit(on_mesh)(given, others), rows[0])
+        off = deviation(np.asarray(output), output_yardstick(case), f"{case}: {strategy}")
+        assert off.fault is None, off.fault
+        return
+    along = reordered(parallel.permute, Target("jax").to(cotangent(case)), rows[0])
+    found, of_others = jax.jit(lambda *x: jax.vjp(on_mesh, *x)[1](along))(given, others)
+    whole = [reordered(parallel.unpermute, *pair) for pair in zip(found, rows, strict=True)]
+    named = dict(zip(on_ranks.WHOLE, whole, strict=True)) | of_others
+    compare(case, {name: np.asarray(named[name]) for name in gradient_yardsticks(case)})
+
+
 def check_mesh_of_two_axes():
-    """Check a batch over one axis and tokens over another, with a mask whose ids are shared."""
+    """Check a batch over one axis and tokens over another, with ids and a seed that are shared."""
     mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 2, 16, 8)))
     ids = jnp.asarray(np.arange(16) // 5)
     spec = PartitionSpec("data", None, "ring")
 
-    def attend(x, ids):
+    def attend(x, ids, seed):
         at = parallel.positions(x, over="ring", axis=-2)
         assert at.shape == (8,)
         mask = masks.segments(ids) | masks.prefix(2)
-        return parallel.attention(x, x, x, over="ring", strategy="ring", mask=mask)
+        start = jnp.asarray([2, 0, 0, 0]) * jax.lax.axis_index("data")  # this device's first item
+        how = {"over": "ring", "strategy": "ring", "dropout": (0.3, seed, start)}
+        return parallel.attention(x, x, x, mask=mask, **how)
 
-    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
-    expected = attention(x, x, x, mask=masks.segments(ids) | masks.prefix(2), backend="numpy")
-    assert abs(jax.jit(on_mesh)(x, ids) - expected).max() <= 1e-14
+    specs = spec, PartitionSpec(), PartitionSpec()
+    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=spec)
+    mask = masks.segments(ids) | masks.prefix(2)
+    expected = attention(x, x, x, mask=mask, dropout=(0.3, 7), backend="numpy")
+    assert abs(jax.jit(on_mesh)(x, ids, jnp.asarray(7)) - expected).max() <= 1e-14
     print("two axes: right")
 
 
@@ -100,7 +153,10 @@ def check_heads_need_no_collectives():
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     for name in sys.argv[1:]:
-        if "-" in name:
+        if ":" in name:
+            check_case(*name.split(":"))
+            print(f"{name}: right")
+        elif "-" in name:
             check(*name.split("-"))
         else:
             globals()[f"check_{name}"]()

@@ -17,6 +17,7 @@ MORE = (
     "gradients:plain, bfloat16", "gradients:sinks x grouped heads", "gradients:L > S",
     "gradients:alibi value, float64", "value:mask function x score_mod",
     "value:window x offset array", "value:similarity x score norm",
+    "gradients:dropout x causal and sinks", "value:packed documents",
 )  # fmt: skip
 HAS_MPI = importlib.util.find_spec("mpi4py") and shutil.which(
     "mpiexec", path=str(Path(sys.executable).parent)
@@ -55,13 +56,13 @@ def processes(size, *arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "checks"), [(4, MORE), (2, ["digits"])])
-def test_processes_of_torch(size, checks):
-    ended = processes(size, PROGRAM, "torch", *checks, "death")
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_of_torch(size):
+    ended = processes(size, PROGRAM, "torch", *MORE, "death")
     for rank, (printed, errors, status) in enumerate(ended):
         assert status == 0, errors[-3000:]
-        done = [f"rank {rank} of {size}: {check}" for check in checks]
-        assert printed.splitlines()[: len(checks)] == done
+        done = [f"rank {rank} of {size}: {check}" for check in MORE]
+        assert printed.splitlines()[: len(MORE)] == done
         assert rank == size - 1 or "stopped: " in printed
 
 
@@ -139,10 +140,21 @@ REST = (
 )  # fmt: skip
 
 
+#: A case for each feature, and each strategy and layout with a few of them.
+CASES = (
+    "value:packed documents:ring:zigzag", "value:window x offset array:ring:contiguous",
+    "value:composed masks, offset below 0:gather:zigzag", "value:plain, bfloat16:decode:zigzag",
+    "value:mask function x score_mod:heads:zigzag", "value:rank 2:gather:contiguous",
+    "gradients:dropout x causal and sinks:ring:zigzag", "gradients:bias x softcap:ring:contiguous",
+    "gradients:sinks x grouped heads:heads:contiguous", "gradients:L > S:gather:zigzag",
+    "gradients:dropout:decode:contiguous", "gradients:score_mod:ring:zigzag",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("checks", [FEW, REST])
-def test_devices_of_jax(checks):
-    flags = f"--xla_force_host_platform_device_count=4 {QUICK}"
+@pytest.mark.parametrize(("size", "checks"), [(4, FEW), (4, REST), (2, CASES), (4, CASES)])
+def test_devices_of_jax(size, checks):
+    flags = f"--xla_force_host_platform_device_count={size} {QUICK}"
     done = subprocess.run(
         [sys.executable, HERE / "on_jax.py", *checks],
         env=environment(XLA_FLAGS=flags),

@@ -1,10 +1,12 @@
 """Strategies on threads: the cases of the conformance suite, and what a call may get wrong."""
 
+import re
 import threading
 
 import numpy as np
 import on_ranks
 import pytest
+import torch
 
 from polyattn import attention, masks, parallel, scores
 from polyattn.conformance import CASES
@@ -21,7 +23,13 @@ VALUES = (
     "composed masks, offset below 0", "mask hides some rows, sinks", "similarity x score norm",
     "nan under mask array",
 )  # fmt: skip
-GRADIENTS = ("bias x softcap", "sinks x grouped heads", "alibi value, float64", "sigmoid, float64")
+GRADIENTS = (
+    "dropout",
+    "bias x softcap",
+    "sinks x grouped heads",
+    "alibi value, float64",
+    "sigmoid, float64",
+)
 
 
 def suited(cases):
@@ -168,7 +176,7 @@ def test_explain_says_why_not():
         ({"layout": "...LHD"}, ValueError, 'layout must be "contiguous" or "zigzag"; arrays have'),
         ({"layout": "zigzag"}, ValueError, "query has 3 tokens on this rank"),
         ({"strategy": "heads"}, NotImplementedError, "'heads' cannot compute .* H = 3 query heads"),
-        ({"dropout": (0.1, 0)}, NotImplementedError, "attention() has no dropout"),
+        ({"dropout": 0.1}, TypeError, "dropout must be a pair (rate, seed)"),
         ({"strategy": "ring", "normalizer": scores.sigmoid()}, NotImplementedError, "whole rows"),
         ({"strategy": "decode", "scale": scores.by_norm()}, NotImplementedError, "whole rows"),
         ({"windows": (1, 1)}, TypeError, "unexpected keyword argument 'windows'"),
@@ -187,7 +195,7 @@ def test_a_wrong_call_is_refused_before_anything_is_sent(options, error, message
         finally:
             assert ranks.sent == 0
 
-    with pytest.raises(error, match=message.replace("()", r"\(\)")):
+    with pytest.raises(error, match=re.escape(message) if message.endswith(")") else message):
         parallel.run_threads(4, attend, timeout=5)
 
 
@@ -218,6 +226,23 @@ def test_a_rank_that_does_not_come_is_waited_for_and_no_longer():
 
     with pytest.raises(TimeoutError, match="all ranks must make the same calls"):
         parallel.run_threads(2, attend, timeout=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_drop_what_one_device_drops_in_some_items_of_a_batch(strategy):
+    x = torch.from_numpy(rows(0, (3, 4, 8, 4))[0])
+    rate, seed, start = 0.4, torch.tensor(7), torch.tensor([1, 0, 0, 0])
+    expected = attention(x, x, x, dropout=(rate, seed))[1:]
+
+    def attend(ranks):
+        own = parallel.shard(x[1:], over=ranks)
+        query = x[1:] if strategy == "decode" else own
+        how = {"over": ranks, "strategy": strategy, "dropout": (rate, seed, start)}
+        output = parallel.attention(query, own, own, **how)
+        return output if strategy == "decode" else ranks.gather(output, -2)
+
+    for output in parallel.run_threads(SIZE, attend):
+        np.testing.assert_allclose(output, expected, atol=1e-14)
 
 
 # ---- layouts ----

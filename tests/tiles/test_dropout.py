@@ -169,19 +169,22 @@ def test_what_is_no_dropout_is_refused(dropout, error, words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [2, 8])
-@pytest.mark.parametrize("library", ["numpy", "jax"])
+@pytest.mark.parametrize("library", ["numpy", "jax", "torch"])
 def test_a_part_drops_what_the_whole_drops_there(library, first):
-    to = np.asarray if library == "numpy" else jnp.asarray
+    to = {"numpy": np.asarray, "jax": jnp.asarray, "torch": torch.tensor}[library]
     whole = attention(QUERY, KEY, VALUE, dropout=(RATE, SEED)) != 0
     keys, rows = slice(first, first + 13), slice(3, 8)
     given = QUERY[1:, 2:, rows], KEY[1:, 1:, keys], np.ascontiguousarray(VALUE[1:, 1:, keys])
     for kernel in (None, "dense"):
-        part = attention(*map(to, given), dropout=(RATE, SEED, (1, 2, 3, first)), kernel=kernel)
-        kept = np.asarray(part)[..., keys] != 0
-        np.testing.assert_array_equal(kept, whole[1:, 2:, rows, keys])
+        for start in ((1, 2, 3, first), to([1, 2, 3, first])):
+            part = attention(*map(to, given), dropout=(RATE, SEED, start), kernel=kernel)
+            kept = np.asarray(part)[..., keys] != 0
+            np.testing.assert_array_equal(kept, whole[1:, 2:, rows, keys])
 
 
 def test_a_start_is_four_indices():
-    for start, error in (((1, 2, 3), TypeError), ((0, 0, -1, 0), ValueError), (4, TypeError)):
+    wrong = ((1, 2, 3), (0, 0, -1, 0), 4, np.arange(3), np.zeros(4), jnp.zeros(4))
+    errors = (TypeError, ValueError, TypeError, TypeError, TypeError, TypeError)
+    for start, error in zip(wrong, errors, strict=True):
         with pytest.raises(error, match="four integers of at least 0"):
             attention(QUERY, KEY, VALUE, dropout=(RATE, SEED, start))

@@ -20,7 +20,7 @@ from polyattn.conformance.functions.check import (
     check_callable,
 )
 from polyattn.expressions.expression import Expression
-from polyattn.text_table import table
+from polyattn.text_table import paragraph, table
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 
@@ -156,7 +156,7 @@ def lines(rows: Iterable[Row]) -> list[str]:
     """
     cells = [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
     legend = "  Errors are in units of eps · Σ w|v|; inf: not exact where it must be."
-    return [*table(cells), "", legend]
+    return [*table(cells), "", *paragraph(legend)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:

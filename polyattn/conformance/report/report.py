@@ -21,7 +21,7 @@ from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
-from polyattn.text_table import table
+from polyattn.text_table import paragraph, table
 
 __all__ = [
     "PROMISES",
@@ -220,6 +220,12 @@ def _lines(section: Section, so_far: str) -> Iterator[str]:
         rows.append((name, *cells))
     yield from table(rows)
     yield ""
+    for remark in _remarks(section, footnotes, so_far):
+        yield from paragraph(remark, "    ")
+    yield ""
+
+
+def _remarks(section: Section, footnotes: dict[str, int], so_far: str) -> Iterator[str]:
     yield "  Numbers are the largest error in units of eps · Σ w|v|. Extreme values have large"
     yield "  errors and count only in their own row.  -  refused: the kernel does not declare it."
     for reason, number in footnotes.items():
@@ -232,7 +238,6 @@ def _lines(section: Section, so_far: str) -> Iterator[str]:
     else:
         yield f"  interrupted: nothing failed{so_far}"
     yield from _failure_lines(section.failures)
-    yield ""
 
 
 def _failure_lines(failures: list[Failure]) -> Iterator[str]:

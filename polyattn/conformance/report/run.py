@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.case import Case
@@ -35,8 +35,9 @@ from polyattn.conformance.report.report import (
 )
 from polyattn.dispatch import registry
 from polyattn.dispatch.registry import ARRAY_API
+from polyattn.progress import progress
 
-__all__ = ["bar", "default_targets", "progress", "run", "steps"]
+__all__ = ["default_targets", "described", "run", "steps"]
 
 #: The checks of a plugin as a whole, which take its name.
 PLUGIN = {
@@ -320,19 +321,9 @@ def default_targets(library: str | None) -> list[Target]:
     return [Target(name) for name in registry.names() if registry.load(name) is None]
 
 
-def progress(work: Iterable[Step]) -> Iterable[Step]:
-    """Yield the steps with a progress bar."""
-    return bar(work, lambda step: f"{step.section.target} {step.variant or step.what}")
-
-
-T = TypeVar("T")
-
-
-def bar(work: Iterable[T], describe: Callable[[T], str]) -> Iterator[T]:
-    """Yield the items of some work, with a progress bar on standard error if it is a terminal."""
-    from tqdm import tqdm
-
-    shown = tqdm(list(work), unit="case", disable=None, leave=False, dynamic_ncols=True)
-    for step in shown:
-        shown.set_description(describe(step), refresh=False)
+def described(work: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps under a progress bar that names each."""
+    bar = progress(list(work), unit="case")
+    for step in bar:
+        bar.set_description(f"{step.section.target} {step.variant or step.what}", refresh=False)
         yield step

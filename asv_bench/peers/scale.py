@@ -1,0 +1,176 @@
+"""Hold attention over dask arrays against bounds: memory of a worker, tasks, time to build a graph.
+
+Each row runs on a cluster of its own, two processes with a limit of memory, from zarr files to a
+zarr file; the row "graph" builds a graph of a million tokens and runs nothing. A pair is a chunk of
+queries and a chunk of keys. Bounds are in brackets. Memory and counts hold on a busy machine, times
+do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import dask
+import dask.array as da
+import numpy as np
+import script
+import zarr
+from distributed import Client, LocalCluster
+
+import polyattn
+
+SIZE = 64
+
+
+class Row(NamedTuple):
+    """A problem, and its bounds."""
+
+    heads: int
+    rows: int
+    keys: int
+    chunk: int
+    options: dict[str, Any]
+    limit: str = ""  # of a worker's memory; "" to build the graph only
+    peak: float = math.inf  # MiB of a worker
+    tasks: float = math.inf
+    built: float = math.inf  # seconds
+    group: str = "64 MiB"  # of keys and values in a task
+
+
+WINDOW = {"window": (1023, 0)}
+ROWS = {
+    "window": Row(8, 204_800, 204_800, 4096, WINDOW, "512MB", peak=330, tasks=60, built=0.5),
+    "graph": Row(8, 2**20, 2**20, 8192, WINDOW, tasks=200, built=0.5),
+    "causal": Row(32, 16_384, 16_384, 1024, {"is_causal": True}, "330MB", peak=300, group="32 MiB"),
+    "decode": Row(8, 256, 524_288, 4096, {}, "600MB"),
+}
+QUICK = Row(2, 4096, 4096, 1024, {"window": (255, 0)}, "512MB")
+
+
+def write(folder: Path, row: Row) -> None:
+    """Write query, key, value and an empty output, a chunk at a time."""
+    rng = np.random.default_rng(0)
+    tokens = {"query": row.rows, "key": row.keys, "value": row.keys, "output": row.rows}
+    for name, length in tokens.items():
+        chunk = min(row.chunk, length)
+        file = zarr.create_array(
+            store=str(folder / name), shape=(row.heads, length, SIZE),
+            chunks=(row.heads, chunk, SIZE), dtype="float32", compressors=None,
+        )  # fmt: skip
+        for first in range(0, 0 if name == "output" else length, chunk):
+            part = file[:, first : first + chunk].shape
+            file[:, first : first + chunk] = rng.standard_normal(part, dtype=np.float32)
+
+
+def pairs_seen(row: Row) -> int:
+    """Return the number of pairs of chunks of which some row sees a key, by arithmetic."""
+    left, right = row.options.get("window", (row.keys, row.keys))
+    right = 0 if "is_causal" in row.options else right
+    step, shift = min(row.chunk, row.rows), row.keys - row.rows
+    return sum(
+        first - left <= keys + row.chunk - 1 and keys <= first + step - 1 + right
+        for first in range(shift, shift + row.rows, step)
+        for keys in range(0, row.keys, row.chunk)
+    )
+
+
+def built(row: Row, arrays: Sequence[da.Array]) -> tuple[da.Array, list[str]]:
+    """Return the output as a dask array, and what its graph is held against."""
+    start = time.perf_counter()
+    output = polyattn.attention(*arrays, **row.options)
+    seconds = time.perf_counter() - start
+    tasks = len(output.dask) - sum(len(x.dask) for x in arrays)
+    computed = sum(
+        isinstance(needed, tuple) and needed[0] == arrays[1].name
+        for all_needed in output.dask.get_all_dependencies().values()
+        for needed in all_needed
+    )
+    every = output.numblocks[1] * arrays[1].numblocks[1]
+    found = [f"{computed} of {every:,} pairs {bound(computed, pairs_seen(row))}"]
+    found += [f"{tasks} tasks {bound(tasks, row.tasks)}"]
+    return output, [*found, f"built in {seconds:.2f} s {bound(seconds, row.built)}"]
+
+
+def bound(found: float, most: float) -> str:
+    """Return a bound, and whether it is kept."""
+    return "" if most == math.inf else f"[<= {most:g}: {'kept' if found <= most else 'BROKEN'}]"
+
+
+def peak() -> float:
+    """Return the peak memory of this process in MiB, since it began."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(text.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def run(row: Row) -> list[str]:
+    """Run a row from files to a file, and return what is held against bounds."""
+    with (
+        tempfile.TemporaryDirectory() as name,
+        dask.config.set({"temporary-directory": name, "polyattn.group-size": row.group}),
+        LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            memory_limit=row.limit,
+            dashboard_address=None,
+            silence_logs=logging.CRITICAL,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        folder = Path(name)
+        client.run(lambda: polyattn.attention(*[np.ones((8, 8), np.float32)] * 3))
+        idle, processes = max(client.run(peak).values()), client.run(os.getpid)
+        write(folder, row)
+        output, found = built(
+            row, [da.from_zarr(str(folder / x)) for x in ("query", "key", "value")]
+        )
+        start = time.perf_counter()
+        da.store(output, zarr.open_array(str(folder / "output")), lock=False)
+        found.append(f"ran {time.perf_counter() - start:.0f} s")
+        most, same = max(client.run(peak).values()), client.run(os.getpid) == processes
+        check(folder, row)
+    found.append(f"peak {most:.0f} MiB a worker {bound(most, row.peak)}")
+    found.append(f"{idle:.0f} MiB idle, limit {row.limit}")
+    return found if same else [*found, "BROKEN: a worker was restarted"]
+
+
+def check(folder: Path, row: Row) -> None:
+    """Compare the last rows of the output with one call in memory."""
+    query, key, value, output = (
+        zarr.open_array(str(folder / name)) for name in ("query", "key", "value", "output")
+    )
+    expected = polyattn.attention(query[:1, -64:], key[:1], value[:1], **row.options)
+    off = abs(output[:1, -64:] - expected).max()
+    if not off < 1e-5:
+        raise AssertionError(f"the last rows are off by {off}")
+
+
+def main() -> None:
+    """Print a line for each row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a small row: a check")
+    options = parser.parse_args()
+    names = options.rows or list(ROWS)
+    if unknown := set(names) - set(ROWS):
+        parser.error(f"no row is called {', '.join(sorted(unknown))}")
+    print(script.machine(script.all_threads()))
+    for name, row in {"quick": QUICK}.items() if options.quick else ((n, ROWS[n]) for n in names):
+        if row.limit:
+            found = run(row)
+        else:
+            shape, chunks = (row.heads, row.keys, SIZE), (row.heads, row.chunk, SIZE)
+            arrays = [da.zeros(shape, chunks=chunks, dtype="float32", name=x) for x in "qkv"]
+            _, found = built(row, arrays)
+        print(f"{name}: " + "; ".join(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Small calls without masks by ten calls of NumPy: there Python is what takes long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+
+__all__ = ["TINY", "Small"]
+
+# Up to this many scores of an item, few calls of NumPy are faster than tiles.
+TINY = 2**12
+
+
+class Small(Kernel):
+    """The formula at once, for keys that all rows see."""
+
+    name = "small"
+    features = frozenset({
+        "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "value_size",
+    })  # fmt: skip
+    batch_invariant = True
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why a row may not see all keys, or the arrays are not NumPy's own floats."""
+        reasons = []
+        offset = problem.query_offset
+        if problem.is_causal and (offset is None or offset < problem.key_length - 1):
+            reasons.append("its rows see all keys")
+        if problem.dtype != problem.accumulator:
+            reasons.append("it computes in the dtype of the arrays")
+        if 0 in problem.scores:
+            reasons.append("it needs a key")
+        return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Leave larger calls to tiles."""
+        # Decided by the shape of one item, so that an item is computed alike in any batch.
+        if problem.heads * problem.query_length * problem.key_length > TINY:
+            return "an item has so many scores that tiles are faster"
+        return None
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        query, key, value = operands.query, operands.key, operands.value
+        grouped = problem.heads != problem.key_heads
+        if grouped:
+            query = query.reshape(*query.shape[:-3], problem.key_heads, -1, problem.head_size)
+        s = np.matmul(query * query.dtype.type(problem.scale), key.swapaxes(-1, -2))
+        maximum = s.max(axis=-1, keepdims=True)
+        # A row of −inf only has weights of 0, not NaN.
+        np.subtract(s, np.maximum(maximum, _LEAST[s.dtype.char]), s)
+        np.exp(s, s)
+        total = s.sum(axis=-1, keepdims=True)
+        output = np.matmul(s, value)
+        output /= np.maximum(total, 1)  # it is 0, or at least the 1 of the maximum
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            logsumexp = (np.log(total) + maximum)[..., 0]
+        if grouped:
+            output = output.reshape(*problem.scores[:-1], problem.value_size)
+            logsumexp = None if logsumexp is None else logsumexp.reshape(problem.scores[:-1])
+        return output, logsumexp
+
+
+_LEAST: dict[str, Any] = {dtype: np.finfo(dtype).min for dtype in "fd"}

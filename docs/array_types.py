@@ -1,0 +1,160 @@
+"""Write array-types.md: what `attention` does with the arrays of each library."""
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from polyattn import attention, explain
+
+PAGE = Path(__file__).with_name("array-types.md")
+#: Float32, (heads, tokens, size); in the page's code `x` is this array, or `x[0]` a table.
+X = np.random.default_rng(0).standard_normal((2, 3, 4), dtype=np.float32)
+NOT_TRIED = "*not tried*"
+
+
+class Kind(NamedTuple):
+    """A type of array: the module that it needs, and how it is made of `x`."""
+
+    module: str
+    made: str
+
+
+KINDS = {
+    # ---- NumPy and what is on the host ----
+    "`numpy.ndarray`": Kind("numpy", "x"),
+    "`numpy.ndarray` of int64": Kind("numpy", "x.astype(int)"),
+    "`numpy.ndarray` of longdouble": Kind("numpy", "x.astype(numpy.longdouble)"),
+    "`numpy.ndarray` of ml_dtypes' bfloat16": Kind("ml_dtypes", "x.astype(ml_dtypes.bfloat16)"),
+    "`numpy.ndarray` of ml_dtypes' float8": Kind("ml_dtypes", "x.astype(ml_dtypes.float8_e4m3fn)"),
+    "a subclass, such as `numpy.memmap`": Kind("numpy", "x.view(numpy.memmap)"),
+    "`numpy.matrix`": Kind("numpy", "numpy.asmatrix(x[0])"),
+    "`numpy.ma.MaskedArray`": Kind("numpy", "numpy.ma.masked_less(x, 0)"),
+    "a list": Kind("numpy", "x.tolist()"),
+    "`pandas.DataFrame`": Kind("pandas", "pandas.DataFrame(x[0])"),
+    "`polars.DataFrame`": Kind("polars", "polars.DataFrame(x[0])"),
+    "`xarray.DataArray`": Kind("xarray", "xarray.DataArray(x)"),
+    "`scipy.sparse.csr_array`": Kind("scipy.sparse", "scipy.sparse.csr_array(x[0])"),
+    # ---- torch ----
+    "`torch.Tensor`": Kind("torch", "torch.asarray(x)"),
+    "`torch.nn.Parameter`": Kind("torch", "torch.nn.Parameter(torch.asarray(x))"),
+    "torch, on the device meta": Kind("torch", "torch.asarray(x).to('meta')"),
+    "torch, nested": Kind("torch", "torch.nested.nested_tensor([torch.asarray(y) for y in x])"),
+    "torch, sparse": Kind("torch", "torch.asarray(x).to_sparse()"),
+    "torch, quantized": Kind(
+        "torch", "torch.quantize_per_tensor(torch.asarray(x), 0.1, 0, torch.qint8)"
+    ),
+    "`torch.masked.MaskedTensor`": Kind(
+        "torch.masked", "torch.masked.masked_tensor(torch.asarray(x), torch.asarray(x > 0))"
+    ),
+    # ---- other frameworks ----
+    "`jax.Array`": Kind("jax.numpy", "jax.numpy.asarray(x)"),
+    "`jax.experimental.sparse.BCOO`": Kind(
+        "jax.experimental.sparse", "jax.experimental.sparse.BCOO.fromdense(x)"
+    ),
+    "`cupy.ndarray`": Kind("cupy", "cupy.asarray(x)"),
+    "`mlx.core.array`": Kind("mlx.core", "mlx.core.array(x)"),
+    "`tensorflow.Tensor`": Kind("tensorflow", "tensorflow.constant(x)"),
+    "`tinygrad.Tensor`": Kind("tinygrad", "tinygrad.Tensor(x)"),
+    # ---- libraries of the standard ----
+    "`array_api_strict.Array`": Kind("array_api_strict", "array_api_strict.asarray(x)"),
+    "`ndonnx.Array`": Kind("ndonnx", "ndonnx.asarray(x)"),
+    "`dpnp.ndarray`": Kind("dpnp", "dpnp.asarray(x)"),
+    "`sparse.COO`": Kind("sparse", "sparse.COO(x)"),
+    # ---- chunks and files ----
+    "`dask.array.Array`": Kind("dask.array", "dask.array.from_array(x)"),
+    "`dask_array.Array`": Kind("dask_array", "dask_array.from_array(x)"),
+    "`cubed.Array`": Kind("cubed.array_api", "cubed.array_api.asarray(x)"),
+    "`blosc2.NDArray`": Kind("blosc2", "blosc2.asarray(x)"),
+    "`zarr.Array`": Kind("zarr", "zarr.array(x)"),
+    "`h5py.Dataset`": Kind(
+        "h5py",
+        "h5py.File('x', 'w', driver='core', backing_store=False).create_dataset('x', data=x)",
+    ),
+}
+
+INTRODUCTION = """# What happens with my arrays
+
+`python docs/array_types.py` writes this page. Each row is one call,
+`attention(query, query, query)`, with a query that is made of a NumPy array `x` of float32,
+(2, 3, 4). Nothing is converted unless you name a backend: arrays of a library that
+[follows the array API standard](https://data-apis.org/array-api/) run on their own library, and
+other types raise an error that says what to pass. `array-api` stands for the kernels that polyattn
+has for every such library.
+
+Options such as a mask, lengths or a bias may be [NumPy arrays and Python
+sequences](semantics.md#numbers-from-the-host) beside a query of any library.
+
+"""
+FOOT = f"""
+{NOT_TRIED}: the library was not there when the page was written, or had no device.
+[Which backend should I use?](how-to/which-backend.md) says what to choose for your hardware.
+"""
+
+
+def outcome(kind: Kind) -> str | None:
+    """Return what happens with a type of array, or None if there can be none here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            module = importlib.import_module(kind.module)
+            names = {"x": X, "numpy": np, kind.module.partition(".")[0]: root(module)}
+            query = eval(kind.made, names)
+        except (AttributeError, NameError, TypeError):
+            raise  # a mistake in the table
+        except Exception:  # it is not installed, or has no device
+            return None
+        try:
+            return f"runs on `{ran_on(query)}`"
+        except Exception as error:
+            return f"`{type(error).__name__}`: {cell(str(error))}"
+
+
+def root(module: Any) -> Any:
+    """Return the package of a module."""
+    return importlib.import_module(module.__name__.partition(".")[0])
+
+
+def ran_on(query: Any) -> str:
+    """Return the backend that computes attention over an array."""
+    assert type(attention(query, query, query)).__module__
+    chosen = explain(query, query, query).chosen
+    assert chosen is not None
+    return chosen.backend
+
+
+def cell(message: str) -> str:
+    """Return the first line of a message, as text of a table."""
+    return re.sub(r"([*_|<])", r"\\\1", message.partition("\n")[0])
+
+
+def written() -> dict[str, str]:
+    """Return the outcomes on the page, by type."""
+    text = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    rows = re.findall(r"^\| (.+?)<br>`.+?` \| (.+) \|$", text, flags=re.MULTILINE)
+    return dict(rows)
+
+
+def page(outcomes: dict[str, str]) -> str:
+    """Return the whole page."""
+    lines = ["| type, and how it is made | what happens |", "|---|---|"]
+    for name, kind in KINDS.items():
+        lines.append(f"| {name}<br>`{kind.made}` | {outcomes.get(name, NOT_TRIED)} |")
+    return INTRODUCTION + "\n".join(lines) + "\n" + FOOT
+
+
+def main() -> None:
+    """Write the page; a type that cannot be made here keeps what the page says of it."""
+    outcomes = written()
+    for name, kind in KINDS.items():
+        found = outcome(kind)
+        if found is not None:
+            outcomes[name] = found
+    PAGE.write_text(page(outcomes), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

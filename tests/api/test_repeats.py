@@ -1,0 +1,169 @@
+"""A repeated call: it skips the description, and what changes in it is seen."""
+
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, masks, scores
+from polyattn.call.glance import glance
+from polyattn.dispatch import plans
+from polyattn.recent import Recent
+
+SHAPE = (2, 4, 4, 8)
+X = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
+T = torch.from_numpy(X)
+SEEN = np.tril(np.ones((4, 4), bool))
+
+
+def outcome(arguments, options):
+    """Return the output of a call, or its error."""
+    try:
+        result = attention(*arguments, **options)
+    except (TypeError, ValueError, polyattn.BackendError) as error:
+        return type(error), str(error)
+    return type(result), result.dtype, np.asarray(result.detach() if result is T else result)
+
+
+@pytest.fixture
+def repeats(monkeypatch):
+    """Forget all calls; return a function that does so again."""
+
+    def forget():
+        monkeypatch.setattr(plans, "_plans", Recent(64))
+
+    forget()
+    return forget
+
+
+def described(monkeypatch):
+    """Return a list that grows with each call that is described."""
+    calls = []
+    front_door = __import__("sys").modules["polyattn.api.attention"]
+    describe = front_door.describe
+    monkeypatch.setattr(
+        front_door, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k)
+    )
+    return calls
+
+
+PLAIN = [
+    {},
+    {"is_causal": True},
+    {"window": (2, 0)},
+    {"scale": 0.5, "softcap": 3.0},
+    {"layout": "...LHD"},
+    {"query_offset": 1, "is_causal": True},
+    {"backend": "numpy"},
+    {"kernel": "dense"},
+]
+
+
+@pytest.mark.parametrize("options", PLAIN, ids=str)
+@pytest.mark.parametrize("x", [X, T], ids=["numpy", "torch"])
+def test_a_repeated_call_is_not_described_again(x, options, repeats, monkeypatch):
+    calls = described(monkeypatch)
+    results = [np.asarray(attention(x, x, x, **options)) for _ in range(3)]
+    assert len(calls) == 1
+    other = attention(x + 1, x, x, **options)
+    assert len(calls) == 1
+    repeats()
+    np.testing.assert_array_equal(np.asarray(attention(x + 1, x, x, **options)), np.asarray(other))
+    np.testing.assert_array_equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "sinks", "query_offset"])
+@pytest.mark.parametrize("x", [X, T], ids=["numpy", "torch"])
+def test_each_array_of_a_repeated_call_is_its_own(x, name, repeats, monkeypatch):
+    first = {
+        "mask": SEEN, "bias": X[0, 0, :, :4], "sinks": X[0, 0, 0, :4],
+        "query_offset": np.arange(2),
+    }[name]  # fmt: skip
+    second = ~first if name == "mask" else first + 1
+    if x is T:
+        first, second = torch.from_numpy(first.copy()), torch.from_numpy(second.copy())
+    calls = described(monkeypatch)
+    more = {"is_causal": True} if name == "query_offset" else {}
+    attention(x, x, x, **{name: first}, **more)
+    again = attention(x, x, x, **{name: second}, **more)
+    assert len(calls) == 1
+    repeats()
+    want = attention(x, x, x, **{name: second}, **more)
+    np.testing.assert_array_equal(np.asarray(again), np.asarray(want))
+
+
+CHANGES = {
+    "dtype": ((X.astype("f8"),) * 3, {}),
+    "byte order": ((X.astype(">f4"),) * 3, {}),
+    "one dtype": ((X, X.astype("f8"), X), {}),
+    "one length": ((X, X[:, :, :3], X), {}),
+    "lengths": ((X, X[:, :, :3], X[:, :, :3]), {}),
+    "rank": ((X[0, 0],) * 3, {}),
+    "library": ((T,) * 3, {}),
+    "one library": ((X, T, X), {}),
+    "class": ((np.ma.masked_array(X),) * 3, {}),
+    "True for 1": ((X,) * 3, {"scale": True}),
+    "1 for True": ((X,) * 3, {"is_causal": 1}),
+    "None for False": ((X,) * 3, {"is_causal": None}),
+    "a bool in a window": ((X,) * 3, {"window": (True, 0)}),
+    "a list for a window": ((X,) * 3, {"window": [1, 0]}),
+    "a dtype of a mask": ((X,) * 3, {"mask": SEEN.astype("f4")}),
+    "a shape of a mask": ((X,) * 3, {"mask": SEEN[:3]}),
+    "a rule for a mask": ((X,) * 3, {"mask": masks.window(1, 0)}),
+    "a rule for scores": ((X,) * 3, {"score_mod": scores.alibi(4)}),
+    "another name": ((X,) * 3, {"causal": True}),
+    "another backend": ((X,) * 3, {"backend": "torch"}),
+    "no backend": ((X,) * 3, {"backend": "no_such"}),
+    "no kernel": ((X,) * 3, {"kernel": "no_such"}),
+    "too few": ((X, X), {}),
+    "too many": ((X,) * 4, {}),
+    "dropout": ((X,) * 3, {"dropout": (0.5, 3)}),
+    "nested": ((torch.nested.nested_tensor([T[0], T[1]], layout=torch.jagged),) * 3, {}),
+    "sparse": ((T.to_sparse(),) * 3, {}),
+    "meta": ((T.to("meta"), T, T), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_in_a_call_is_seen(change, repeats):
+    arguments, options = CHANGES[change]
+    want = outcome(arguments, options)
+    repeats()
+    for known in ({}, {"is_causal": True}, {"window": (1, 0)}, {"scale": 1}, {"mask": SEEN}):
+        attention(X, X, X, **known)
+        if "mask" not in known:
+            attention(T, T, T, **known)
+    got = outcome(arguments, options)
+    assert got[:2] == want[:2]
+    if len(want) == 3:
+        np.testing.assert_array_equal(got[2], want[2])
+
+
+def test_a_tensor_that_requires_grad_is_another_call(repeats):
+    attention(T, T, T)
+    leaf = T.clone().requires_grad_()
+    attention(leaf, T, T).sum().backward()
+    assert leaf.grad is not None
+
+
+def test_the_choice_of_a_backend_is_seen(repeats, monkeypatch):
+    attention(X, X, X)
+    with polyattn.use_backend("torch:cuda"), pytest.raises(polyattn.BackendError):
+        attention(X, X, X)
+    monkeypatch.setenv("POLYATTN_BACKEND", "torch:cuda")
+    with pytest.raises(polyattn.BackendError):
+        attention(X, X, X)
+
+
+def test_what_torch_transforms_has_no_glance(repeats):
+    seen = []
+
+    def function(x):
+        seen.append(glance((x, x, x), {}))
+        return attention(x, x, x)
+
+    attention(T[0], T[0], T[0])
+    got = torch.func.vmap(function)(T)
+    assert seen == [None]
+    torch.testing.assert_close(got, attention(T, T, T))

@@ -1,0 +1,20 @@
+"""What the page of array types says happens, happens."""
+
+import array_types
+import pytest
+
+
+@pytest.mark.parametrize("name", array_types.KINDS)
+def test_what_happens_with_a_type_of_array_is_on_the_page(name):
+    """Mend by: python docs/array_types.py."""
+    kind = array_types.KINDS[name]
+    found = array_types.outcome(kind)
+    if found is None:
+        pytest.skip(f"there is no array of {kind.module} here")
+    assert array_types.written()[name] == found
+
+
+def test_the_page_has_every_type():
+    written = array_types.written()
+    assert len(written) >= 20
+    assert array_types.PAGE.read_text(encoding="utf-8") == array_types.page(written)
