@@ -68,6 +68,16 @@ DECOMPOSED = {
 }
 
 
+def test_a_model_whose_attention_is_written_out_has_unknown_lengths_too():
+    nn = polyattn.nn
+    model = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
+    options = {"score_mod": scores.alibi(4), "is_causal": True}
+    exported = export(model, {"ids": ("B", "L")}, dtype="int64", options=options)
+    ids = np.array([[5, 7, 11], [2, 3, 0]])
+    (logits,) = by_onnxruntime(exported, {"ids": ids})
+    assert abs(logits - model(ids, **options)).max() < 2e-6
+
+
 @pytest.mark.parametrize("run", [by_onnxruntime, by_reference], ids=["ort", "reference"])
 @pytest.mark.parametrize("name", [*NATIVE, *DECOMPOSED])
 def test_one_export_runs_at_all_lengths(name, run):

@@ -24,6 +24,8 @@ __all__ = ["Operator"]
 COUNTS, WINDOWS = 24, 25
 #: The features that hide keys by numbers that are not known before the call.
 MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod"})
+#: Those of them whose array is made here, up to a size: then it costs more than it saves.
+MADE, LARGEST_MADE_MASK = frozenset({"mask_expression", "mask_mod"}), 2**26
 # Beyond any length; a sum of two fits in 32 bits.
 FAR = 2**30
 
@@ -69,6 +71,10 @@ class Operator(Kernel):
             reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
         if problem.dtype == "float64" and _may_be_empty(problem):
             reasons.append("ONNX Runtime gives NaN for a row without keys in float64")
+        made = 0 if problem.is_symbolic else problem.query_length * problem.key_length
+        banded = _positions(problem, self.opset(problem))[3]
+        if made > LARGEST_MADE_MASK and (banded or problem.features & MADE):
+            reasons.append(f"it would need a mask of {made:,} elements to be built")
         return reasons
 
     def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:

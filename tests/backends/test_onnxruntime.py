@@ -81,6 +81,15 @@ def test_arrays_without_elements_are_refused():
         attention(x, x, x, backend="onnxruntime", kernel="node")
 
 
+def test_a_mask_is_not_made_at_any_size():
+    shape = (1, 2**14, 8)
+    explanation = explain(shape, shape, shape, window=(5, 0), backend="onnxruntime")
+    assert explanation.chosen.kernel == "tiled"
+    assert "a mask of 268,435,456 elements to be built" in str(explanation)
+    whole = explain(shape, shape, shape, is_causal=True, backend="onnxruntime")
+    assert whole.chosen.kernel == "node"
+
+
 def test_float64_is_exact():
     q, k = numbers(2, 5, 48, dtype="float64"), numbers(2, 7, 48, dtype="float64")
     found = attention(q, k, k, backend="onnxruntime", is_causal=True)

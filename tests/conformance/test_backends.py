@@ -17,6 +17,7 @@ import spox
 import torch
 from onnx.reference import ReferenceEvaluator
 
+from polyattn.conformance.cases.catalogue import ESSENTIAL
 from polyattn.conformance.checks.lazy import lazily
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.suite import BackendSuite
@@ -199,8 +200,9 @@ class TestOnnxruntime(BackendSuite):
     quick = ("test_case[node", "test_every_declared_feature_is_exercised[node")
 
     def _marks(self, name):
-        slow = "[" in name and not name.startswith(self.quick)
-        return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
+        case = name.partition("[node-")[2].removesuffix("]")
+        quick = name.startswith(self.quick) and (not case or case in ESSENTIAL)
+        return [*super()._marks(name), *([] if quick or "[" not in name else [pytest.mark.slow])]
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():
