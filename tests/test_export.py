@@ -1,5 +1,6 @@
 """Models of ONNX: what they compute in two runtimes, and what a call becomes."""
 
+import functools
 import warnings
 
 import numpy as np
@@ -78,11 +79,15 @@ def test_a_model_whose_attention_is_written_out_has_unknown_lengths_too():
     assert abs(logits - model(ids, **options)).max() < 2e-6
 
 
+@functools.cache
+def exported(name):
+    return export(attention, SHAPES, options=(NATIVE | DECOMPOSED)[name])
+
+
 @pytest.mark.parametrize("run", [by_onnxruntime, by_reference], ids=["ort", "reference"])
 @pytest.mark.parametrize("name", [*NATIVE, *DECOMPOSED])
 def test_one_export_runs_at_all_lengths(name, run):
-    options = NATIVE.get(name) or DECOMPOSED.get(name, {})
-    model = export(lambda query, key, value: attention(query, key, value, **options), SHAPES)
+    model, options = exported(name), (NATIVE | DECOMPOSED)[name]
     assert kinds(model).count("Attention") == (name in NATIVE)
     for size in SIZES:
         inputs = numbers(*size)
@@ -181,8 +186,7 @@ def test_arrays_of_the_options_may_be_inputs(name):
 
 
 def test_what_is_written_out_keeps_the_lengths_that_are_known():
-    model = export(attention, SHAPES, options=DECOMPOSED["alibi"])
-    dims = model.graph.output[0].type.tensor_type.shape.dim
+    dims = exported("alibi").graph.output[0].type.tensor_type.shape.dim
     assert [d.dim_value for d in dims] == [0, H, 0, E]
 
 
