@@ -7,6 +7,8 @@ import polyattn_cupy
 import polyattn_dask
 import polyattn_jax
 import polyattn_numpy
+import polyattn_onnx
+import polyattn_onnxruntime
 import polyattn_torch
 from polyattn.dispatch import registry
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
@@ -18,6 +20,8 @@ SPECS = (
     polyattn_cupy.SPEC,
     polyattn_jax.SPEC,
     polyattn_dask.SPEC,
+    polyattn_onnx.SPEC,
+    polyattn_onnxruntime.SPEC,
 )
 YES = "●"
 PROMISES = {

@@ -29,6 +29,8 @@ def test_backends(capsys):
         "dask",
         "jax",
         "numpy",
+        "onnx",
+        "onnxruntime",
         "torch",
         "array-api",
     ]
