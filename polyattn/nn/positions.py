@@ -289,11 +289,10 @@ class Rotary(Module):
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
         pairs = (a * cosine - b * sine, b * cosine + a * sine)
-        result = xp.concat(pairs, axis=-1) if not adjacent else xp.stack(pairs, axis=-1)
-        if None in rotated.shape:
-            result = with_last_axes(result, 2, self.size) if adjacent else result
+        if adjacent:
+            result = with_last_axes(xp.stack(pairs, axis=-1), 2, self.size)
         else:
-            result = xp.reshape(result, rotated.shape)
+            result = xp.concat(pairs, axis=-1)
         return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 

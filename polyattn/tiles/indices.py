@@ -28,6 +28,7 @@ from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.tiles.band import visible_band
 from polyattn.tiles.dropout import WORDS, keep_mask_by_word, keep_mask_of_keys
+from polyattn.tiles.items import cut_items
 
 __all__ = ["Indices"]
 
@@ -67,7 +68,7 @@ class Indices:
         self._problem, self.xp, self._x = problem, xp, x
         self._rows, self._columns = rows, columns
         self._batch = problem.batch if items is None else (items.length,)
-        self._some_items, self._some_heads = items is not None, heads is not None
+        self._some_heads = heads is not None
         self._items = items
         self._heads = heads or Span(0, problem.heads)
 
@@ -143,20 +144,10 @@ class Indices:
         return self._of_items(array)
 
     def _of_items(self, array: Array) -> Array:
-        """Cut (..., H, l, s) down to the tile's batch items, which lie along the last axis."""
-        lead = array.shape[:-3]
-        if not self._some_items or not lead:
+        """Cut (..., H, l, s) down to the tile's batch items."""
+        if self._items is None:
             return array
-        assert self._items is not None
-        first = self._items.start
-        at: list[int] = []
-        for length in reversed(self._problem.batch):
-            first, place = divmod(first, length)
-            at.insert(0, place)
-        *outer, item = at[len(at) - len(lead) :]
-        index = [0 if n == 1 else i for i, n in zip(outer, lead[:-1], strict=True)]
-        items = slice(0, 1) if lead[-1] == 1 else slice(item, item + self._items.length)
-        return array[(*index, items, ...)]
+        return cut_items(array, self._problem.batch, self._items)
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
