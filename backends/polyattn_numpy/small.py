@@ -29,7 +29,7 @@ class Small(Kernel):
         reasons = []
         offset = problem.query_offset
         if problem.is_causal and (offset is None or offset < problem.key_length - 1):
-            reasons.append("its rows see all keys")
+            reasons.append("it is for rows that see all keys")
         if problem.dtype != problem.accumulator:
             reasons.append("it computes in the dtype of the arrays")
         if 0 in problem.scores:
