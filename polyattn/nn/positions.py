@@ -289,10 +289,8 @@ class Rotary(Module):
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
         pairs = (a * cosine - b * sine, b * cosine + a * sine)
-        if adjacent:
-            result = with_last_axes(xp.stack(pairs, axis=-1), 2, self.size)
-        else:
-            result = xp.concat(pairs, axis=-1)
+        result = (xp.stack if adjacent else xp.concat)(pairs, axis=-1)
+        result = with_last_axes(result, 2, self.size) if adjacent else result
         return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 

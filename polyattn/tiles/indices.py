@@ -145,9 +145,8 @@ class Indices:
 
     def _of_items(self, array: Array) -> Array:
         """Cut (..., H, l, s) down to the tile's batch items."""
-        if self._items is None:
-            return array
-        return cut_items(array, self._problem.batch, self._items)
+        items = self._items
+        return array if items is None else cut_items(array, self._problem.batch, items)
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
