@@ -53,7 +53,7 @@ def onnx(
     Returns
     -------
     onnx.ModelProto
-        The model, which `onnx.checker` has checked. ``onnx.save`` writes it to a file.
+        The model, which ``onnx.checker`` has checked. ``onnx.save`` writes it to a file.
 
     Raises
     ------
