@@ -8,6 +8,8 @@ import polyattn_dask
 import polyattn_jax
 import polyattn_mlx
 import polyattn_numpy
+import polyattn_onnx
+import polyattn_onnxruntime
 import polyattn_torch
 from polyattn.dispatch import registry
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
@@ -20,6 +22,8 @@ SPECS = (
     polyattn_jax.SPEC,
     polyattn_mlx.SPEC,
     polyattn_dask.SPEC,
+    polyattn_onnx.SPEC,
+    polyattn_onnxruntime.SPEC,
 )
 YES = "●"
 PROMISES = {

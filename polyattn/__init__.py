@@ -53,6 +53,6 @@ def __getattr__(name: str) -> ModuleType:
     if name == "__version__":
         found: ModuleType = importlib.import_module("importlib.metadata").version("polyattn")
         return found
-    if name in ("conformance", "dialects", "nn", "parallel", "plot"):
+    if name in ("conformance", "dialects", "export", "nn", "parallel", "plot"):
         return importlib.import_module(f"polyattn.{name}")
     raise AttributeError(f"module 'polyattn' has no attribute {name!r}")

@@ -37,6 +37,7 @@ __all__ = [
     "is_recorded",
     "is_transformed",
     "know_torch",
+    "length_of",
     "library_of",
     "namespace_of",
     "numbers_like",
@@ -171,6 +172,7 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask", "mlx.core": "mlx"}
+_LAZY = ("dask", "ndonnx")
 LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 
@@ -276,7 +278,7 @@ def _standard_library(array: Array, name: str) -> Library:
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
-    return Library(library, xp, traced or library == "dask")
+    return Library(library, xp, traced or library in _LAZY)
 
 
 @constant_when_traced
@@ -322,6 +324,8 @@ def _device_name(library: Library, array: Array) -> str:
         return _jax_device_name(array.device) if not library.traced and array.committed else ""
     if library.name == "cupy":
         return f"cuda:{array.device.id}"
+    if library.name == "ndonnx":  # whose only device is an object without a name
+        return "graph"
     return str(getattr(array, "device", ""))
 
 
@@ -342,16 +346,38 @@ def is_array(thing: Any) -> bool:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape that these shapes broadcast to, or None if they do not."""
+    """Return the shape that these shapes broadcast to, or None if they do not.
+
+    An unknown length, None, is taken to be that of the others, if it is not theirs to be 1.
+    """
     rank = max(len(shape) for shape in shapes)
     common = [1] * rank
     for shape in shapes:
         for axis, length in enumerate(shape, start=rank - len(shape)):
-            if common[axis] == 1:
+            if common[axis] == 1 or (common[axis] is None and length != 1):
                 common[axis] = length
-            elif length not in (1, common[axis]):
+            elif length not in (1, None, common[axis]):
                 return None
     return tuple(common)
+
+
+def length_of(array: Array, axis: int) -> Any:
+    """Return the length of an axis, which may be known only where the array is computed.
+
+    Parameters
+    ----------
+    array : Array
+        The array.
+    axis : int
+        The axis.
+
+    Returns
+    -------
+    int or Array
+        An array without axes where the length is not in the array's shape.
+    """
+    length = array.shape[axis]
+    return array.dynamic_shape[axis] if length is None else length
 
 
 def cast(xp: Any, array: Array, dtype: Any) -> Array:
@@ -364,7 +390,7 @@ def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:
     return {} if device is None or array_api_compat.is_jax_namespace(xp) else {"device": device}
 
 
-def index_range(xp: Any, start: int, stop: int, like: Array) -> Array:
+def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
     """Return the integers from `start` to `stop` (exclusive), on the device of `like`."""
     return xp.arange(start, stop, **_on_device_of(xp, like))
 

@@ -1,4 +1,4 @@
-"""Implement the command line: ``polyattn backends | explain | check | bench | demo``.
+"""Implement the command line: ``polyattn backends | explain | check | bench | export | demo``.
 
 Results go to standard output as plain text, as wide as the terminal; errors and progress go to
 standard error. Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or
@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: polyattn bench --backends numpy,torch,jax --lengths 256:8192 --causal",
     )
     command.add_options(add, _window)
+    _add_export(commands)
     if DEMO.is_file() and importlib.util.find_spec(WEIGHTS) is not None:
         commands.add_parser("demo", help="run a sentence encoder on two sentences, and draw it")
     return parser
@@ -137,19 +138,45 @@ def _add_explain(commands: Any) -> None:
         help="length of the chunks of dask arrays: of the tokens, or one for each axis",
     )
     add("--device", metavar="NAME", help="device of the arrays (default: the library's default)")
+    _add_numbers(add)
+    add("--mask-shape", type=_shape, metavar="SHAPE", help="a bool mask of this shape")
+    add("--bias-shape", type=_shape, metavar="SHAPE", help="a bias of this shape")
+    add("--sinks", action="store_true", help="one sink per query head")
+    add("--logsumexp", action="store_true", help="with the logsumexp, as for attention_partial")
+    add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
+    add("--kernel", metavar="NAME", help="require this kernel")
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_numbers(add: Any) -> None:
+    """Add the options of a call that are no arrays."""
     add("--causal", action="store_true", help="is_causal=True")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
     add("--query-offset", type=int, metavar="N", help="position of the first query")
     add("--scale", type=float, metavar="X", help="in place of 1/sqrt(D)")
     add("--softcap", type=float, metavar="X", help="bound of the scores")
-    add("--mask-shape", type=_shape, metavar="SHAPE", help="a bool mask of this shape")
-    add("--bias-shape", type=_shape, metavar="SHAPE", help="a bias of this shape")
-    add("--sinks", action="store_true", help="one sink per query head")
     add("--layout", default="...HLD", help='"...HLD" or "...LHD" (default: %(default)s)')
-    add("--logsumexp", action="store_true", help="with the logsumexp, as for attention_partial")
-    add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
-    add("--kernel", metavar="NAME", help="require this kernel")
-    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_export(commands: Any) -> None:
+    add = _add_command(
+        commands,
+        "export",
+        _export,
+        help="a call of attention as a model of ONNX",
+        description="Write a call of attention as a model of ONNX, checked, and say what it became."
+        " A name in place of a length leaves it to the one who runs the model. Needs"
+        ' pip install "polyattn[onnx]".',
+        epilog="example: polyattn export attention.onnx --shape B,8,L,64 --key-shape B,2,S,64"
+        " --causal",
+    )
+    add("file", type=Path, metavar="FILE", help="the model, such as attention.onnx")
+    add("--shape", type=_lengths, required=True, help="shape of the query, ...,H,L,D")
+    add("--key-shape", type=_lengths, metavar="SHAPE", help="...,G,S,D (default: the query's)")
+    add("--value-shape", type=_lengths, metavar="SHAPE", help="...,G,S,E (default: the key's)")
+    add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
+    _add_numbers(add)
+    add("--opset", type=int, default=24, help="the newest that may be used (default: %(default)s)")
 
 
 def _add_check(commands: Any) -> None:
@@ -188,6 +215,10 @@ def _shape(text: str) -> tuple[int, ...]:
     return shape
 
 
+def _lengths(text: str) -> tuple[int | str, ...]:
+    return tuple(int(length) if length.isdecimal() else length for length in text.split(","))
+
+
 def _window(text: str) -> tuple[int | None, ...]:
     try:
         return tuple(None if end == "none" else int(end) for end in text.split(","))
@@ -214,13 +245,8 @@ def _explain(options: argparse.Namespace) -> int:
         options.value_shape or key,
         mask=options.mask_shape,
         bias=options.bias_shape,
-        is_causal=options.causal,
-        window=options.window,
-        query_offset=options.query_offset,
-        scale=options.scale,
-        softcap=options.softcap,
+        **_numbers(options),
         sinks=(heads,) if options.sinks else None,
-        layout=options.layout,
         backend=options.backend,
         kernel=options.kernel,
         logsumexp=options.logsumexp,
@@ -231,6 +257,36 @@ def _explain(options: argparse.Namespace) -> int:
     )
     print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
     return 0 if explanation.chosen else 1
+
+
+def _numbers(options: argparse.Namespace) -> dict[str, Any]:
+    names = ("window", "query_offset", "scale", "softcap", "layout")
+    return {"is_causal": options.causal} | {name: getattr(options, name) for name in names}
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Return 0 if the model is written."""
+    from polyattn.export import onnx
+
+    key = options.key_shape or options.shape
+    inputs = {"query": options.shape, "key": key, "value": options.value_shape or key}
+    try:
+        model = onnx(
+            polyattn.attention,
+            inputs,
+            opset=options.opset,
+            dtype=options.dtype,
+            options=_numbers(options),
+        )
+    except ImportError as error:
+        print(f"polyattn export: {error}", file=sys.stderr)
+        return 1
+    options.file.write_bytes(model.SerializeToString())
+    kinds = [node.op_type for node in model.graph.node]
+    nodes = f"{len(kinds)} node{'s' * (len(kinds) != 1)}"
+    native = "one is Attention" if "Attention" in kinds else "none is Attention"
+    print(f"{options.file}: opset {model.opset_import[0].version}, {nodes}, {native}")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

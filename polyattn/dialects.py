@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polyattn.api.attention import attention
 from polyattn.api.partial import Partial, attention_partial
+from polyattn.api.weights import attention_weights
 from polyattn.arrays import Array, cast, facts_of, index_range, library_of
 
 __all__ = [
@@ -170,11 +172,14 @@ class OnnxAttention(NamedTuple):
         The attention, in the layout of Q.
     present_key, present_value : Array
         All keys and values, past ones first, shapes (B, G, S, D) and (B, G, S, E).
+    qk_matmul_output : Array or None
+        The scores, shape (B, H, L, S), if `qk_matmul_output_mode` is given.
     """
 
     Y: Array
     present_key: Array
     present_value: Array
+    qk_matmul_output: Array | None = None
 
 
 def onnx_attention(
@@ -194,6 +199,7 @@ def onnx_attention(
     left_window_size: int = -1,
     right_window_size: int = -1,
     softmax_precision: int | None = None,
+    qk_matmul_output_mode: int | None = None,
     kernel: str | None = None,
 ) -> OnnxAttention:
     """Compute attention as the ONNX operator Attention of opsets 23, 24 and 25, errata included.
@@ -223,13 +229,16 @@ def onnx_attention(
         Number of keys that a row sees before and after its position; -1 for no bound.
     softmax_precision : int, optional
         Accepted; scores and sums are float32 at least.
+    qk_matmul_output_mode : {None, 0, 1, 2, 3}
+        The step whose result is the fourth output: the scaled scores, those after `softcap`, those
+        after mask and bias too, or the weights; None for no such output, which takes no time.
     kernel : str, optional
         As for `polyattn.attention`.
 
     Returns
     -------
     OnnxAttention
-        The attention, and all keys and values.
+        The attention, all keys and values, and the scores.
 
     Raises
     ------
@@ -269,22 +278,51 @@ def onnx_attention(
         offset = nonpad_kv_seqlen - Q.shape[-2]
         real = index_range(xp, 0, keys, K) < xp.reshape(nonpad_kv_seqlen, (-1, 1, 1, 1))
         masks["mask"] = _and(masks.get("mask"), real)
-    output = attention(
-        Q,
-        K,
-        cast(xp, V, Q.dtype),
-        is_causal=bool(is_causal),
-        window=(
-            None if left_window_size < 0 else left_window_size,
-            None if right_window_size < 0 else right_window_size,
-        ),
-        query_offset=offset,
-        scale=scale,
-        softcap=softcap or None,
-        kernel=kernel,
-        **masks,
-    )
-    return OnnxAttention(_join_heads(xp, output) if packed else output, K, V)
+    ends = (left_window_size, right_window_size)
+    window = tuple(None if end < 0 else end for end in ends)
+    options = {"is_causal": bool(is_causal), "window": window, "query_offset": offset, **masks}
+    options |= {"scale": scale, "softcap": softcap or None}
+    output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **options)
+    step = None
+    if qk_matmul_output_mode is not None:
+        step = _step(xp, Q, K, qk_matmul_output_mode, options)
+    return OnnxAttention(_join_heads(xp, output) if packed else output, K, V, step)
+
+
+def _step(xp: Any, query: Array, key: Array, mode: int, options: dict[str, Any]) -> Array:
+    """Return what the operator has computed after a step."""
+    if mode not in (0, 1, 2, 3):
+        raise ValueError(f"qk_matmul_output_mode must be 0, 1, 2 or 3; got {mode!r}")
+    if mode == 3:
+        return cast(xp, attention_weights(query, key, **options), query.dtype)
+    wide = xp.float64 if query.dtype == xp.float64 else xp.float32
+    own_key = cast(xp, xp.repeat(key, query.shape[1] // key.shape[1], axis=1), wide)
+    scale = 1 / math.sqrt(query.shape[-1]) if options["scale"] is None else options["scale"]
+    scores = xp.matmul(cast(xp, query, wide) * scale, xp.matrix_transpose(own_key))
+    cap = options["softcap"] if mode else None
+    scores = scores if cap is None else cap * xp.tanh(scores / cap)
+    if mode == 2:
+        for seen in _seen(xp, query, key, options):
+            scores = xp.where(seen, scores, -math.inf)
+        scores = scores + cast(xp, options["bias"], wide) if "bias" in options else scores
+    return cast(xp, scores, query.dtype)
+
+
+def _seen(xp: Any, query: Array, key: Array, options: dict[str, Any]) -> Iterator[Array]:
+    """Yield bool arrays; a key takes part where all of them hold."""
+    rows, columns = (index_range(xp, 0, x.shape[-2], query) for x in (query, key))
+    offset = options["query_offset"]
+    offset = offset if isinstance(offset, int) else xp.reshape(offset, (-1, 1, 1, 1))
+    away = columns - (xp.reshape(rows, (-1, 1)) + offset)
+    left, right = options["window"]
+    if options["is_causal"]:
+        yield away <= 0
+    if left is not None:
+        yield away >= -left
+    if right is not None:
+        yield away <= right
+    if "mask" in options:
+        yield options["mask"]
 
 
 def _padding_mask(

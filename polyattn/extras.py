@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["require_matplotlib"]
+__all__ = ["require_matplotlib", "require_onnx"]
 
 
 def require_matplotlib(module: str = "") -> Any:
@@ -15,4 +15,14 @@ def require_matplotlib(module: str = "") -> Any:
     except ImportError as error:
         raise ImportError(
             f'drawing needs matplotlib: pip install "polyattn[plot]" ({error})'
+        ) from error
+
+
+def require_onnx(module: str) -> Any:
+    """Return one of the modules that write models of ONNX."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f'exporting needs onnx, ndonnx and spox: pip install "polyattn[onnx]" ({error})'
         ) from error

@@ -14,7 +14,7 @@ class Span(NamedTuple):
     Attributes
     ----------
     start, stop : int
-        The first one, and the one after the last.
+        The first one, and the one after the last: None for the end of a length that is unknown.
     """
 
     start: int
@@ -23,7 +23,7 @@ class Span(NamedTuple):
     @property
     def length(self) -> int:
         """The number of rows or keys."""
-        return self.stop - self.start
+        return self.stop if self.stop is None else self.stop - self.start
 
     def split(self, size: int) -> Iterator[Span]:
         """Cut the span into parts.

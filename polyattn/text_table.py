@@ -8,11 +8,14 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
+from polyattn.arrays import constant_when_traced
+
 __all__ = ["line", "paragraph", "table", "terminal_width"]
 
 NARROWEST = 8  # a column is not made narrower, though the table be too wide
 
 
+@constant_when_traced
 def terminal_width() -> int:
     """Return the columns of the terminal, or of COLUMNS; in a file a line may have any length."""
     return shutil.get_terminal_size((sys.maxsize, 1)).columns

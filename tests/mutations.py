@@ -35,6 +35,8 @@ PLACES = "polyattn/expressions/indices.py"
 STEPS, DROPOUT = "polyattn/expressions/scores.py", "polyattn/tiles/dropout.py"
 NUMPY_TILED = "backends/polyattn_numpy/tiled.py"
 NUMPY_SOFTMAX = "backends/polyattn_numpy/online_softmax.py"
+NUMPY_SMALL = "backends/polyattn_numpy/small.py"
+AT_ONCE = "backends/polyattn_numpy/at_once.py"
 VISIBILITY = "backends/polyattn_numpy/visibility.py"
 PREPARED = "backends/polyattn_numpy/prepared.py"
 MASK_TABLE = "backends/polyattn_numpy/mask_table.py"
@@ -150,8 +152,7 @@ MUTATIONS = (
              "return self._xp.any(seen), self._xp.all(seen)",
              "return self._xp.any(seen[..., :1]), self._xp.all(seen[..., :1])"),
     mutation("lengths of other items", INDICES,
-             "self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1))",
-             "self.xp.flip(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))"),
+             "numbers[..., None, None, None]", "self.xp.flip(numbers)[..., None, None, None]"),
     mutation("positions without the offset", INDICES,
              "row + saturating_sum(self._offset(), shift, self.xp, row.dtype)", "row + shift"),
     mutation("an offset limited before it is shifted", PLACES,
@@ -215,9 +216,15 @@ MUTATIONS = (
              "np.zeros_like(maximum)"),
     mutation("mask cut in the wrong rows", INDICES, "array[..., rows.start : rows.stop, :]",
              "array[..., : rows.stop - rows.start, :]"),
-    mutation("row indices from 0", INDICES, "self._range(*self._rows, self._rows.length, 1)",
-             "self._range(0, self._rows.length, self._rows.length, 1)"),
-    # NumPy's own tiled kernel
+    mutation("row indices from 0", INDICES, "self._along(self._rows, self._x.query, -1, 1)",
+             "self._along(Span(0, self._rows.length), self._x.query, -1, 1)"),
+    # NumPy's own kernels
+    mutation("small: a logsumexp without the maximum", NUMPY_SMALL, "np.log(total) + maximum",
+             "np.log(total)"),
+    mutation("small: a causal row that sees all keys", NUMPY_SMALL,
+             "offset < problem.key_length - 1", "offset < 0"),
+    mutation("at once: hidden keys seen", AT_ONCE, "by_head[where] *= seen", "pass"),
+    mutation("at once: no division", AT_ONCE, "weighted /= total", "pass"),
     mutation("keys skipped at a tile's edge", SPAN, "yield Span(first, min(first + size,",
              "yield Span(first + (first > self.start), min(first + size,"),
     mutation("a hidden key taken for seen by all", BLOCKS, "-(-start // 16) * 16",

@@ -30,6 +30,8 @@ def test_backends(capsys):
         "jax",
         "mlx",
         "numpy",
+        "onnx",
+        "onnxruntime",
         "torch",
         "array-api",
     ]

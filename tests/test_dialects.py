@@ -32,7 +32,6 @@ CASES = onnx_cases()
 HALF = ("bfloat16", "float16")
 assert registry.load("torch") is None
 TORCH = registry.loaded("torch")
-NO_ATTRIBUTE_OF_OURS = {"qk_matmul_output_mode"}
 LIBRARIES = {
     "numpy": (lambda x: x, lambda x: x),
     "torch": (lambda x: TORCH.place(x, None), lambda x: TORCH.fetch(x)),
@@ -61,17 +60,17 @@ def test_onnx(case, library):
     given = dict(zip([name for name in node.input if name], inputs, strict=True))
     arrays = [there(given[name]) if name else None for name in node.input]
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    options = {k: v for k, v in attributes.items() if k not in NO_ATTRIBUTE_OF_OURS}
-    result = onnx_attention(*arrays, **options)._asdict()
+    if "qk_matmul_output" in node.output:
+        attributes = {"qk_matmul_output_mode": 0} | attributes
+    result = onnx_attention(*arrays, **attributes)._asdict()
     expected = dict(zip([name for name in node.output if name], outputs, strict=True))
     for name, array in expected.items():
-        if name != "qk_matmul_output":
-            actual = back(result[name])
-            assert actual.dtype == array.dtype
-            # What is expected in 16 bits was computed in 16 bits, softmax and all.
-            rtol = max(test.rtol, 2 * float(ml_dtypes.finfo(array.dtype).eps))
-            one, other = actual.astype("f8"), array.astype("f8")
-            np.testing.assert_allclose(one, other, rtol=rtol, atol=test.atol)
+        actual = back(result[name])
+        assert actual.dtype == array.dtype
+        # What is expected in 16 bits was computed in 16 bits, softmax and all.
+        rtol = max(test.rtol, 2 * float(ml_dtypes.finfo(array.dtype).eps))
+        one, other = actual.astype("f8"), array.astype("f8")
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=test.atol)
 
 
 RNG = torch.Generator().manual_seed(0)
@@ -210,3 +209,33 @@ def test_inputs_of_rank_three_need_their_heads():
     x = np.ones((2, 5, 8), np.float32)
     with pytest.raises(ValueError, match="q_num_heads and kv_num_heads"):
         onnx_attention(x, x, x)
+
+
+@pytest.mark.parametrize("name", ["window", "padding", "bias"])
+def test_the_steps_of_onnx_lead_to_the_output(name):
+    rng = np.random.default_rng(0)
+    shapes = [(2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6)]
+    inputs = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    options = {
+        "window": {"left_window_size": 2, "right_window_size": 1, "softcap": 2.0},
+        "padding": {"nonpad_kv_seqlen": np.array([7, 6]), "is_causal": 1},
+        "bias": {"attn_mask": rng.standard_normal((2, 1, 5, 7), dtype=np.float32), "scale": 0.5},
+    }[name]
+    steps = [onnx_attention(*inputs, **options, qk_matmul_output_mode=n)[3] for n in range(4)]
+    output = onnx_attention(*inputs, **options)
+    assert output.qk_matmul_output is None
+    scores = inputs[0] @ np.repeat(inputs[1], 2, axis=1).swapaxes(-1, -2)
+    np.testing.assert_allclose(steps[0], scores * options.get("scale", 8**-0.5), atol=2e-6)
+    cap = options.get("softcap")
+    np.testing.assert_allclose(
+        steps[1], cap * np.tanh(steps[0] / cap) if cap else steps[0], atol=2e-6
+    )
+    weights = np.exp(steps[2] - steps[2].max(-1, keepdims=True))
+    np.testing.assert_allclose(steps[3], weights / weights.sum(-1, keepdims=True), atol=2e-6)
+    np.testing.assert_allclose(steps[3] @ np.repeat(inputs[2], 2, axis=1), output.Y, atol=2e-6)
+
+
+def test_there_is_no_fifth_step_of_onnx():
+    x = np.ones((1, 1, 2, 4), np.float32)
+    with pytest.raises(ValueError, match="must be 0, 1, 2 or 3; got 4"):
+        onnx_attention(x, x, x, qk_matmul_output_mode=4)

@@ -14,6 +14,7 @@ import polyattn.conformance.functions.check
 import polyattn.conformance.functions.report
 import polyattn.conformance.suite
 import polyattn.dialects
+import polyattn.export
 import polyattn.integrations.jax
 import polyattn.integrations.transformers
 import polyattn.masks
@@ -33,6 +34,7 @@ MODULES = (
     polyattn.conformance.functions.report,
     polyattn.conformance.suite,
     polyattn.dialects,
+    polyattn.export,
     polyattn.integrations.jax,
     polyattn.integrations.transformers,
     polyattn.masks,

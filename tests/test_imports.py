@@ -10,7 +10,7 @@ import polyattn
 
 ROOT = Path(polyattn.__file__).resolve().parent
 BACKENDS = ROOT.parent / "backends"
-FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd"}
+FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd", "ndonnx", "onnx"}
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 
@@ -47,12 +47,14 @@ ROOMS["parallel"] = GROUND | {"expressions", "call", "api"}
 ROOMS["integrations"] = ROOMS["parallel"] | {"plugin", "kernels", "nn", "parallel"}
 ROOMS["bench"] = GROUND | {"call", "plugin", "kernels", "dispatch", "api"}
 ROOMS["conformance"] = ROOMS["api"] | {"tiles", "masks", "scores", "api"}
-ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "api"}
+ROOMS["export"] = GROUND | {"api", "dispatch", "nn"}
+ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "export", "api"}
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
+    "export": {"numpy"},
     "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "mlx", "numpy", "torch", "transformers"},
     "progress": {"tqdm"},
@@ -181,7 +183,8 @@ def test_importing_polyattn_needs_nothing_of_the_conformance_suite(run_python):
 
 
 def test_the_parts_of_the_package_are_there_when_they_are_asked_for(run_python):
-    run_python("import polyattn as p; p.nn.Linear, p.parallel.shard, p.dialects, p.plot.mask")
+    parts = "p.nn.Linear, p.parallel.shard, p.dialects, p.export.onnx, p.plot.mask"
+    run_python(f"import polyattn as p; {parts}")
     with pytest.raises(AttributeError, match="no attribute 'layers'"):
         polyattn.layers  # noqa: B018
 

@@ -1,7 +1,7 @@
 """The overhead of `polyattn.attention` over the bare call that it makes, on very small arrays.
 
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
-lines of NumPy and torch's `scaled_dot_product_attention`.
+lines of NumPy and torch's `scaled_dot_product_attention`. A second table has the steps of a call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ import numpy as np
 
 import polyattn
 from polyattn.bench import timing
+from polyattn.call.describe import Operands, describe
+from polyattn.call.glance import glance
+from polyattn.call.problem import examine
+from polyattn.dispatch.plans import recall_repeat
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import select
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS = 41
@@ -37,6 +43,31 @@ def measure(bare: Callable[..., Any], arrays: list[Any]) -> list[float]:
     return [statistics.median(seconds) * 1e6 for seconds in times.values()]
 
 
+def steps(arrays: list[Any]) -> dict[str, float]:
+    """Return the medians, in microseconds, of the steps of a repeated call and of a first one."""
+    polyattn.attention(*arrays)
+    requested, (call, _) = request(None), describe(*arrays)
+    seen, problem = glance(arrays, {}), examine(call)
+    assert seen is not None
+    repeat = recall_repeat(seen, requested)
+    assert repeat is not None
+    backend, kernel = repeat.plan.placement.backend, repeat.plan.kernel
+    chosen = repeat.plan.placement.problem
+    plain = Operands(*arrays, None, None, None, None, None)
+    calls = {
+        "whole call": lambda: polyattn.attention(*arrays),
+        "glance": lambda: glance(arrays, {}),
+        "request, look up": lambda: recall_repeat(seen, request(None)),
+        "backend": lambda: repeat.run(plain),
+        "of which kernel": lambda: kernel(chosen, plain, backend),
+        "first: describe": lambda: describe(*arrays),
+        "first: examine": lambda: examine(call),
+        "first: select": lambda: select(call, problem, arrays[0], requested, None),
+    }
+    *_, times = timing.rounds(calls, lambda name: timing.window(calls[name], WINDOW / 4), ROUNDS)
+    return {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
+
+
 def main() -> None:
     """Print a line for each installed library."""
     array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
@@ -55,6 +86,10 @@ def main() -> None:
             f"{name:6} polyattn {ours:6.1f}  bare {theirs:6.1f}  added {ours - theirs:6.1f}"
             f"  ratio {ours / theirs:.2f}"
         )
+    tables = {name: steps(arrays) for name, _, arrays in cases}
+    print("\nmicroseconds of the steps of a call" + "".join(f"{name:>8}" for name in tables))
+    for step in tables["numpy"]:
+        print(f"{step:35}" + "".join(f"{table[step]:8.1f}" for table in tables.values()))
 
 
 if __name__ == "__main__":

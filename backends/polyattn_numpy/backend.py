@@ -37,7 +37,9 @@ class NumpyBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Run a kernel, after a check of the number of threads, which small calls do not use."""
         thread_count()
-        return super().run(kernel, problem, operands)
+        with np.errstate(all="ignore"):
+            work = kernel.jvp if "jvp" in problem.features else kernel
+            return work(problem, operands, self)
 
     def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
         """Run the backward pass of a kernel, after the same check."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_numpy.scratch import ones
 
 __all__ = ["TINY", "Small"]
 
@@ -28,7 +29,7 @@ class Small(Kernel):
         reasons = []
         offset = problem.query_offset
         if problem.is_causal and (offset is None or offset < problem.key_length - 1):
-            reasons.append("its rows see all keys")
+            reasons.append("it is for rows that see all keys")
         if problem.dtype != problem.accumulator:
             reasons.append("it computes in the dtype of the arrays")
         if 0 in problem.scores:
@@ -50,12 +51,12 @@ class Small(Kernel):
         grouped = problem.heads != problem.key_heads
         if grouped:
             query = query.reshape(*query.shape[:-3], problem.key_heads, -1, problem.head_size)
-        s = np.matmul(query * query.dtype.type(problem.scale), key.swapaxes(-1, -2))
+        s = np.matmul(query * problem.scale, key.swapaxes(-1, -2))
         maximum = s.max(axis=-1, keepdims=True)
         # A row of −inf only has weights of 0, not NaN.
         np.subtract(s, np.maximum(maximum, _LEAST[s.dtype.char]), s)
         np.exp(s, s)
-        total = s.sum(axis=-1, keepdims=True)
+        total = np.matmul(s, ones(problem.key_length, s.dtype))
         output = np.matmul(s, value)
         output /= np.maximum(total, 1)  # it is 0, or at least the 1 of the maximum
         logsumexp = None

@@ -68,7 +68,8 @@ def explain(
     attention: query (2, 8, 128, 64), key (2, 8, 128, 64), value (2, 8, 128, 64), float32, numpy ...
     needs:     causal
     selected by backend='numpy'
-      numpy  tiled  CHOSEN
+      numpy  small  refused  it is for rows that see all keys
+          numpy  tiled  CHOSEN
       numpy  dense  next
     """
     check_names("explain", options)

@@ -16,7 +16,7 @@ from polyattn.expressions.indices import is_ambiguous
 
 __all__ = [
     "check_dtypes",
-    "check_known_lengths",
+    "check_lengths",
     "check_operand_shapes",
     "check_range",
     "common_shape",
@@ -50,14 +50,13 @@ def check_dtypes(call: Call) -> None:
         raise TypeError(f"query_offset must hold integers; got dtype {offset.dtype}")
 
 
-def check_known_lengths(call: Call) -> None:
+def check_lengths(call: Call) -> None:
     for name, facts in call.arrays():
-        for length in facts.shape:
-            if length is None or length != length:  # dask: NaN stands for an unknown length
-                raise ValueError(
-                    f"{name} has the shape {facts.shape}, whose lengths are not all known;"
-                    " compute them first (dask: compute_chunk_sizes())"
-                )
+        if any(length != length for length in facts.shape):  # dask: NaN, for an unknown length
+            raise ValueError(
+                f"{name} has the shape {facts.shape}, whose lengths are not all known;"
+                " compute them first (dask: compute_chunk_sizes())"
+            )
 
 
 def check_range(call: Call) -> None:
@@ -75,6 +74,9 @@ def common_shape(call: Call) -> tuple[Any, ...]:
     for name, facts in call.operands():
         if len(facts.shape) < 2:
             raise _shape_error(call, f"{name} needs at least the axes length and size; got")
+        if None in axes_of(facts.shape, call.layout)[1::2]:
+            reason = "lengths and batch axes may be unknown, but not heads and sizes; got"
+            raise _shape_error(call, reason)
     q_batch, heads, query_length, head_size = axes_of(call.query.shape, call.layout)
     k_batch, key_heads, key_length, key_size = axes_of(call.key.shape, call.layout)
     v_batch, value_heads, value_length, value_size = axes_of(
@@ -84,7 +86,7 @@ def common_shape(call: Call) -> tuple[Any, ...]:
         raise _shape_error(
             call, f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
         )
-    if key_length != value_length:
+    if None not in (key_length, value_length) and key_length != value_length:
         raise _shape_error(
             call, f"key and value must have one length S; got {key_length} and {value_length}:"
         )
@@ -107,6 +109,7 @@ def common_shape(call: Call) -> tuple[Any, ...]:
             call,
             f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:",
         )
+    key_length = value_length if key_length is None else key_length
     return batch, heads, key_heads, query_length, key_length, head_size, value_size
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from polyattn.arrays import Array, constant_when_traced, is_transformed
+from polyattn.arrays import Array, constant_when_traced, is_transformed, know_torch
 
 __all__ = ["Glance", "glance"]
 
@@ -73,5 +73,6 @@ _readers: dict[type, _Reader | None] = {}
 def _reader_of(kind: type) -> _Reader | None:
     """Return the function that reads the arrays of a class, if they are ordinary."""
     if kind not in _readers:
+        know_torch()
         _readers[kind] = _KNOWN.get((kind.__module__, kind.__qualname__))
     return _readers[kind]

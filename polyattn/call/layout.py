@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.arguments import Shape
-from polyattn.arrays import Array, ArrayFacts, Chunks, library_of
+from polyattn.arrays import Array, ArrayFacts, Chunks, length_of, library_of
 from polyattn.call.describe import Call, Operands
 from polyattn.call.gradients import Gradients
+from polyattn.expressions.masks import Mask
+from polyattn.expressions.scores import Score
 
 __all__ = [
     "as_called",
@@ -17,6 +19,7 @@ __all__ = [
     "heads_first",
     "is_flat",
     "keeps_axes",
+    "positions_matter",
 ]
 
 
@@ -66,7 +69,12 @@ def heads_first(call: Call, operands: Operands) -> Operands:
             changed[name] = _swap(array, -2, -3)
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
-        changed["query_offset"] = library_of(offset).xp.reshape(offset, (*offset.shape, 1, 1, 1))
+        changed["query_offset"] = offset[..., None, None, None]
+    elif call.query_offset is None and positions_matter(call):
+        query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
+        if None in (query.shape[-2], key.shape[-2]):
+            offset = length_of(key, -2) - length_of(query, -2)
+            changed["query_offset"] = offset[..., None, None, None]
     for name, facts in call.tangents if swapped or _has_rank_2(call) else ():
         if name.removesuffix("_tangent") in ("query", "key", "value"):
             array, is_flat_one = getattr(operands, name), len(facts.shape) == 2
@@ -101,9 +109,20 @@ def gradients_as_called(call: Call, gradients: Gradients) -> Gradients:
     return gradients._replace(**changed) if changed else gradients
 
 
+def positions_matter(call: Call) -> bool:
+    """Return whether the result may depend on the positions of the rows among the keys."""
+    return (
+        call.is_causal
+        or (call.window or (None, None)) != (None, None)
+        or isinstance(call.mask, Mask)
+        or isinstance(call.score_mod, Score)
+    )
+
+
 def keeps_axes(call: Call) -> bool:
     """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
     is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
+    is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
     return not is_moved and not _has_rank_2(call)
 
 

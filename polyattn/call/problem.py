@@ -13,14 +13,14 @@ from polyattn.arguments import Shape, WindowSize
 from polyattn.arrays import ArrayFacts, Chunks
 from polyattn.call.checks import (
     check_dtypes,
-    check_known_lengths,
+    check_lengths,
     check_operand_shapes,
     check_range,
     common_shape,
 )
 from polyattn.call.describe import Call
 from polyattn.call.features import MASKING
-from polyattn.call.layout import chunks_heads_first
+from polyattn.call.layout import chunks_heads_first, positions_matter
 from polyattn.call.options import FROM_ZERO, Start
 from polyattn.expressions.expression import has_function
 from polyattn.expressions.indices import ScoreDims
@@ -34,6 +34,9 @@ __all__ = ["Problem", "examine"]
 
 class Problem(NamedTuple):
     """The facts of a checked call, in the letters of the semantics.
+
+    Where arrays are not made yet, as in a graph for export, a length of the batch, L or S may be
+    unknown: None.
 
     Attributes
     ----------
@@ -52,7 +55,8 @@ class Problem(NamedTuple):
     window : tuple of (int or None, int or None)
         How far a row sees to either side of its position.
     query_offset : int or None
-        The position of the first row; None if an array gives it. S − L if positions do not matter.
+        The position of the first row; None if an array gives it, and if it is S − L of lengths
+        that are unknown. S − L if positions do not matter.
     scale : float
         The factor of q·k.
     softcap : float or None
@@ -139,6 +143,11 @@ class Problem(NamedTuple):
         return (*self.batch, self.heads, self.query_length, self.key_length)
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether a length is unknown."""
+        return None in self.scores
+
+    @property
     def band(self) -> Band | None:
         """Causal and window as one mask, or None if neither is given."""
         left, right = self.window
@@ -159,22 +168,16 @@ class Problem(NamedTuple):
 def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
     check_dtypes(call)
-    check_known_lengths(call)
+    check_lengths(call)
     check_range(call)
     batch, heads, key_heads, *lengths_and_sizes = common_shape(call)
     query_length, key_length, head_size, value_size = lengths_and_sizes
     scores = (*batch, heads, query_length, key_length)
     check_operand_shapes(call, scores)
     default_scale = 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
-    offset = call.query_offset
-    positions_matter = (
-        call.is_causal
-        or (call.window or (None, None)) != (None, None)
-        or isinstance(call.mask, Mask)
-        or isinstance(call.score_mod, Score)
-    )
-    if offset is None or not positions_matter:
-        offset = key_length - query_length
+    offset = call.query_offset if positions_matter(call) else None
+    if offset is None:
+        offset = _newest(call, query_length, key_length)
     arrays = call.arrays()
     problem = Problem(
         library=call.query.library,
@@ -213,8 +216,17 @@ def examine(call: Call) -> Problem:
     return problem._replace(features=features)
 
 
-def _scale(given: Any, default: float, key_length: int) -> float:
+def _newest(call: Call, query_length: int | None, key_length: int | None) -> int | None:
+    """Return the offset S − L; None if it is an array, because a length is unknown."""
+    if query_length is not None and key_length is not None:
+        return key_length - query_length
+    return None if positions_matter(call) else 0
+
+
+def _scale(given: Any, default: float, key_length: int | None) -> float:
     if isinstance(given, LongSequence):
+        if key_length is None:
+            raise ValueError(f"scale={given!r} needs a key length that is known")
         return default / math.sqrt(max(key_length, 1))
     return default if given is None or isinstance(given, ByNorm) else float(given)
 
@@ -255,8 +267,9 @@ def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[s
         "mask_expression": problem.mask_spec is not None,
         "normalizer": call.normalizer is not None,
         "query_offset": problem.query_offset is not None
-        and problem.query_offset != problem.key_length - problem.query_length,
-        "query_offset_array": problem.query_offset is None,
+        and problem.query_offset != _newest(call, problem.query_length, problem.key_length),
+        "query_offset_array": isinstance(call.query_offset, ArrayFacts)
+        and problem.query_offset is None,
         "scale": problem.scale != default_scale,
         "score_mod": isinstance(call.score_mod, str) or has_function(problem.score_spec),
         "score_norm": problem.score_norm is not None,

@@ -114,9 +114,10 @@ def names() -> tuple[str, ...]:
 
 @constant_when_traced
 def serving(library: str) -> tuple[str, ...]:
-    """Return the plugins that take this library's arrays: polyattn's, or else all others."""
+    """Return the plugins that run unnamed on this library's arrays: polyattn's, or else others."""
     with _lock:
-        serving = [p for p in _find().values() if p.spec and library in p.spec.namespaces]
+        specs = [(p, p.spec) for p in _find().values() if p.spec and not p.spec.only_on_request]
+    serving = [plugin for plugin, spec in specs if library in spec.namespaces]
     ours = tuple(p.name for p in serving if p.distribution == "polyattn")
     return ours or tuple(p.name for p in serving)
 

@@ -173,10 +173,11 @@ def _wrap_callback(
         if isinstance(result, bool):
             return result
         facts = facts_of(result, "the result of the function")
+        source = backend_of(result)
         lost = conversion_loss("the result of the function", facts, problem.transforms)
-        if lost is not None:
+        if lost is not None and source is not backend:
             raise UnsupportedError(lost)
-        return _mover(backend_of(result), backend, problem.device, problem.dtype)(result)
+        return _mover(source, backend, problem.device, problem.dtype)(result)
 
     return wrapped
 

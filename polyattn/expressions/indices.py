@@ -93,7 +93,7 @@ class ScoreDims(NamedTuple):
     def check_per_token(self, name: str, facts: ArrayFacts, letter: str, length: int) -> None:
         """Raise unless an array holds an integer for each token of each batch item."""
         _check_integers(name, facts)
-        if not facts.shape or facts.shape[-1] != length:
+        if not facts.shape or facts.shape[-1] not in (length, None):
             raise ValueError(f"{name} must have {letter} = {length} ids; got {facts.shape}")
         self._check_batch(name, facts.shape[:-1], facts.shape, f"(..., {letter})")
 

@@ -18,11 +18,15 @@ from polyattn.kernels.jvp import tangents
 from polyattn.kernels.masked_sum import hide, weighted_sum
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
-from polyattn.tiles.grouped_heads import scaled, unfold_heads
+from polyattn.tiles.grouped_heads import scaled, unfold_heads, ungrouped
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
 __all__ = ["Dense", "attend", "scores"]
+
+
+#: Features whose numbers are computed from the lengths.
+NUMBERED = frozenset({"backward", "dropout", "jvp"})
 
 
 class Dense(Kernel):
@@ -31,10 +35,24 @@ class Dense(Kernel):
     name = "dense"
     features = frozenset(FEATURES)
 
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what cannot be computed of lengths that are unknown."""
+        unknown = problem.batch.count(None)
+        if unknown and (len(problem.batch) > 1 or "batch_broadcast" in problem.features):
+            return [
+                "only one batch axis may be of unknown length, and then all arrays must have it"
+            ]
+        if problem.is_symbolic and not problem.features.isdisjoint(NUMBERED):
+            names = ", ".join(sorted(problem.features & NUMBERED))
+            return [f"it computes {names} for lengths that are known only"]
+        return []
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
+        if problem.is_symbolic and problem.heads != problem.key_heads:
+            problem, operands = ungrouped(problem, operands, backend.xp)
         x, rows, columns = operands, Span(0, problem.query_length), Span(0, problem.key_length)
         if 0 in problem.scores:
             state = initial_state(problem, x, backend.xp, rows)

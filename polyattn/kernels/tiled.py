@@ -41,6 +41,10 @@ class Tiled(Kernel):
     # library cheap beside it.
     tile = 2**20
 
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why there are no tiles."""
+        return ["its tiles need lengths that are known"] if problem.is_symbolic else []
+
     def only_on_request(self, problem: Problem) -> str | None:
         """Return why `dense` is preferred: with one tile it does the same with less overhead."""
         if math.prod(problem.scores) <= self.tile:

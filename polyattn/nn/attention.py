@@ -8,11 +8,12 @@ from typing import Any
 from polyattn.api.attention import attention
 from polyattn.api.weights import attention_weights
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, library_of
+from polyattn.arrays import Array, index_range, length_of, library_of
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import Rotary
+from polyattn.nn.shapes import with_last_axes
 
 __all__ = ["MultiHeadAttention"]
 
@@ -288,7 +289,7 @@ class MultiHeadAttention(Module):
         query, key, value = self._apply_maps(x, x if context is None else context)
         if self.rotary is not None:
             if positions is None:
-                positions = index_range(library_of(query).xp, 0, query.shape[-2], query)
+                positions = index_range(library_of(query).xp, 0, length_of(query, -2), query)
                 positions = positions if cache is None else positions + cache.next_position
             tables = self.rotary.tables(positions, like=query)
             query, key = self.rotary.rotate(query, *tables), self.rotary.rotate(key, *tables)
@@ -321,7 +322,7 @@ class MultiHeadAttention(Module):
         xp = library_of(heads).xp
         rank = len(heads.shape)
         x = xp.permute_dims(heads, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
-        flat = xp.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))
+        flat = with_last_axes(x, 2, x.shape[-2] * x.shape[-1])
         return flat if self.output is None else self.output(flat)
 
 
@@ -336,6 +337,6 @@ def _split(x: Array, heads: int, norm: Norm | None = None) -> Array:
     x = norm(x) if norm is not None and whole else x
     xp = library_of(x).xp
     rank = len(x.shape)
-    split = xp.reshape(x, (*x.shape[:-1], heads, x.shape[-1] // heads))
+    split = with_last_axes(x, 1, heads, x.shape[-1] // heads)
     split = xp.permute_dims(split, (*range(rank - 2), rank - 1, rank - 2, rank))
     return split if norm is None or whole else norm(split)

@@ -10,6 +10,7 @@ from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn.nn.erf import erf
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
+from polyattn.nn.shapes import rows_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -308,8 +309,7 @@ class Embedding(Module):
                 f"ids must be an integer array of {expected.name}; got {facts_of(ids)} of"
                 f" {library.name}"
             )
-        rows = xp.take(self.weight, xp.reshape(ids, (-1,)), axis=0)
-        return xp.reshape(rows, (*ids.shape, self.weight.shape[1]))
+        return rows_of(self.weight, ids)
 
     def logits(self, x: Array) -> Array:
         """Return the dot products with the vectors: the logits of a model with tied weights.

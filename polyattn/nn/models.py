@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, library_of
+from polyattn.arrays import Array, index_range, length_of, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
@@ -223,14 +223,14 @@ class Transformer(Module):
         """
         xp = library_of(ids, "ids").xp
         x = self.embedding(ids)
-        length = x.shape[-2]
+        length = length_of(x, -2)
         if self.embedding_scale != 1:
             x = x * self.embedding_scale
         if self.positions is not None:
             if positions is None:
                 positions = index_range(xp, 0, length, ids)
                 before = caches[0].next_position if caches else 0
-                if isinstance(before, int):
+                if isinstance(before, int) and isinstance(length, int):
                     self.positions.check(before + length)
                 positions = positions + before
             x = x + self.positions(positions, like=x)

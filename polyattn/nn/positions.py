@@ -11,6 +11,7 @@ from polyattn.arrays import Array, cast, library_of, numbers_like
 from polyattn.expressions.scores import Score
 from polyattn.nn.layers import Embedding, initializer
 from polyattn.nn.module import Initializer, Module
+from polyattn.nn.shapes import with_last_axes
 
 __all__ = [
     "LearnedPositions",
@@ -79,7 +80,7 @@ class Sinusoidal(Module):
         xp = library_of(positions, "positions").xp
         angles = _angles(xp, positions, frequencies_of(self.size, self.base), like.dtype, positions)
         both = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-1)
-        return cast(xp, xp.reshape(both, (*positions.shape, self.size)), like.dtype)
+        return cast(xp, with_last_axes(both, 2, self.size), like.dtype)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -288,8 +289,8 @@ class Rotary(Module):
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
         pairs = (a * cosine - b * sine, b * cosine + a * sine)
-        result = xp.concat(pairs, axis=-1) if not adjacent else xp.stack(pairs, axis=-1)
-        result = xp.reshape(result, rotated.shape)
+        result = (xp.stack if adjacent else xp.concat)(pairs, axis=-1)
+        result = with_last_axes(result, 2, self.size) if adjacent else result
         return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
 
 

@@ -38,7 +38,7 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, namespace_of
+from polyattn.arrays import Array, length_of, namespace_of
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
@@ -91,6 +91,7 @@ __all__ = [
     "full_span",
     "initial_state",
     "is_full",
+    "length_of",
     "namespace_of",
     "normalize",
     "or_zero",

@@ -39,6 +39,8 @@ class BackendSpec:
     accepts : tuple of str
         Further libraries whose arrays may be options of a call on arrays of `namespaces`, such as a
         mask: they are passed as they are.
+    only_on_request : bool
+        Whether it runs only if a call names it, and never because the arrays are of its library.
     api_version : int
         The version of this contract that it was written for.
 
@@ -58,6 +60,7 @@ class BackendSpec:
     devices: tuple[str, ...] = ("cpu",)
     dtypes: tuple[str, ...] = DTYPES
     accepts: tuple[str, ...] = ()
+    only_on_request: bool = False
     api_version: int = API_VERSION
 
     def __post_init__(self) -> None:

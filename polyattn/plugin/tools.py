@@ -86,6 +86,42 @@ class BackendTools:
         """
         return None
 
+    def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
+        """Reshape the last axes of an array, whose others may be of unknown length.
+
+        Parameters
+        ----------
+        array : Array
+            The array.
+        number : int
+            How many axes are replaced.
+        lengths : tuple of int
+            The lengths of the axes in their place.
+
+        Returns
+        -------
+        Array
+            The same numbers.
+        """
+        raise NotImplementedError("this library has no arrays of unknown length")
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        """Return rows of a table, at ids whose shape may be unknown.
+
+        Parameters
+        ----------
+        table : Array
+            The table, shape (n, size).
+        ids : Array of int
+            The ids, shape (...).
+
+        Returns
+        -------
+        Array
+            Shape (..., size).
+        """
+        raise NotImplementedError("this library has no arrays of unknown length")
+
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Call a function on every item, in any order, on as many threads as attention uses.
 

@@ -32,6 +32,8 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
     left, right = whole.left, whole.right
     if offset is None:
         return None if left is None else -left, right
+    if problem.is_symbolic:
+        return None if left is None else offset - left, None if right is None else offset + right
     low = None if left is None else min(offset - left, problem.key_length)
     high = None if right is None else max(offset + right, -problem.query_length)
     if low is not None and low + problem.query_length <= 1:

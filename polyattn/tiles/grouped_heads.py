@@ -8,10 +8,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array, cast
+from polyattn.arrays import Array, cast, numbers_like
+from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 
-__all__ = ["fold_heads", "scaled", "unfold_heads"]
+__all__ = ["fold_heads", "scaled", "unfold_heads", "ungrouped"]
+
+
+def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands]:
+    """Give each query head its own copy of key and value: nothing is reshaped.
+
+    Parameters
+    ----------
+    problem, x : Problem, Operands
+        The facts of a call, whose lengths may be unknown, and its arrays.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    problem, x : Problem, Operands
+        The same call without groups.
+    """
+    members = problem.heads // problem.key_heads
+    heads = [head // members for head in range(problem.heads)]
+    own = numbers_like(xp, heads, xp.int64, x.query)
+    key, value = (xp.take(array, own, axis=-3) for array in (x.key, x.value))
+    return problem._replace(key_heads=problem.heads), x._replace(key=key, value=value)
 
 
 def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:

@@ -18,6 +18,7 @@ from polyattn.arrays import (
     check_not_recorded,
     facts_of,
     index_range,
+    length_of,
 )
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
@@ -27,6 +28,7 @@ from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.tiles.band import visible_band
 from polyattn.tiles.dropout import WORDS, keep_mask_by_word, keep_mask_of_keys
+from polyattn.tiles.items import cut_items
 
 __all__ = ["Indices"]
 
@@ -66,17 +68,25 @@ class Indices:
         self._problem, self.xp, self._x = problem, xp, x
         self._rows, self._columns = rows, columns
         self._batch = problem.batch if items is None else (items.length,)
-        self._some_items, self._some_heads = items is not None, heads is not None
-        self._items = items or Span(0, math.prod(problem.batch))
+        self._some_heads = heads is not None
+        self._items = items
         self._heads = heads or Span(0, problem.heads)
 
-    def _range(self, start: int, stop: int, *shape: int) -> Array:
+    def _range(self, start: int, stop: Any, *shape: int) -> Array:
         return self.xp.reshape(index_range(self.xp, start, stop, self._x.query), shape)
+
+    def _along(self, span: Span, array: Array, *shape: int) -> Array:
+        """Return the numbers of a span, which an axis of the array has at least."""
+        stop = length_of(array, -2) if span.stop is None else span.stop
+        return self._range(span.start, stop, *shape)
 
     @property
     def batch(self) -> Array:
         """The flat index over all batch axes, shape (..., 1, 1, 1)."""
-        return self._range(*self._items, *self._batch, 1, 1, 1)
+        if None in self._batch:
+            return self._range(0, length_of(self._x.query, -4), -1, 1, 1, 1)
+        items = self._items or Span(0, math.prod(self._batch))
+        return self._range(*items, *self._batch, 1, 1, 1)
 
     @property
     def head(self) -> Array:
@@ -86,12 +96,12 @@ class Indices:
     @property
     def row(self) -> Array:
         """The query row, shape (l, 1)."""
-        return self._range(*self._rows, self._rows.length, 1)
+        return self._along(self._rows, self._x.query, -1, 1)
 
     @property
     def column(self) -> Array:
         """The key, shape (1, s)."""
-        return self._range(*self._columns, 1, self._columns.length)
+        return self._along(self._columns, self._x.key, 1, -1)
 
     # ---- the tile's part of an array ----
 
@@ -134,19 +144,9 @@ class Indices:
         return self._of_items(array)
 
     def _of_items(self, array: Array) -> Array:
-        """Cut (..., H, l, s) down to the tile's batch items, which lie along the last axis."""
-        lead = array.shape[:-3]
-        if not self._some_items or not lead:
-            return array
-        first = self._items.start
-        at: list[int] = []
-        for length in reversed(self._problem.batch):
-            first, place = divmod(first, length)
-            at.insert(0, place)
-        *outer, item = at[len(at) - len(lead) :]
-        index = [0 if n == 1 else i for i, n in zip(outer, lead[:-1], strict=True)]
-        items = slice(0, 1) if lead[-1] == 1 else slice(item, item + self._items.length)
-        return array[(*index, items, ...)]
+        """Cut (..., H, l, s) down to the tile's batch items."""
+        items = self._items
+        return array if items is None else cut_items(array, self._problem.batch, items)
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
@@ -154,7 +154,7 @@ class Indices:
             return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
         numbers = cast(self.xp, numbers, self.row.dtype)
-        return self._of_items(self.xp.reshape(numbers, (*numbers.shape, 1, 1, 1)))
+        return self._of_items(numbers[..., None, None, None])
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, shape (H, 1, 1)."""

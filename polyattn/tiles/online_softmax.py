@@ -80,6 +80,8 @@ def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> Softmax
     else:
         maximum = xp.reshape(cast(xp, x.sinks, accumulator), (problem.heads, 1, 1))
         total = cast(xp, maximum != -math.inf, accumulator)
+    if problem.is_symbolic:  # `combine` broadcasts
+        return SoftmaxState(zero, maximum, total)
     output = (*problem.batch, problem.heads, rows.length, problem.value_size)
     row = (*problem.batch, problem.heads, rows.length, 1)
     return SoftmaxState(

@@ -112,6 +112,7 @@ def register(monkeypatch, kernel):
     """Have the kernel, on the host, as the backend `host` for the length of a test."""
     genuine = registry.entries
     monkeypatch.setattr(registry, "entries", lambda: [_Entry(), *genuine()])
+    monkeypatch.setitem(sys.modules, "host", array_api_compat.numpy)
     monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(HostBackend=HostBackend))
     monkeypatch.setattr(HostBackend, "kernels", (kernel,))
     monkeypatch.setattr(registry, "_plugins", {})

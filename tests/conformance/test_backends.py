@@ -3,12 +3,21 @@
 NumPy's turn comes where the package itself is collected: `polyattn/conformance/test_backend.py`.
 """
 
+import itertools
+
 import array_api_strict
 import dask
 import jax
+import ndonnx
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
+import spox
 import torch
+from onnx.reference import ReferenceEvaluator
 
+from polyattn.conformance.cases.catalogue import ESSENTIAL
 from polyattn.conformance.checks.lazy import lazily
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.suite import BackendSuite
@@ -120,6 +129,80 @@ class TestDask(BackendSuite):
     def in_this_thread(self):
         with dask.config.set({"scheduler": "synchronous", "polyattn.group-size": 2000}):
             yield
+
+
+def by(evaluate):
+    """Return a transform that exports each call, and runs the model on the numbers."""
+
+    def exported(function):
+        def run(arrays, options):
+            flat = [*arrays, *itertools.chain.from_iterable(options.values())]
+            numbers = {f"x{n}": x.unwrap_numpy() for n, x in enumerate(flat)}
+            inputs = {n: spox.argument(spox.Tensor(x.dtype, x.shape)) for n, x in numbers.items()}
+            given = iter([ndonnx.asarray(var) for var in inputs.values()])
+            arrays = [next(given) for _ in arrays]
+            options = {name: [next(given) for _ in some] for name, some in options.items()}
+            result = function(arrays, options)
+            several = result if isinstance(result, tuple) else (result,)
+            outputs = {f"y{n}": y.unwrap_spox() for n, y in enumerate(several)}
+            model = spox.build(inputs, outputs, drop_unused_inputs=True)
+            onnx.checker.check_model(model, full_check=True)
+            used = {one.name: numbers[one.name] for one in model.graph.input}
+            found = [ndonnx.asarray(y) for y in evaluate(model, used)]
+            return type(result)(*found) if isinstance(result, tuple) else found[0]
+
+        return run
+
+    return exported
+
+
+def by_onnxruntime(model, inputs):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return session.run(None, inputs)
+
+
+def by_reference(model, inputs):
+    with np.errstate(all="ignore"):
+        return ReferenceEvaluator(model).run(None, inputs)
+
+
+class TestOnnx(BackendSuite):
+    """Each call exported, checked, and run by ONNX Runtime: half a second, so all are slow.
+
+    The calls that are one node, `TestOnnxruntime` has without the export.
+    """
+
+    backend = "onnx"
+    thorough = False
+
+    def _marks(self, name):
+        return [*super()._marks(name), *([pytest.mark.slow] if "[" in name else [])]
+
+    @pytest.fixture
+    def target(self):
+        return Target("onnx", transform=by(by_onnxruntime))
+
+
+class TestOnnxReference(TestOnnx):
+    """The same, run by onnx's own evaluator."""
+
+    @pytest.fixture
+    def target(self):
+        return Target("onnx", transform=by(by_reference))
+
+
+class TestOnnxruntime(BackendSuite):
+    """Arrays of NumPy, computed by ONNX Runtime; behind its kernel stand the core's."""
+
+    backend = "onnxruntime"
+    quick = ("test_case[node", "test_every_declared_feature_is_exercised[node")
+
+    def _marks(self, name):
+        case = name.partition("[node-")[2].removesuffix("]")
+        quick = name.startswith(self.quick) and (not case or case in ESSENTIAL)
+        return [*super()._marks(name), *([] if quick or "[" not in name else [pytest.mark.slow])]
 
 
 def test_every_plugin_of_ours_is_in_the_matrix():

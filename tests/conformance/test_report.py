@@ -93,7 +93,11 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
     [
         (["nunpy"], 2, "no plugin provides the backend 'nunpy'; did you mean 'numpy'"),
         (["torch:cuda:9"], 2, "the backend 'torch' has no device 'cuda:9' here; it has cpu"),
-        (["numpy", "--kernel", "desne"], 2, "numpy has no kernel 'desne'; it has tiled, dense"),
+        (
+            ["numpy", "--kernel", "desne"],
+            2,
+            "numpy has no kernel 'desne'; it has small, tiled, dense",
+        ),
         (["numpy", "--html", "/no/such/folder/x.html"], 2, "in an existing folder; got /no"),
         (["numpy", "--html", "/tmp"], 2, "--html needs a file"),
         (["auto"], 2, "one backend is checked at a time"),

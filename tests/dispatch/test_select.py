@@ -91,7 +91,8 @@ def test_a_context_refuses_a_wrong_name_at_once():
 
 
 @pytest.mark.parametrize(
-    ("kind", "named"), [("cuda", "jax:cuda or torch:cuda"), ("mps", "torch:mps")]
+    ("kind", "named"),
+    [("cuda", "jax:cuda or onnxruntime:cuda or torch:cuda"), ("mps", "torch:mps")],
 )
 def test_a_kind_of_device_is_refused_with_its_backends(kind, named):
     with pytest.raises(polyattn.UnknownBackendError, match=f"a kind of device, as in {named}"):

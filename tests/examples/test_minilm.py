@@ -95,6 +95,21 @@ def test_vectors_are_those_of_transformers(model, batch, reference, backend):
 
 @pytest.mark.slow
 @needs_weights
+def test_the_exported_model_gives_the_same_vectors_without_polyattn(model, batch):
+    export, runtime = (pytest.importorskip(x) for x in ("polyattn.export", "onnxruntime"))
+    shapes = {"ids": ("B", "L"), "mask": ("B", 1, 1, "L")}
+    exported = export.onnx(model, shapes, dtype={"ids": "int64", "mask": "bool"})
+    assert [node.op_type for node in exported.graph.node].count("Attention") == 6
+    session = runtime.InferenceSession(exported.SerializeToString())
+    for ids, keep in (batch, [array[:2, :12] for array in batch]):
+        inputs = {"ids": np.asarray(ids, np.int64), "mask": keep[:, None, None, :]}
+        total = (session.run(None, inputs)[0] * keep[..., None]).sum(1)
+        vectors = total / np.linalg.norm(total, axis=-1, keepdims=True)
+        assert abs(vectors - demo.Encoder(model).embed(ids, keep)).max() < 1e-5
+
+
+@pytest.mark.slow
+@needs_weights
 @pytest.mark.parametrize("library", ["torch", "jax.numpy"])
 def test_vectors_are_those_of_transformers_in_other_libraries(folder, batch, reference, library):
     xp = pytest.importorskip(library)

@@ -1,0 +1,13 @@
+"""polyattn's plugin for graphs of ONNX, as ndonnx builds them."""
+
+from polyattn.plugin import BackendSpec
+
+SPEC = BackendSpec(
+    name="onnx",
+    namespaces=("ndonnx",),
+    implementation="polyattn_onnx.backend:OnnxBackend",
+    requires=("ndonnx", "onnx", "spox"),
+    install="pip install 'polyattn[onnx]'",
+    devices=("graph", "opset"),
+    dtypes=("float16", "float32", "float64"),
+)

@@ -1,0 +1,84 @@
+"""The backend of ndonnx's arrays, which are nodes of a graph, and its kernel."""
+
+from __future__ import annotations
+
+import warnings
+
+import ndonnx
+import numpy as np
+import spox
+import spox.opset.ai.onnx.v21 as op
+
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_onnx.node import model_of
+from polyattn_onnx.operator import Operator
+
+__all__ = ["Native", "OnnxBackend"]
+
+#: The opset of a call that names none: the newest whose attributes ONNX Runtime knows all.
+DEFAULT = 24
+
+
+class Native(Operator):
+    """One node, of the standard's operator Attention."""
+
+    name = "native"
+
+    def opset(self, problem: Problem) -> int:
+        """Return the opset that the backend was named with, as in ``onnx:25``."""
+        return int(problem.device.partition(":")[2] or DEFAULT)
+
+    def remark(self, problem: Problem) -> str:
+        """Return what the call becomes."""
+        return f"one node, Attention of opset {self.opset(problem)}"
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output of the node."""
+        node, inputs = self.node(problem, operands, backend.xp)
+        with warnings.catch_warnings():  # of the shapes that the node leaves open
+            warnings.simplefilter("ignore")
+            made = spox.inline(model_of(node))(*[array.unwrap_spox() for array in inputs])
+        output = ndonnx.asarray(made["output"])
+        return self.output(problem, operands, output, backend.xp), None
+
+
+class OnnxBackend(Backend):
+    """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
+
+    kernels = (Native(),)
+
+    def __init__(self) -> None:
+        super().__init__(ndonnx)
+
+    def devices(self) -> list[str]:
+        """Return the device of all arrays, and the opsets."""
+        return ["graph", "opset:23", "opset:24", "opset:25"]
+
+    def place(self, array: Array, device: str | None) -> Array:
+        """Return an array as one of ndonnx, whose numbers are constants of the graph."""
+        return array if isinstance(array, ndonnx.Array) else ndonnx.asarray(np.asarray(array))
+
+    def run(
+        self, kernel: Kernel, problem: Problem, operands: Operands
+    ) -> tuple[Array, Array | None]:
+        """Run a kernel, and state the lengths of the output that the graph has lost."""
+        output, logsumexp = super().run(kernel, problem, operands)
+        lengths = (problem.heads, problem.query_length or 0, problem.value_size)
+        if None in (output.shape[-3], output.shape[-1]):
+            output = self.reshape_last(output, 3, lengths)
+        return output, logsumexp
+
+    def reshape_last(self, array: Array, number: int, lengths: tuple[int, ...]) -> Array:
+        """Return an array with other last axes; 0 stands for the length that an axis has."""
+        whole = np.asarray([0] * (array.ndim - number) + list(lengths), np.int64)
+        return ndonnx.asarray(op.reshape(array.unwrap_spox(), op.const(whole)))
+
+    def rows(self, table: Array, ids: Array) -> Array:
+        """Return rows of a table."""
+        return ndonnx.asarray(op.gather(table.unwrap_spox(), ids.unwrap_spox()))
+
+    def fetch(self, array: Array) -> Array:
+        """Return the numbers of an array, if they are constants of the graph."""
+        return array.unwrap_numpy() if isinstance(array, ndonnx.Array) else array

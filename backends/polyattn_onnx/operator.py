@@ -1,0 +1,228 @@
+"""What ONNX's operator Attention computes, and how a call is said by it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from polyattn.plugin import (
+    Array,
+    Indices,
+    Kernel,
+    Operands,
+    Problem,
+    Span,
+    band,
+    length_of,
+)
+from polyattn_onnx.node import Node
+
+__all__ = ["Operator"]
+
+#: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
+COUNTS, WINDOWS = 24, 25
+#: The features that hide keys by numbers that are not known before the call.
+MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod"})
+#: Those of them whose array is made here, up to a size: then it costs more than it saves.
+MADE, LARGEST_MADE_MASK = frozenset({"mask_expression", "mask_mod"}), 2**26
+# Beyond any length; a sum of two fits in 32 bits.
+FAR = 2**30
+
+
+class Operator(Kernel):
+    """A call that is one node; a subclass says how the node is run.
+
+    Causal and window that the operator cannot say are a mask, as are mask expressions.
+    """
+
+    features = frozenset({
+        "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
+        "query_offset", "query_offset_array", "scale", "softcap", "value_size", "window",
+    })  # fmt: skip
+    # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
+    poison_safe: ClassVar[bool] = False
+
+    def opset(self, problem: Problem) -> int:
+        """Return the opset that the node is for.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+
+        Returns
+        -------
+        int
+            23, 24 or 25.
+        """
+        raise NotImplementedError
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what the operator cannot say, and what ONNX Runtime refuses."""
+        reasons = []
+        if 0 in (*problem.scores, problem.head_size, problem.value_size):
+            reasons.append("runtimes refuse arrays without elements")
+        if problem.dtype == "float64" and problem.softcap != _rounded(problem.softcap):
+            reasons.append("the attribute softcap is a float32, and the call is in float64")
+        if problem.is_symbolic and (
+            len(problem.batch) > 1 or "batch_broadcast" in problem.features
+        ):
+            reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
+        if problem.dtype == "float64" and _may_be_empty(problem):
+            reasons.append("ONNX Runtime gives NaN for a row without keys in float64")
+        made = 0 if problem.is_symbolic else problem.query_length * problem.key_length
+        banded = _positions(problem, self.opset(problem))[3]
+        if made > LARGEST_MADE_MASK and (banded or problem.features & MADE):
+            reasons.append(f"it would need a mask of {made:,} elements to be built")
+        return reasons
+
+    def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:
+        """Return the node's output as a kernel's.
+
+        Parameters
+        ----------
+        problem, operands : Problem, Operands
+            The arguments of a kernel.
+        output : Array
+            What the node computed, of rank 4.
+        xp : module
+            The standard's namespace of the library.
+
+        Returns
+        -------
+        Array
+            Shape (..., H, L, E), in the dtype of the query.
+        """
+        if output.dtype != operands.query.dtype:
+            output = xp.astype(output, operands.query.dtype)
+        if len(problem.batch) == 1:
+            return output
+        shape = (problem.heads, problem.query_length, problem.value_size)
+        return xp.reshape(output, (*problem.batch, *shape)) if problem.batch else output[0, ...]
+
+    def node(self, problem: Problem, operands: Operands, xp: Any) -> tuple[Node, list[Array]]:
+        """Return the node of a call and its inputs.
+
+        Parameters
+        ----------
+        problem, operands : Problem, Operands
+            The arguments of a kernel.
+        xp : module
+            The standard's namespace of the library.
+
+        Returns
+        -------
+        node : Node
+            The facts of the node.
+        inputs : list of Array
+            Its inputs, each of rank 4 but the numbers of keys.
+        """
+        opset = self.opset(problem)
+        is_causal, window, counted, banded = _positions(problem, opset)
+        query, scale = _scaled(problem, operands.query)
+        inputs = [_of_rank_4(problem, x, xp) for x in (query, *operands[1:3])]
+        # In float16 a runtime would round the scores, and what a large bias leaves of them.
+        dtype = problem.accumulator
+        if dtype != problem.dtype:
+            inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
+        mask = _mask(problem, operands, xp, banded=banded)
+        if mask is not None:
+            inputs.append(mask)
+        if counted:
+            items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64)
+            inputs.append(items * 0 + length_of(inputs[1], -2))
+        kind = None if mask is None else "bool" if mask.dtype == xp.bool else dtype
+        node = Node(
+            opset, dtype, problem.heads, problem.key_heads, problem.head_size,
+            problem.value_size, is_causal, window, scale, problem.softcap or 0.0, kind, counted,
+        )  # fmt: skip
+        return node, inputs
+
+
+def _rounded(number: float | None) -> float | None:
+    return None if number is None else float(np.float32(number))
+
+
+def _may_be_empty(problem: Problem) -> bool:
+    """Return whether a row may see no key."""
+    if not problem.masks_by_position or problem.features & MASKS:
+        return bool(problem.features & MASKS)
+    if problem.is_symbolic or problem.query_offset is None:
+        return True
+    low, high = band(problem)
+    return (high is not None and high < 0) or (
+        low is not None and problem.query_length + low > problem.key_length
+    )
+
+
+def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:
+    """Return is_causal, window and `counted` of a node, and whether a mask says the band instead.
+
+    Without a number of keys, row 0 is at position 0; with one, the last row is the last key. Other
+    offsets are left to a mask: the operator does not define positions after the last key.
+    """
+    low, high = band(problem)
+    if low is None and high is None:
+        return False, (-1, -1), False, False
+    is_causal = problem.is_causal and high is not None
+    left, right = problem.window
+    left, right = None if low is None else left, None if high is None or is_causal else right
+    from_zero = problem.query_offset == 0
+    is_newest = problem.features.isdisjoint(("query_offset", "query_offset_array"))
+    # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
+    from_end = opset >= COUNTS and is_newest and problem.dtype != "float64"
+    is_window = (left, right) != (None, None)
+    if not (from_zero or from_end) or (is_window and opset < WINDOWS):
+        return False, (-1, -1), False, True
+    window = tuple(-1 if end is None else min(end, FAR) for end in (left, right))
+    return is_causal, (window[0], window[1]), not from_zero, False
+
+
+def _scaled(problem: Problem, query: Array) -> tuple[Array, float]:
+    """Return the query and the attribute scale: a float32 above 0, as runtimes ask for.
+
+    ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
+    """
+    scale = problem.scale
+    if problem.dtype == "float64":
+        return query * scale, 1.0
+    if scale > 0:
+        return query, scale
+    return (query * -1.0, -scale) if scale < 0 else (query * 0.0, 1.0)
+
+
+def _of_rank_4(problem: Problem, array: Array, xp: Any) -> Array:
+    """Return query, key, value or a mask with one batch axis."""
+    lead, rest = tuple(array.shape[:-3]), tuple(array.shape[-3:])
+    if len(problem.batch) <= 1 and len(lead) == 1 and lead == problem.batch:
+        return array
+    if not problem.batch:
+        return array[None, ...]
+    return xp.reshape(xp.broadcast_to(array, (*problem.batch, *rest)), (-1, *rest))
+
+
+def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | None:
+    """Return mask and bias, and causal and window if `banded`, as one array of rank 4, or None."""
+    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
+    at = Indices(problem, xp, x, rows, columns)
+    seen: Array | None = None
+    for one in at.visible(banded=banded):
+        seen = one if seen is None else seen & one
+    mask = seen
+    if x.bias is not None:
+        mask = xp.astype(at.of_scores(x.bias), getattr(xp, problem.accumulator))
+        if seen is not None:
+            mask = xp.where(seen, mask, xp.asarray(-np.inf, dtype=mask.dtype))
+    if mask is None:
+        return None
+    # ONNX Runtime asks for all rows and keys, the operator for none or all batch items.
+    if mask.shape[-2:] != problem.scores[-2:] or None in mask.shape[-2:]:
+        whole = (at.row >= 0) & (at.column >= 0)
+        zero = xp.asarray(0, dtype=mask.dtype)
+        mask = mask & whole if seen is mask else xp.where(whole, mask, zero)
+    mask = mask[(None,) * (3 - len(mask.shape)) + (...,)]
+    lead = len(mask.shape) - 3
+    if lead == 0 or all(length == 1 for length in mask.shape[:lead]):
+        return mask[(*(0,) * lead, None, ...)]
+    return _of_rank_4(problem, mask, xp)

@@ -1,0 +1,14 @@
+"""polyattn's plugin for ONNX Runtime, which computes on arrays of NumPy if it is named."""
+
+from polyattn.plugin import BackendSpec
+
+SPEC = BackendSpec(
+    name="onnxruntime",
+    namespaces=("numpy",),
+    implementation="polyattn_onnxruntime.backend:OnnxruntimeBackend",
+    requires=("onnx", "onnxruntime"),
+    install="pip install 'polyattn[onnxruntime]'",
+    devices=("cpu", "cuda", "coreml", "dml", "openvino"),
+    dtypes=("float16", "float32", "float64"),
+    only_on_request=True,
+)

@@ -1,0 +1,96 @@
+"""ONNX Runtime as a backend of NumPy's arrays: when it runs, its sessions, and what it refuses."""
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, explain, use_threads
+from polyattn_onnxruntime import sessions
+
+
+def numbers(*shape, dtype=np.float32):
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def test_it_never_runs_unless_it_is_named():
+    x = numbers(2, 5, 8)
+    assert {c.backend for c in explain(x, x, x).candidates} == {"numpy"}
+    assert explain(x, x, x, backend="onnxruntime").chosen.kernel == "node"
+    assert explain(x, x, x, backend="onnxruntime:cpu").chosen.kernel == "node"
+
+
+def test_a_device_without_a_provider_is_refused():
+    x = numbers(2, 5, 8)
+    with pytest.raises(polyattn.UnsupportedError, match="no device 'rocm' here; available: cpu"):
+        attention(x, x, x, backend="onnxruntime:rocm")
+
+
+def test_calls_with_the_same_facts_share_a_session(monkeypatch):
+    made = []
+    real = sessions.onnxruntime.InferenceSession
+
+    def counted(*given, **options):
+        made.append(given[1])
+        return real(*given, **options)
+
+    monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", counted)
+    sessions.session_of.cache_clear()
+    for length in (3, 5, 9):
+        x = numbers(2, length, 8)
+        attention(x, x, x, backend="onnxruntime")
+    assert len(made) == 1
+    attention(x, x, x, backend="onnxruntime", softcap=2.0)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_threads_are_ours_and_do_not_spin(monkeypatch, count):
+    made = []
+    real = sessions.onnxruntime.InferenceSession
+    monkeypatch.setattr(
+        sessions.onnxruntime,
+        "InferenceSession",
+        lambda model, options, **more: made.append(options) or real(model, options, **more),
+    )
+    sessions.session_of.cache_clear()
+    x = numbers(2, 5, 8)
+    with use_threads(count):
+        attention(x, x, x, backend="onnxruntime")
+    (options,) = made
+    assert options.intra_op_num_threads == count
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "reason"),
+    [
+        ("float64", {"mask": np.ones((5, 5), bool)}, "NaN for a row without keys in float64"),
+        ("float64", {"is_causal": True, "query_offset": -1}, "NaN for a row without keys"),
+        ("float64", {"softcap": 0.1}, "the attribute softcap is a float32"),
+    ],
+)
+def test_what_it_computes_wrongly_is_refused(dtype, options, reason):
+    x = numbers(2, 5, 8, dtype=dtype)
+    with pytest.raises(polyattn.UnsupportedError, match=reason):
+        attention(x, x, x, backend="onnxruntime", kernel="node", **options)
+
+
+def test_arrays_without_elements_are_refused():
+    x = numbers(2, 0, 8)
+    with pytest.raises(polyattn.UnsupportedError, match="refuse arrays without elements"):
+        attention(x, x, x, backend="onnxruntime", kernel="node")
+
+
+def test_a_mask_is_not_made_at_any_size():
+    shape = (1, 2**14, 8)
+    explanation = explain(shape, shape, shape, window=(5, 0), backend="onnxruntime")
+    assert explanation.chosen.kernel == "tiled"
+    assert "a mask of 268,435,456 elements to be built" in str(explanation)
+    whole = explain(shape, shape, shape, is_causal=True, backend="onnxruntime")
+    assert whole.chosen.kernel == "node"
+
+
+def test_float64_is_exact():
+    q, k = numbers(2, 5, 48, dtype="float64"), numbers(2, 7, 48, dtype="float64")
+    found = attention(q, k, k, backend="onnxruntime", is_causal=True)
+    assert abs(found - attention(q, k, k, is_causal=True)).max() < 1e-14

@@ -1,0 +1,235 @@
+"""Models of ONNX: what they compute in two runtimes, and what a call becomes."""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, masks, scores
+from polyattn.cli import main
+from polyattn.export import onnx as export
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+H, G, D, E = 4, 2, 8, 6
+SHAPES = {"query": ("B", H, "L", D), "key": ("B", G, "S", D), "value": ("B", G, "S", E)}
+SIZES = [(2, 5, 7), (3, 6, 4), (1, 1, 9)]
+
+
+def by_onnxruntime(model, inputs):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), _one_thread())
+    return session.run(None, inputs)
+
+
+def _one_thread():
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return options
+
+
+def by_reference(model, inputs):
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        return ReferenceEvaluator(model).run(None, inputs)
+
+
+def numbers(batch, length, keys, seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = [(batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)]
+    return dict(
+        zip(SHAPES, (rng.standard_normal(s, dtype=np.float32) for s in shapes), strict=True)
+    )
+
+
+def kinds(model):
+    return [node.op_type for node in model.graph.node]
+
+
+NATIVE = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal from the first key": {"is_causal": True, "query_offset": 0},
+    "causal at an offset": {"is_causal": True, "query_offset": 2},
+    "window": {"window": (2, 1)},
+    "window, causal": {"window": (2, 0), "is_causal": True},
+    "softcap and scale": {"softcap": 5.0, "scale": 0.3},
+    "negative scale": {"scale": -0.3},
+    "mask function": {"mask": lambda b, h, i, j: (i + j + b + h) % 3 != 0},
+    "mask expression": {"mask": masks.causal() | masks.prefix(2)},
+}
+DECOMPOSED = {
+    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+    "score function": {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
+    "similarity": {"similarity": scores.cosine()},
+    "normalizer": {"normalizer": scores.sparsemax()},
+}
+
+
+def test_a_model_whose_attention_is_written_out_has_unknown_lengths_too():
+    nn = polyattn.nn
+    model = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
+    options = {"score_mod": scores.alibi(4), "is_causal": True}
+    exported = export(model, {"ids": ("B", "L")}, dtype="int64", options=options)
+    ids = np.array([[5, 7, 11], [2, 3, 0]])
+    (logits,) = by_onnxruntime(exported, {"ids": ids})
+    assert abs(logits - model(ids, **options)).max() < 2e-6
+
+
+@functools.cache
+def exported(name):
+    return export(attention, SHAPES, options=(NATIVE | DECOMPOSED)[name])
+
+
+@pytest.mark.parametrize("run", [by_onnxruntime, by_reference], ids=["ort", "reference"])
+@pytest.mark.parametrize("name", [*NATIVE, *DECOMPOSED])
+def test_one_export_runs_at_all_lengths(name, run):
+    model, options = exported(name), (NATIVE | DECOMPOSED)[name]
+    assert kinds(model).count("Attention") == (name in NATIVE)
+    for size in SIZES:
+        inputs = numbers(*size)
+        (found,) = run(model, inputs)
+        assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
+
+
+def test_a_plain_call_is_one_node_and_nothing_else():
+    model = export(attention, SHAPES)
+    assert kinds(model) == ["Attention"]
+    assert [one.name for one in model.graph.input] == list(SHAPES)
+    assert [one.name for one in model.graph.output] == ["output"]
+    assert model.producer_name == "polyattn"
+    assert model.producer_version == polyattn.__version__
+
+
+def test_windows_are_an_attribute_from_opset_25_on():
+    def windowed(query, key, value):
+        return attention(query, key, value, window=(2, 1))
+
+    (node,) = (n for n in export(windowed, SHAPES, opset=25).graph.node if n.op_type == "Attention")
+    attributes = {a.name: a.i for a in node.attribute}
+    assert (attributes["left_window_size"], attributes["right_window_size"]) == (2, 1)
+    model = export(windowed, SHAPES, opset=25)
+    inputs = numbers(2, 5, 7)
+    (found,) = by_reference(model, inputs)
+    assert abs(found - windowed(*inputs.values())).max() < 2e-6
+    assert "left_window_size" not in str(export(windowed, SHAPES, opset=24))
+
+
+def test_opset_23_has_no_number_of_keys():
+    def causal(query, key, value):
+        return attention(query, key, value, is_causal=True)
+
+    model = export(causal, SHAPES, opset=23)
+    assert [one.version for one in model.opset_import] == [23]
+    inputs = numbers(2, 5, 7)
+    (found,) = by_onnxruntime(model, inputs)
+    assert abs(found - causal(*inputs.values())).max() < 2e-6
+
+
+def test_an_explanation_says_before_the_export_what_a_call_becomes():
+    ndonnx = pytest.importorskip("ndonnx")
+    q, k, v = (ndonnx.argument(shape=s, dtype=ndonnx.float32) for s in SHAPES.values())
+    native = polyattn.explain(q, k, v, softcap=2.0)
+    assert native.chosen.kernel == "native"
+    assert "one node, Attention of opset 24" in str(native)
+    decomposed = polyattn.explain(q, k, v, sinks=ndonnx.asarray(np.zeros(H, np.float32)))
+    assert decomposed.chosen.kernel == "dense"
+    assert "it does not compute sinks" in str(decomposed)
+    assert "its tiles need lengths that are known" in str(decomposed)
+
+
+def test_several_outputs_have_the_names_of_their_fields():
+    partial = export(polyattn.attention_partial, SHAPES)
+    assert [one.name for one in partial.graph.output] == ["output", "logsumexp"]
+    inputs = numbers(2, 5, 7)
+    for found, wanted in zip(
+        by_onnxruntime(partial, inputs),
+        polyattn.attention_partial(*inputs.values()),
+        strict=True,
+    ):
+        assert abs(found - wanted).max() < 2e-6
+
+
+IDS = {"query_ids": ("B", "L"), "key_ids": ("B", "S")}
+ARRAYS = {
+    "mask": ({"mask": ("B", 1, 1, "S")}, lambda mask: {"mask": mask}),
+    "bias": ({"bias": (H, "L", "S")}, lambda bias: {"bias": bias[None, ...]}),
+    "offsets": ({"at": ("B",)}, lambda at: {"query_offset": at, "is_causal": True}),
+    "padding": ({"lengths": ("B",)}, lambda lengths: {"mask": masks.padding(lengths)}),
+    "segments": (IDS, lambda query_ids, key_ids: {"mask": masks.segments(query_ids, key_ids)}),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_the_options_may_be_inputs(name):
+    more, to_options = ARRAYS[name]
+    dtypes = {"mask": "bool", "bias": "float32"}
+    dtype = {n: dtypes.get(n, "int64") for n in more}
+
+    def call(query, key, value, **given):
+        return attention(query, key, value, **to_options(**given))
+
+    model = export(call, SHAPES | more, dtype=dtype)
+    assert kinds(model).count("Attention") == 1
+    rng = np.random.default_rng(1)
+    for batch, length, keys in SIZES:
+        lengths = {"B": batch, "L": length, "S": keys}
+        inputs = numbers(batch, length, keys)
+        for n, shape in more.items():
+            drawn = rng.integers(0, 4, [lengths.get(x, x) for x in shape])
+            inputs[n] = drawn.astype(dtype[n])
+        (found,) = by_onnxruntime(model, inputs)
+        assert abs(found - call(**inputs)).max() < 2e-6
+
+
+def test_what_is_written_out_keeps_the_lengths_that_are_known():
+    dims = exported("alibi").graph.output[0].type.tensor_type.shape.dim
+    assert [d.dim_value for d in dims] == [0, H, 0, E]
+
+
+def test_what_cannot_be_exported_says_so():
+    with pytest.raises(ValueError, match="attention_weights needs lengths that are known"):
+        export(polyattn.attention_weights, {n: SHAPES[n] for n in ("query", "key")})
+    with pytest.raises(ValueError, match="opset must be 23, 24 or 25"):
+        export(attention, SHAPES, opset=22)
+    unknown = SHAPES | {"query": ("B", "H", "L", D)}
+    with pytest.raises(ValueError, match="may be unknown, but not heads and sizes"):
+        export(attention, unknown)
+
+    def dropped(query, key, value):
+        return attention(query, key, value, dropout=(0.1, 3))
+
+    with pytest.raises(polyattn.UnsupportedError, match="dropout for lengths that are known only"):
+        export(dropped, SHAPES)
+
+
+def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():
+    nn = polyattn.nn
+    like = np.zeros(1, np.float32)
+    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, rotary=nn.Rotary(8))
+    model = export(transformer, {"ids": ("B", "L")}, dtype="int64", options={"is_causal": True})
+    assert kinds(model).count("Attention") == 2
+    weights = {w.name: onnx.numpy_helper.to_array(w) for w in model.graph.initializer}
+    parameters = transformer.parameters()
+    assert weights.keys() == parameters.keys()
+    assert all(np.array_equal(weights[name], parameters[name]) for name in weights)
+    for shape in ((1, 3), (2, 11)):
+        ids = np.random.default_rng(0).integers(0, 50, shape)
+        (logits,) = by_onnxruntime(model, {"ids": ids})
+        assert abs(logits - transformer(ids, is_causal=True)).max() < 2e-6
+
+
+def test_the_command_line_writes_a_model_and_says_what_it_became(tmp_path, capsys):
+    file = tmp_path / "attention.onnx"
+    shapes = ["--shape", "B,4,L,8", "--key-shape", "B,2,S,8"]
+    assert main(["export", str(file), *shapes, "--softcap", "3"]) == 0
+    assert capsys.readouterr().out == f"{file}: opset 24, 1 node, one is Attention\n"
+    model = onnx.load(file)
+    inputs = {**numbers(2, 5, 7), "value": np.ones((2, 2, 7, 8), np.float32)}
+    (found,) = by_onnxruntime(model, inputs)
+    assert abs(found - attention(*inputs.values(), softcap=3.0)).max() < 2e-6
+    assert main(["export", str(file), *shapes, "--opset", "12"]) == 2
+    assert "opset must be 23, 24 or 25" in capsys.readouterr().err
