@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
+from polyattn.arguments import check_file
 from polyattn.bench import command
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError
@@ -270,17 +271,14 @@ def _export(options: argparse.Namespace) -> int:
 
     key = options.key_shape or options.shape
     inputs = {"query": options.shape, "key": key, "value": options.value_shape or key}
-    try:
-        model = onnx(
-            polyattn.attention,
-            inputs,
-            opset=options.opset,
-            dtype=options.dtype,
-            options=_numbers(options),
-        )
-    except ImportError as error:
-        print(f"polyattn export: {error}", file=sys.stderr)
-        return 1
+    check_file("FILE", options.file)
+    model = onnx(
+        polyattn.attention,
+        inputs,
+        opset=options.opset,
+        dtype=options.dtype,
+        options=_numbers(options),
+    )
     options.file.write_bytes(model.SerializeToString())
     kinds = [node.op_type for node in model.graph.node]
     nodes = f"{len(kinds)} node{'s' * (len(kinds) != 1)}"
@@ -296,8 +294,8 @@ def _check(options: argparse.Namespace) -> int:
     from polyattn.conformance.report import html as page
     from polyattn.conformance.report import run
 
-    if options.html is not None and (options.html.is_dir() or not options.html.parent.is_dir()):
-        raise ValueError(f"--html needs a file in an existing folder; got {options.html}")
+    if options.html is not None:
+        check_file("--html", options.html)
     cases = ESSENTIAL if options.quick else CASES
     print_fatal_errors()
     if options.callable is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 
 import polyattn
+from polyattn.arguments import check_int
 from polyattn.arrays import Array
 from polyattn.dispatch.request import use_backend
 from polyattn.dispatch.transfer import backend_of
@@ -58,7 +59,7 @@ def onnx(
     Raises
     ------
     ValueError
-        If `opset` is not one of these.
+        If `opset` is not one of these, or a length is neither positive nor a name.
     ImportError
         If onnx, ndonnx or spox is not installed.
 
@@ -74,6 +75,8 @@ def onnx(
     """
     if opset not in (23, 24, 25):
         raise ValueError(f"opset must be 23, 24 or 25, whose operator is Attention; got {opset!r}")
+    for name, shape in inputs.items():
+        _check_lengths(name, shape)
     spox, ndonnx = require_onnx("spox"), require_onnx("ndonnx")
     given = {name: _argument(spox, _dtype(dtype, name), shape) for name, shape in inputs.items()}
     weights: dict[str, Any] = {}
@@ -96,6 +99,15 @@ def onnx(
 
 def _dtype(dtype: str | Mapping[str, str], name: str) -> str:
     return dtype if isinstance(dtype, str) else dtype.get(name, "float32")
+
+
+def _check_lengths(name: str, shape: Shape) -> None:
+    for n in shape:
+        if not (n.isidentifier() if isinstance(n, str) else check_int("a length", n) > 0):
+            raise ValueError(
+                f"the shape of {name} must hold positive lengths and names, such as"
+                f" ('B', 8, 'L', 64); got {tuple(shape)!r}"
+            )
 
 
 def _argument(spox: Any, dtype: str, shape: Shape) -> Any:

@@ -1,6 +1,7 @@
 """Models of ONNX: what they compute in two runtimes, and what a call becomes."""
 
 import functools
+import sys
 import warnings
 
 import numpy as np
@@ -190,6 +191,12 @@ def test_what_is_written_out_keeps_the_lengths_that_are_known():
     assert [d.dim_value for d in dims] == [0, H, 0, E]
 
 
+@pytest.mark.parametrize("length", ["", "-1", "a b", 0, -3])
+def test_a_length_is_positive_or_a_name(length):
+    with pytest.raises(ValueError, match="the shape of key must hold positive lengths and names"):
+        export(attention, SHAPES | {"key": (length, H, "S", D)})
+
+
 def test_what_cannot_be_exported_says_so():
     with pytest.raises(ValueError, match="attention_weights needs lengths that are known"):
         export(polyattn.attention_weights, {n: SHAPES[n] for n in ("query", "key")})
@@ -233,3 +240,14 @@ def test_the_command_line_writes_a_model_and_says_what_it_became(tmp_path, capsy
     assert abs(found - attention(*inputs.values(), softcap=3.0)).max() < 2e-6
     assert main(["export", str(file), *shapes, "--opset", "12"]) == 2
     assert "opset must be 23, 24 or 25" in capsys.readouterr().err
+    assert main(["export", str(file), "--shape", "B,,L,8"]) == 2
+    assert "must hold positive lengths and names" in capsys.readouterr().err
+
+
+def test_the_command_line_checks_the_folder_and_the_packages_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "spox", None)
+    assert main(["export", str(tmp_path / "no" / "a.onnx"), "--shape", "B,4,L,8"]) == 2
+    assert "FILE needs a file in an existing folder" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "a.onnx"), "--shape", "B,4,L,8"]) == 2
+    assert 'pip install "polyattn[onnx]"' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

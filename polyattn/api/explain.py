@@ -69,7 +69,7 @@ def explain(
     needs:     causal
     selected by backend='numpy'
       numpy  small  refused  it is for rows that see all keys
-          numpy  tiled  CHOSEN
+      numpy  tiled  CHOSEN
       numpy  dense  next
     """
     check_names("explain", options)

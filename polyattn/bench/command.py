@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from polyattn.arguments import check_file
 from polyattn.call.features import DTYPES
 from polyattn.extras import require_matplotlib
 from polyattn.progress import progress
@@ -123,8 +124,7 @@ def _check_files(options: argparse.Namespace) -> None:
             continue
         if options.compare is not None:
             raise ValueError(f"--compare measures nothing, so {option} has nothing to write")
-        if file.is_dir() or not file.parent.is_dir():
-            raise ValueError(f"{option} needs a file in an existing folder; got {file}")
+        check_file(option, file)
         if option != "--json":
             try:
                 require_matplotlib()
