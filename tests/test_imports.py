@@ -26,6 +26,7 @@ GROUND = {
     "span",
     "text_table",
     "threads",
+    "tracing",
 }
 #: Each room, and the rooms below it: all that it may import.
 ROOMS = {

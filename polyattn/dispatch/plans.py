@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from polyattn.arrays import Array, is_compiling
+from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands
 from polyattn.call.glance import Glance
 from polyattn.call.layout import as_called, heads_first, keeps_axes
@@ -19,6 +19,7 @@ from polyattn.dispatch.request import Request
 from polyattn.dispatch.transfer import Placement, Plan
 from polyattn.plugin import Kernel
 from polyattn.recent import Recent
+from polyattn.tracing import is_compiling
 
 __all__ = ["Repeat", "recall", "recall_repeat", "remember", "remember_repeat"]
 

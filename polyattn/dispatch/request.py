@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from polyattn.arrays import is_compiling
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnknownBackendError
+from polyattn.tracing import is_compiling
 
 __all__ = ["AUTO", "Names", "Request", "check_known", "parse", "request", "use_backend"]
 

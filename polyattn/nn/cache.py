@@ -17,15 +17,14 @@ from polyattn.arrays import (
     Array,
     index_range,
     is_array,
-    is_compiling,
     is_recorded,
     library_of,
     namespace_of,
     numbers_like,
-    torch_transforms,
 )
 from polyattn.expressions.masks import as_mask
 from polyattn.masks import padding
+from polyattn.tracing import is_compiling, torch_transforms
 
 __all__ = ["KVCache"]
 
