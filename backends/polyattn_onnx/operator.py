@@ -15,6 +15,7 @@ from polyattn.plugin import (
     Span,
     band,
     length_of,
+    one_batch_axis,
 )
 from polyattn_onnx.node import Node
 
@@ -121,7 +122,7 @@ class Operator(Kernel):
         opset = self.opset(problem)
         is_causal, window, counted, banded = _positions(problem, opset)
         query, scale = _scaled(problem, operands.query)
-        inputs = [_of_rank_4(problem, x, xp) for x in (query, *operands[1:3])]
+        inputs = [one_batch_axis(problem, x, xp) for x in (query, *operands[1:3])]
         # In float16 a runtime would round the scores, and what a large bias leaves of them.
         dtype = problem.accumulator
         if dtype != problem.dtype:
@@ -192,16 +193,6 @@ def _scaled(problem: Problem, query: Array) -> tuple[Array, float]:
     return (query * -1.0, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
-def _of_rank_4(problem: Problem, array: Array, xp: Any) -> Array:
-    """Return query, key, value or a mask with one batch axis."""
-    lead, rest = tuple(array.shape[:-3]), tuple(array.shape[-3:])
-    if len(problem.batch) <= 1 and len(lead) == 1 and lead == problem.batch:
-        return array
-    if not problem.batch:
-        return array[None, ...]
-    return xp.reshape(xp.broadcast_to(array, (*problem.batch, *rest)), (-1, *rest))
-
-
 def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | None:
     """Return mask and bias, and causal and window if `banded`, as one array of rank 4, or None."""
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
@@ -225,4 +216,4 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
     lead = len(mask.shape) - 3
     if lead == 0 or all(length == 1 for length in mask.shape[:lead]):
         return mask[(*(0,) * lead, None, ...)]
-    return _of_rank_4(problem, mask, xp)
+    return one_batch_axis(problem, mask, xp)
