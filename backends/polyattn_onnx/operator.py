@@ -1,4 +1,4 @@
-"""What ONNX's operator Attention computes, and how a call is said by it."""
+"""Write a call as ONNX's operator Attention, or say why the operator cannot compute it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ FAR = 2**30
 
 
 class Operator(Kernel):
-    """A call that is one node; a subclass says how the node is run.
+    """A call that is one node, which a subclass runs.
 
-    Causal and window that the operator cannot say are a mask, as are mask expressions.
+    A causal call or a window that the operator has no attribute for becomes a mask, as a mask
+    expression does.
     """
 
     features = frozenset({
@@ -60,7 +61,7 @@ class Operator(Kernel):
         raise NotImplementedError
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return what the operator cannot say, and what ONNX Runtime refuses."""
+        """Return what the operator cannot compute, and what ONNX Runtime refuses."""
         reasons = []
         if 0 in (*problem.scores, problem.head_size, problem.value_size):
             reasons.append("runtimes refuse arrays without elements")
@@ -158,7 +159,7 @@ def _may_be_empty(problem: Problem) -> bool:
 
 
 def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:
-    """Return is_causal, window and `counted` of a node, and whether a mask says the band instead.
+    """Return is_causal, window and `counted` of a node, and whether a mask takes their place.
 
     Without a number of keys, row 0 is at position 0; with one, the last row is the last key. Other
     offsets are left to a mask: the operator does not define positions after the last key.
