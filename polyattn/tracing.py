@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 __all__ = [
@@ -15,8 +16,8 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-#: Torch, once a tensor was seen.
-_modules: dict[str, Any] = {}
+#: Torch and what is asked of it in each call, once a tensor was seen.
+_torch_parts: dict[str, Any] = {}
 
 
 def constant_when_traced(function: _F) -> _F:
@@ -37,24 +38,34 @@ def is_compiling() -> bool:
 @constant_when_traced
 def know_torch() -> bool:
     """Let `is_compiling` answer before the first tensor is seen, and return whether it can."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if hasattr(torch, "compiler"):  # another thread may still be importing torch
-        _modules["torch"] = torch
-    return "torch" in _modules
+        functorch = getattr(torch._C, "_functorch", None)
+        interpreters = getattr(functorch, "get_interpreter_stack", tuple)
+        forward_ad: Any = torch.autograd.forward_ad
+        if not hasattr(forward_ad, "_current_level"):  # a version of torch keeps it elsewhere
+            forward_ad = SimpleNamespace(_current_level=-1)
+        _torch_parts.update(torch=torch, forward_ad=forward_ad, interpreters=interpreters)
+    return "torch" in _torch_parts
 
 
 def _torch() -> Any:
     # Not from sys.modules: another thread may still be importing torch, and torch.compile cannot
-    # trace a dict that grows. `_modules` has torch from the first tensor on.
-    return _modules.get("torch")
+    # trace a dict that grows.
+    return _torch_parts.get("torch")
 
 
 def is_transformed() -> bool:
     """Return whether torch.compile traces the caller, or torch.func transforms it."""
-    torch = _modules.get("torch")
-    if torch is None:
+    parts = _torch_parts
+    if not parts:
         return False
-    return torch.compiler.is_compiling() or _in_forward_mode(torch) or bool(_interpreters(torch))
+    # Written out, because each call of `attention` asks it.
+    return (
+        parts["torch"].compiler.is_compiling()
+        or parts["forward_ad"]._current_level >= 0
+        or bool(parts["interpreters"]())
+    )
 
 
 def torch_transforms() -> frozenset[str]:
@@ -66,14 +77,6 @@ def torch_transforms() -> frozenset[str]:
     torch = _torch()
     if torch is None or torch.compiler.is_compiling():
         return frozenset()
-    transforms = frozenset([one.key().name.lower() for one in _interpreters(torch)])
-    return transforms | {"jvp"} if _in_forward_mode(torch) else transforms
-
-
-def _interpreters(torch: Any) -> Any:
-    functorch = getattr(torch._C, "_functorch", None)
-    return getattr(functorch, "get_interpreter_stack", tuple)() or ()
-
-
-def _in_forward_mode(torch: Any) -> bool:
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    interpreters = _torch_parts["interpreters"]() or ()
+    transforms = frozenset([one.key().name.lower() for one in interpreters])
+    return transforms | {"jvp"} if _torch_parts["forward_ad"]._current_level >= 0 else transforms

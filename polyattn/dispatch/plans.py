@@ -8,7 +8,7 @@ as it lives. A plain call is also cached by its glance, which takes less time th
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from polyattn.arrays import Array
@@ -17,7 +17,7 @@ from polyattn.call.glance import Glance
 from polyattn.call.layout import as_called, heads_first, keeps_axes
 from polyattn.dispatch.request import Request
 from polyattn.dispatch.transfer import Placement, Plan
-from polyattn.plugin import Kernel
+from polyattn.plugin import Backend, Kernel, Problem
 from polyattn.recent import Recent
 from polyattn.tracing import is_compiling
 
@@ -29,18 +29,19 @@ class Repeat(NamedTuple):
 
     call: Call
     plan: Plan
-    is_direct: bool  # the kernel takes and returns the arrays of the caller
+    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
+    direct: tuple[Backend, Kernel, Problem] | None
 
     def run(self, operands: Operands) -> Array:
         """Return the output of the call with other arrays of the same classes."""
-        if self.is_direct:
-            kernel, (backend, _, problem, _), _ = self.plan
-            return backend.run(kernel, problem, operands)[0]  # type: ignore[union-attr]
+        if self.direct is not None:
+            backend, kernel, problem = self.direct
+            return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
 
-# The values are plans, by the facts of a call, and repeats, by its glance.
-_plans: Recent[tuple[Hashable, ...], Any] = Recent(4096)
+_plans: Recent[tuple[Hashable, ...], Plan] = Recent(4096)
+_repeats: Recent[tuple[Glance, Request], Repeat] = Recent(4096)
 _Placements = Recent[tuple[Call, Request], Placement]
 _placements: WeakKeyDictionary[Kernel, _Placements] = WeakKeyDictionary()
 
@@ -51,8 +52,7 @@ def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan 
         return None
     try:
         if not isinstance(kernel, Kernel):
-            plan: Plan | None = _plans.get((call, requested, kernel))
-            return plan
+            return _plans.get((call, requested, kernel))
         placements = _placements.get(kernel)
         placement = None if placements is None else placements.get((call, requested))
     except TypeError:  # a symbolic length or a kernel that is not hashable
@@ -76,8 +76,7 @@ def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: 
 
 def recall_repeat(seen: Glance, requested: Request) -> Repeat | None:
     """Return an earlier call with the same glance, or None."""
-    repeat: Repeat | None = _plans.get((seen, requested))
-    return repeat
+    return _repeats.get((seen, requested))
 
 
 def remember_repeat(
@@ -86,5 +85,8 @@ def remember_repeat(
     """Keep a call that has just run for later ones with the same glance."""
     plan = recall(call, requested, kernel)
     if plan is not None:
-        is_direct = keeps_axes(call) and not plan.placement.moved
-        _plans[seen, requested] = Repeat(call, plan, is_direct)
+        direct = None
+        backend, _, problem, moved = plan.placement
+        if backend is not None and not moved and keeps_axes(call):
+            direct = backend, plan.kernel, problem
+        _repeats[seen, requested] = Repeat(call, plan, direct)
