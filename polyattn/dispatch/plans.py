@@ -8,7 +8,7 @@ as it lives. A plain call is also cached by its glance, which takes less time th
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from polyattn.arrays import Array
@@ -40,8 +40,8 @@ class Repeat(NamedTuple):
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
 
-_plans: Recent[tuple[Hashable, ...], Plan] = Recent(4096)
-_repeats: Recent[tuple[Glance, Request], Repeat] = Recent(4096)
+# The values are plans, by the facts of a call, and repeats, by its glance.
+_plans: Recent[tuple[Hashable, ...], Any] = Recent(4096)
 _Placements = Recent[tuple[Call, Request], Placement]
 _placements: WeakKeyDictionary[Kernel, _Placements] = WeakKeyDictionary()
 
@@ -52,7 +52,8 @@ def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan 
         return None
     try:
         if not isinstance(kernel, Kernel):
-            return _plans.get((call, requested, kernel))
+            plan: Plan | None = _plans.get((call, requested, kernel))
+            return plan
         placements = _placements.get(kernel)
         placement = None if placements is None else placements.get((call, requested))
     except TypeError:  # a symbolic length or a kernel that is not hashable
@@ -76,7 +77,8 @@ def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: 
 
 def recall_repeat(seen: Glance, requested: Request) -> Repeat | None:
     """Return an earlier call with the same glance, or None."""
-    return _repeats.get((seen, requested))
+    repeat: Repeat | None = _plans.get((seen, requested))
+    return repeat
 
 
 def remember_repeat(
@@ -89,4 +91,4 @@ def remember_repeat(
         backend, _, problem, moved = plan.placement
         if backend is not None and not moved and keeps_axes(call):
             direct = backend, plan.kernel, problem
-        _repeats[seen, requested] = Repeat(call, plan, direct)
+        _plans[seen, requested] = Repeat(call, plan, direct)
