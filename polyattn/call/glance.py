@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.tracing import constant_when_traced, is_compiling, is_transformed, know_torch
+from polyattn.tracing import constant_when_traced, is_transformed, know_torch
 
 __all__ = ["Glance", "glance"]
 
@@ -41,11 +41,8 @@ def glance(operands: Sequence[Any], options: Mapping[str, Any]) -> Glance | None
         return None
     query, key, value = operands
     kind = type(query)
-    known = _known(kind)
-    if known is None or type(key) is not kind or type(value) is not kind:
-        return None
-    read, is_busy = known
-    if is_busy():
+    read = _reader_of(kind)
+    if read is None or type(key) is not kind or type(value) is not kind or is_transformed():
         return None
     try:
         seen: Glance = (kind, read(query), read(key), read(value))
@@ -64,23 +61,19 @@ def glance(operands: Sequence[Any], options: Mapping[str, Any]) -> Glance | None
     return seen
 
 
-# What reads the facts of an array, and what says that torch compiles or transforms the caller.
-_Known = tuple[Callable[[Array], tuple[Hashable, ...]], Callable[[], bool]]
+_Reader = Callable[[Array], tuple[Hashable, ...]]
 # By exact class, because a subclass may be anything.
-_KNOWN: dict[tuple[str, str], _Known] = {
-    ("numpy", "ndarray"): (attrgetter("dtype", "shape"), is_compiling),
-    ("torch", "Tensor"): (
-        attrgetter("dtype", "device", "shape", "layout", "requires_grad"),
-        is_transformed,
-    ),
+_KNOWN: dict[tuple[str, str], _Reader] = {
+    ("numpy", "ndarray"): attrgetter("dtype", "shape"),
+    ("torch", "Tensor"): attrgetter("dtype", "device", "shape", "layout", "requires_grad"),
 }
-_known_classes: dict[type, _Known | None] = {}
+_readers: dict[type, _Reader | None] = {}
 
 
 @constant_when_traced
-def _known(kind: type) -> _Known | None:
-    """Return the functions for the arrays of a class, if they are ordinary."""
-    if kind not in _known_classes:
+def _reader_of(kind: type) -> _Reader | None:
+    """Return the function that reads the arrays of a class, if they are ordinary."""
+    if kind not in _readers:
         know_torch()
-        _known_classes[kind] = _KNOWN.get((kind.__module__, kind.__qualname__))
-    return _known_classes[kind]
+        _readers[kind] = _KNOWN.get((kind.__module__, kind.__qualname__))
+    return _readers[kind]
