@@ -169,7 +169,7 @@ def even_size(length: int, most: int) -> int:
     """Return a size of at most `most` that cuts `length` into few blocks of about equal size."""
     fewest = -(-length // max(1, most))
     # Blocks of exactly one size are one loop to compile, and leave no keys over.
-    for blocks in range(fewest, fewest + fewest // 2 + 1):
+    for blocks in range(fewest, 2 * fewest + 1):
         if blocks and length % blocks == 0:
             return length // blocks
     return -(-length // fewest)

@@ -155,6 +155,15 @@ def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
     assert rows == list(range(length))
 
 
+@pytest.mark.parametrize("length", [256, 1024, 2048, 16384])
+@pytest.mark.parametrize("heads", [1, 3, 6, 8, 12, 24])
+def test_a_power_of_two_is_cut_into_equal_blocks(length, heads):
+    problem = explain(*[(1, heads, length, 64)] * 3, library="jax").problem
+    sizes = block_sizes(problem, Xla.tile)
+    assert all(length % size == 0 for size in sizes)
+    assert len(loops(problem, Xla.tile)) == 1
+
+
 def test_an_eager_call_with_a_function_goes_to_kernels_that_need_no_compiling():
     mod = OPTIONS["mask_mod"]["mask"]
     q, k, v = map(jnp.asarray, (Q, K, V))
