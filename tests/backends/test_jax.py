@@ -121,8 +121,7 @@ def test_memory_is_for_a_tile_and_grows_with_the_length_alone(is_causal):
     scores = 4 * 4096**2 * 4
     forward, backward = sizes[4096]
     assert forward < scores / 16
-    # A causal call has eight loops.
-    assert backward < (100 if is_causal else 18) * 2**20
+    assert backward < 20 * 2**20
     assert forward < 2.2 * sizes[2048][0]
     assert backward < 2.2 * sizes[2048][1]
 
@@ -132,7 +131,8 @@ def test_keys_that_no_row_sees_are_not_gone_over():
     tile = 512**2
 
     def steps(problem):
-        return sum(len(loop.first_rows) * loop.steps for loop in loops(problem, tile))
+        keys = [firsts for loop in loops(problem, tile) for firsts in loop.first_keys]
+        return sum(first < 8192 for firsts in keys for first in firsts)
 
     rows, columns = block_sizes(whole, tile)
     assert steps(whole) == (8192 // rows) * (8192 // columns)
