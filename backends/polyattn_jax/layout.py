@@ -64,17 +64,13 @@ def loops(problem: Problem, tile: int) -> list[Loop]:
     return result
 
 
-def _by_spans(
-    problem: Problem, blocks: list[Span], size: tuple[int, int]
-) -> list[tuple[int, ...]]:
+def _by_spans(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[tuple[int, ...]]:
     """Return the tiles from the first key that each block of rows sees to the last."""
     spans = (column_span(problem, block) for block in blocks)
     return [tuple(range(span.start, span.start + span.length, size[1])) for span in spans]
 
 
-def _by_tiles(
-    problem: Problem, blocks: list[Span], size: tuple[int, int]
-) -> list[tuple[int, ...]]:
+def _by_tiles(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[tuple[int, ...]]:
     """Return the tiles that may hold a key that a block of rows sees."""
     table = _possibly_visible(problem, size)
     return [tuple(np.flatnonzero(line) * size[1]) for line in table]
@@ -85,7 +81,9 @@ def _grouped(blocks: list[Span], work: list[int]) -> list[list[int]]:
 
     def groups(work: list[int]) -> list[list[int]]:
         alike = [(block.length, share) for block, share in zip(blocks, work, strict=True)]
-        return [list(group) for _, group in itertools.groupby(range(len(blocks)), alike.__getitem__)]
+        return [
+            list(group) for _, group in itertools.groupby(range(len(blocks)), alike.__getitem__)
+        ]
 
     by_length, most = groups([0] * len(blocks)), max(work)
     if sum(work) >= FEWEST_VISITED * most * len(blocks):
