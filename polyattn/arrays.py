@@ -25,6 +25,7 @@ __all__ = [
     "Library",
     "RecordedError",
     "Recorder",
+    "are_one_length",
     "broadcast_shapes",
     "cast",
     "check_not_recorded",
@@ -245,11 +246,21 @@ def facts_of(array: Array, name: str = "array") -> ArrayFacts:
         library.name,
         _dtype_name(library.name, array.dtype),
         _device_name(library, array),
-        tuple(array.shape),
+        _known_lengths(array.shape) if library.traced else tuple(array.shape),
         bool(getattr(array, "requires_grad", False)),
         library.traced,
         array.chunks if library.name == "dask" else None,
     )
+
+
+def _known_lengths(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return a shape with None for each length that an export leaves open as a symbol.
+
+    All that is decided by lengths would compare the symbol with a number: JAX refuses that, and
+    torch keeps the answer for the length of its example.
+    """
+    # dask's unknown length is the float NaN.
+    return tuple([n if isinstance(n, (int, float)) else None for n in shape])  # type: ignore[misc]
 
 
 def _device_name(library: Library, array: Array) -> str:
@@ -312,6 +323,15 @@ def length_of(array: Array, axis: int) -> Any:
     """
     length = array.shape[axis]
     return array.dynamic_shape[axis] if length is None else length
+
+
+def are_one_length(one: Any, other: Any) -> bool:
+    """Return whether two lengths are equal, also where both are the same symbol of an export."""
+    equal = one == other
+    if isinstance(equal, bool):
+        return equal
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return bool(shapes.statically_known_true(equal))
 
 
 def cast(xp: Any, array: Array, dtype: Any) -> Array:

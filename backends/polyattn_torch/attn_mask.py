@@ -29,7 +29,10 @@ __all__ = [
 
 
 def is_square_causal(problem: Problem) -> bool:
-    """Return whether torch's is_causal means exactly this problem's band."""
+    """Return whether torch's is_causal means exactly this problem's band.
+
+    Also where both lengths are unknown: it counts from the first key, whatever they are.
+    """
     return (
         problem.is_causal
         and problem.window[0] is None
@@ -41,6 +44,8 @@ def is_square_causal(problem: Problem) -> bool:
 
 def needs_band(problem: Problem) -> bool:
     """Return whether causal and window hide keys that is_causal cannot."""
+    if problem.is_symbolic:
+        return band(problem) != (None, None) and not is_square_causal(problem)
     whole = Span(0, problem.query_length), Span(0, problem.key_length)
     return not (is_full(problem, *whole) or is_square_causal(problem))
 
@@ -57,7 +62,7 @@ def masks_by_position_only(problem: Problem) -> bool:
 
 def may_have_empty_rows(problem: Problem) -> bool:
     """Return whether attn_mask may leave a row without keys."""
-    if not masks_by_position_only(problem) or problem.query_offset is None:
+    if problem.is_symbolic or not masks_by_position_only(problem) or problem.query_offset is None:
         return takes_mask(problem)
     low, high = band(problem)
     below = low is not None and low > problem.key_length - problem.query_length
@@ -65,7 +70,12 @@ def may_have_empty_rows(problem: Problem) -> bool:
 
 
 def made_mask(problem: Problem, *, banded: bool) -> int:
-    """Return the most elements of a mask built for the call; 0 if the mask exists already."""
+    """Return the most elements of a mask built for the call.
+
+    0 if the mask exists already, or is of unknown size: other kernels would hold as many scores.
+    """
+    if problem.is_symbolic:
+        return 0
     scores = problem.query_length * problem.key_length
     if "mask_mod" in problem.features:
         return scores * math.prod(problem.batch) * problem.heads

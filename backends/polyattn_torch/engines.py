@@ -70,6 +70,7 @@ _efficient = operator(
 _ABSENT = "this release of torch does not have its operator with these arguments"
 _HALF = ("float16", "bfloat16")
 _HALF_ONLY = "it supports float16 and bfloat16 only"
+_LENGTHS = "its arguments need lengths that are known"
 
 
 def _is_empty(problem: Problem) -> bool:
@@ -136,6 +137,8 @@ def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
         return "it takes no mask"
     if problem.transforms:
         return "torch.func has no rule for it"
+    if problem.is_symbolic:
+        return _LENGTHS
     if _is_empty(problem):
         return "it takes no empty arrays"
     return None if _window(problem) else "its window parameters cannot express this band"
@@ -177,6 +180,8 @@ def _against_cudnn(problem: Problem, device: DeviceInfo) -> str | None:
         return "it supports vectors of up to 128 numbers, in multiples of 8"
     if problem.requires_grad or problem.transforms:
         return "it is used for inference only"
+    if problem.is_symbolic:
+        return _LENGTHS
     if _is_empty(problem) or problem.key_length == 1:
         return "it takes no empty arrays and no single key"
     return None
@@ -209,6 +214,8 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
         return "no such device is available"
     if problem.dtype not in (*_HALF, "float32"):
         return f"it does not take {problem.dtype}"
+    if problem.is_symbolic:
+        return _LENGTHS
     return "it takes no empty arrays" if _is_empty(problem) else None
 
 

@@ -74,6 +74,8 @@ class Flex(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why FlexAttention cannot compute the problem."""
+        if problem.is_symbolic:
+            return ["its blocks need lengths that are known"]
         reasons = []
         if problem.transforms:
             reasons.append("it is compiled, which torch.func cannot transform")

@@ -1,7 +1,8 @@
 """Known bugs of torch's scaled_dot_product_attention, as rows of data, and a workaround for each.
 
 A predicate depends only on the problem and on the device's description, so it can be tested on a
-machine without the device or the release. Predicates check the device first.
+machine without the device or the release. Predicates check the device first. A length that is
+unknown may be any.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _has_a_nan_gradient(problem: Problem, device: DeviceInfo) -> bool:
         and device.torch >= (2, 11)
         and (problem.requires_grad or "grad" in problem.transforms)
         and _is_half(problem)
-        and problem.key_length % 128 == 64
+        and (problem.key_length is None or problem.key_length % 128 == 64)
         and takes_mask(problem)
     )
 
@@ -109,14 +110,18 @@ def _corrupts_few_groups(problem: Problem, device: DeviceInfo) -> bool:
 
 
 def _misreads_expanded_keys(problem: Problem, device: DeviceInfo) -> bool:
-    return device.kind == "cuda" and problem.key_length % 32 == 1 and takes_mask(problem)
+    return (
+        device.kind == "cuda"
+        and (problem.key_length is None or problem.key_length % 32 == 1)
+        and takes_mask(problem)
+    )
 
 
 def _overruns_its_mask(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "cuda"
         and not (device.prefers_cudnn and _is_half(problem))
-        and problem.query_length * problem.key_length >= 2**31
+        and (problem.is_symbolic or problem.query_length * problem.key_length >= 2**31)
         and takes_mask(problem)
     )
 
@@ -130,7 +135,7 @@ def _mps_leaks(problem: Problem, device: DeviceInfo) -> bool:
         device.kind == "mps"
         and device.torch < (2, 13)
         and _is_half(problem)
-        and problem.query_length > 1
+        and (problem.query_length is None or problem.query_length > 1)
         and is_square_causal(problem)
     )
 

@@ -39,6 +39,9 @@ class Sdpa(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result, or use too much memory."""
+        unknown = None in problem.batch
+        if unknown and (len(problem.batch) > 1 or "batch_broadcast" in problem.features):
+            return ["of a batch of unknown length, it takes one batch axis of all arrays"]
         reasons = refusals(problem, describe_device(problem.device))
         if "jvp" in problem.transforms and not takes(problem):
             reasons.append("it has no forward derivative")

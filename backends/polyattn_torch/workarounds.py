@@ -35,7 +35,7 @@ def apply_workarounds(
     if mask is not None and Workaround.BIAS in workarounds:
         mask = as_bias(mask, query.dtype)
     if mask is not None and Workaround.EXPAND_MASK in workarounds:
-        mask = mask.expand(query.shape[0], *problem.scores[-3:]).contiguous()
+        mask = mask.expand(*query.shape[:-1], key.shape[-2]).contiguous()
     if Workaround.PAD in workarounds:
         size = max(problem.head_size, problem.value_size)
         query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))

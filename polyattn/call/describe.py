@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn.arguments import WindowSize, check_signature, check_window, got
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_array
+from polyattn.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
 from polyattn.call.options import (
     FROM_ZERO,
     Start,
@@ -218,10 +218,24 @@ def describe(
         known_logsumexp, output, output_gradient, logsumexp_gradient,
         dropout_start=start if is_array(start) else None,
     )  # fmt: skip
+    if call.query.traced and query_offset is None:
+        call = call._replace(query_offset=_known_offset(query, key, layout))
     if tangents is not None:
         described = tuple((name, facts(array, name)) for name, array in tangents.items())
         return call._replace(tangents=described), operands._replace(**tangents)
     return call, operands
+
+
+def _known_offset(query: Array, key: Array, layout: str) -> int | None:
+    """Return the offset S − L, 0, of lengths that an export leaves open as the same symbol."""
+    if min(len(query.shape), len(key.shape)) < 2:
+        return None
+    one, other = (
+        array.shape[-3 if layout == "...LHD" and len(array.shape) > 2 else -2]
+        for array in (query, key)
+    )
+    is_open = one is not None and not isinstance(one, int)
+    return 0 if is_open and are_one_length(one, other) else None
 
 
 def _at_home(name: str, given: Any, home: Home | None) -> Any:

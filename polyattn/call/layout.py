@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.arguments import Shape
-from polyattn.arrays import Array, ArrayFacts, Chunks, length_of, library_of
+from polyattn.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
 from polyattn.call.describe import Call, Operands
 from polyattn.call.gradients import Gradients
 from polyattn.expressions.masks import Mask
@@ -71,10 +71,13 @@ def heads_first(call: Call, operands: Operands) -> Operands:
         offset: Any = operands.query_offset
         changed["query_offset"] = offset[..., None, None, None]
     elif call.query_offset is None and positions_matter(call):
-        query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
-        if None in (query.shape[-2], key.shape[-2]):
+        lengths = [axes_of(facts.shape, call.layout)[2] for facts in (call.query, call.key)]
+        if None in lengths:
+            query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
             offset = length_of(key, -2) - length_of(query, -2)
-            changed["query_offset"] = offset[..., None, None, None]
+            # Added to an array: torch would take the number of its example for a symbol alone.
+            zero = index_range(library_of(query).xp, 0, 1, query)
+            changed["query_offset"] = (zero + offset)[:, None, None]
     for name, facts in call.tangents if swapped or _has_rank_2(call) else ():
         if name.removesuffix("_tangent") in ("query", "key", "value"):
             array, is_flat_one = getattr(operands, name), len(facts.shape) == 2

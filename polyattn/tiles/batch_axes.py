@@ -17,7 +17,7 @@ def one_batch_axis(problem: Problem, array: Array, xp: Any) -> Array:
     Parameters
     ----------
     problem : Problem
-        The facts of the call.
+        The facts of the call. A batch of unknown length is that of all arrays.
     array : Array
         Shape (..., H, L, D), or the like; its batch axes broadcast to those of the call.
     xp : module
@@ -29,7 +29,7 @@ def one_batch_axis(problem: Problem, array: Array, xp: Any) -> Array:
         Shape (B, H, L, D): the array itself if it has that shape, a copy if it is broadcast.
     """
     batch, shape = problem.batch, tuple(array.shape)
-    if len(batch) == 1 and shape[:-3] == batch:
+    if len(batch) == 1 and (batch[0] is None or shape[:-3] == batch):
         return array
     if not batch:
         return array[None, ...]

@@ -32,7 +32,7 @@ def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands
     """
     members = problem.heads // problem.key_heads
     heads = [head // members for head in range(problem.heads)]
-    own = numbers_like(xp, heads, xp.int64, x.query)
+    own = numbers_like(xp, heads, None, x.query)
     key, value = (xp.take(array, own, axis=-3) for array in (x.key, x.value))
     return problem._replace(key_heads=problem.heads), x._replace(key=key, value=value)
 

@@ -1,0 +1,114 @@
+"""Programs of torch.export whose lengths stay open: exported once, they run at every size."""
+
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, masks, scores
+
+H, G, D, E = 4, 2, 8, 6
+SIZES = [(2, 5, 7), (3, 6, 4), (4, 2, 9)]
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal from the first key": {"is_causal": True, "query_offset": 0},
+    "window": {"window": (2, 1)},
+    "window, causal": {"window": (2, 0), "is_causal": True},
+    "softcap": {"softcap": 3.0},
+    "softcap, causal": {"softcap": 3.0, "is_causal": True},
+    "mask expression": {"mask": masks.causal() | masks.prefix(2)},
+    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+}
+
+
+def numbers(batch, length, keys):
+    rng = np.random.default_rng(0)
+    shapes = (batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)
+    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+
+
+class Calls(torch.nn.Module):
+    """A module that calls a function of tensors."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, query, key, value, *more):
+        return self.function(query, key, value, *more)
+
+
+def exported(function, *more, square=False):
+    """Return the program of a function of query, key and value, and of numbers for each item."""
+    batch, length, keys = (torch.export.Dim(name, min=1) for name in ("batch", "length", "keys"))
+    keys = length if square else keys
+    arrays = [torch.from_numpy(x) for x in (*numbers(2, 5, 5 if square else 7), *more)]
+    shapes = {"query": {0: batch, 2: length}, "key": {0: batch, 2: keys}}
+    shapes |= {"value": shapes["key"]} | ({"more": ({0: batch},) * len(more)} if more else {})
+    program = torch.export.export(Calls(function), tuple(arrays), dynamic_shapes=shapes)
+    return lambda *given: program.module()(*map(torch.from_numpy, given)).detach().numpy()
+
+
+@pytest.mark.parametrize("square", [False, True], ids=["", "square"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_one_program_runs_at_all_lengths(name, square):
+    run = exported(lambda *qkv: attention(*qkv, **OPTIONS[name]), square=square)
+    for batch, length, keys in SIZES:
+        inputs = numbers(batch, length, length if square else keys)
+        assert abs(run(*inputs) - attention(*inputs, **OPTIONS[name])).max() < 2e-6
+
+
+def test_no_choice_is_made_by_the_lengths_of_the_example():
+    run = exported(lambda *qkv: attention(*qkv, softcap=3.0, is_causal=True))
+    inputs = numbers(1, 700, 900)  # more scores than one tile holds
+    assert abs(run(*inputs) - attention(*inputs, softcap=3.0, is_causal=True)).max() < 4e-6
+
+
+@pytest.mark.parametrize("name", ["padding", "offsets"])
+def test_lengths_and_offsets_of_the_items_are_inputs(name):
+    def call(query, key, value, each):
+        if name == "padding":
+            return attention(query, key, value, mask=masks.padding(each))
+        return attention(query, key, value, query_offset=each, is_causal=True)
+
+    run = exported(call, np.array([0, 3]))
+    for size in SIZES:
+        inputs = [*numbers(*size), np.arange(size[0])]
+        assert abs(run(*inputs) - call(*inputs)).max() < 2e-6
+
+
+def test_an_explanation_says_which_kernels_need_numbers():
+    def explained(*qkv):
+        found.append(polyattn.explain(*qkv, is_causal=True))
+        found.append(polyattn.explain(*qkv, softcap=2.0))
+        return qkv[0] + 0
+
+    found = []
+    exported(explained)
+    assert [one.chosen.kernel for one in found] == ["sdpa", "dense"]
+    reasons = {one.kernel: one.reasons for one in found[1].candidates}
+    assert reasons["flex"] == ("its blocks need lengths that are known",)
+    assert reasons["tiled"] == ("its tiles need lengths that are known",)
+
+
+def test_parameters_keep_their_gradients():
+    class Projected(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(D) * 0.5)
+
+        def forward(self, query, key, value):
+            return attention(query @ self.weight, key, value, softcap=3.0, is_causal=True)
+
+    batch, length, keys = (torch.export.Dim(name, min=1) for name in ("batch", "length", "keys"))
+    shapes = {0: batch, 2: length}, {0: batch, 2: keys}, {0: batch, 2: keys}
+    given = tuple(map(torch.from_numpy, numbers(2, 5, 7)))
+    module = Projected()
+    program = torch.export.export(module, given, dynamic_shapes=shapes).module()
+    query, key, value = map(torch.from_numpy, numbers(3, 6, 4))
+    program(query, key, value).square().sum().backward()
+    module(query, key, value).square().sum().backward()
+    (found,) = program.parameters()
+    assert torch.allclose(found.grad, module.weight.grad, rtol=1e-5, atol=1e-5)
+    assert module.weight.grad.any()
