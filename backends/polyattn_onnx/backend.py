@@ -10,7 +10,7 @@ import spox
 import spox.opset.ai.onnx.v21 as op
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
-from polyattn_onnx.node import model_of
+from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
 __all__ = ["Native", "OnnxBackend"]
@@ -27,10 +27,6 @@ class Native(Operator):
     def opset(self, problem: Problem) -> int:
         """Return the opset that the backend was named with, as in ``onnx:25``."""
         return int(problem.device.partition(":")[2] or DEFAULT)
-
-    def remark(self, problem: Problem) -> str:
-        """Return what the call becomes."""
-        return f"one node, Attention of opset {self.opset(problem)}"
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

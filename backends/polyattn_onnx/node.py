@@ -1,14 +1,11 @@
-"""Build a model of one node, ONNX's operator Attention, for export and for ONNX Runtime."""
+"""The static facts of a node, ONNX's operator Attention, and its attributes and inputs by them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import onnx
-from onnx import helper
-
-__all__ = ["Node", "model_of"]
+__all__ = ["Node"]
 
 
 class Node(NamedTuple):
@@ -48,47 +45,36 @@ class Node(NamedTuple):
     mask: str | None
     counted: bool
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the operator's attributes that are not at their defaults.
 
-def model_of(node: Node) -> onnx.ModelProto:
-    """Return the model; its inputs are those that the node has, in the operator's order.
+        Returns
+        -------
+        dict of str to (int or float)
+            By name.
+        """
+        found: dict[str, Any] = {"is_causal": int(self.is_causal), "scale": self.scale}
+        found |= {"softcap": self.softcap} if self.softcap else {}
+        for name, size in zip(("left_window_size", "right_window_size"), self.window, strict=True):
+            found |= {name: size} if size >= 0 else {}
+        return found
 
-    Parameters
-    ----------
-    node : Node
-        The facts of its node.
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return inputs at their places among the operator's.
 
-    Returns
-    -------
-    onnx.ModelProto
-        The batch, L and S are symbolic in it.
-    """
-    inputs: dict[str, tuple[str, list[str | int]]] = {
-        "query": (node.dtype, ["B", node.heads, "L", node.head_size]),
-        "key": (node.dtype, ["B", node.key_heads, "S", node.head_size]),
-        "value": (node.dtype, ["B", node.key_heads, "S", node.value_size]),
-    }
-    if node.mask is not None:
-        inputs["mask"] = node.mask, ["B or 1", "H or 1", "L", "S"]
-    if node.counted:
-        inputs["keys"] = "int64", ["B"]
-    attributes: dict[str, Any] = {"is_causal": int(node.is_causal), "scale": node.scale}
-    attributes |= {"softcap": node.softcap} if node.softcap else {}
-    for name, size in zip(("left_window_size", "right_window_size"), node.window, strict=True):
-        attributes |= {name: size} if size >= 0 else {}
-    mask = "mask" if node.mask else ""
-    given = ["query", "key", "value", mask, "", "", "keys" if node.counted else ""]
-    while not given[-1]:
-        given.pop()
-    graph = helper.make_graph(
-        [helper.make_node("Attention", given, ["output"], name="attention", **attributes)],
-        "attention",
-        [_info(name, *facts) for name, facts in inputs.items()],
-        [_info("output", node.dtype, ["B", node.heads, "L", node.value_size])],
-    )
-    opset = helper.make_opsetid("", node.opset)
-    return helper.make_model_gen_version(graph, opset_imports=[opset], producer_name="polyattn")
+        Parameters
+        ----------
+        inputs : sequence
+            Those that the node has.
 
-
-def _info(name: str, dtype: str, shape: list[str | int]) -> onnx.ValueInfoProto:
-    number = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    return helper.make_tensor_value_info(name, number, shape)
+        Returns
+        -------
+        list
+            None at the places between of inputs that it does not have.
+        """
+        query, key, value, *more = inputs
+        mask = more.pop(0) if self.mask else None
+        found = [query, key, value, mask, None, None, more.pop() if self.counted else None]
+        while found[-1] is None:
+            found.pop()
+        return found

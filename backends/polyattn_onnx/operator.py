@@ -19,8 +19,10 @@ from polyattn.plugin import (
 )
 from polyattn_onnx.node import Node
 
-__all__ = ["Operator"]
+__all__ = ["FIRST", "LAST", "Operator"]
 
+#: The opsets of the oldest and the newest version of the operator.
+FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
 #: The features that hide keys by numbers that are not known before the call.
@@ -59,6 +61,10 @@ class Operator(Kernel):
             23, 24 or 25.
         """
         raise NotImplementedError
+
+    def remark(self, problem: Problem) -> str | None:
+        """Return what the call becomes."""
+        return f"one node, Attention of opset {self.opset(problem)}"
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what the operator cannot compute, and what ONNX Runtime refuses."""
@@ -209,12 +215,12 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
     if mask is None:
         return None
     # ONNX Runtime asks for all rows and keys, the operator for none or all batch items.
-    if mask.shape[-2:] != problem.scores[-2:] or None in mask.shape[-2:]:
+    if problem.is_symbolic or mask.shape[-2:] != problem.scores[-2:]:
         whole = (at.row >= 0) & (at.column >= 0)
         zero = xp.asarray(0, dtype=mask.dtype)
         mask = mask & whole if seen is mask else xp.where(whole, mask, zero)
     mask = mask[(None,) * (3 - len(mask.shape)) + (...,)]
     lead = len(mask.shape) - 3
-    if lead == 0 or all(length == 1 for length in mask.shape[:lead]):
+    if lead == 0 or all(isinstance(n, int) and n == 1 for n in mask.shape[:lead]):
         return mask[(*(0,) * lead, None, ...)]
     return one_batch_axis(problem, mask, xp)

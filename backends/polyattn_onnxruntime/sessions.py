@@ -7,7 +7,8 @@ from typing import Any
 
 import onnxruntime
 
-from polyattn_onnx.node import Node, model_of
+from polyattn_onnx.model import model_of
+from polyattn_onnx.node import Node
 
 __all__ = ["PROVIDERS", "devices", "session_of"]
 

@@ -16,6 +16,7 @@ import torch
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_torch.autograd import is_autocast_on, without_autocast
 from polyattn_torch.flex import Flex
+from polyattn_torch.onnx_node import OnnxNode
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
 
@@ -25,7 +26,7 @@ __all__ = ["TorchBackend"]
 class TorchBackend(Backend):
     """PyTorch tensors on any of torch's devices."""
 
-    kernels = (Sdpa(), Flex())
+    kernels = (OnnxNode(), Sdpa(), Flex())
 
     def __init__(self) -> None:
         super().__init__(xp)

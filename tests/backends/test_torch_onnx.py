@@ -1,0 +1,195 @@
+"""Models that torch.onnx.export writes: what a call becomes, and what the file computes."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+from polyattn import attention, masks, scores
+
+pytest.importorskip("onnxscript")
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+H, G, D, E = 4, 2, 8, 6
+SIZES = [(2, 5, 7), (3, 6, 4), (1, 1, 9), (4, 9, 1)]
+
+
+def numbers(batch, length, keys):
+    rng = np.random.default_rng(0)
+    shapes = (batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)
+    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+
+
+class Calls(torch.nn.Module):
+    """A module that calls a function of tensors."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, query, key, value, *more):
+        return self.function(query, key, value, *more)
+
+
+def exported(function, *more, opset=24):
+    """Return the model of a function of query, key and value, and of numbers for each item."""
+    batch, length, keys = (torch.export.Dim(name, min=1) for name in ("batch", "length", "keys"))
+    arrays = [torch.from_numpy(x) for x in (*numbers(2, 5, 7), *more)]
+    shapes = {"query": {0: batch, 2: length}, "key": {0: batch, 2: keys}}
+    shapes |= {"value": shapes["key"]} | ({"more": ({0: batch},) * len(more)} if more else {})
+    return model_of(Calls(function).eval(), tuple(arrays), shapes, opset)
+
+
+def model_of(module, arrays, shapes, opset=24):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module, arrays, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False
+        )
+    onnx.checker.check_model(program.model_proto, full_check=True)
+    return program.model_proto
+
+
+def run(model, *inputs):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    return session.run(None, {x.name: y for x, y in zip(session.get_inputs(), inputs, strict=True)})
+
+
+def by_reference(model, *inputs):
+    evaluator = onnx.reference.ReferenceEvaluator(model)
+    names = [one.name for one in model.graph.input]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        return evaluator.run(None, dict(zip(names, inputs, strict=True)))
+
+
+def kinds(model):
+    return [node.op_type for node in model.graph.node]
+
+
+NATIVE = {
+    "causal": {"is_causal": True},
+    "softcap and scale": {"softcap": 5.0, "scale": -0.3},
+    "softcap, causal from the first key": {"softcap": 5.0, "is_causal": True, "query_offset": 0},
+    "softcap, causal": {"softcap": 5.0, "is_causal": True},
+    "window": {"window": (2, 1)},
+    "window, causal": {"window": (2, 0), "is_causal": True, "softcap": 5.0},
+    "mask expression": {"mask": masks.causal() | masks.prefix(2)},
+    "sinks": {"sinks": np.linspace(-1, 1, H, dtype=np.float32)},
+    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+}
+
+
+def test_a_softcap_is_one_node_at_all_lengths():
+    model = exported(lambda *qkv: attention(*qkv, softcap=5.0, scale=0.3))
+    assert kinds(model) == ["Attention"]
+    assert {a.name: round(a.f, 3) for a in model.graph.node[0].attribute if a.f} == {
+        "softcap": 5.0,
+        "scale": 0.3,
+    }
+    for size in SIZES:
+        inputs = numbers(*size)
+        (found,) = run(model, *inputs)
+        assert abs(found - attention(*inputs, softcap=5.0, scale=0.3)).max() < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NATIVE)
+def test_one_model_runs_at_all_lengths(name):
+    options = NATIVE[name]
+    model = exported(lambda *qkv: attention(*qkv, **options))
+    assert kinds(model).count("Attention") == (name not in ("sinks", "alibi"))
+    for size in SIZES:
+        inputs = numbers(*size)
+        (found,) = run(model, *inputs)
+        assert abs(found - attention(*inputs, **options)).max() < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["padding", "offsets"])
+def test_lengths_and_offsets_of_the_items_are_inputs(name):
+    def call(query, key, value, each):
+        if name == "padding":
+            return attention(query, key, value, mask=masks.padding(each))
+        return attention(query, key, value, query_offset=each, is_causal=True)
+
+    model = exported(call, np.array([0, 3]))
+    assert kinds(model).count("Attention") == 1
+    for size in SIZES:
+        inputs = [*numbers(*size), np.arange(size[0])]
+        (found,) = run(model, *inputs)
+        assert abs(found - call(*inputs)).max() < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["window", "window, causal"])
+def test_windows_are_an_attribute_from_opset_25_on(name):
+    model = exported(lambda *qkv: attention(*qkv, **NATIVE[name]), opset=25)
+    (node,) = (n for n in model.graph.node if n.op_type == "Attention")
+    assert {a.name: a.i for a in node.attribute}["left_window_size"] == 2
+    for size in SIZES[:3]:
+        inputs = numbers(*size)
+        (found,) = by_reference(model, *inputs)
+        assert abs(found - attention(*inputs, **NATIVE[name])).max() < 2e-6
+
+
+@pytest.mark.slow
+def test_an_older_opset_has_an_older_operator_or_none():
+    def causal(*qkv):
+        found.append(polyattn.explain(*qkv, is_causal=True, softcap=5.0))
+        return attention(*qkv, is_causal=True, softcap=5.0)
+
+    inputs, found = numbers(3, 6, 4), []
+    wanted = attention(*inputs, is_causal=True, softcap=5.0)
+    for opset in (23, 20, None):
+        model = exported(causal, opset=opset)
+        assert kinds(model).count("Attention") == (opset == 23)
+        assert [x.version for x in model.opset_import if not x.domain] == [opset or 20]
+        assert abs(run(model, *inputs)[0] - wanted).max() < 2e-6
+    assert found[0].candidates[0].remark == "one node, Attention of opset 23"
+    reason = "its operator needs torch.onnx.export(opset_version=23) or more"
+    assert [one.candidates[0].reasons for one in found[-2:]] == [(reason,)] * 2
+
+
+def test_outside_of_an_export_the_kernel_says_what_it_is_for():
+    x = torch.zeros(1, 2, 3, 4)
+    first = polyattn.explain(x, x, x).candidates[0]
+    assert (first.kernel, first.status) == ("onnx", "refused")
+    assert first.reasons == ("it is for torch.onnx.export(dynamo=True) only",)
+    with pytest.raises(polyattn.UnsupportedError, match=r"for torch.onnx.export\(dynamo=True\)"):
+        attention(x, x, x, kernel="onnx")
+
+
+@pytest.mark.slow
+def test_a_model_has_one_node_for_each_layer():
+    nn = polyattn.nn
+    like = np.zeros(1, np.float32)
+    transformer = nn.Transformer.init(50, 32, 4, 2, like=like, rotary=nn.Rotary(8))
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            arrays = transformer.parameters().items()
+            self.weights = torch.nn.ParameterDict(
+                {name.replace(".", "/"): torch.from_numpy(array) for name, array in arrays}
+            )
+
+        def forward(self, ids):
+            weights = {name.replace("/", "."): w for name, w in self.weights.items()}
+            return transformer.with_parameters(weights)(ids, is_causal=True)
+
+    lengths = {n: torch.export.Dim(name, min=1) for n, name in enumerate(("batch", "length"))}
+    model = model_of(Wrapped().eval(), (torch.ones(2, 5, dtype=torch.int64),), (lengths,))
+    nodes = [node for node in model.graph.node if node.op_type == "Attention"]
+    assert len(nodes) == 2
+    assert all({a.name: a.i for a in node.attribute}["is_causal"] == 1 for node in nodes)
+    assert "weights.embedding/weight" in [one.name for one in model.graph.initializer]
+    for shape in ((1, 3), (2, 11)):
+        ids = np.random.default_rng(0).integers(0, 50, shape)
+        (logits,) = run(model, ids)
+        assert abs(logits - transformer(ids, is_causal=True)).max() < 2e-6
