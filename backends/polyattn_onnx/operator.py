@@ -128,7 +128,7 @@ class Operator(Kernel):
         """
         opset = self.opset(problem)
         is_causal, window, counted, banded = _positions(problem, opset)
-        query, scale = _scaled(problem, operands.query)
+        query, scale = _scaled(problem, operands.query, xp)
         inputs = [one_batch_axis(problem, x, xp) for x in (query, *operands[1:3])]
         # In float16 a runtime would round the scores, and what a large bias leaves of them.
         dtype = problem.accumulator
@@ -187,14 +187,15 @@ def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], boo
     return is_causal, (window[0], window[1]), not from_zero, False
 
 
-def _scaled(problem: Problem, query: Array) -> tuple[Array, float]:
+def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:
     """Return the query and the attribute scale: a float32 above 0, as runtimes ask for.
 
     ONNX Runtime multiplies query and key by its root each, which it rounds to float32.
     """
     scale = problem.scale
     if problem.dtype == "float64":
-        return query * scale, 1.0
+        # As an array: torch's exporter rounds a number to float32.
+        return query * xp.asarray(scale, dtype=query.dtype), 1.0
     if scale > 0:
         return query, scale
     return (query * -1.0, -scale) if scale < 0 else (query * 0.0, 1.0)

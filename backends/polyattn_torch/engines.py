@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from polyattn.plugin import Problem, Span, band, column_span
 from polyattn_torch.attn_mask import as_bias, is_square_causal, masks_by_position_only
 from polyattn_torch.device_info import DeviceInfo
+from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.workarounds import EngineInputs
 
 __all__ = [
@@ -83,6 +84,8 @@ def _is_empty(problem: Problem) -> bool:
 def _against_cpu(problem: Problem, device: DeviceInfo) -> str | None:
     if _cpu is None:
         return _ABSENT
+    if exported_opset() is not None:
+        return "torch.onnx.export has no node for it"
     if problem.dtype in _HALF:
         return "it is off by 5e-5 for 16-bit numbers, for which it uses a faster exp"
     # It divides by the lengths in integers, which ends the process (torch 2.13).

@@ -139,6 +139,28 @@ def test_windows_are_an_attribute_from_opset_25_on(name):
 
 
 @pytest.mark.slow
+def test_float64_keeps_its_digits():
+    model = exported(lambda *qkv: attention(*[x.double() for x in qkv], softcap=4.0))
+    assert kinds(model).count("Attention") == 1
+    inputs = numbers(3, 6, 4)
+    wanted = attention(*[x.astype(np.float64) for x in inputs], softcap=4.0)
+    assert abs(run(model, *inputs)[0] - wanted).max() < 1e-14
+
+
+@pytest.mark.slow
+def test_a_logsumexp_is_written_out():
+    def joined(*qkv):
+        output, logsumexp = polyattn.attention_partial(*qkv, window=(2, None))
+        return output * logsumexp[..., None]
+
+    model = exported(joined)
+    assert "Attention" not in kinds(model)
+    for size in SIZES[:2]:
+        inputs = numbers(*size)
+        assert abs(run(model, *inputs)[0] - joined(*inputs)).max() < 1e-5
+
+
+@pytest.mark.slow
 def test_an_older_opset_has_an_older_operator_or_none():
     def causal(*qkv):
         found.append(polyattn.explain(*qkv, is_causal=True, softcap=5.0))

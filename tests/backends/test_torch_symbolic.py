@@ -6,6 +6,9 @@ import torch
 
 import polyattn
 from polyattn import attention, masks, scores
+from polyattn_torch import route
+from polyattn_torch.device_info import DeviceInfo
+from polyattn_torch.quirks import refusals
 
 H, G, D, E = 4, 2, 8, 6
 SIZES = [(2, 5, 7), (3, 6, 4), (4, 2, 9)]
@@ -90,6 +93,35 @@ def test_an_explanation_says_which_kernels_need_numbers():
     reasons = {one.kernel: one.reasons for one in found[1].candidates}
     assert reasons["flex"] == ("its blocks need lengths that are known",)
     assert reasons["tiled"] == ("its tiles need lengths that are known",)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        DeviceInfo("cpu", (2, 13)),
+        DeviceInfo("cuda", (2, 12), (9, 20, 0), (9, 0)),
+        DeviceInfo("mps", (2, 12)),
+    ],
+    ids=lambda device: device.kind,
+)
+def test_no_device_needs_the_numbers_to_choose(device, monkeypatch):
+    monkeypatch.setattr(route, "describe_device", lambda _: device)
+    shapes = ("B", H, "L", D), ("B", G, "S", D), ("B", G, "S", D)
+    for dtype in ("float32", "float16"):
+        for options in ({}, {"is_causal": True}, {"window": (2, 1)}):
+            known = polyattn.explain(
+                *[[5 if isinstance(n, str) else n for n in s] for s in shapes], **options,
+                library="torch", dtype=dtype,
+            ).problem  # fmt: skip
+            problem = known._replace(
+                device=device.kind, batch=(None,), query_length=None, key_length=None,
+                query_offset=None, features=known.features | {"logsumexp"}, requires_grad=True,
+            )  # fmt: skip
+            for one in (problem, problem._replace(features=known.features)):
+                refusals(one, device)
+                chosen = route._route(one)
+                assert chosen.masked == bool(options.get("is_causal") or "window" in options)
+                assert not chosen.is_causal
 
 
 def test_parameters_keep_their_gradients():
