@@ -216,7 +216,7 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
     if mask is None:
         return None
     # ONNX Runtime asks for all rows and keys, the operator for none or all batch items.
-    if problem.is_symbolic or mask.shape[-2:] != problem.scores[-2:]:
+    if mask.shape[-2:] != problem.scores[-2:] or None in mask.shape[-2:]:
         whole = (at.row >= 0) & (at.column >= 0)
         zero = xp.asarray(0, dtype=mask.dtype)
         mask = mask & whole if seen is mask else xp.where(whole, mask, zero)

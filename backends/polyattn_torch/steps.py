@@ -158,11 +158,7 @@ def step_of(
     """
     if not is_recorded(problem) or not kernel.features >= {"backward", "jvp"}:
         return None
-    if (
-        problem.normalizer is not None
-        or problem.is_symbolic
-        or _needs_operations(problem, x, backend)
-    ):
+    if problem.normalizer is not None or _needs_operations(problem, x, backend):
         return None
     tensors: list[torch.Tensor] = []
 
