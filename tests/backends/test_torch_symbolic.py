@@ -1,5 +1,7 @@
 """Programs of torch.export whose lengths stay open: exported once, they run at every size."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -106,22 +108,23 @@ def test_an_explanation_says_which_kernels_need_numbers():
 )
 def test_no_device_needs_the_numbers_to_choose(device, monkeypatch):
     monkeypatch.setattr(route, "describe_device", lambda _: device)
-    shapes = ("B", H, "L", D), ("B", G, "S", D), ("B", G, "S", D)
-    for dtype in ("float32", "float16"):
-        for options in ({}, {"is_causal": True}, {"window": (2, 1)}):
-            known = polyattn.explain(
-                *[[5 if isinstance(n, str) else n for n in s] for s in shapes], **options,
-                library="torch", dtype=dtype,
-            ).problem  # fmt: skip
-            problem = known._replace(
-                device=device.kind, batch=(None,), query_length=None, key_length=None,
-                query_offset=None, features=known.features | {"logsumexp"}, requires_grad=True,
-            )  # fmt: skip
-            for one in (problem, problem._replace(features=known.features)):
-                refusals(one, device)
-                chosen = route._route(one)
-                assert chosen.masked == bool(options.get("is_causal") or "window" in options)
-                assert not chosen.is_causal
+    shapes = (2, H, 5, D), (2, G, 5, D), (2, G, 5, D)
+    for dtype, options, offset, with_logsumexp in itertools.product(
+        ("float32", "float16"), ({}, {"is_causal": True}, {"window": (2, 1)}), (None, 0), (0, 1)
+    ):
+        known = polyattn.explain(*shapes, **options, library="torch", dtype=dtype).problem
+        problem = known._replace(
+            device=device.kind, batch=(None,), query_length=None, key_length=None,
+            query_offset=offset, requires_grad=bool(with_logsumexp),
+            features=known.features | ({"logsumexp"} if with_logsumexp else set()),
+        )  # fmt: skip
+        refusals(problem, device)
+        chosen = route._route(problem)
+        # torch's is_causal counts from the first key, whatever the lengths are. In 16 bits it is
+        # wrong on MPS if there are several rows.
+        is_trusted = (device.kind, dtype) != ("mps", "float16")
+        assert chosen.is_causal == ("is_causal" in options and offset == 0 and is_trusted)
+        assert chosen.masked == (bool(options) and not chosen.is_causal)
 
 
 def test_parameters_keep_their_gradients():
