@@ -33,6 +33,14 @@ class OnnxNode(Operator):
             return [f"its operator needs torch.onnx.export(opset_version={FIRST}) or more"]
         return super().reasons_against(problem)
 
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Leave to `sdpa` what torch's exporter makes the same node of: torch can run that."""
+        is_plain = problem.features <= {"causal", "query_offset", "scale"} and problem.scale > 0
+        from_first = not problem.is_causal or problem.query_offset == 0
+        if is_plain and from_first and len(problem.batch) == 1 and problem.dtype == "float32":
+            return "torch's exporter makes this node of scaled_dot_product_attention"
+        return None
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:

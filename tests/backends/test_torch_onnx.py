@@ -43,14 +43,18 @@ def exported(function, *more, opset=24):
     return model_of(Calls(function).eval(), tuple(arrays), shapes, opset)
 
 
-def model_of(module, arrays, shapes, opset=24):
+def model_of(*args, **kwargs):
+    return program_of(*args, **kwargs).model_proto
+
+
+def program_of(module, arrays, shapes, opset=24):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             module, arrays, dynamo=True, opset_version=opset, dynamic_shapes=shapes, verbose=False
         )
     onnx.checker.check_model(program.model_proto, full_check=True)
-    return program.model_proto
+    return program
 
 
 def run(model, *inputs):
@@ -96,6 +100,20 @@ def test_a_softcap_is_one_node_at_all_lengths():
         inputs = numbers(*size)
         (found,) = run(model, *inputs)
         assert abs(found - attention(*inputs, softcap=5.0, scale=0.3)).max() < 2e-6
+
+
+@pytest.mark.slow
+def test_torch_can_run_the_program_of_a_plain_call():
+    def call(query, key, value):
+        return attention(query, query, query, is_causal=True, scale=0.3)
+
+    x = torch.from_numpy(numbers(2, 5, 7)[0])
+    length = {0: torch.export.Dim("batch", min=1), 2: torch.export.Dim("length", min=1)}
+    program = program_of(
+        Calls(call).eval(), (x, x, x), dict.fromkeys(("query", "key", "value"), length)
+    )
+    assert kinds(program.model_proto) == ["Attention"]
+    assert torch.equal(program.exported_program.module()(x, x, x), call(x, x, x))
 
 
 @pytest.mark.slow
