@@ -174,8 +174,15 @@ class Padding(Mask):
 class Filled(Padding):
     """The padding of a memory of keys, where the rows are the last tokens before the padding.
 
-    It hides what `Padding` hides. Its class says besides that the query offset is the number of
-    keys − L, which no kernel can see in the numbers of two arrays.
+    It hides what ``masks.padding`` hides. Its class says besides that the query offset of the call
+    is the number of keys − L, which a kernel cannot see in two arrays.
+
+    Attributes
+    ----------
+    key_lengths : Array of int
+        The number of tokens in the memory, of all batch items or of each.
+    query_lengths : None
+        All rows are real.
     """
 
 
