@@ -128,7 +128,7 @@ class Operator(Kernel):
         if dtype != problem.dtype:
             inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
         keys = length_of(inputs[1], -2)
-        if counted and _is_filled(problem):
+        if counted and isinstance(operands.mask, Filled):
             keys, operands = operands.mask.key_lengths, operands._replace(mask=None)
         mask = _mask(problem, operands, xp, banded=banded)
         if mask is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from polyattn.arrays import Array, ArrayFacts, facts_of
 from polyattn.nn.cache import KVCache
@@ -14,7 +14,7 @@ Shape = tuple[int | str, ...]
 Caches = KVCache | tuple[KVCache, ...]
 
 
-def are_caches(thing: Any) -> bool:
+def are_caches(thing: Any) -> TypeGuard[Caches]:
     """Return whether this is a cache, or a tuple of caches."""
     several = isinstance(thing, tuple) and thing and all(isinstance(x, KVCache) for x in thing)
     return bool(several) or isinstance(thing, KVCache)
@@ -27,7 +27,7 @@ def _numbered(name: str, caches: Caches) -> dict[str, KVCache]:
     return {f"{name}.{n}": cache for n, cache in enumerate(caches)}
 
 
-def arrays_of(name: str, caches: Any) -> dict[str, tuple[str, Shape]]:
+def arrays_of(name: str, caches: Caches) -> dict[str, tuple[str, Shape]]:
     """Return the dtype and shape of each array of caches that are an input."""
     arrays: dict[str, tuple[str, Shape]] = {}
     for begin, cache in _numbered(name, caches).items():

@@ -120,6 +120,7 @@ def _facts(
 ) -> dict[str, tuple[str, Shape]]:
     """Return the dtype and shape of each input of the model, by its name."""
     facts: dict[str, tuple[str, Shape]] = {}
+    one: Any
     for name, one in inputs.items():
         if are_caches(one):
             if opset < CACHED:

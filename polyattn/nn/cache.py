@@ -124,17 +124,18 @@ class KVCache:
         (2, 8, 1, 64)
         """
         library_of(like, "like")
-        if any(isinstance(length, str) for length in (*batch, capacity)):
-            facts, lead = facts_of(like, "like"), (*batch, heads, capacity)
-            widths = size, value_size or size
-            return cls(*[facts._replace(shape=(*lead, width)) for width in widths])
+        lead: tuple[Any, ...] = (*batch, heads, capacity)
+        if any([isinstance(length, str) for length in lead]):
+            facts, widths = facts_of(like, "like"), (size, value_size or size)
+            shaped = [facts._replace(shape=(*lead, width)) for width in widths]
+            return cls(shaped[0], shaped[1])
         xp = library_of(like).xp
         if 0 in like.shape:
             number = numbers_like(xp, 0, like.dtype, like)
         else:  # a number of `like` is where a committed array of JAX is
             number = like[(0,) * len(like.shape)]
         example = xp.broadcast_to(number, (*batch, heads, 1, 1))
-        key, value = (_zeros(example, capacity, width) for width in (size, value_size or size))
+        key, value = (_zeros(example, lead[-1], width) for width in (size, value_size or size))
         # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
 
