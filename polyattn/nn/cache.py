@@ -15,6 +15,7 @@ from typing import Any
 from polyattn.arguments import check_int
 from polyattn.arrays import (
     Array,
+    ArrayFacts,
     facts_of,
     index_range,
     is_array,
@@ -209,10 +210,15 @@ class KVCache:
         Raises
         ------
         ValueError
-            If the shapes do not fit.
+            If the shapes do not fit, or the cache has no memory.
         TypeError
             If the library or dtype differs.
         """
+        if isinstance(self.key, ArrayFacts):
+            raise ValueError(
+                f"a cache of the shape {self.key.shape} has no memory, because a string names a"
+                " length: give numbers, or pass it to polyattn.export.onnx"
+            )
         for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
             libraries = library_of(memory).name, library_of(new, name).name
             if libraries[0] != libraries[1] or memory.dtype != new.dtype:
