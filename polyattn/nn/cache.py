@@ -126,7 +126,7 @@ class KVCache:
         """
         library_of(like, "like")
         lead: tuple[Any, ...] = (*batch, heads, capacity)
-        if any([isinstance(length, str) for length in lead]):
+        if any(isinstance(length, str) for length in lead):
             facts, widths = facts_of(like, "like"), (size, value_size or size)
             shaped = [facts._replace(shape=(*lead, width)) for width in widths]
             return cls(shaped[0], shaped[1])
