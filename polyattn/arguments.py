@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from polyattn.arrays import is_compiling
+from polyattn.tracing import is_compiling
 
 __all__ = [
     "Shape",

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import array_api_compat
 
 from polyattn.refused import CONVERSIONS, REFUSED
+from polyattn.tracing import constant_when_traced, know_torch
 
 __all__ = [
     "LONG_NAMES",
@@ -28,87 +28,21 @@ __all__ = [
     "broadcast_shapes",
     "cast",
     "check_not_recorded",
-    "constant_when_traced",
     "facts_of",
     "index_range",
     "is_array",
-    "is_compiling",
     "is_namespace",
     "is_recorded",
-    "is_transformed",
-    "know_torch",
     "length_of",
     "library_of",
     "namespace_of",
     "numbers_like",
     "quiet",
     "recorders",
-    "torch_transforms",
 ]
 
 Array = Any
 Chunks = tuple[tuple[int, ...], ...]
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def constant_when_traced(function: _F) -> _F:
-    """Let torch.compile call `function` while it traces, and keep the result as a constant.
-
-    Arguments and results must be constant in a program: names, classes, dtypes.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-def is_compiling() -> bool:
-    """Return whether torch.compile is tracing the caller."""
-    torch = _torch()
-    return torch is not None and bool(torch.compiler.is_compiling())
-
-
-@constant_when_traced
-def know_torch() -> bool:
-    """Let `is_compiling` answer before the first tensor is seen, and return whether it can."""
-    torch = sys.modules.get("torch")
-    if hasattr(torch, "compiler"):  # another thread may still be importing torch
-        _modules["torch"] = torch
-    return "torch" in _modules
-
-
-def _torch() -> Any:
-    # Not from sys.modules: another thread may still be importing torch, and torch.compile cannot
-    # trace a dict that grows. `_modules` has torch from the first tensor on.
-    return _modules.get("torch")
-
-
-def is_transformed() -> bool:
-    """Return whether torch.compile traces the caller, or torch.func transforms it."""
-    torch = _modules.get("torch")
-    if torch is None:
-        return False
-    return torch.compiler.is_compiling() or _in_forward_mode(torch) or bool(_interpreters(torch))
-
-
-def torch_transforms() -> frozenset[str]:
-    """Return which of torch.func's ``vmap``, ``grad`` and ``jvp`` are transforming the caller.
-
-    The result is empty if a version of torch keeps this elsewhere; torch itself then refuses
-    kernels without a rule for them.
-    """
-    torch = _torch()
-    if torch is None or torch.compiler.is_compiling():
-        return frozenset()
-    transforms = frozenset([one.key().name.lower() for one in _interpreters(torch)])
-    return transforms | {"jvp"} if _in_forward_mode(torch) else transforms
-
-
-def _interpreters(torch: Any) -> Any:
-    functorch = getattr(torch._C, "_functorch", None)
-    return getattr(functorch, "get_interpreter_stack", tuple)() or ()
-
-
-def _in_forward_mode(torch: Any) -> bool:
-    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 class Recorder(Protocol):
@@ -166,7 +100,6 @@ _INTEGRATED = {
 # Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
 _libraries: dict[type, Library] = {}
 _tensors: dict[type, Library] = {}
-_modules: dict[str, Any] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
 #: The recorder of each class of arrays that has one, once an array of it was seen.
 recorders: dict[type, Recorder] = {}
@@ -251,7 +184,8 @@ def _is_tensor(cls: type) -> bool:
     if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
         return False
     xp = importlib.import_module("array_api_compat.torch")
-    torch = _modules["torch"] = sys.modules["torch"]
+    know_torch()
+    torch = sys.modules["torch"]
     # A class with its own dispatch, such as FakeTensor, has no numbers in its own memory.
     tensor_class: Any = cls
     dispatches = tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__

@@ -11,17 +11,8 @@ import numbers
 from typing import Any, NamedTuple
 
 from polyattn.arguments import got
-from polyattn.arrays import (
-    Array,
-    ArrayFacts,
-    constant_when_traced,
-    facts_of,
-    is_array,
-    is_compiling,
-    know_torch,
-    library_of,
-    numbers_like,
-)
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of, numbers_like
+from polyattn.tracing import constant_when_traced, is_compiling, know_torch
 
 __all__ = ["MOST_PLACED", "Home", "as_array", "home_of", "is_host", "is_sequence", "is_unreadable"]
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from polyattn.arrays import constant_when_traced
+from polyattn.tracing import constant_when_traced
 
 __all__ = ["line", "paragraph", "table", "terminal_width"]
 

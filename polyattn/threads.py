@@ -16,9 +16,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import SupportsIndex
 
+from polyattn.environment import reader_of
+
 __all__ = ["granted", "thread_count", "use_threads"]
 
 VARIABLE = "POLYATTN_NUM_THREADS"
+_variable = reader_of(VARIABLE)
 
 _context: ContextVar[int | None] = ContextVar("polyattn_threads", default=None)
 
@@ -94,7 +97,7 @@ def thread_count(most: Callable[[], int] | None = None) -> int:
     chosen = _context.get()
     if chosen is not None:
         return chosen
-    variable = os.environ.get(VARIABLE)
+    variable = _variable()
     if variable:
         return _parsed(variable)
     most_granted = granted(os.getpid())

@@ -1,4 +1,4 @@
-"""What all tests share: no choice of backend and no terminal leaks in from outside."""
+"""Keep the backend and the terminal of the caller out of all tests."""
 
 import subprocess
 import sys

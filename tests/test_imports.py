@@ -17,6 +17,7 @@ TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 GROUND = {
     "arguments",
     "arrays",
+    "environment",
     "extras",
     "host",
     "html_page",
@@ -26,6 +27,7 @@ GROUND = {
     "span",
     "text_table",
     "threads",
+    "tracing",
 }
 #: Each room, and the rooms below it: all that it may import.
 ROOMS = {

@@ -285,6 +285,30 @@ def rates(window: float) -> dict[str, float]:
     }
 
 
+def xla_rates(window: float) -> dict[str, float]:
+    """Return the rates of XLA's products for a tile of 12 heads; none without JAX.
+
+    They are per second of processor time, of all threads: XLA takes no number of threads.
+    """
+    try:
+        import jax
+    except ImportError:
+        return {}
+    on_cpu = jax.devices("cpu")[0]
+    arrays = (np.ones((12, *shape), "float32") for shape in ((256, 64), (64, 256), (256, 256)))
+    query, key, weights = (jax.device_put(array, on_cpu) for array in arrays)
+    product = jax.jit(jax.numpy.matmul)
+
+    def rate(a: Array, b: Array) -> float:
+        def call() -> Any:
+            return product(a, b).block_until_ready()
+
+        seconds = (timing.window(call, window, clock=time.process_time) for _ in range(3))
+        return 2 * 12 * 256 * 256 * 64 / 1e9 / min(seconds)
+
+    return {"XLA's query·key": rate(query, key), "XLA's weights·value": rate(weights, query)}
+
+
 def floor_of(case: Case, rates: dict[str, float], threads: int) -> float:
     """Return the seconds that only the two products and the exponential take."""
     by_keys, by_values, exponential, *_ = rates.values()
@@ -306,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     threads = options.threads or script.all_threads()
     rounds, window = (1, 0.0) if options.quick else (options.rounds, 0.1)
     print(f"{script.machine(threads)}; Python {platform.python_version()}; {rounds} rounds")
-    limits = rates(window / 4)
+    limits = rates(window / 4) | xla_rates(window / 4)
     print("floor: " + ", ".join(f"{name} {rate:.3g}" for name, rate in limits.items()), flush=True)
     results = []
     with polyattn.use_threads(threads):

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Operands, Problem, Span, band, column_span
+from polyattn.plugin import Array, Operands, Problem, Span, band, column_span, one_batch_axis
 from polyattn_cupy import rows
 from polyattn_cupy.products import Matrices
-from polyattn_cupy.shapes import one_batch_axis, with_score_axes
+from polyattn_cupy.shapes import with_score_axes
 
 __all__ = ["Block", "begin", "blocks", "record_of", "stacked"]
 
@@ -70,7 +70,7 @@ def blocks(problem: Problem, tile: int) -> tuple[Block, ...]:
 def stacked(problem: Problem, array: Array, group_size: int) -> tuple[Matrices, Array]:
     """Return query, key or value as one stack over items and key/value heads, and its array."""
     length, size = array.shape[-2:]
-    array = one_batch_axis(problem, array)
+    array = one_batch_axis(problem, array, cupy)
     # A copy, if the axes that are merged have no common stride.
     array = array.reshape(-1, group_size * length, size)
     step, pitch, next_to = _strides(array)

@@ -9,9 +9,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Indices, Operands, Problem, Span, band
+from polyattn.plugin import Array, Backend, Indices, Operands, Problem, Span, band, one_batch_axis
 from polyattn_cupy.problem_graphs import aligned, bias_shape
-from polyattn_cupy.shapes import one_batch_axis, with_score_axes
+from polyattn_cupy.shapes import with_score_axes
 
 __all__ = ["ALIGNMENT", "UNSEEN", "bias_memory", "made_bias", "packed", "ready"]
 
@@ -25,7 +25,7 @@ ALIGNMENT = 16
 
 def ready(problem: Problem, array: Array) -> Array:
     """Return a 16-bit array with one batch axis, copied if cuDNN cannot read its memory."""
-    array = one_batch_axis(problem, array)
+    array = one_batch_axis(problem, array, cupy)
     if array.data.ptr % ALIGNMENT or not _is_readable(array.shape, array.strides):
         return array.copy(order="C")
     return array

@@ -9,7 +9,7 @@ import cupy
 
 from polyattn.plugin import Array, Problem
 
-__all__ = ["empty_result", "one_batch_axis", "summed", "with_score_axes"]
+__all__ = ["empty_result", "summed", "with_score_axes"]
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
@@ -18,16 +18,6 @@ def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     if "logsumexp" not in problem.features:
         return output, None
     return output, cupy.empty(problem.scores[:-1], problem.accumulator)
-
-
-def one_batch_axis(problem: Problem, array: Array) -> Array:
-    """Return query, key or value with its batch axes broadcast and merged, copied if necessary."""
-    batch, shape = problem.batch, array.shape
-    if len(shape) == 4 and shape[:1] == batch:
-        return array
-    if shape[:-3] != batch:
-        array = cupy.broadcast_to(array, (*batch, *shape[-3:]))
-    return array.reshape(math.prod(batch), *shape[-3:])
 
 
 def with_score_axes(problem: Problem, array: Array) -> Array:

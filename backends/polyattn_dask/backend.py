@@ -55,10 +55,10 @@ class DaskBackend(Backend):
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel; a call for weights, whose kernel is the core's, by chunks too."""
-        if operands.value is None and 0 not in problem.scores:
-            return weights(problem, operands, kernel)
-        return super().run(kernel, problem, operands)
+        """Run a kernel; a call for weights, whose kernel is the core's, by chunks where it can."""
+        if operands.value is not None or 0 in problem.scores or problem.dropout_start is None:
+            return super().run(kernel, problem, operands)
+        return weights(problem, operands, kernel)
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as a dask array, in chunks of dask's choice."""

@@ -118,6 +118,6 @@ def template_of(problem: Problem, x: Operands, grid: Grid) -> tuple[Template, li
     }
     plain = {name: value for name, value in plain.items() if value is not None}
     whole_rows = problem.normalizer is not None or problem.score_norm is not None
-    start = problem.dropout_start or (0, 0, 0, 0)
-    template = Template(plain, held, problem.dropout, start, whole_rows)
+    assert problem.dropout_start is not None, "the kernel refuses a start in an array"
+    template = Template(plain, held, problem.dropout, problem.dropout_start, whole_rows)
     return template, leaves

@@ -22,9 +22,10 @@ __all__ = ["Loop", "block_sizes", "loops", "tiles_to_compute", "visible_tiles"]
 
 # The smallest area of a tile for each head, however many heads there are.
 MIN_AREA = 2**12
-# All blocks of a loop take as many steps as the one with most work. So the rows are split into
-# about this many loops, and few steps visit keys that their rows do not see.
-LOOPS = 8
+# All blocks of a loop take as many steps as the one with most tiles, and skip what is not theirs.
+# A loop has gradients of all keys and values, so there is one, unless its blocks would visit less
+# than this part of its steps: then about as many loops as this.
+FEWEST_VISITED, LOOPS = 0.5, 8
 # The most rows and keys of a tile where masks may leave tiles empty: smaller tiles skip more.
 MAX_MASKED_SIDE = 512
 
@@ -50,54 +51,47 @@ def masks_tiles(problem: Problem) -> bool:
 
 def loops(problem: Problem, tile: int) -> list[Loop]:
     """Cut the rows into blocks, and group consecutive blocks that visit about as many tiles."""
-    rows, columns = block_sizes(problem, tile)
+    size = rows, columns = block_sizes(problem, tile)
     blocks = list(Span(0, problem.query_length).split(rows))
-    lay_out = _loops_over_tiles if masks_tiles(problem) else _loops_over_spans
-    return lay_out(problem, blocks, (rows, columns))
-
-
-def _loops_over_spans(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[Loop]:
-    """Visit the keys from the first that a block of rows sees to the last."""
-    columns = size[1]
-    spans = [column_span(problem, block) for block in blocks]
+    find = _by_tiles if masks_tiles(problem) else _by_spans
+    keys = find(problem, blocks, size)
     result = []
-    for group in _grouped(blocks, [span.length for span in spans]):
-        steps = max(-(-spans[n].length // columns) for n in group)
-        keys = [tuple(spans[n].start + step * columns for step in range(steps)) for n in group]
-        result.append(_loop([blocks[n] for n in group], columns, keys))
-    return result
-
-
-def _loops_over_tiles(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[Loop]:
-    """Visit the tiles that may hold a visible key."""
-    columns = size[1]
-    keys: list[tuple[int, ...]] = [
-        tuple(np.flatnonzero(line) * columns) for line in _possibly_visible(problem, size)
-    ]
-    groups = _grouped(blocks, [len(firsts) for firsts in keys])
-    if len(groups) > 2 * LOOPS:  # neighbours with unlike work would each be compiled separately
-        groups = _grouped(blocks, [0] * len(blocks))
-    result = []
-    for group in groups:
+    for group in _grouped(blocks, [len(firsts) for firsts in keys]):
         steps = max(len(keys[n]) for n in group)
-        padded = [keys[n] + (problem.key_length,) * (steps - len(keys[n])) for n in group]
-        result.append(_loop([blocks[n] for n in group], columns, padded))
+        padded = tuple(keys[n] + (problem.key_length,) * (steps - len(keys[n])) for n in group)
+        first_rows = tuple(blocks[n].start for n in group)
+        result.append(Loop(blocks[group[0]].length, columns, first_rows, padded))
     return result
 
 
-def _loop(blocks: list[Span], columns: int, keys: list[tuple[int, ...]]) -> Loop:
-    first_rows = tuple(block.start for block in blocks)
-    return Loop(blocks[0].length, columns, first_rows, tuple(keys))
+def _by_spans(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the tiles from the first key that each block of rows sees to the last."""
+    spans = (column_span(problem, block) for block in blocks)
+    return [tuple(range(span.start, span.start + span.length, size[1])) for span in spans]
+
+
+def _by_tiles(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the tiles that may hold a key that a block of rows sees."""
+    table = _possibly_visible(problem, size)
+    return [tuple(np.flatnonzero(line) * size[1]) for line in table]
 
 
 def _grouped(blocks: list[Span], work: list[int]) -> list[list[int]]:
-    """Group the numbers of consecutive blocks of equal length and about equal work."""
-    coarse = max(1, -(-max(work) // LOOPS))
+    """Group the numbers of consecutive blocks of equal length, if need be by equal work too."""
 
-    def length_and_work(number: int) -> tuple[int, int]:
-        return blocks[number].length, -(-work[number] // coarse)
+    def groups(work: list[int]) -> list[list[int]]:
+        alike = [(block.length, share) for block, share in zip(blocks, work, strict=True)]
+        return [
+            list(group) for _, group in itertools.groupby(range(len(blocks)), alike.__getitem__)
+        ]
 
-    return [list(group) for _, group in itertools.groupby(range(len(blocks)), length_and_work)]
+    by_length, most = groups([0] * len(blocks)), max(work)
+    if sum(work) >= FEWEST_VISITED * most * len(blocks):
+        return by_length
+    coarse = -(-most // LOOPS)
+    by_work = groups([-(-share // coarse) for share in work])
+    # Neighbours with unlike work would each be compiled separately.
+    return by_work if len(by_work) <= 2 * LOOPS else by_length
 
 
 def _possibly_visible(problem: Problem, size: tuple[int, int]) -> Array:
@@ -127,8 +121,6 @@ def visible_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array
 
 def tiles_to_compute(problem: Problem, loop: Loop, visible: Array | None) -> Array | None:
     """Return which tiles of a loop must be computed, (blocks, steps); None if all must."""
-    if not masks_tiles(problem):
-        return None
     first_rows, first_keys = np.asarray(loop.first_rows), np.asarray(loop.first_keys)
     listed = first_keys < problem.key_length
     if visible is None:
@@ -169,7 +161,7 @@ def even_size(length: int, most: int) -> int:
     """Return a size of at most `most` that cuts `length` into few blocks of about equal size."""
     fewest = -(-length // max(1, most))
     # Blocks of exactly one size are one loop to compile, and leave no keys over.
-    for blocks in range(fewest, fewest + fewest // 2 + 1):
+    for blocks in range(fewest, 2 * fewest + 1):
         if blocks and length % blocks == 0:
             return length // blocks
     return -(-length // fewest)

@@ -112,7 +112,7 @@ def _over_blocks(
 ) -> tuple[Array, ...]:
     """Return the results for the rows of a loop, in order; `moved` has these rows only."""
     last = problem.key_length - loop.columns
-    overlaps = any(first > last for keys in loop.first_keys for first in keys)
+    overlaps = any(last < key < problem.key_length for keys in loop.first_keys for key in keys)
 
     def of_block(block: tuple[Any, Any, Any, Rows]) -> tuple[Array, ...]:
         first_row, new, is_needed, given = block
@@ -120,7 +120,7 @@ def _over_blocks(
             given[name] = lax.dynamic_slice_in_dim(array, first_row, loop.rows, axis=-2)
         # A tile that would end beyond the last key begins earlier; its keys before `new` are not
         # new.
-        first = jnp.minimum(new, last) if overlaps else new
+        first = jnp.minimum(new, last)
         slices = body.slices(given, first, loop.columns)
         tiles = (first, new if overlaps else None, is_needed, slices)
         block, state = body.start(given, loop.rows)

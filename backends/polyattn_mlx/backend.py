@@ -39,7 +39,7 @@ class MlxBackend(Backend):
         return "MLX has float64 on the CPU only: call mx.set_default_device(mx.cpu)"
 
     def place(self, array: Array, device: str | None) -> mx.array:
-        """Return `array` as one of MLX, which has its memory on no device in particular."""
+        """Return `array` as an array of MLX, whose memory belongs to no device."""
         return array if isinstance(array, mx.array) else _import(array)
 
     def fetch(self, array: Array) -> Any:
@@ -55,7 +55,7 @@ class MlxBackend(Backend):
         return np.array(array)
 
     def synchronize(self, device: str | None = None) -> None:
-        """Wait until all work that was begun is done."""
+        """Wait until all work is done."""
         mx.synchronize()
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
@@ -95,5 +95,5 @@ def _import(array: Array) -> mx.array:
     if not isinstance(array, (np.ndarray, np.generic)):
         return mx.from_dlpack(array)
     array = np.asarray(array, array.dtype.newbyteorder("="), order="C")
-    # MLX makes float32 of NumPy's float64 unless it is told.
+    # Without a dtype MLX would convert NumPy's float64 to float32.
     return mx.array(array, mx.float64) if array.dtype == np.float64 else mx.array(array)

@@ -9,7 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, band
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Indices,
+    Kernel,
+    Operands,
+    Problem,
+    Span,
+    band,
+    one_batch_axis,
+)
 
 __all__ = ["Fast"]
 
@@ -49,11 +59,12 @@ class Fast(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output."""
-        query, key, value = (_of_rank_4(problem, x) for x in operands[:3])
-        sinks, mask, seen = operands.sinks, _mask(problem, operands, backend.xp), None
+        xp = backend.xp
+        query, key, value = (one_batch_axis(problem, x, xp) for x in operands[:3])
+        sinks, mask, seen = operands.sinks, _mask(problem, operands, xp), None
         if isinstance(mask, mx.array):
             seen = mx.any(mask, axis=-1, keepdims=True)
-            mask = mask if mask.ndim < 4 else _of_rank_4(problem, mask)
+            mask = mask if mask.ndim < 4 else one_batch_axis(problem, mask, xp)
         output = _attend(problem.scale, query, key, value, mask, sinks)
         output = output.reshape(*problem.scores[:-1], problem.value_size)
         return output if seen is None else mx.where(seen, output, 0), None
@@ -76,14 +87,6 @@ def _attend(
     query, key, value = (x.astype(mx.float32) for x in (query, key, value))
     sinks = None if sinks is None else sinks.astype(mx.float32)
     return attend(query, key, value, sinks=sinks, force_fused=False).astype(dtype)
-
-
-def _of_rank_4(problem: Problem, array: mx.array) -> mx.array:
-    """Return query, key, value or a mask with one batch axis."""
-    lead, rest = array.shape[:-3], array.shape[-3:]
-    if len(lead) == 1 and lead == problem.batch:
-        return array
-    return mx.broadcast_to(array, (*problem.batch, *rest)).reshape(-1, *rest)
 
 
 def _mask(problem: Problem, operands: Operands, xp: Any) -> mx.array | str | None:

@@ -1,4 +1,4 @@
-"""A model of one node, ONNX's operator Attention: what is exported, and what ONNX Runtime runs."""
+"""Build a model of one node, ONNX's operator Attention, for export and for ONNX Runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ONNX's operator Attention computes, and how a call is said by it."""
+"""Write a call as ONNX's operator Attention, or say why the operator cannot compute it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from polyattn.plugin import (
     Span,
     band,
     length_of,
+    one_batch_axis,
 )
 from polyattn_onnx.node import Node
 
@@ -32,9 +33,10 @@ FAR = 2**30
 
 
 class Operator(Kernel):
-    """A call that is one node; a subclass says how the node is run.
+    """A call that is one node, which a subclass runs.
 
-    Causal and window that the operator cannot say are a mask, as are mask expressions.
+    A causal call or a window that the operator has no attribute for becomes a mask, as a mask
+    expression does.
     """
 
     features = frozenset({
@@ -60,7 +62,7 @@ class Operator(Kernel):
         raise NotImplementedError
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return what the operator cannot say, and what ONNX Runtime refuses."""
+        """Return what the operator cannot compute, and what ONNX Runtime refuses."""
         reasons = []
         if 0 in (*problem.scores, problem.head_size, problem.value_size):
             reasons.append("runtimes refuse arrays without elements")
@@ -122,7 +124,7 @@ class Operator(Kernel):
         opset = self.opset(problem)
         is_causal, window, counted, banded = _positions(problem, opset)
         query, scale = _scaled(problem, operands.query)
-        inputs = [_of_rank_4(problem, x, xp) for x in (query, *operands[1:3])]
+        inputs = [one_batch_axis(problem, x, xp) for x in (query, *operands[1:3])]
         # In float16 a runtime would round the scores, and what a large bias leaves of them.
         dtype = problem.accumulator
         if dtype != problem.dtype:
@@ -166,7 +168,7 @@ def _is_filled(problem: Problem) -> bool:
 
 
 def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:
-    """Return is_causal, window and `counted` of a node, and whether a mask says the band instead.
+    """Return is_causal, window and `counted` of a node, and whether a mask takes their place.
 
     Without a number of keys, row 0 is at position 0; with one, the last row is the last of them:
     of the tokens in a cache, or of all keys. Other offsets are left to a mask: the operator does
@@ -204,16 +206,6 @@ def _scaled(problem: Problem, query: Array) -> tuple[Array, float]:
     return (query * -1.0, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
-def _of_rank_4(problem: Problem, array: Array, xp: Any) -> Array:
-    """Return query, key, value or a mask with one batch axis."""
-    lead, rest = tuple(array.shape[:-3]), tuple(array.shape[-3:])
-    if len(problem.batch) <= 1 and len(lead) == 1 and lead == problem.batch:
-        return array
-    if not problem.batch:
-        return array[None, ...]
-    return xp.reshape(xp.broadcast_to(array, (*problem.batch, *rest)), (-1, *rest))
-
-
 def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | None:
     """Return mask and bias, and causal and window if `banded`, as one array of rank 4, or None."""
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
@@ -237,4 +229,4 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
     lead = len(mask.shape) - 3
     if lead == 0 or all(length == 1 for length in mask.shape[:lead]):
         return mask[(*(0,) * lead, None, ...)]
-    return _of_rank_4(problem, mask, xp)
+    return one_batch_axis(problem, mask, xp)

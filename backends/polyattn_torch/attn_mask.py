@@ -14,7 +14,6 @@ import array_api_compat.torch as xp
 import torch
 
 from polyattn.plugin import Backend, Indices, Mask, Operands, Problem, Span, band, is_full
-from polyattn_torch.batched import whole_score_axes
 
 __all__ = [
     "as_bias",
@@ -104,7 +103,7 @@ def attn_mask(
     if x.bias is not None:
         bias = _as_scores(problem, x.bias)
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
-    return None if mask is None else whole_score_axes(problem, mask)
+    return None if mask is None else _whole_score_axes(problem, mask)
 
 
 def as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -125,3 +124,13 @@ def _as_scores(problem: Problem, bias: torch.Tensor) -> torch.Tensor:
     if problem.bias_dtype == problem.dtype:
         return bias
     return bias.to(getattr(torch, problem.accumulator))
+
+
+def _whole_score_axes(problem: Problem, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a mask or bias with the axes (batch, H, L, S), each whole or 1."""
+    rank = max(4, len(problem.batch) + 3)
+    tensor = tensor.reshape(*(1,) * (rank - tensor.ndim), *tensor.shape)
+    if rank == 4:
+        return tensor
+    last = tensor.shape[-3:]
+    return tensor.expand(*problem.batch, *last).reshape(math.prod(problem.batch), *last)

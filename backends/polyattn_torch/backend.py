@@ -140,8 +140,7 @@ class TorchBackend(Backend):
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
         """Run a kernel with autocast off, as one step of autograd where it has derivatives."""
-        # Not asked for its kind each time, which takes longer than the rest.
-        kind = "cpu" if problem.device == "cpu" else problem.device_kind
+        kind = problem.device_kind
         if is_autocast_on(kind):
             with torch.autocast(kind, enabled=False):
                 return self.run(kernel, problem, operands)

@@ -17,8 +17,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from polyattn.plugin import Array, Backend, Kernel, Mask, Operands, Problem, Score, combined_mask
-from polyattn_torch.batched import one_batch_axis
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Kernel,
+    Mask,
+    Operands,
+    Problem,
+    Score,
+    combined_mask,
+    one_batch_axis,
+)
 from polyattn_torch.block_mask import block_mask, point_indices
 
 __all__ = ["Flex"]
@@ -91,7 +100,7 @@ class Flex(Kernel):
         """Return the output, and the logsumexp if the problem asks for it."""
         flex = _call if torch.compiler.is_compiling() else _compiled(problem, _codes(operands))
         # Outside of the compiled function, where FlexAttention takes no broadcast views.
-        query, key, value = (one_batch_axis(problem, tensor) for tensor in operands[:3])
+        query, key, value = (one_batch_axis(problem, tensor, backend.xp) for tensor in operands[:3])
         operands = operands._replace(query=query, key=key, value=value)
         output, logsumexp = flex(problem, operands, backend.xp), None
         if "logsumexp" in problem.features:

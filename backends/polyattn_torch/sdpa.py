@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, one_batch_axis
 from polyattn_torch.attn_mask import attn_mask, made_mask
-from polyattn_torch.batched import one_batch_axis
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.fused import recorded, takes
@@ -73,9 +72,9 @@ class Sdpa(Kernel):
             x = operands
             return F.scaled_dot_product_attention(x.query, x.key, x.value, **options), None
         route = route_of(problem)
-        query = one_batch_axis(problem, operands.query)
-        key = one_batch_axis(problem, operands.key)
-        value = one_batch_axis(problem, operands.value)
+        query = one_batch_axis(problem, operands.query, backend.xp)
+        key = one_batch_axis(problem, operands.key, backend.xp)
+        value = one_batch_axis(problem, operands.value, backend.xp)
         mask, empty, logsumexp = None, None, None
         if route.masked:
             mask = attn_mask(problem, operands, backend, banded=route.banded)

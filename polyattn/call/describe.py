@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn.arguments import WindowSize, check_signature, check_window, got
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, torch_transforms
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array
 from polyattn.call.options import (
     FROM_ZERO,
     Start,
@@ -26,6 +26,7 @@ from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Chain, Function, Score, Softcap
 from polyattn.host import Home, as_array, home_of, is_host
+from polyattn.tracing import torch_transforms
 
 __all__ = ["Call", "Operands", "describe"]
 

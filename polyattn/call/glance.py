@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-from polyattn.arrays import Array, constant_when_traced, is_transformed, know_torch
+from polyattn.arrays import Array
+from polyattn.tracing import constant_when_traced, is_transformed, know_torch
 
 __all__ = ["Glance", "glance"]
 

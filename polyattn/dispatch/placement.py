@@ -6,12 +6,13 @@ traced array is refused before any work. Within one library nothing is lost.
 
 from __future__ import annotations
 
-from polyattn.arrays import LONG_NAMES, Array, ArrayFacts, is_compiling
+from polyattn.arrays import LONG_NAMES, Array, ArrayFacts
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.transfer import Placement, Refusal, conversion_loss
 from polyattn.plugin import BackendSpec
+from polyattn.tracing import is_compiling
 
 __all__ = ["check_one_place", "find_placement"]
 

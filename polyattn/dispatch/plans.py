@@ -11,14 +11,15 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from polyattn.arrays import Array, is_compiling
+from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands
 from polyattn.call.glance import Glance
 from polyattn.call.layout import as_called, heads_first, keeps_axes
 from polyattn.dispatch.request import Request
 from polyattn.dispatch.transfer import Placement, Plan
-from polyattn.plugin import Kernel
+from polyattn.plugin import Backend, Kernel, Problem
 from polyattn.recent import Recent
+from polyattn.tracing import is_compiling
 
 __all__ = ["Repeat", "recall", "recall_repeat", "remember", "remember_repeat"]
 
@@ -28,13 +29,14 @@ class Repeat(NamedTuple):
 
     call: Call
     plan: Plan
-    is_direct: bool  # the kernel takes and returns the arrays of the caller
+    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
+    direct: tuple[Backend, Kernel, Problem] | None
 
     def run(self, operands: Operands) -> Array:
         """Return the output of the call with other arrays of the same classes."""
-        if self.is_direct:
-            kernel, (backend, _, problem, _), _ = self.plan
-            return backend.run(kernel, problem, operands)[0]  # type: ignore[union-attr]
+        if self.direct is not None:
+            backend, kernel, problem = self.direct
+            return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
 
@@ -85,5 +87,8 @@ def remember_repeat(
     """Keep a call that has just run for later ones with the same glance."""
     plan = recall(call, requested, kernel)
     if plan is not None:
-        is_direct = keeps_axes(call) and not plan.placement.moved
-        _plans[seen, requested] = Repeat(call, plan, is_direct)
+        direct = None
+        backend, _, problem, moved = plan.placement
+        if backend is not None and not moved and keeps_axes(call):
+            direct = backend, plan.kernel, problem
+        _plans[seen, requested] = Repeat(call, plan, direct)

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Set
 from dataclasses import dataclass
 
-from polyattn.arrays import constant_when_traced, is_namespace, library_of
+from polyattn.arrays import is_namespace, library_of
 from polyattn.dispatch.entries import Entry, entries
 from polyattn.dispatch.standard import StandardBackend
 from polyattn.kernels import Dense, Tiled
 from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
+from polyattn.tracing import constant_when_traced
 
 __all__ = [
     "ARRAY_API",

@@ -6,21 +6,22 @@ The argument wins over the innermost context, which wins over the variable, read
 from __future__ import annotations
 
 import difflib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from polyattn.arrays import is_compiling
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnknownBackendError
+from polyattn.environment import reader_of
+from polyattn.tracing import is_compiling
 
 __all__ = ["AUTO", "Names", "Request", "check_known", "parse", "request", "use_backend"]
 
 AUTO = "auto"
 VARIABLE = "POLYATTN_BACKEND"
+_variable = reader_of(VARIABLE)
 
 Names = tuple[str, ...]
 
@@ -116,7 +117,7 @@ def request(backend: str | Sequence[str] | None) -> Request:
         names = getattr(_traced_context, "names", ()) if is_compiling() else _context.get()
         if names:
             return Request(names, "context")
-    variable = os.environ.get(VARIABLE)
+    variable = _variable()
     if variable:
         return Request(parse(variable, f"{VARIABLE}="), "environment")
     return _NOTHING

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from polyattn.arrays import Array, constant_when_traced
+from polyattn.arrays import Array
 from polyattn.expressions.parts import Part
+from polyattn.tracing import constant_when_traced
 
 __all__ = ["UNKNOWN", "Block", "Coverage", "TileTable", "logical_not"]
 

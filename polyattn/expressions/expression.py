@@ -10,16 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
-from polyattn.arrays import (
-    ArrayFacts,
-    facts_of,
-    is_array,
-    is_compiling,
-    is_recorded,
-    library_of,
-)
+from polyattn.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
 from polyattn.expressions.parts import Part
 from polyattn.host import Home, is_host
+from polyattn.tracing import is_compiling
 
 __all__ = ["FUNCTION", "Expression", "has_function", "named"]
 

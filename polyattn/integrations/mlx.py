@@ -25,7 +25,7 @@ def _arange(
 
 
 def _exp(x: mx.array) -> mx.array:
-    """Return the exponential; MLX computes that of float64 in float32, and its powers in float64.
+    """Return the exponential, of float64 as a power of e, because MLX's exp computes in float32.
 
     The rounding of e is an error of x · eps at most, and of a weight exp(x) far less than eps.
     """
@@ -44,5 +44,5 @@ def _namespace() -> Any:
     return xp
 
 
-# Traced, for no array shows whether mx.grad or mx.compile records what is done to it.
+# Traced: an array does not tell whether mx.grad or mx.compile records its operations.
 LIBRARY = Library("mlx", _namespace(), traced=True)

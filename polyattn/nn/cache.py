@@ -19,17 +19,16 @@ from polyattn.arrays import (
     facts_of,
     index_range,
     is_array,
-    is_compiling,
     is_recorded,
     length_of,
     library_of,
     numbers_like,
-    torch_transforms,
 )
 from polyattn.expressions.masks import as_mask
 from polyattn.expressions.patterns import Filled
 from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
+from polyattn.tracing import is_compiling, torch_transforms
 
 __all__ = ["KVCache"]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, index_range, is_compiling, library_of, namespace_of
+from polyattn.arrays import Array, index_range, library_of, namespace_of
 from polyattn.dispatch.transfer import backend_of
+from polyattn.tracing import is_compiling
 
 __all__ = ["rows_of", "with_last_axes", "with_rows"]
 

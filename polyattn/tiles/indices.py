@@ -233,7 +233,7 @@ class Indices:
 
     @property
     def dropout_start(self) -> Any:
-        """What batch item, head, row and key begin with in the hash of dropout, four numbers."""
+        """The numbers of the first batch item, head, row and key in the hash of dropout."""
         given = self._problem.dropout_start
         return self._x.dropout_start if given is None else given
 

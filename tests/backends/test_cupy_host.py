@@ -72,6 +72,7 @@ def stand_in(**cuda):
         zeros=lambda shape, dtype: full(shape, 0, dtype),
         full=full,
         broadcast_to=lambda array, shape: at_home(np.broadcast_to(array, shape)),
+        reshape=lambda array, shape: array.reshape(shape),
         ascontiguousarray=lambda array: at_home(np.ascontiguousarray(array)),
         maximum=np.maximum,
         where=lambda *args: at_home(np.where(*args)),

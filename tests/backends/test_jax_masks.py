@@ -312,12 +312,18 @@ def problem_of(mask, length):
     return problem._replace(mask_spec=problem.mask_spec.filled(mask))
 
 
-def test_rows_that_go_over_about_as_many_tiles_share_a_loop():
-    found = loops(problem_of(masks.causal() | masks.prefix(4), 8192), 2**14)
-    assert len(found) <= 9
-    wide, low = found[-1].steps, found[0].steps
-    assert low < wide == 64
-    assert max(len(loop.first_keys) * loop.steps for loop in found) < 64 * 64 / 4
+def test_causal_rows_share_one_loop():
+    (found,) = loops(problem_of(masks.causal() | masks.prefix(4), 8192), 2**14)
+    visited = [sum(key < 8192 for key in keys) for keys in found.first_keys]
+    assert visited == list(range(1, 65))
+
+
+def test_few_wide_rows_have_a_loop_of_their_own():
+    def wide_at_the_end(b, h, i, j):
+        return (i >= 896) | (j < 16)
+
+    found = loops(problem_of(masks.compile(wide_at_the_end, 1024, tile=16), 1024), 256)
+    assert [(len(loop.first_rows), loop.steps) for loop in found] == [(56, 1), (8, 64)]
 
 
 def test_rows_that_take_turns_share_one_loop():

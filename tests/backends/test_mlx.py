@@ -1,4 +1,4 @@
-"""MLX as a backend: the suite on its default device, and what only its arrays ask for."""
+"""MLX as a backend: the suite on its default device, and what only its arrays need."""
 
 from importlib.metadata import version
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the page of array types says happens, happens."""
+"""Each row of the page on array types, run."""
 
 import array_types
 import pytest

@@ -13,7 +13,7 @@ from polyattn import attention, attention_partial, masks, nn, scores
 from polyattn.arrays import library_of
 from polyattn.conformance import Target, deviation
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES, POISONED_GRADIENT_CASES
-from polyattn.conformance.checks.gradients import differentiable
+from polyattn.conformance.checks.autodiff import differentiable
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.integrations import autograd_functions as functions
 from polyattn.kernels import Dense

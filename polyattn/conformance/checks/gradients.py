@@ -7,8 +7,7 @@ textbook judge the rest: the steps that the formula leaves out, arrays in expres
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +19,13 @@ from polyattn import (
     attention_backward,
     attention_jvp,
     attention_partial,
-    explain,
     merge,
 )
 from polyattn.arrays import facts_of
 from polyattn.call.problem import examine
 from polyattn.conformance.cases.case import Case, arrays_in
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
+from polyattn.conformance.checks.autodiff import BY, Arguments
 from polyattn.conformance.checks.cases import (
     bits_of,
     check_like,
@@ -52,7 +51,6 @@ from polyattn.conformance.reference.gradients import (
 )
 from polyattn.conformance.reference.oracle import lift
 from polyattn.conformance.reference.tolerance import Deviation, accumulation_dtype, deviation
-from polyattn.dispatch.errors import UnsupportedError
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import explain_selection
 from polyattn.expressions.expression import Expression
@@ -85,90 +83,6 @@ def check_gradients(
     if gradients is None:
         return None
     return compare(case, {n: target.back(gradients[n]) for n in gradient_yardsticks(case)})
-
-
-Arguments = tuple[list[Any], dict[str, Any]]
-
-
-def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that have gradients, by name."""
-    named = dict(zip(("query", "key", "value"), arrays, strict=True))
-    return named | {name: options[name] for name in ("bias", "sinks") if name in options}
-
-
-def by_torch(
-    target: Target, case: Case, kernel: Kernel, arguments: Arguments
-) -> dict[str, Any] | None:
-    """Return the gradients by torch's autograd, or None if the kernel refuses."""
-    torch = importlib.import_module("torch")
-    arrays, options = arguments
-    inputs = differentiable(arrays, options)
-    for x in inputs.values():
-        x.requires_grad_()
-    if explain(*arrays, **options, backend=target.backend, kernel=kernel).chosen is None:
-        return None
-    output = target.call(case, kernel, arguments=arguments)
-    assert output.requires_grad, f"{case}: the output does not require a gradient"
-    along = target.to(cotangent(case))
-    gradients = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
-    }
-
-
-def by_jax(
-    target: Target, case: Case, kernel: Kernel, arguments: Arguments
-) -> dict[str, Any] | None:
-    """Return the gradients by JAX, or None if the kernel refuses."""
-    jax = importlib.import_module("jax")
-
-    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
-        return jax.vjp(function, *inputs)[1](along)
-
-    return _by_vjp(pulled_back, target, case, kernel, arguments)
-
-
-def by_mlx(
-    target: Target, case: Case, kernel: Kernel, arguments: Arguments
-) -> dict[str, Any] | None:
-    """Return the gradients by MLX, or None if the kernel refuses."""
-    mx = importlib.import_module("mlx.core")
-
-    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
-        return mx.vjp(function, inputs, [along])[1]
-
-    return _by_vjp(pulled_back, target, case, kernel, arguments)
-
-
-def _by_vjp(
-    pulled_back: Callable[..., Any],
-    target: Target,
-    case: Case,
-    kernel: Kernel,
-    arguments: Arguments,
-) -> dict[str, Any] | None:
-    along = target.to(cotangent(case))
-
-    def differentiated(*arrays: Any, **options: Any) -> Any:
-        inputs = differentiable(arrays, options)
-        others = {name: x for name, x in options.items() if name not in inputs}
-
-        def call(*given: Any) -> Any:
-            return attention(**dict(zip(inputs, given, strict=True)), **others)
-
-        found = pulled_back(call, list(inputs.values()), along)
-        return dict(zip(inputs, found, strict=True))
-
-    try:
-        gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)
-    except UnsupportedError:
-        # Such an array does not show beforehand that it will be differentiated.
-        return None
-    return gradients
-
-
-BY = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
 
 
 # ---- by the kernel itself ----------------------------------------------------------------------

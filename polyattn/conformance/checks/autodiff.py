@@ -1,0 +1,98 @@
+"""The gradients of a call by the library's own differentiation: torch's, JAX's or MLX's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from polyattn import UnsupportedError, attention, explain
+from polyattn.conformance.cases.case import Case
+from polyattn.conformance.checks.target import Target
+from polyattn.conformance.reference.gradients import cotangent
+from polyattn.plugin import Kernel
+
+__all__ = ["BY", "Arguments", "differentiable"]
+
+Arguments = tuple[list[Any], dict[str, Any]]
+
+
+def differentiable(arrays: Iterable[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that have gradients, by name."""
+    named = dict(zip(("query", "key", "value"), arrays, strict=True))
+    return named | {name: options[name] for name in ("bias", "sinks") if name in options}
+
+
+def by_torch(
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+) -> dict[str, Any] | None:
+    """Return the gradients by torch's autograd, or None if the kernel refuses."""
+    torch = importlib.import_module("torch")
+    arrays, options = arguments
+    inputs = differentiable(arrays, options)
+    for x in inputs.values():
+        x.requires_grad_()
+    if explain(*arrays, **options, backend=target.backend, kernel=kernel).chosen is None:
+        return None
+    output = target.call(case, kernel, arguments=arguments)
+    assert output.requires_grad, f"{case}: the output does not require a gradient"
+    along = target.to(cotangent(case))
+    gradients = torch.autograd.grad(output, tuple(inputs.values()), along, allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
+    }
+
+
+def by_jax(
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+) -> dict[str, Any] | None:
+    """Return the gradients by JAX, or None if the kernel refuses."""
+    jax = importlib.import_module("jax")
+
+    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+        return jax.vjp(function, *inputs)[1](along)
+
+    return _by_vjp(pulled_back, target, case, kernel, arguments)
+
+
+def by_mlx(
+    target: Target, case: Case, kernel: Kernel, arguments: Arguments
+) -> dict[str, Any] | None:
+    """Return the gradients by MLX, or None if the kernel refuses."""
+    mx = importlib.import_module("mlx.core")
+
+    def pulled_back(function: Callable[..., Any], inputs: list[Any], along: Any) -> Any:
+        return mx.vjp(function, inputs, [along])[1]
+
+    return _by_vjp(pulled_back, target, case, kernel, arguments)
+
+
+def _by_vjp(
+    pulled_back: Callable[..., Any],
+    target: Target,
+    case: Case,
+    kernel: Kernel,
+    arguments: Arguments,
+) -> dict[str, Any] | None:
+    along = target.to(cotangent(case))
+
+    def differentiated(*arrays: Any, **options: Any) -> Any:
+        inputs = differentiable(arrays, options)
+        others = {name: x for name, x in options.items() if name not in inputs}
+
+        def call(*given: Any) -> Any:
+            return attention(**dict(zip(inputs, given, strict=True)), **others)
+
+        found = pulled_back(call, list(inputs.values()), along)
+        return dict(zip(inputs, found, strict=True))
+
+    try:
+        gradients: dict[str, Any] = target.call(case, kernel, differentiated, arguments)
+    except UnsupportedError:
+        # Such an array does not show beforehand that it will be differentiated.
+        return None
+    return gradients
+
+
+BY = {"torch": by_torch, "jax": by_jax, "mlx": by_mlx}
