@@ -278,8 +278,8 @@ def _export(options: argparse.Namespace) -> int:
         opset=options.opset,
         dtype=options.dtype,
         options=_numbers(options),
+        file=options.file,
     )
-    options.file.write_bytes(model.SerializeToString())
     kinds = [node.op_type for node in model.graph.node]
     nodes = f"{len(kinds)} node{'s' * (len(kinds) != 1)}"
     native = "one is Attention" if "Attention" in kinds else "none is Attention"

@@ -251,3 +251,38 @@ def test_the_command_line_checks_the_folder_and_the_packages_first(tmp_path, cap
     assert main(["export", str(tmp_path / "a.onnx"), "--shape", "B,4,L,8"]) == 2
     assert 'pip install "polyattn[onnx]"' in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_a_model_cannot_hold_are_written_beside_it(tmp_path, monkeypatch):
+    nn = polyattn.nn
+    transformer = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
+    inputs, options = {"ids": ("B", "L")}, {"is_causal": True}
+    call = functools.partial(export, transformer, inputs, dtype="int64", options=options)
+    size = sum(array.nbytes for array in transformer.parameters().values())
+    monkeypatch.setattr("polyattn.export.weights.LARGEST", size - 1)
+    with pytest.raises(ValueError, match=f"weights take {size:,} bytes, .* pass file='mo"):
+        call()
+    file = tmp_path / "model.onnx"
+    model = call(file=file)
+    assert {one.name for one in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+    assert file.read_bytes() == model.SerializeToString()
+    assert not any(one.raw_data for one in model.graph.initializer)
+    places = [{e.key: e.value for e in one.external_data} for one in model.graph.initializer]
+    assert all(int(place["offset"]) % 4096 == 0 for place in places)
+    loaded = onnx.load(file)
+    parameters = transformer.parameters()
+    for one in loaded.graph.initializer:
+        assert np.array_equal(onnx.numpy_helper.to_array(one), parameters[one.name])
+    ids = np.array([[5, 7, 11], [2, 3, 0]])
+    session = onnxruntime.InferenceSession(str(file), _one_thread())
+    (logits,) = session.run(None, {"ids": ids})
+    assert abs(logits - transformer(ids, **options)).max() < 2e-6
+
+
+def test_a_file_holds_weights_that_fit(tmp_path):
+    linear = polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
+    model = export(linear, {"x": ("B", 4)}, file=str(tmp_path / "model.onnx"))
+    assert [one.name for one in tmp_path.iterdir()] == ["model.onnx"]
+    assert onnx.load(tmp_path / "model.onnx") == model
+    with pytest.raises(ValueError, match="file needs a file in an existing folder"):
+        export(linear, {"x": ("B", 4)}, file=tmp_path / "no" / "model.onnx")

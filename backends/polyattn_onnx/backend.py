@@ -8,8 +8,9 @@ import ndonnx
 import numpy as np
 import spox
 import spox.opset.ai.onnx.v21 as op
+import spox.opset.ai.onnx.v24 as op24
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, length_of
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
@@ -74,6 +75,12 @@ class OnnxBackend(Backend):
     def rows(self, table: Array, ids: Array) -> Array:
         """Return rows of a table."""
         return ndonnx.asarray(op.gather(table.unwrap_spox(), ids.unwrap_spox()))
+
+    def with_rows(self, memory: Array, rows: Array, at: Array) -> Array:
+        """Return a cache's memory with new rows, by the operator TensorScatter."""
+        items = ndonnx.arange(length_of(memory, 0), dtype=ndonnx.int64)
+        arrays = (memory, rows, items * 0 + at)
+        return ndonnx.asarray(op24.tensor_scatter(*[array.unwrap_spox() for array in arrays]))
 
     def fetch(self, array: Array) -> Array:
         """Return the numbers of an array, if they are constants of the graph."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from polyattn.plugin import (
     Array,
+    Filled,
     Indices,
     Kernel,
     Operands,
@@ -134,12 +135,15 @@ class Operator(Kernel):
         dtype = problem.accumulator
         if dtype != problem.dtype:
             inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
+        keys = length_of(inputs[1], -2)
+        if counted and isinstance(operands.mask, Filled):
+            keys, operands = operands.mask.key_lengths, operands._replace(mask=None)
         mask = _mask(problem, operands, xp, banded=banded)
         if mask is not None:
             inputs.append(mask)
         if counted:
             items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64)
-            inputs.append(items * 0 + length_of(inputs[1], -2))
+            inputs.append(items * 0 + keys)
         kind = None if mask is None else "bool" if mask.dtype == xp.bool else dtype
         node = Node(
             opset, dtype, problem.heads, problem.key_heads, problem.head_size,
@@ -164,22 +168,30 @@ def _may_be_empty(problem: Problem) -> bool:
     )
 
 
+def _is_filled(problem: Problem) -> bool:
+    """Return whether the keys are the memory of a cache, whose last tokens are the rows."""
+    return isinstance(problem.mask_spec, Filled)
+
+
 def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:
     """Return is_causal, window and `counted` of a node, and whether a mask takes their place.
 
-    Without a number of keys, row 0 is at position 0; with one, the last row is the last key. Other
-    offsets are left to a mask: the operator does not define positions after the last key.
+    Without a number of keys, row 0 is at position 0; with one, the last row is the last of them:
+    of the tokens in a cache, or of all keys. Other offsets are left to a mask: the operator does
+    not define positions after the last key.
     """
     low, high = band(problem)
+    # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
+    counts = opset >= COUNTS and problem.dtype != "float64"
+    is_filled = counts and _is_filled(problem)
     if low is None and high is None:
-        return False, (-1, -1), False, False
+        return False, (-1, -1), is_filled, False
     is_causal = problem.is_causal and high is not None
     left, right = problem.window
     left, right = None if low is None else left, None if high is None or is_causal else right
     from_zero = problem.query_offset == 0
     is_newest = problem.features.isdisjoint(("query_offset", "query_offset_array"))
-    # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
-    from_end = opset >= COUNTS and is_newest and problem.dtype != "float64"
+    from_end = counts and (is_newest or is_filled)
     is_window = (left, right) != (None, None)
     if not (from_zero or from_end) or (is_window and opset < WINDOWS):
         return False, (-1, -1), False, True

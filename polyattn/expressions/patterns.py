@@ -17,7 +17,7 @@ from polyattn.expressions.indices import (
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.parts import Part
 
-__all__ = ["Band", "Dilated", "GlobalTokens", "Padding", "Prefix", "Segments"]
+__all__ = ["Band", "Dilated", "Filled", "GlobalTokens", "Padding", "Prefix", "Segments"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -168,6 +168,22 @@ class Padding(Mask):
     def check(self, dims: ScoreDims) -> None:
         dims.check_per_item("masks.padding: key_lengths", self.key_lengths)
         dims.check_per_item("masks.padding: query_lengths", self.query_lengths)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Filled(Padding):
+    """The padding of a memory of keys, where the rows are the last tokens before the padding.
+
+    It hides what ``masks.padding`` hides. Its class says besides that the query offset of the call
+    is the number of keys − L, which a kernel cannot see in two arrays.
+
+    Attributes
+    ----------
+    key_lengths : Array of int
+        The number of tokens in the memory, of all batch items or of each.
+    query_lengths : None
+        All rows are real.
+    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)

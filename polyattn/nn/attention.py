@@ -209,7 +209,7 @@ class MultiHeadAttention(Module):
         if cache is not None:
             cache = cache.append(key, value, query=query)
             key, value = cache.keys, cache.values
-            options = cache.options(query.shape[-2], options)
+            options = cache.options(length_of(query, -2), options)
         output = self._merge(attention(query, key, value, **options))
         return output if cache is None else (output, cache)
 
@@ -247,16 +247,18 @@ class MultiHeadAttention(Module):
         width = int(self.fused.weight.shape[1])
         return width // self.key_heads - (self.heads // self.key_heads + 1) * self.head_size
 
-    def cache(self, capacity: int, *, like: Array, batch: tuple[int, ...] = ()) -> KVCache:
+    def cache(
+        self, capacity: int | str, *, like: Array, batch: tuple[int | str, ...] = ()
+    ) -> KVCache:
         """Return an empty cache for this layer's keys and values.
 
         Parameters
         ----------
-        capacity : int
-            Number of tokens to allocate memory for.
+        capacity : int or str
+            Number of tokens to allocate memory for, or a name, as for `KVCache.init`.
         like : Array
             An array of the library, device and dtype of the keys and values.
-        batch : tuple of int
+        batch : tuple of int or str
             The batch axes.
 
         Returns

@@ -15,15 +15,19 @@ from typing import Any
 from polyattn.arguments import check_int
 from polyattn.arrays import (
     Array,
+    ArrayFacts,
+    facts_of,
     index_range,
     is_array,
     is_recorded,
+    length_of,
     library_of,
-    namespace_of,
     numbers_like,
 )
 from polyattn.expressions.masks import as_mask
+from polyattn.expressions.patterns import Filled
 from polyattn.masks import padding
+from polyattn.nn.shapes import with_rows
 from polyattn.tracing import is_compiling, torch_transforms
 
 __all__ = ["KVCache"]
@@ -86,10 +90,10 @@ class KVCache:
         cls,
         heads: int,
         size: int,
-        capacity: int,
+        capacity: int | str,
         *,
         like: Array,
-        batch: tuple[int, ...] = (),
+        batch: tuple[int | str, ...] = (),
         value_size: int | None = None,
     ) -> KVCache:
         """Return an empty cache.
@@ -98,12 +102,14 @@ class KVCache:
         ----------
         heads, size : int
             G and D.
-        capacity : int
+        capacity : int or str
             Number of tokens to allocate memory for. The memory grows as needed, except in a traced
-            function, where the length is unknown: tokens beyond the capacity are lost there.
+            function, where the length is unknown: tokens beyond the capacity are lost there. A
+            string, here or in `batch`, names a length that is known when a model runs only: the
+            cache has no memory, and is an input of `polyattn.export.onnx`.
         like : Array
             An array of the library, device and dtype of the keys and values.
-        batch : tuple of int
+        batch : tuple of int or str
             The batch axes.
         value_size : int, optional
             E, D by default.
@@ -118,13 +124,18 @@ class KVCache:
         (2, 8, 1, 64)
         """
         library_of(like, "like")
+        lead: tuple[Any, ...] = (*batch, heads, capacity)
+        if any(isinstance(length, str) for length in lead):
+            facts, widths = facts_of(like, "like"), (size, value_size or size)
+            shaped = [facts._replace(shape=(*lead, width)) for width in widths]
+            return cls(shaped[0], shaped[1])
         xp = library_of(like).xp
         if 0 in like.shape:
             number = numbers_like(xp, 0, like.dtype, like)
         else:  # a number of `like` is where a committed array of JAX is
             number = like[(0,) * len(like.shape)]
         example = xp.broadcast_to(number, (*batch, heads, 1, 1))
-        key, value = (_zeros(example, capacity, width) for width in (size, value_size or size))
+        key, value = (_zeros(example, lead[-1], width) for width in (size, value_size or size))
         # torch.compile cannot return a _Buffer.
         return cls(key, value, buffer=None if is_compiling() else _Buffer(key, value, 0))
 
@@ -155,15 +166,15 @@ class KVCache:
 
     def _filled(self, memory: Array) -> Array:
         if is_array(self.length):
-            return memory[..., self.first :, :]
+            return memory[..., self.first :, :] if self.first else memory
         return memory[..., self.first : self.first + self.length, :]
 
-    def options(self, rows: int, options: dict[str, Any]) -> dict[str, Any]:
+    def options(self, rows: int | Array, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options for attention from the newest tokens to `keys` and `values`.
 
         Parameters
         ----------
-        rows : int
+        rows : int or Array of int
             Number of query rows, which are those of the newest tokens.
         options : dict
             Further options of `polyattn.attention`.
@@ -175,7 +186,7 @@ class KVCache:
         """
         if not is_array(_known(self.length)):
             return options
-        mask = padding(self.length)
+        mask = padding(self.length) if "query_offset" in options else Filled(self.length)
         if options.get("mask") is not None:
             mask = mask & as_mask(options["mask"])
         return {"query_offset": self.length - rows} | options | {"mask": mask}
@@ -198,10 +209,15 @@ class KVCache:
         Raises
         ------
         ValueError
-            If the shapes do not fit.
+            If the shapes do not fit, or the cache has no memory.
         TypeError
             If the library or dtype differs.
         """
+        if isinstance(self.key, ArrayFacts):
+            raise ValueError(
+                f"a cache of the shape {self.key.shape} has no memory, because a string names a"
+                " length: give numbers, or pass it to polyattn.export.onnx"
+            )
         for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
             libraries = library_of(memory).name, library_of(new, name).name
             if libraries[0] != libraries[1] or memory.dtype != new.dtype:
@@ -210,7 +226,8 @@ class KVCache:
                     f" {new.dtype} of {libraries[1]}"
                 )
             *lead, _, size = memory.shape
-            if (*new.shape[:-2], *new.shape[-1:]) != (*lead, size) or len(new.shape) < 2:
+            fits = (*new.shape[:-2], *new.shape[-1:]) == (*lead, size) and len(new.shape) > 1
+            if not (fits or _may_fit(new.shape, (*lead, None, size))):
                 raise ValueError(
                     f"{name} must have the shape {(*lead, 'n', size)} of the cache; got"
                     f" {tuple(new.shape)}"
@@ -252,9 +269,10 @@ class KVCache:
 
     def _replace_memory(self, key: Array, value: Array) -> KVCache:
         """Return a cache of new arrays, made without writing to an array."""
-        more, first, memory = key.shape[-2], self.first, [self.key, self.value]
-        if not is_array(self.length) and first + self.length + more > self.capacity:
-            unused = self._enlarged(more) - self.length
+        first, memory = self.first, [self.key, self.value]
+        length = self.length + length_of(key, -2)
+        if not is_array(self.length) and first + length > self.capacity:
+            unused = self._enlarged(key.shape[-2]) - self.length
             memory = [
                 library_of(filled).xp.concat(
                     (filled, _zeros(filled, unused, filled.shape[-1])), axis=-2
@@ -263,11 +281,10 @@ class KVCache:
             ]
             first = 0
         key, value = (
-            _with_rows(array, rows, first + self.length)
+            with_rows(array, rows, first + self.length)
             for array, rows in zip(memory, (key, value), strict=True)
         )
         # A graph of gradients may hold the new arrays, so no cache may write to them.
-        length = self.length + more
         return replace(self, key=key, value=value, length=length, first=first, buffer=None)
 
     def _enlarged(self, more: int) -> int:
@@ -337,13 +354,11 @@ def _zeros(like: Array, capacity: int, width: int) -> Array:
     return xp.astype(whole, like.dtype)  # always a copy
 
 
-def _with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
-    """Return `memory` with `rows` in place of those from `at` on."""
-    xp = namespace_of(memory, rows)
-    indices = index_range(xp, 0, memory.shape[-2], memory) - at
-    new = (indices >= 0) & (indices < rows.shape[-2])
-    spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)
-    return xp.where(new[:, None], spread, memory)
+def _may_fit(shape: tuple[int | None, ...], whole: tuple[int | None, ...]) -> bool:
+    """Return whether shapes differ in lengths only that are unknown in one of them."""
+    if None not in shape or len(shape) != len(whole):
+        return False
+    return all(None in pair or pair[0] == pair[1] for pair in zip(shape, whole, strict=True))
 
 
 def _known(length: Any) -> Any:
@@ -352,7 +367,7 @@ def _known(length: Any) -> Any:
         return length
     try:
         return operator.index(length)
-    except TypeError:  # a tracer of JAX raises it
+    except (TypeError, ValueError):  # a tracer of JAX raises it, and an input of a graph
         return length
 
 

@@ -260,12 +260,14 @@ class Transformer(Module):
         softcap = self.logits_softcap
         return y if softcap is None else library_of(y).xp.tanh(y / softcap) * softcap
 
-    def caches(self, capacity: int, *, batch: tuple[int, ...] = ()) -> tuple[KVCache, ...]:
+    def caches(
+        self, capacity: int | str, *, batch: tuple[int | str, ...] = ()
+    ) -> tuple[KVCache, ...]:
         """Return an empty cache for each block.
 
         Parameters
         ----------
-        capacity, batch : int, tuple of int
+        capacity, batch : int or str, tuple of int or str
             As for `KVCache.init`.
 
         Returns

@@ -1,11 +1,12 @@
-"""Change the last axes of arrays, whose others may be of unknown length."""
+"""Change the last axes of arrays, and read and replace rows, where lengths may be unknown."""
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, library_of
+from polyattn.arrays import Array, index_range, library_of, namespace_of
 from polyattn.dispatch.transfer import backend_of
+from polyattn.tracing import is_compiling
 
-__all__ = ["rows_of", "with_last_axes"]
+__all__ = ["rows_of", "with_last_axes", "with_rows"]
 
 
 def with_last_axes(x: Array, number: int, *lengths: int) -> Array:
@@ -23,3 +24,16 @@ def rows_of(table: Array, ids: Array) -> Array:
     xp = library_of(table).xp
     rows = xp.take(table, xp.reshape(ids, (-1,)), axis=0)
     return xp.reshape(rows, (*ids.shape, table.shape[1]))
+
+
+def with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
+    """Return `memory` with `rows` in place of those from `at` on."""
+    if library_of(memory).traced and not is_compiling():
+        written = backend_of(memory).with_rows(memory, rows, at)
+        if written is not None:
+            return written
+    xp = namespace_of(memory, rows)
+    indices = index_range(xp, 0, memory.shape[-2], memory) - at
+    new = (indices >= 0) & (indices < rows.shape[-2])
+    spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)
+    return xp.where(new[:, None], spread, memory)

@@ -47,6 +47,7 @@ from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.parts import Part, axes_of_array
+from polyattn.expressions.patterns import Filled
 from polyattn.expressions.scores import Score
 from polyattn.plugin.backend import Backend, Kernel
 from polyattn.plugin.primitives import BackendPrimitives
@@ -70,6 +71,7 @@ __all__ = [
     "BackendSpec",
     "BackendTools",
     "Expression",
+    "Filled",
     "Gradients",
     "Indices",
     "Kernel",

@@ -122,6 +122,25 @@ class BackendTools:
         """
         raise NotImplementedError("this library has no arrays of unknown length")
 
+    def with_rows(self, memory: Array, rows: Array, at: Array) -> Array | None:
+        """Return the memory of a cache with rows in place of those from a number on.
+
+        Parameters
+        ----------
+        memory : Array
+            Shape (..., capacity, size).
+        rows : Array
+            The new rows, shape (..., n, size).
+        at : Array of int
+            The number of the first that is replaced, shape (); known only where it is computed.
+
+        Returns
+        -------
+        Array or None
+            A new array, or None if the library has no operation for this.
+        """
+        return None
+
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Call a function on every item, in any order, on as many threads as attention uses.
 

@@ -315,8 +315,13 @@ def test_commands_that_are_told_start_what_exists():
     assert not [name for name in told if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("name", ["backward", "cpu", "encoder", "generate", "gpu", "masks"])
+COMPARISONS = ["backward", "cpu", "encoder", "generate", "gpu", "masks", "mlx_fast", "onnx_runtime"]
+ENGINES = {"mlx_fast": "mlx.core", "onnx_runtime": "onnxruntime"}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
 def test_a_comparison_with_peers_says_how_it_is_used(name):
+    pytest.importorskip(ENGINES.get(name, "numpy"))
     command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), "--help"]
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert "--rounds" in told
@@ -327,6 +332,25 @@ def test_the_comparison_of_masks_runs():
     command = [sys.executable, str(BENCH / "peers" / "masks.py"), "--quick"]
     rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_comparison_with_onnxruntime_runs():
+    pytest.importorskip("onnxruntime")
+    command = [sys.executable, str(BENCH / "peers" / "onnx_runtime.py"), "--quick"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    errors = [float(number) for number in re.findall(r"error (\S+)$", rows, re.MULTILINE)]
+    assert len(errors) == 10  # two calls of three contenders, and two of two exports
+    assert max(errors) < 1e-5
+    assert re.search(r"bare session \S+ µs, polyattn \S+ µs, added \S+ ", rows)
+
+
+@pytest.mark.slow
+def test_the_comparison_with_the_kernel_of_mlx_runs():
+    pytest.importorskip("mlx.core")
+    command = [sys.executable, str(BENCH / "peers" / "mlx_fast.py"), "--quick"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert [row.split()[5] for row in rows.splitlines()[1:]] == ["full", "causal"]
 
 
 @pytest.mark.slow

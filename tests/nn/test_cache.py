@@ -437,3 +437,15 @@ def test_memory_of_inference_mode_is_left_alone_outside_of_it():
     with torch.inference_mode():
         cache = nn.KVCache.init(3, 4, 6, batch=(2,), like=token).append(token, token + 1)
     holds(np.asarray, cache.append(token, token + 1), TOKENS[:, :, [0, 0]])
+
+
+@pytest.mark.parametrize("lengths", [("S", (2,)), (16, ("B",)), ("S", ("B", 3))])
+def test_a_cache_whose_lengths_are_names_has_shapes_and_no_memory(lengths):
+    capacity, batch = lengths
+    token = np.ones((2, 3, 1, 4), np.float32)
+    cache = nn.KVCache.init(3, 4, capacity, like=token, batch=batch, value_size=5)
+    assert cache.key.shape == (*batch, 3, capacity, 4)
+    assert cache.value.shape == (*batch, 3, capacity, 5)
+    assert cache.value.dtype == "float32"
+    with pytest.raises(ValueError, match="has no memory, because a string names a length"):
+        cache.append(token, token)

@@ -8,30 +8,35 @@ kernel `dense` writes out the others. `polyattn.explain` tells which.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy
 
 import polyattn
-from polyattn.arguments import check_int
+from polyattn.arguments import check_file, check_int
 from polyattn.arrays import Array
 from polyattn.dispatch.request import use_backend
 from polyattn.dispatch.transfer import backend_of
+from polyattn.export.caches import Caches, Shape, are_caches, arrays_of, named, with_caches
+from polyattn.export.weights import check_size, store
 from polyattn.extras import require_onnx
 from polyattn.nn.module import Module
 
 __all__ = ["onnx"]
 
-Shape = tuple[int | str, ...]
+#: The first opset with TensorScatter, which writes to a cache.
+CACHED = 24
 
 
 def onnx(
     function: Callable[..., Any] | Module,
-    inputs: Mapping[str, Shape],
+    inputs: Mapping[str, Shape | Caches],
     *,
     opset: int = 24,
     dtype: str | Mapping[str, str] = "float32",
     options: Mapping[str, Any] | None = None,
+    file: str | Path | None = None,
 ) -> Any:
     """Return a function or a module as a model of ONNX.
 
@@ -40,9 +45,12 @@ def onnx(
     function : callable or Module
         Takes the inputs by name, and returns an array, or several in a tuple or a dictionary. The
         parameters of a module become initializers of the same names.
-    inputs : mapping of str to tuple of (int or str)
+    inputs : mapping of str to tuple of (int or str), KVCache or tuple of KVCache
         The shape of each input. A string names a length that is known when the model runs only:
-        of the batch, L or S.
+        of the batch, L or S. An input ``caches``, such as ``model.caches("S", batch=("B",))``, is
+        the inputs ``caches.0.key``, ``caches.0.value`` and so on, and ``caches.length``, the number
+        of tokens in all of them; the caches that the function returns are outputs of these names
+        after ``next_``.
     opset : {24, 23, 25}
         The newest opset whose operator Attention may be used. ONNX Runtime runs 24; windows are an
         attribute from 25 on, and before that a mask that the model computes.
@@ -50,16 +58,22 @@ def onnx(
         The dtype of the inputs, or of each by name: float32 for those that are not named.
     options : mapping of str to Any, optional
         Further arguments of the function, such as ``is_causal``, which the model has built in.
+    file : str or Path, optional
+        Where to write the model. Weights of more than 2 GB, which a model cannot hold, are written
+        beside it, to a file of this name with ``.data`` at its end.
 
     Returns
     -------
     onnx.ModelProto
-        The model, which ``onnx.checker`` has checked. ``onnx.save`` writes it to a file.
+        The model, which ``onnx.checker`` has checked. Weights that are written beside it are named
+        in it only.
 
     Raises
     ------
     ValueError
-        If `opset` is not one of these, or a length is neither positive nor a name.
+        If `opset` is not one of these, a length is neither positive nor a name, a function does not
+        return as many caches as it takes, the folder of `file` does not exist, or the weights
+        exceed 2 GB and there is no `file`.
     ImportError
         If onnx, ndonnx or spox is not installed.
 
@@ -75,30 +89,51 @@ def onnx(
     """
     if opset not in (23, 24, 25):
         raise ValueError(f"opset must be 23, 24 or 25, whose operator is Attention; got {opset!r}")
-    for name, shape in inputs.items():
-        _check_lengths(name, shape)
+    file = None if file is None else Path(file)
+    if file is not None:
+        check_file("file", file)
+    facts = _facts(inputs, dtype, opset)
     spox, ndonnx = require_onnx("spox"), require_onnx("ndonnx")
-    given = {name: _argument(spox, _dtype(dtype, name), shape) for name, shape in inputs.items()}
+    given = {name: _argument(spox, *one) for name, one in facts.items()}
     weights: dict[str, Any] = {}
     parameters: dict[str, Any] = {}
     called: Any = function
     if isinstance(function, Module):
         weights = {name: _host(array) for name, array in function.parameters().items()}
+        check_size(weights, file)
         parameters = {n: _argument(spox, str(w.dtype), w.shape) for n, w in weights.items()}
         called = function.with_parameters({n: ndonnx.asarray(v) for n, v in parameters.items()})
+    passed = with_caches(inputs, {name: ndonnx.asarray(x) for name, x in given.items()})
     with use_backend(f"onnx:{opset}"):
-        result = called(**{n: ndonnx.asarray(v) for n, v in given.items()}, **options or {})
-    outputs = {name: array.unwrap_spox() for name, array in _named(result).items()}
+        result = called(**passed, **options or {})
+    outputs = {n: ndonnx.asarray(x).unwrap_spox() for n, x in named(result, inputs).items()}
     model = spox.build(given | parameters, outputs)
     _without_copies(model)
     require_onnx("onnx.checker").check_model(model, full_check=True)
-    _store(model, weights)
     _sign(model)
+    store(model, weights, file)
     return model
 
 
-def _dtype(dtype: str | Mapping[str, str], name: str) -> str:
-    return dtype if isinstance(dtype, str) else dtype.get(name, "float32")
+def _facts(
+    inputs: Mapping[str, Shape | Caches], dtype: str | Mapping[str, str], opset: int
+) -> dict[str, tuple[str, Shape]]:
+    """Return the dtype and shape of each input of the model, by its name."""
+    facts: dict[str, tuple[str, Shape]] = {}
+    one: Any
+    for name, one in inputs.items():
+        if are_caches(one):
+            if opset < CACHED:
+                raise ValueError(
+                    f"opset must be {CACHED} or 25 for the cache {name}, which is written by"
+                    f" the operator TensorScatter; got {opset}"
+                )
+            facts |= arrays_of(name, one)
+        else:
+            facts[name] = dtype if isinstance(dtype, str) else dtype.get(name, "float32"), one
+    for name, (_, shape) in facts.items():
+        _check_lengths(name, shape)
+    return facts
 
 
 def _check_lengths(name: str, shape: Shape) -> None:
@@ -118,16 +153,6 @@ def _host(array: Array) -> Any:
     return numpy.asarray(backend_of(array).fetch(array))
 
 
-def _named(result: Any) -> dict[str, Array]:
-    """Return the outputs of a function, and their names."""
-    if isinstance(result, Mapping):
-        return dict(result)
-    if isinstance(result, tuple):
-        names = getattr(result, "_fields", [f"output_{n}" for n in range(len(result))])
-        return dict(zip(names, result, strict=True))
-    return {"output": result}
-
-
 def _without_copies(model: Any) -> None:
     """Let nodes write the model's outputs themselves, where a node Identity copies them."""
     outputs = {output.name for output in model.graph.output}
@@ -144,15 +169,6 @@ def _without_copies(model: Any) -> None:
             names[:] = [copies.get(name, name) for name in names]
     del model.graph.node[:]
     model.graph.node.extend(kept)
-
-
-def _store(model: Any, weights: Mapping[str, Any]) -> None:
-    """Turn the inputs that are weights into initializers."""
-    inputs = [one for one in model.graph.input if one.name not in weights]
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
-    from_array = require_onnx("onnx.numpy_helper").from_array
-    model.graph.initializer.extend(from_array(array, name) for name, array in weights.items())
 
 
 def _sign(model: Any) -> None:

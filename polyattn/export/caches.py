@@ -1,0 +1,85 @@
+"""Pass caches into a graph and out of it, as arrays that are inputs and outputs with names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from polyattn.arrays import Array, ArrayFacts, facts_of
+from polyattn.nn.cache import KVCache
+
+__all__ = ["Caches", "Shape", "are_caches", "arrays_of", "named", "with_caches"]
+
+Shape = tuple[int | str, ...]
+Caches = KVCache | tuple[KVCache, ...]
+
+
+def are_caches(thing: Any) -> TypeGuard[Caches]:
+    """Return whether this is a cache, or a tuple of caches."""
+    several = isinstance(thing, tuple) and thing and all(isinstance(x, KVCache) for x in thing)
+    return bool(several) or isinstance(thing, KVCache)
+
+
+def _numbered(name: str, caches: Caches) -> dict[str, KVCache]:
+    """Return each cache by the beginning of its arrays' names."""
+    if isinstance(caches, KVCache):
+        return {name: caches}
+    return {f"{name}.{n}": cache for n, cache in enumerate(caches)}
+
+
+def arrays_of(name: str, caches: Caches) -> dict[str, tuple[str, Shape]]:
+    """Return the dtype and shape of each array of caches that are an input."""
+    arrays: dict[str, tuple[str, Shape]] = {}
+    for begin, cache in _numbered(name, caches).items():
+        for end, memory in (("key", cache.key), ("value", cache.value)):
+            facts = memory if isinstance(memory, ArrayFacts) else facts_of(memory)
+            arrays[f"{begin}.{end}"] = facts.dtype, facts.shape
+    return arrays | {f"{name}.length": ("int64", ())}
+
+
+def with_caches(
+    inputs: Mapping[str, Shape | Caches], arrays: Mapping[str, Array]
+) -> dict[str, Any]:
+    """Return the arguments of a function, whose caches have the arrays of the graph."""
+    arguments: dict[str, Any] = {}
+    for name, one in inputs.items():
+        if not are_caches(one):
+            arguments[name] = arrays[name]
+            continue
+        made = [
+            KVCache(arrays[f"{begin}.key"], arrays[f"{begin}.value"], arrays[f"{name}.length"])
+            for begin in _numbered(name, one)
+        ]
+        arguments[name] = made[0] if isinstance(one, KVCache) else tuple(made)
+    return arguments
+
+
+def named(result: Any, inputs: Mapping[str, Shape | Caches]) -> dict[str, Array]:
+    """Return the outputs of a function, and their names."""
+    taken = [name for name, one in inputs.items() if are_caches(one)]
+    parts = _parts(result)
+    caches = [part for part in parts.values() if are_caches(part)]
+    if len(caches) != len(taken):
+        raise ValueError(
+            "a function returns the caches that follow those it takes, which are"
+            f" {len(taken)}; this one returned {len(caches)}"
+        )
+    outputs = {name: part for name, part in parts.items() if not are_caches(part)}
+    for name, part in zip(taken, caches, strict=True):
+        for begin, cache in _numbered(f"next_{name}", part).items():
+            outputs |= {f"{begin}.key": cache.key, f"{begin}.value": cache.value}
+        outputs[f"next_{name}.length"] = cache.length
+    return outputs
+
+
+def _parts(result: Any) -> dict[str, Any]:
+    """Return the arrays and the caches that a function returned, by name."""
+    if isinstance(result, Mapping):
+        return dict(result)
+    if not isinstance(result, tuple) or are_caches(result):
+        return {"output": result}
+    names = [f"output_{n}" for n in range(len(result))]
+    arrays = [n for n, part in enumerate(result) if not are_caches(part)]
+    if len(arrays) == 1 and len(result) > 1:
+        names[arrays[0]] = "output"
+    return dict(zip(getattr(result, "_fields", names), result, strict=True))

@@ -1,0 +1,77 @@
+"""Put weights into a model, or into a file beside it if a model cannot hold them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from polyattn.extras import require_onnx
+
+__all__ = ["check_size", "store"]
+
+#: How many bytes of weights a model holds: less than protobuf's 2 GiB, for the nodes beside them.
+LARGEST = 2**31 - 2**26
+#: The weights in a file begin at multiples of this, so that a runtime can map them into memory.
+PAGE = 4096
+
+
+def check_size(weights: Mapping[str, Any], file: Path | None) -> None:
+    """Raise if a model without a file cannot hold the weights."""
+    if file is None and _is_large(weights):
+        raise ValueError(
+            f"the weights take {_size(weights):,} bytes, and a model of ONNX holds 2 GB at most:"
+            " pass file='model.onnx', which writes the model there and its weights beside it"
+        )
+
+
+def _size(weights: Mapping[str, Any]) -> int:
+    return sum(array.nbytes for array in weights.values())
+
+
+def _is_large(weights: Mapping[str, Any]) -> bool:
+    return _size(weights) > LARGEST
+
+
+def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
+    """Turn the inputs that are weights into initializers, and write the file if there is one."""
+    inputs = [one for one in model.graph.input if one.name not in weights]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    if file is not None and _is_large(weights):
+        made = _written(weights, file.with_name(f"{file.name}.data"))
+    else:
+        made = _held(weights)
+    model.graph.initializer.extend(made)
+    if file is not None:
+        file.write_bytes(model.SerializeToString())
+        require_onnx("onnx.checker").check_model(str(file))
+
+
+def _held(weights: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield initializers that hold the weights."""
+    from_array = require_onnx("onnx.numpy_helper").from_array
+    return (from_array(array, name) for name, array in weights.items())
+
+
+def _written(weights: Mapping[str, Any], file: Path) -> Iterator[Any]:
+    """Write the weights to a file, one at a time, and yield initializers that say where each is."""
+    helper, proto = require_onnx("onnx.helper"), require_onnx("onnx")
+    with file.open("wb") as stream:
+        for name, array in weights.items():
+            stream.seek(-stream.tell() % PAGE, os.SEEK_CUR)
+            place = {"location": file.name, "offset": stream.tell(), "length": array.nbytes}
+            numpy.asarray(array, array.dtype.newbyteorder("<"), order="C").tofile(stream)
+            yield proto.TensorProto(
+                name=name,
+                dims=array.shape,
+                data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+                data_location=proto.TensorProto.EXTERNAL,
+                external_data=[
+                    proto.StringStringEntryProto(key=key, value=str(value))
+                    for key, value in place.items()
+                ],
+            )

@@ -1,0 +1,212 @@
+"""Models of ONNX that generate token by token: caches as inputs and outputs."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from polyattn import masks, nn
+from polyattn.export import onnx as export
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+LIKE = np.zeros(1, np.float32)
+PROMPT = np.array([[5, 7, 11], [2, 3, 0]])
+TOKENS = 5
+
+
+@functools.cache
+def transformer(layers=2, **options):
+    given = {"rotary": nn.Rotary(8), "key_heads": 2} | options
+    return nn.Transformer.init(50, 32, 4, layers, like=LIKE, **given)
+
+
+def inputs(model, capacity="S", batch="B"):
+    return {"ids": (batch, "L"), "caches": model.caches(capacity, batch=(batch,))}
+
+
+def step(model, opset=24, lengths=(), **options):
+    options = {"is_causal": True} | options
+    return export(model, inputs(model, *lengths), dtype="int64", options=options, opset=opset)
+
+
+def kinds(model):
+    return [node.op_type for node in model.graph.node]
+
+
+def session(model):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3  # TensorScatter warns of each copy that it makes
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)
+
+
+def by_onnxruntime(model):
+    run = session(model)
+    return lambda feed: run.run(None, feed)
+
+
+def by_reference(model):
+    return functools.partial(ReferenceEvaluator(model).run, None)
+
+
+def decode(exported, run, model, capacity=12, **options):
+    """Yield the logits of each step, by a runtime and by NumPy."""
+    options = {"is_causal": True} | options
+    names = [output.name for output in exported.graph.output]
+    memory, layers = np.zeros((2, 2, capacity, 8), np.float32), range(len(model.stack.blocks))
+    state = {f"caches.{layer}.{kind}": memory for layer in layers for kind in ("key", "value")}
+    state["caches.length"] = np.array(0)
+    caches, ids = model.caches(capacity, batch=(2,)), PROMPT
+    for _ in range(1 + TOKENS):
+        found = dict(zip(names, run({"ids": ids} | state), strict=True))
+        logits, caches = model(ids, caches=caches, **options)
+        yield found["output"], logits
+        state = {name: found[f"next_{name}"] for name in state}
+        assert state["caches.length"] == caches[0].length
+        ids = logits[:, -1:].argmax(-1)
+
+
+CALLS = {
+    "causal": ({}, {}, 24),
+    "window of opset 25": ({"layers": 1}, {"window": (2, 0)}, 25),
+    "window as a mask": ({"layers": 1}, {"window": (2, 0)}, 24),
+    "prefix": ({"layers": 1}, {"is_causal": False, "mask": masks.causal() | masks.prefix(2)}, 24),
+    "learned positions": ({"layers": 1, "rotary": None, "positions": 12}, {}, 24),
+    "softcap": ({"layers": 1, "softcap": 3.0}, {}, 24),
+}
+
+
+@functools.cache
+def exported_step(name):
+    built, options, opset = CALLS[name]
+    return step(transformer(**built), opset, **options)
+
+
+@pytest.mark.parametrize("run", [by_onnxruntime, by_reference], ids=["ort", "reference"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_step_generates_what_numpy_generates(name, run):
+    built, options, opset = CALLS[name]
+    if opset == 25 and run is by_onnxruntime:
+        with pytest.raises(Exception, match="left_window_size"):
+            run(exported_step(name))
+        return
+    model = transformer(**built)
+    exported = exported_step(name)
+    layers = len(model.stack.blocks)
+    assert kinds(exported).count("Attention") == layers
+    assert kinds(exported).count("TensorScatter") == 2 * layers
+    for found, wanted in decode(exported, run(exported), model, **options):
+        assert abs(found - wanted).max() < 2e-6
+
+
+def test_the_node_reads_the_memory_that_tensorscatter_wrote_and_counts_its_tokens():
+    exported = exported_step("causal")
+    for node in exported.graph.node:
+        if node.op_type == "Attention":
+            layer = node.input[1].split(".")[1]
+            memory = [f"next_caches.{layer}.key", f"next_caches.{layer}.value"]
+            assert list(node.input[1:6]) == [*memory, "", "", ""]  # and no mask
+            assert node.input[6]
+            assert {a.name: a.i for a in node.attribute}["is_causal"] == 1
+
+
+def test_the_inputs_and_outputs_have_names_and_lengths():
+    exported = exported_step("causal")
+    shapes = {
+        one.name: [d.dim_param or d.dim_value for d in one.type.tensor_type.shape.dim]
+        for one in exported.graph.input
+    }
+    memory = ["B", 2, "S", 8]
+    assert shapes == {
+        "ids": ["B", "L"],
+        "caches.0.key": memory,
+        "caches.0.value": memory,
+        "caches.1.key": memory,
+        "caches.1.value": memory,
+        "caches.length": [],
+    }
+    outputs = [one.name for one in exported.graph.output]
+    assert outputs == ["output", *[f"next_{name}" for name in shapes if name != "ids"]]
+
+
+def test_the_lengths_of_a_cache_with_memory_are_known():
+    model = transformer(layers=1)
+    exported = step(model, lengths=(12, 2))
+    dims = exported.graph.input[1].type.tensor_type.shape.dim
+    assert [d.dim_value for d in dims] == [2, 2, 12, 8]
+    for found, wanted in decode(exported, by_onnxruntime(exported), model):
+        assert abs(found - wanted).max() < 2e-6
+
+
+def test_onnxruntime_writes_to_memory_that_is_bound_twice():
+    model, exported = transformer(), exported_step("causal")
+    run = session(exported)
+    memory = {
+        one.name: onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros((2, 2, 12, 8), np.float32))
+        for one in exported.graph.input[1:-1]
+    }
+    caches, ids, length = model.caches(12, batch=(2,)), PROMPT, np.array(0)
+    for _ in range(1 + TOKENS):
+        binding = run.io_binding()
+        binding.bind_cpu_input("ids", ids)
+        binding.bind_cpu_input("caches.length", length)
+        for name, value in memory.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(f"next_{name}", value)
+        binding.bind_output("output")
+        binding.bind_output("next_caches.length")
+        run.run_with_iobinding(binding)
+        *_, found, length = binding.copy_outputs_to_cpu()
+        logits, caches = model(ids, caches=caches, is_causal=True)
+        assert abs(found - logits).max() < 2e-6
+        ids = logits[:, -1:].argmax(-1)
+    written = memory["caches.1.key"].numpy()[..., : caches[1].length, :]
+    assert abs(written - caches[1].keys).max() < 2e-6
+
+
+def test_a_token_beyond_the_memory_is_an_error_of_the_runtime():
+    exported = exported_step("causal")
+    with pytest.raises(Exception, match="exceeds max_sequence_length"):
+        list(decode(exported, by_onnxruntime(exported), transformer(), capacity=4))
+
+
+def test_a_layer_has_one_cache():
+    layer = nn.MultiHeadAttention.init(32, 4, like=LIKE)
+    given = {"x": ("B", "L", 32), "cache": layer.cache("S", like=LIKE, batch=("B",))}
+    exported = export(layer, given)
+    names = ["cache.key", "cache.value", "cache.length"]
+    assert [one.name for one in exported.graph.input] == ["x", *names]
+    assert [one.name for one in exported.graph.output] == ["output", *[f"next_{n}" for n in names]]
+    x = np.random.default_rng(0).standard_normal((2, 3, 32), dtype=np.float32)
+    memory = np.zeros((2, 4, 9, 8), np.float32)
+    feed = {"x": x, "cache.key": memory, "cache.value": memory, "cache.length": np.array(0)}
+    wanted, cache = layer(x, cache=layer.cache(9, like=LIKE, batch=(2,)))
+    found, key, _, length = by_onnxruntime(exported)(feed)
+    assert abs(found - wanted).max() < 2e-6  # all rows see all tokens so far, and no memory after
+    assert abs(key[..., :length, :] - cache.keys).max() < 2e-6
+
+
+def test_float64_is_written_out_and_keeps_its_digits():
+    like = np.zeros(1, np.float64)
+    layer = nn.MultiHeadAttention.init(32, 4, like=like)
+    given = {"x": ("B", "L", 32), "cache": layer.cache("S", like=like, batch=("B",))}
+    exported = export(layer, given, dtype="float64", options={"is_causal": True})
+    x = np.random.default_rng(0).standard_normal((2, 3, 32))
+    memory = np.zeros((2, 4, 9, 8))
+    feed = {"x": x, "cache.key": memory, "cache.value": memory, "cache.length": np.array(0)}
+    wanted, _ = layer(x, cache=layer.cache(9, like=like, batch=(2,)), is_causal=True)
+    assert abs(by_onnxruntime(exported)(feed)[0] - wanted).max() < 1e-13
+
+
+def test_what_cannot_be_exported_says_so():
+    model = transformer()
+    with pytest.raises(ValueError, match=r"opset must be 24 or 25 for the cache caches, .* got 23"):
+        step(model, 23)
+    with pytest.raises(ValueError, match=r"the shape of caches\.0\.key must hold positive lengths"):
+        export(model, {"ids": ("B", "L"), "caches": model.caches("a b")}, dtype="int64")
+    cache = nn.KVCache.init(2, 8, "S", like=LIKE, batch=("B",))
+    with pytest.raises(ValueError, match=r"which are 1; this one returned 0"):
+        export(lambda x, cache: x + cache.length, {"x": ("B", "L"), "cache": cache})
