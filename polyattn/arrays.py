@@ -96,6 +96,7 @@ class ArrayFacts(NamedTuple):
 _INTEGRATED = {
     ("autograd", "ArrayBox"): "polyattn.integrations.autograd",
     ("mlx", "array"): "polyattn.integrations.mlx",
+    ("ndonnx", "Array"): "polyattn.integrations.ndonnx",
 }
 
 # Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
@@ -106,7 +107,6 @@ _dtype_names: dict[str, dict[Any, str]] = {}
 recorders: dict[type, Recorder] = {}
 
 _SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask", "mlx.core": "mlx"}
-_LAZY = ("dask", "ndonnx")
 LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
 
 
@@ -213,7 +213,7 @@ def _standard_library(array: Array, name: str) -> Library:
     library = xp.__name__.removeprefix("array_api_compat.")
     library = _SHORT_NAMES.get(library, library)
     traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
-    return Library(library, xp, traced or library in _LAZY)
+    return Library(library, xp, traced or library == "dask")
 
 
 @constant_when_traced

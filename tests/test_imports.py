@@ -58,7 +58,7 @@ OUTSIDE = {
     "conformance": TESTING,
     "export": {"numpy"},
     "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
-    "integrations": {"autograd", "jax", "mlx", "numpy", "torch", "transformers"},
+    "integrations": {"autograd", "jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
     "progress": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer

@@ -10,7 +10,7 @@ import spox
 import spox.opset.ai.onnx.v21 as op
 import spox.opset.ai.onnx.v24 as op24
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, length_of
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, length_of, namespace_of
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
@@ -47,7 +47,7 @@ class OnnxBackend(Backend):
     kernels = (Native(),)
 
     def __init__(self) -> None:
-        super().__init__(ndonnx)
+        super().__init__(namespace_of(ndonnx.asarray(0)))
 
     def devices(self) -> list[str]:
         """Return the device of all arrays, and the opsets."""
