@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, one_batch_axis
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Kernel,
+    Operands,
+    Problem,
+    one_batch_axis,
+    reason_against_batch,
+)
 from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
@@ -39,9 +47,9 @@ class Sdpa(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result, or use too much memory."""
-        unknown = None in problem.batch
-        if unknown and (len(problem.batch) > 1 or "batch_broadcast" in problem.features):
-            return ["of a batch of unknown length, it takes one batch axis of all arrays"]
+        reason = reason_against_batch(problem)
+        if reason is not None:
+            return [reason]
         reasons = refusals(problem, describe_device(problem.device))
         if "jvp" in problem.transforms and not takes(problem):
             reasons.append("it has no forward derivative")

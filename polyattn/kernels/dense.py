@@ -16,6 +16,7 @@ from polyattn.call.problem import Problem
 from polyattn.kernels.backward import gradients
 from polyattn.kernels.jvp import tangents
 from polyattn.kernels.masked_sum import hide, weighted_sum
+from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, unfold_heads, ungrouped
@@ -23,10 +24,6 @@ from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
 __all__ = ["Dense", "attend", "scores"]
-
-
-#: Features whose numbers are computed from the lengths.
-NUMBERED = frozenset({"backward", "dropout", "jvp"})
 
 
 class Dense(Kernel):
@@ -37,15 +34,7 @@ class Dense(Kernel):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what cannot be computed of lengths that are unknown."""
-        unknown = problem.batch.count(None)
-        if unknown and (len(problem.batch) > 1 or "batch_broadcast" in problem.features):
-            return [
-                "only one batch axis may be of unknown length, and then all arrays must have it"
-            ]
-        if problem.is_symbolic and not problem.features.isdisjoint(NUMBERED):
-            names = ", ".join(sorted(problem.features & NUMBERED))
-            return [f"it computes {names} for lengths that are known only"]
-        return []
+        return reasons_against_lengths(problem)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

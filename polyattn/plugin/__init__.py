@@ -56,7 +56,7 @@ from polyattn.plugin.tools import BackendTools
 from polyattn.span import Span
 from polyattn.threads import thread_count
 from polyattn.tiles.band import band, column_span, full_span, is_full
-from polyattn.tiles.batch_axes import one_batch_axis
+from polyattn.tiles.batch_axes import one_batch_axis, reason_against_batch
 from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn.tiles.indices import Indices
@@ -99,6 +99,7 @@ __all__ = [
     "normalize",
     "one_batch_axis",
     "or_zero",
+    "reason_against_batch",
     "thread_count",
     "unfold_heads",
 ]

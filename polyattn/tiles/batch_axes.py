@@ -8,7 +8,26 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.call.problem import Problem
 
-__all__ = ["one_batch_axis"]
+__all__ = ["one_batch_axis", "reason_against_batch"]
+
+
+def reason_against_batch(problem: Problem) -> str | None:
+    """Return why batch axes cannot be broadcast or merged, if one is of unknown length.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+
+    Returns
+    -------
+    str or None
+        None if they can, or need not be.
+    """
+    is_one = len(problem.batch) == 1 and "batch_broadcast" not in problem.features
+    if None not in problem.batch or is_one:
+        return None
+    return "only one batch axis may be of unknown length, and then all arrays must have it"
 
 
 def one_batch_axis(problem: Problem, array: Array, xp: Any) -> Array:

@@ -1,0 +1,22 @@
+"""Refuse what `dense` cannot compute of lengths that are unknown until an exported program runs."""
+
+from __future__ import annotations
+
+from polyattn.call.problem import Problem
+from polyattn.tiles.batch_axes import reason_against_batch
+
+__all__ = ["reasons_against_lengths"]
+
+#: Features whose numbers are computed from the lengths.
+NUMBERED = frozenset({"backward", "dropout", "jvp"})
+
+
+def reasons_against_lengths(problem: Problem) -> list[str]:
+    """Return why a call needs lengths that are known; none if they are."""
+    if not problem.is_symbolic:
+        return []
+    reason = reason_against_batch(problem)
+    if reason is not None:
+        return [reason]
+    names = ", ".join(sorted(problem.features & NUMBERED))
+    return [f"it computes {names} for lengths that are known only"] if names else []
