@@ -141,9 +141,11 @@ def test_what_changes_in_a_call_is_seen(change, repeats):
 
 
 def test_a_tensor_that_requires_grad_is_another_call(repeats):
-    attention(T, T, T)
+    options = {"softcap": 3.0, "kernel": "tiled"}
+    attention(T, T, T, **options)
     leaf = T.clone().requires_grad_()
-    attention(leaf, T, T).sum().backward()
+    assert glance((leaf, T, T), {}) != glance((T, T, T), {})
+    attention(leaf, T, T, **options).sum().backward()
     assert leaf.grad is not None
 
 

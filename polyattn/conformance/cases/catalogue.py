@@ -387,6 +387,6 @@ ESSENTIAL = {
         *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
         *(name for name in LAYOUTS if name.endswith("plain")),
         *("score_mod hides keys", "outliers, float16", "many", *STEPS),
-        *("33 x 31", "65 x 127, causal", "129 x 127, causal"),
+        *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )
 }
