@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import torch
+from torch.compiler import is_compiling
 
 from polyattn.plugin import Problem
 from polyattn_torch.attn_mask import is_square_causal, masks_by_position_only, needs_band
@@ -35,7 +35,7 @@ class Route(NamedTuple):
 
 def route_of(problem: Problem) -> Route:
     """Return the route of a problem that `Sdpa` has no reason against."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _route(problem)
     try:
         return _cached_route(problem)
@@ -45,7 +45,7 @@ def route_of(problem: Problem) -> Route:
 
 def plain_options(problem: Problem) -> dict[str, Any] | None:
     """Return torch's options if tensors go to its function as they are, otherwise None."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return None
     global _latest
     latest, options = _latest

@@ -39,10 +39,14 @@ def with_repeats(function: _F) -> _F:
     return cast(_F, call)
 
 
+_NOTHING = (None,) * (len(Operands._fields) - 3)
+
+
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
-    query, key, value = args
     if not kwargs:
-        return Operands(query, key, value, None, None, None, None, None)
+        # As Operands(*args, None, ...) in half the time, which each plain call spends.
+        return tuple.__new__(Operands, (*args, *_NOTHING))
+    query, key, value = args
     given = kwargs.get
     return Operands(
         query, key, value,
