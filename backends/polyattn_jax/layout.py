@@ -22,6 +22,9 @@ __all__ = ["Loop", "block_sizes", "loops", "tiles_to_compute", "visible_tiles"]
 
 # The smallest area of a tile for each head, however many heads there are.
 MIN_AREA = 2**12
+# From this area on, XLA computes the product of one head on several threads; those of many heads
+# are computed one after the other. It is taken for as many heads as this size of a tile allows.
+THREADED_AREA, LARGEST_TILE = 2**17, 2**23
 # All blocks of a loop take as many steps as the one with most tiles, and skip what is not theirs.
 # A loop has gradients of all keys and values, so there is one, unless its blocks would visit less
 # than this part of its steps: then about as many loops as this.
@@ -149,7 +152,7 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     heads = math.prod(problem.batch) * problem.heads
     if problem.similarity_spec is not None and problem.similarity_spec.entrywise:
         tile = max(1, tile // max(1, problem.head_size))
-    area = max(tile // heads, min(tile, MIN_AREA))
+    area = max(tile // heads, min(tile, MIN_AREA), min(tile, THREADED_AREA, LARGEST_TILE // heads))
     if masks_tiles(problem):
         area = min(area, MAX_MASKED_SIDE**2)
     rows = even_size(problem.query_length, math.isqrt(area))

@@ -29,8 +29,8 @@ class Xla(Kernel):
         "scale", "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size",
         "window",
     })  # fmt: skip
-    # Larger tiles do not stay in a CPU's cache, and smaller ones are more loops to compile.
-    tile = 2**20
+    # Larger tiles do not stay in a CPU's cache, and in smaller ones XLA uses one thread.
+    tile = 2**21
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why the loops of a problem cannot be laid out."""
