@@ -91,7 +91,7 @@ def test_explain_takes_every_option(capsys):
             "window",
         ]
     )
-    sdpa = decision["candidates"][1]
+    sdpa = decision["candidates"][0]
     assert sdpa["kernel"] == "sdpa"
     assert "sinks, softcap" in sdpa["reasons"][0]
 

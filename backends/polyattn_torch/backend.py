@@ -16,17 +16,20 @@ import torch
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_torch.autograd import is_autocast_on, without_autocast
 from polyattn_torch.flex import Flex
+from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import OnnxNode
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
 
 __all__ = ["TorchBackend"]
 
+IN_EXPORT = OnnxNode()
+
 
 class TorchBackend(Backend):
     """PyTorch tensors on any of torch's devices."""
 
-    kernels = (OnnxNode(), Sdpa(), Flex())
+    kernels = (Sdpa(), Flex())
 
     def __init__(self) -> None:
         super().__init__(xp)
@@ -136,6 +139,10 @@ class TorchBackend(Backend):
         (found,) = pullback(gradient)
         # An absent key has a gradient of 0, whatever the function's slope is there.
         return torch.where((gradient == 0) & ~torch.isfinite(found), 0.0, found)
+
+    def kernels_now(self) -> tuple[Kernel, ...]:
+        """Return the kernels; a node of ONNX is one of them in `torch.onnx.export` only."""
+        return self.kernels if exported_opset() is None else (IN_EXPORT, *self.kernels)
 
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands

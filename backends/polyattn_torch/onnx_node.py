@@ -25,11 +25,8 @@ class OnnxNode(Operator):
         return min(exported_opset() or 0, LAST)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why there can be no node, and what the operator cannot say."""
-        opset = exported_opset()
-        if opset is None:
-            return ["it is for torch.onnx.export(dynamo=True) only"]
-        if opset < FIRST:
+        """Return why there can be no node, and what the operator cannot compute."""
+        if self.opset(problem) < FIRST:
             return [f"its operator needs torch.onnx.export(opset_version={FIRST}) or more"]
         return super().reasons_against(problem)
 

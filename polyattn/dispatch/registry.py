@@ -240,7 +240,7 @@ def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
 
     A backend's kernel replaces the array-API kernel of the same name.
     """
-    kernels = () if backend is None else backend.kernels
+    kernels = () if backend is None else backend.kernels_now()
     names = {kernel.name for kernel in kernels}
     return (*kernels, *(kernel for kernel in _ARRAY_API_KERNELS if kernel.name not in names))
 

@@ -256,6 +256,16 @@ class Backend(BackendPrimitives, BackendTools):
 
     # ---- running a kernel ----
 
+    def kernels_now(self) -> tuple[Kernel, ...]:
+        """Return the kernels that can be chosen at the moment.
+
+        Returns
+        -------
+        tuple of Kernel
+            `kernels`, after any that the library has only while it exports a program.
+        """
+        return self.kernels
+
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:

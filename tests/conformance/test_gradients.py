@@ -146,8 +146,7 @@ def test_the_formula_is_the_transpose_of_the_tangent(case):
 
 TORCH, JAX = Target("torch"), Target("jax", "jax.numpy", jax.jit)
 JITTED = Target("array-api", "jax.numpy", jax.jit)
-# flex has no gradient on the CPU, and onnx takes calls of an export only.
-TORCH_KERNELS = [v for v in TORCH.kernels if v.kernel.name not in ("flex", "onnx")]
+TORCH_KERNELS = [variant for variant in TORCH.kernels if variant.kernel.name != "flex"]
 
 
 @pytest.mark.parametrize("variant", TORCH_KERNELS, ids=str)

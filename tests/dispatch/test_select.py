@@ -190,7 +190,7 @@ def test_auto_moves_no_array():
 
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
-    kernel = next(one for one in registry.loaded("torch").kernels if one.name == "sdpa")
+    kernel = registry.loaded("torch").kernels[0]
     monkeypatch.setattr(type(kernel), "__call__", lambda *_: 1 / 0)
     tensor = torch.from_numpy(X)
     with pytest.raises(ZeroDivisionError):
