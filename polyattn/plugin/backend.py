@@ -262,7 +262,7 @@ class Backend(BackendPrimitives, BackendTools):
         Returns
         -------
         tuple of Kernel
-            `kernels`, after any that the library has only while it exports a program.
+            ``kernels``, after any that the library has only while it exports a program.
         """
         return self.kernels
 
