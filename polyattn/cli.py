@@ -271,7 +271,6 @@ def _export(options: argparse.Namespace) -> int:
 
     key = options.key_shape or options.shape
     inputs = {"query": options.shape, "key": key, "value": options.value_shape or key}
-    check_file("FILE", options.file)
     model = onnx(
         polyattn.attention,
         inputs,

@@ -248,7 +248,7 @@ def test_the_command_line_writes_a_model_and_says_what_it_became(tmp_path, capsy
 def test_the_command_line_checks_the_folder_and_the_packages_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "spox", None)
     assert main(["export", str(tmp_path / "no" / "a.onnx"), "--shape", "B,4,L,8"]) == 2
-    assert "FILE needs a file in an existing folder" in capsys.readouterr().err
+    assert "file needs a file in an existing folder" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "a.onnx"), "--shape", "B,4,L,8"]) == 2
     assert 'pip install "polyattn[onnx]"' in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

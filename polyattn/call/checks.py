@@ -9,9 +9,9 @@ from typing import Any
 
 from polyattn.arguments import Shape
 from polyattn.arrays import ArrayFacts, broadcast_shapes
+from polyattn.call.axes import axes_of
 from polyattn.call.describe import Call
 from polyattn.call.features import DTYPES
-from polyattn.call.layout import axes_of
 from polyattn.expressions.indices import is_ambiguous
 
 __all__ = [

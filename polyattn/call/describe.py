@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from polyattn.arguments import WindowSize, check_signature, check_window, got
 from polyattn.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
+from polyattn.call.axes import axes_of
 from polyattn.call.options import (
     FROM_ZERO,
     Start,
@@ -230,10 +231,7 @@ def _known_offset(query: Array, key: Array, layout: str) -> int | None:
     """Return the offset S − L, 0, of lengths that an export leaves open as the same symbol."""
     if min(len(query.shape), len(key.shape)) < 2:
         return None
-    one, other = (
-        array.shape[-3 if layout == "...LHD" and len(array.shape) > 2 else -2]
-        for array in (query, key)
-    )
+    one, other = (axes_of(array.shape, layout)[2] for array in (query, key))
     is_open = one is not None and not isinstance(one, int)
     return 0 if is_open and are_one_length(one, other) else None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arguments import Shape
 from polyattn.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
+from polyattn.call.axes import axes_of
 from polyattn.call.describe import Call, Operands
 from polyattn.call.gradients import Gradients
 from polyattn.expressions.masks import Mask
@@ -13,7 +13,6 @@ from polyattn.expressions.scores import Score
 
 __all__ = [
     "as_called",
-    "axes_of",
     "chunks_heads_first",
     "gradients_as_called",
     "heads_first",
@@ -21,14 +20,6 @@ __all__ = [
     "keeps_axes",
     "positions_matter",
 ]
-
-
-def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
-    """Return the batch axes, heads, length and size of query, key or value."""
-    if len(shape) == 2:
-        return (), 1, shape[0], shape[1]
-    heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
-    return shape[:-3], heads, length, shape[-1]
 
 
 #: The operands with the axes of a result, and the axis of rows or heads.
@@ -75,7 +66,7 @@ def heads_first(call: Call, operands: Operands) -> Operands:
         if None in lengths:
             query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
             offset = length_of(key, -2) - length_of(query, -2)
-            # Added to an array: torch would take the number of its example for a symbol alone.
+            # Added to an array: torch would take the number of its example for a bare symbol.
             zero = index_range(library_of(query).xp, 0, 1, query)
             changed["query_offset"] = (zero + offset)[:, None, None]
     for name, facts in call.tangents if swapped or _has_rank_2(call) else ():

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from open_lengths import OF_ITEMS, D, E, G, H, numbers
 
 import polyattn
 from polyattn import attention, masks, scores
 
-H, G, D, E = 4, 2, 8, 6
 SIZES = [(2, 5, 7), (3, 6, 4)]
 OPTIONS = {
     "plain": {},
@@ -26,12 +26,6 @@ OPTIONS = {
     "sparsemax": {"normalizer": scores.sparsemax()},
     "cosine": {"similarity": scores.cosine()},
 }
-
-
-def numbers(batch, length, keys):
-    rng = np.random.default_rng(0)
-    shapes = (batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)
-    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
 def exported(function, lengths="b, l, s", more=()):
@@ -68,13 +62,8 @@ def test_lengths_that_are_the_same_symbol_have_the_offset_0(layout):
     assert abs(run(*inputs) - attention(*inputs, is_causal=True)).max() < 2e-6
 
 
-@pytest.mark.parametrize("name", ["padding", "offsets"])
-def test_lengths_and_offsets_of_the_items_are_inputs(name):
-    def call(query, key, value, each):
-        if name == "padding":
-            return attention(query, key, value, mask=masks.padding(each))
-        return attention(query, key, value, query_offset=each, is_causal=True)
-
+@pytest.mark.parametrize("call", OF_ITEMS.values(), ids=OF_ITEMS)
+def test_lengths_and_offsets_of_the_items_are_inputs(call):
     (b,) = export.symbolic_shape("b")
     run = export.export(jax.jit(call))(
         *(jax.ShapeDtypeStruct((b, H, *x.shape[2:]), x.dtype) for x in numbers(1, 5, 5)[:1]),

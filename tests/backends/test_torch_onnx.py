@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from open_lengths import OF_ITEMS, Calls, H, numbers
 
 import polyattn
 from polyattn import attention, masks, scores
@@ -13,25 +14,7 @@ pytest.importorskip("onnxscript")
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 
-H, G, D, E = 4, 2, 8, 6
 SIZES = [(2, 5, 7), (3, 6, 4), (1, 1, 9), (4, 9, 1)]
-
-
-def numbers(batch, length, keys):
-    rng = np.random.default_rng(0)
-    shapes = (batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)
-    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-
-
-class Calls(torch.nn.Module):
-    """A module that calls a function of tensors."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, query, key, value, *more):
-        return self.function(query, key, value, *more)
 
 
 def exported(function, *more, opset=24):
@@ -129,13 +112,8 @@ def test_one_model_runs_at_all_lengths(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["padding", "offsets"])
-def test_lengths_and_offsets_of_the_items_are_inputs(name):
-    def call(query, key, value, each):
-        if name == "padding":
-            return attention(query, key, value, mask=masks.padding(each))
-        return attention(query, key, value, query_offset=each, is_causal=True)
-
+@pytest.mark.parametrize("call", OF_ITEMS.values(), ids=OF_ITEMS)
+def test_lengths_and_offsets_of_the_items_are_inputs(call):
     model = exported(call, np.array([0, 3]))
     assert kinds(model).count("Attention") == 1
     for size in SIZES:

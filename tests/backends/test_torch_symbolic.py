@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from open_lengths import OF_ITEMS, Calls, D, G, H, numbers
 
 import polyattn
 from polyattn import attention, masks, scores
@@ -12,7 +13,6 @@ from polyattn_torch import route
 from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.quirks import refusals
 
-H, G, D, E = 4, 2, 8, 6
 SIZES = [(2, 5, 7), (3, 6, 4), (4, 2, 9)]
 OPTIONS = {
     "plain": {},
@@ -25,23 +25,6 @@ OPTIONS = {
     "mask expression": {"mask": masks.causal() | masks.prefix(2)},
     "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
 }
-
-
-def numbers(batch, length, keys):
-    rng = np.random.default_rng(0)
-    shapes = (batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)
-    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
-
-
-class Calls(torch.nn.Module):
-    """A module that calls a function of tensors."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, query, key, value, *more):
-        return self.function(query, key, value, *more)
 
 
 def exported(function, *more, square=False):
@@ -70,13 +53,8 @@ def test_no_choice_is_made_by_the_lengths_of_the_example():
     assert abs(run(*inputs) - attention(*inputs, softcap=3.0, is_causal=True)).max() < 4e-6
 
 
-@pytest.mark.parametrize("name", ["padding", "offsets"])
-def test_lengths_and_offsets_of_the_items_are_inputs(name):
-    def call(query, key, value, each):
-        if name == "padding":
-            return attention(query, key, value, mask=masks.padding(each))
-        return attention(query, key, value, query_offset=each, is_causal=True)
-
+@pytest.mark.parametrize("call", OF_ITEMS.values(), ids=OF_ITEMS)
+def test_lengths_and_offsets_of_the_items_are_inputs(call):
     run = exported(call, np.array([0, 3]))
     for size in SIZES:
         inputs = [*numbers(*size), np.arange(size[0])]
