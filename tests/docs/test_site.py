@@ -71,7 +71,8 @@ def test_the_landing_page_says_of_others_what_was_measured():
     case = replace(CASES["D = 80"], name="D = 80, float64", dtype="float64")
     arrays, _ = case.arguments()
     error = abs(attention(*arrays) - exact(case).output).max()
-    assert 1 / 3 < error / float(shown["float64: the largest error"][0]) < 3
+    bound = float(shown["float64: the largest error"][0].removeprefix("< "))
+    assert bound / 10 < error < bound  # the order of sums depends on the processor
 
 
 # ---- the site ----
