@@ -1,4 +1,4 @@
-"""Compute the error function, which the array API standard lacks and the exact GELU needs.
+"""Compute the error function, which the array API standard lacks, and Φ for the exact GELU.
 
 A library's own function is used where its namespace has one, otherwise rational functions with an
 error of a few roundings in float32 and float64.
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, cast, library_of
+from polyattn.arrays import Array, Library, cast, library_of
 
-__all__ = ["erf"]
+__all__ = ["erf", "normal_cdf"]
+
+Polynomials = tuple[tuple[float, ...], ...]
 
 # For float32, a function of x² to be multiplied by x, as in Eigen and XLA.
 _NARROW = (
@@ -25,6 +28,14 @@ _NARROW = (
     (-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
      -1.42647390514189e-02),
 )  # fmt: skip
+# The same for Φ − ½, with both constant factors, 1/√2 and ½, in the coefficients.
+_NARROW_CDF = tuple(
+    tuple(
+        coefficient * factor / 2**power
+        for power, coefficient in zip(reversed(range(len(function))), function, strict=True)
+    )
+    for function, factor in zip(_NARROW, (0.5 / math.sqrt(2), 1.0), strict=True)
+)
 # For float64, Cody's functions: of x² near 0, of x up to 4, of 1 / x² beyond.
 _NEAR = (
     (1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2,
@@ -52,19 +63,35 @@ def erf(x: Array) -> Array:
     """Return the error function of each number, in the dtype of `x`."""
     library = library_of(x)
     xp = library.xp
-    if library.name == "jax":
-        # An array of JAX exists, so JAX has been imported.
-        return sys.modules["jax"].lax.erf(x)
-    if hasattr(xp, "erf"):
-        return xp.erf(x)
+    own = _own_erf(library)
+    if own is not None:
+        return own(x)
     if x.dtype == xp.float64:
         return _wide(x, xp)
-    return cast(xp, _narrow(cast(xp, x, xp.float32), xp), x.dtype)
+    return cast(xp, _narrow(_NARROW, 4.0, cast(xp, x, xp.float32), xp), x.dtype)
 
 
-def _narrow(x: Array, xp: Any) -> Array:
-    x = xp.minimum(xp.maximum(x, -4.0), 4.0)
-    result = _ratio(_NARROW, x * x)
+def normal_cdf(x: Array) -> Array:
+    """Return Φ(x) = (1 + erf(x / √2)) / 2 of each number, in the dtype of `x`."""
+    library = library_of(x)
+    xp = library.xp
+    if x.dtype == xp.float64 or _own_erf(library) is not None:
+        return (erf(x / math.sqrt(2)) + 1) / 2
+    # NumPy takes a third less time for it than for erf and the steps around it.
+    result = _narrow(_NARROW_CDF, 4.0 * math.sqrt(2), cast(xp, x, xp.float32), xp)
+    result += 0.5
+    return cast(xp, result, x.dtype)
+
+
+def _own_erf(library: Library) -> Callable[[Array], Array] | None:
+    # If an array of JAX exists, JAX has been imported.
+    functions = sys.modules["jax"].lax if library.name == "jax" else library.xp
+    return getattr(functions, "erf", None)
+
+
+def _narrow(functions: Polynomials, bound: float, x: Array, xp: Any) -> Array:
+    x = xp.minimum(xp.maximum(x, -bound), bound)
+    result = _ratio(functions, x * x)
     result *= x
     return result
 
@@ -86,7 +113,7 @@ def _wide(x: Array, xp: Any) -> Array:
     return xp.where(xp.isnan(x), x, result)
 
 
-def _ratio(polynomials: tuple[tuple[float, ...], ...], x: Array) -> Array:
+def _ratio(polynomials: Polynomials, x: Array) -> Array:
     """Return the ratio of two polynomials, whose coefficients begin with the highest power."""
     numerator, denominator = (_polynomial(coefficients, x) for coefficients in polynomials)
     numerator /= denominator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
-from polyattn.nn.erf import erf
+from polyattn.nn.erf import normal_cdf
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
 from polyattn.nn.shapes import rows_of
@@ -191,7 +191,7 @@ def _relu(x: Array) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    return x * (erf(x / math.sqrt(2)) + 1) / 2
+    return x * normal_cdf(x)
 
 
 def _gelu_tanh(x: Array) -> Array:

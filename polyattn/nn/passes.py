@@ -1,6 +1,6 @@
 """Compute row-wise formulas block by block on all threads, in NumPy.
 
-NumPy passes over memory once for each step of a formula; a block of rows stays in a core's cache.
+NumPy passes over memory once for each step of a formula; a block of rows stays in the caches.
 Other libraries fuse the steps or use all threads themselves, so their arrays are not split.
 """
 
@@ -14,8 +14,9 @@ from polyattn.dispatch.transfer import backend_of
 
 __all__ = ["affine", "by_rows"]
 
-# The bytes that a step reads and writes at a time; a core's own cache is several times larger.
-BLOCK_BYTES = 2**18
+# The bytes that a step reads and writes at a time: few enough for the caches, and so many that
+# threads seldom wait for Python's lock between the steps.
+BLOCK_BYTES = 2**20
 # Rows of a matrix product: few enough to share among threads, enough to keep BLAS at full speed.
 BLOCK_ROWS = 256
 

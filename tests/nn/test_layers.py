@@ -186,6 +186,15 @@ def test_erf_is_right_to_a_few_roundings_in_both_precisions(library):
     assert np.isnan(back(nn.erf.erf(to(float32([np.nan])))))[0]
 
 
+def test_the_normal_distribution_is_right_to_a_few_roundings_in_both_precisions(library):
+    to, back = library
+    x = np.concatenate((np.linspace(-9, 9, 20001), [0.0, 1e30, np.inf, -np.inf, np.nan]))
+    for kind, bound in ((np.float32, 5e-7), (np.float64, 1e-15)):
+        found = back(nn.erf.normal_cdf(to(x.astype(kind))))
+        expected = scipy.special.ndtr(x.astype(kind).astype(float))
+        close(found, expected, bound if found.dtype == kind else 5e-7)
+
+
 def test_a_gate_multiplies_what_goes_up(library):
     to, back = library
     up, gate, down = (float32(a) for a in (X[0, :, :5].T, X[1, :, :5].T, X[0, :, :5]))
