@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -51,30 +52,78 @@ class Exclusive:
             pass  # this thread does not hold it any more
 
 
+class Limit:
+    """One thread for some BLAS libraries, as long as any call needs that."""
+
+    def __init__(self, libraries: list[Any]) -> None:
+        self.libraries = libraries
+        self.holders: set[object] = set()
+        self._counts: list[int] = []  # to restore; empty if there is nothing to restore
+
+    def counts(self) -> list[int]:
+        """Return the numbers of threads without the limit."""
+        return self._counts or self._read()
+
+    def take(self, holder: object) -> None:
+        """Limit the libraries, if no other holder has."""
+        if not self._counts:  # else they are not restored yet, and BLAS has the limit
+            self._counts = self._read()
+        self.holders.add(holder)
+        if len(self.holders) == 1:
+            self._set([1] * len(self._counts))
+
+    def leave(self, holder: object) -> None:
+        """Restore what the libraries had, if no other holder is left."""
+        self.holders.discard(holder)
+        if not self.holders and self._counts:
+            self._set(self._counts)
+            self._counts = []
+
+    def _read(self) -> list[int]:
+        return [library.get_num_threads() for library in self.libraries]
+
+    def _set(self, counts: list[int]) -> None:
+        for library, now, count in zip(self.libraries, self._read(), counts, strict=True):
+            if now != count:
+                # threadpoolctl 3.8 heeds only the first thread that sets OpenBLAS's count.
+                change = getattr(library, "_real_set_num_threads", library.set_num_threads)
+                change(count)
+
+
 class Blas:
     """NumPy's BLAS, limited to one thread as long as any call needs that.
 
-    The number of its threads belongs to the process. The call that ends last restores it.
+    The number of its threads belongs to the process. The call that ends last restores it. Only MKL
+    has a number for each thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find: Callable[[], list[Any]]) -> None:
+        self._find = find
         self._one_at_a_time = Exclusive()
-        self._holders: set[object] = set()
-        self._libraries: list[Any] | None = None
-        self._counts: list[int] = []  # to restore; empty if there is nothing to restore
+        self._of_process: Limit | None = None
+        self._of_threads = threading.local()
 
     def libraries(self) -> list[Any]:
-        """Return the controllers of NumPy's BLAS, and look for them only once."""
-        if self._libraries is None:
-            libraries = ThreadpoolController().select(user_api="blas").lib_controllers
-            # Other packages may have loaded another BLAS, which we must not limit.
-            numpys = [library for library in libraries if "numpy" in str(library.filepath)]
-            self._libraries = numpys or libraries
-        return self._libraries
+        """Return the controllers of the libraries."""
+        return [library for limit in self.limits() for library in limit.libraries]
+
+    def limits(self) -> tuple[Limit, Limit]:
+        """Return the limit of the process and that of the calling thread."""
+        if self._of_process is None:
+            self._of_process = Limit([x for x in self._find() if x.internal_api != "mkl"])
+        own: Limit | None = getattr(self._of_threads, "limit", None)
+        if own is None:
+            own = Limit([x for x in self._find() if x.internal_api == "mkl"])
+            self._of_threads.limit = own
+        return self._of_process, own
 
     def threads(self) -> int:
         """Return the number of threads of BLAS without a limit; 0 if it cannot be limited."""
-        return min(self._one_at_a_time.run(lambda: self._counts or self._read()), default=0)
+
+        def read() -> list[int]:
+            return [count for limit in self.limits() for count in limit.counts()]
+
+        return min(self._one_at_a_time.run(read), default=0)
 
     def held(self, work: Callable[[], T]) -> T:
         """Return the result of some work, during which BLAS has one thread."""
@@ -91,37 +140,33 @@ class Blas:
             self._one_at_a_time.run(lambda: self._leave(holder))
 
     def _take(self, holder: object) -> None:
-        if not self._counts:  # else they are not restored yet, and BLAS has the limit
-            self._counts = self._read()
-        self._holders.add(holder)
-        if len(self._holders) == 1:
-            self._set([1] * len(self._counts))
+        for limit in self.limits():
+            limit.take(holder)
 
     def _leave(self, holder: object) -> None:
-        self._holders.discard(holder)
-        if not self._holders:
-            self._restore()
+        for limit in self.limits():
+            limit.leave(holder)
 
-    def _restore(self) -> None:
-        if self._counts:
-            self._set(self._counts)
-            self._counts = []
-
-    def _read(self) -> list[int]:
-        return [library.get_num_threads() for library in self.libraries()]
-
-    def _set(self, counts: list[int]) -> None:
-        for library, now, count in zip(self.libraries(), self._read(), counts, strict=True):
-            if now != count:
-                # threadpoolctl 3.8 heeds only the first thread that sets OpenBLAS's count.
-                change = getattr(library, "_real_set_num_threads", library.set_num_threads)
-                change(count)
+    def hold_thread(self) -> None:
+        """Limit BLAS in the calling thread for good, where it has a number for each."""
+        _, own = self.limits()
+        own.take(self)
 
     def forget_holders(self) -> None:
         """Remove the limit in a forked process, which has no other threads."""
         self._one_at_a_time = Exclusive()
-        self._holders.clear()
-        self._restore()
+        for limit in self.limits():
+            limit.holders.clear()
+            limit.leave(self)
+
+
+@cache
+def numpys_blas() -> list[Any]:
+    """Return threadpoolctl's controllers of NumPy's BLAS."""
+    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    # Other packages may have loaded another BLAS, which we must not limit.
+    numpys = [library for library in libraries if "numpy" in str(library.filepath)]
+    return numpys or libraries
 
 
 class Job:
@@ -183,13 +228,14 @@ class Pool:
             self._jobs.put((contextvars.copy_context(), job))
 
     def _serve(self) -> None:
+        blas.hold_thread()
         while True:
             context, job = self._jobs.get()
             context.run(job.help)
             del context, job  # to free the arrays of the call
 
 
-blas = Blas()
+blas = Blas(numpys_blas)
 _pool = Pool()
 
 

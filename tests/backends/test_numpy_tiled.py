@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_blas_has_its_threads_back(qkv, two_blas_threads):
 
 def test_blas_is_held_and_put_back_by_any_thread(two_blas_threads):
     """The first of two calls that overlap ends first, so that another thread puts it back."""
-    blas, begun, ends = threads.Blas(), threading.Event(), threading.Event()
+    blas, begun, ends = threads.Blas(threads.numpys_blas), threading.Event(), threading.Event()
     held = []
 
     def second():
@@ -157,6 +158,42 @@ def test_blas_is_held_and_put_back_by_any_thread(two_blas_threads):
     alone.join(30)
     assert set(held) == {1}
     assert set(blas_threads()) == {2}
+
+
+class Mkl(threading.local):
+    """A controller of MKL, in which each thread has a number of its own."""
+
+    internal_api = "mkl"
+    count = 2
+
+    def get_num_threads(self):
+        return self.count
+
+    def set_num_threads(self, count):
+        self.count = count
+
+
+def test_mkl_is_held_in_every_thread_and_put_back_in_each(monkeypatch):
+    mkl, seen = Mkl(), {}  # the count that each thread sees
+    monkeypatch.setattr(threads, "blas", threads.Blas(lambda: [mkl]))
+    monkeypatch.setattr(threads, "_pool", threads.Pool())
+    all_here = threading.Barrier(4)  # two callers and the two threads that help both
+
+    def look(item):
+        thread = threading.current_thread()
+        if thread not in seen:
+            seen[thread] = mkl.count
+            all_here.wait(30)
+
+    def call():
+        threads.each(look, range(3), 3, threads.Shared())
+        return mkl.count
+
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(call)
+        assert call() == elsewhere.result(30) == 2
+    assert list(seen.values()) == [1] * 4
+    assert threads.default() == 2
 
 
 def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_threads):
@@ -221,7 +258,7 @@ with polyattn.use_threads(2):
     except KeyboardInterrupt:
         print("interrupted", time.perf_counter() - start)
     assert [library.get_num_threads() for library in threads.blas.libraries()] == before
-    assert not threads.blas._holders
+    assert not any(limit.holders for limit in threads.blas.limits())
     print(float(polyattn.attention(small, small, small).max()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
@@ -339,7 +376,7 @@ with polyattn.use_threads(3):
 
 
 def test_a_fork_amid_a_call_leaves_the_child_no_held_blas(two_blas_threads):
-    blas = threads.Blas()
+    blas = threads.Blas(threads.numpys_blas)
     before = blas_threads()
     blas._take(object())
     assert set(blas_threads()) == {1}
@@ -350,7 +387,7 @@ def test_a_fork_amid_a_call_leaves_the_child_no_held_blas(two_blas_threads):
 
 
 def test_blas_that_cannot_be_held_means_one_thread(qkv, monkeypatch):
-    monkeypatch.setattr(threads.blas, "_libraries", [])
+    monkeypatch.setattr(threads, "blas", threads.Blas(list))
     seen = set()
 
     def watch(b, h, i, j):
