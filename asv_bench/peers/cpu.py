@@ -171,10 +171,17 @@ def _jax(arrays: list[Array], case: Case, attend: Any, head_axis: int) -> Conten
     import jax
 
     attend = attend or jax.nn.dot_product_attention
-    on_cpu = jax.devices("cpu")[0]
-    placed = [jax.device_put(array.swapaxes(head_axis, 2), on_cpu) for array in arrays]
+    placed = to_jax(arrays, head_axis)
     compiled = jax.jit(lambda q, k, v: attend(q, k, v, is_causal=case.kind == "causal"))
     return lambda: compiled(*placed).block_until_ready().swapaxes(head_axis, 2)
+
+
+def to_jax(arrays: list[Array], head_axis: int) -> list[Array]:
+    """Return arrays of JAX on the CPU with heads in the place that a function wants."""
+    import jax
+
+    on_cpu = jax.devices("cpu")[0]
+    return [jax.device_put(array.swapaxes(head_axis, 2), on_cpu) for array in arrays]
 
 
 def _onnxruntime(arrays: list[Array], case: Case, threads: int) -> Contender | None:

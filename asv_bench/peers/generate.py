@@ -1,4 +1,4 @@
-"""Greedy generation on NumPy against transformers on torch, as ratios of alternating runs.
+"""Greedy generation, on NumPy or torch, against transformers, as ratios of alternating runs.
 
 The model is a decoder of GPT-2's or Llama's family with random weights, 6 layers and a width of
 384 by default, saved by transformers and read by ``nn.load``. Both continue the same prompt with a
@@ -25,6 +25,7 @@ from polyattn.bench import timing
 REFERENCE = "transformers"
 TOKENS = 1000
 FAMILIES = ("gpt2", "llama")
+LIBRARIES = ("numpy", "torch")
 
 
 def their_model(family: str, layers: int, size: int, length: int) -> Any:
@@ -58,7 +59,8 @@ def contenders(options: Any) -> dict[str, Callable[[], Any]]:
     theirs = their_model(options.family, options.layers, options.size, length).eval()
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        ours = nn.load.model(folder, like=np.zeros(1, dtype=np.float32), logits=True)
+        like = {"numpy": np.zeros(1, np.float32), "torch": torch.zeros(1)}[options.library]
+        ours = nn.load.model(folder, like=like, logits=True)
     ids = np.random.default_rng(0).integers(0, TOKENS, (1, options.prompt))
     prompt = torch.from_numpy(ids)
     settings = {"max_new_tokens": options.steps, "min_new_tokens": options.steps, "pad_token_id": 0}
@@ -67,10 +69,12 @@ def contenders(options: Any) -> dict[str, Callable[[], Any]]:
         with torch.inference_mode():
             return theirs.generate(prompt, do_sample=False, use_cache=True, **settings).numpy()
 
-    return {
-        REFERENCE: run_transformers,
-        "polyattn": lambda: nn.generate(ours, ids, options.steps),
-    }
+    def run_polyattn() -> Any:
+        with torch.inference_mode():
+            first = ids if options.library == "numpy" else prompt
+            return np.asarray(nn.generate(ours, first, options.steps))
+
+    return {REFERENCE: run_transformers, "polyattn": run_polyattn}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,6 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = script.parser(__doc__, 15)
     add = parser.add_argument
     add("--family", choices=FAMILIES, default="gpt2", help="(default: %(default)s)")
+    add("--library", choices=LIBRARIES, default="numpy", help="of polyattn (default: %(default)s)")
     add("--layers", type=int, default=6, help="number of blocks (default: %(default)s)")
     add("--size", type=int, default=384, help="width, a multiple of 64 (default: %(default)s)")
     add("--prompt", type=int, default=32, help="tokens of the prompt (default: %(default)s)")
