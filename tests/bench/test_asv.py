@@ -315,7 +315,17 @@ def test_commands_that_are_told_start_what_exists():
     assert not [name for name in told if not (ROOT / name).exists()]
 
 
-COMPARISONS = ["backward", "cpu", "encoder", "generate", "gpu", "masks", "mlx_fast", "onnx_runtime"]
+COMPARISONS = [
+    "backward",
+    "cpu",
+    "encoder",
+    "generate",
+    "gpu",
+    "half",
+    "masks",
+    "mlx_fast",
+    "onnx_runtime",
+]
 ENGINES = {"mlx_fast": "mlx.core", "onnx_runtime": "onnxruntime"}
 
 
