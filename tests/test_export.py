@@ -19,6 +19,8 @@ from onnx.reference import ReferenceEvaluator  # noqa: E402
 H, G, D, E = 4, 2, 8, 6
 SHAPES = {"query": ("B", H, "L", D), "key": ("B", G, "S", D), "value": ("B", G, "S", E)}
 SIZES = [(2, 5, 7), (3, 6, 4), (1, 1, 9)]
+SINKS = np.linspace(-1, 1, H, dtype=np.float32)
+TABLE = np.linspace(-1, 1, 8 * H, dtype=np.float32).reshape(8, H)  # of relative distances
 
 
 def by_onnxruntime(model, inputs):
@@ -61,9 +63,14 @@ NATIVE = {
     "negative scale": {"scale": -0.3},
     "mask function": {"mask": lambda b, h, i, j: (i + j + b + h) % 3 != 0},
     "mask expression": {"mask": masks.causal() | masks.prefix(2)},
+    "sinks": {"sinks": SINKS, "softcap": 5.0, "scale": -0.3},
+    "sinks, causal": {"sinks": SINKS, "is_causal": True},
+    "sinks, mask": {"sinks": SINKS, "mask": masks.prefix(2), "window": (None, 1)},
+    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+    "T5's bias and sinks": {"sinks": SINKS, "score_mod": scores.relative_bias(TABLE)},
 }
 DECOMPOSED = {
-    "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+    "temperature": {"is_causal": True, "score_mod": scores.temperature(2.0) >> scores.alibi(H)},
     "score function": {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
     "similarity": {"similarity": scores.cosine()},
     "normalizer": {"normalizer": scores.sparsemax()},
@@ -73,7 +80,7 @@ DECOMPOSED = {
 def test_a_model_whose_attention_is_written_out_has_unknown_lengths_too():
     nn = polyattn.nn
     model = nn.Transformer.init(50, 32, 4, 1, like=np.zeros(1, np.float32))
-    options = {"score_mod": scores.alibi(4), "is_causal": True}
+    options = {"score_mod": scores.temperature(2.0), "is_causal": True}
     exported = export(model, {"ids": ("B", "L")}, dtype="int64", options=options)
     ids = np.array([[5, 7, 11], [2, 3, 0]])
     (logits,) = by_onnxruntime(exported, {"ids": ids})
@@ -136,9 +143,9 @@ def test_an_explanation_says_before_the_export_what_a_call_becomes():
     native = polyattn.explain(q, k, v, softcap=2.0)
     assert native.chosen.kernel == "native"
     assert "one node, Attention of opset 24" in str(native)
-    decomposed = polyattn.explain(q, k, v, sinks=ndonnx.asarray(np.zeros(H, np.float32)))
+    decomposed = polyattn.explain(q, k, v, score_mod=scores.temperature(2.0))
     assert decomposed.chosen.kernel == "dense"
-    assert "it does not compute sinks" in str(decomposed)
+    assert "it can add to the scores, and score_mod= changes them" in str(decomposed)
     assert "its tiles need lengths that are known" in str(decomposed)
 
 
@@ -187,7 +194,7 @@ def test_arrays_of_the_options_may_be_inputs(name):
 
 
 def test_what_is_written_out_keeps_the_lengths_that_are_known():
-    dims = exported("alibi").graph.output[0].type.tensor_type.shape.dim
+    dims = exported("temperature").graph.output[0].type.tensor_type.shape.dim
     assert [d.dim_value for d in dims] == [0, H, 0, E]
 
 

@@ -72,6 +72,10 @@ class Case(NamedTuple):
                 return arrays, {"mask": rng.random(square) > 0.5}
             case "bias":
                 return arrays, {"bias": rng.standard_normal(square, dtype=np.float32)}
+            case "alibi":
+                return arrays, {"score_mod": polyattn.scores.alibi(self.heads)}
+            case "sinks":
+                return arrays, {"sinks": rng.standard_normal(self.heads, dtype=np.float32)}
         return arrays, {}
 
     @property

@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         added(rounds, window / 5)
         print("\nan exported call, over one node")
         for length in LENGTHS[:1] if options.quick else LENGTHS:
-            for case in both(1, 12, length, 64):
+            masked = [Case(1, 12, 12, length, length, 64, kind) for kind in ("alibi", "sinks")]
+            for case in (*both(1, 12, length, 64), *masked):
                 table(case, exported(case, options.threads), rounds, window, "one node")
     return 0
 

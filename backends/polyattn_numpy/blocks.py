@@ -49,8 +49,8 @@ FEW_PIECES = 8
 PART_KEYS = 8192
 # With fewer tiles than this in an item's scores, a mask table costs more than it saves.
 TABLE_TILES = 4
-# Multiply-adds that are worth waking a thread, about a third of a millisecond.
-THREAD_WORK = 3 * 2**22
+# Multiply-adds that are worth waking a thread, about a sixth of a millisecond.
+THREAD_WORK = 3 * 2**21
 # Multiply-adds of a piece, about two milliseconds: Python, which runs on one thread at a time, then
 # takes a negligible share.
 PIECE_WORK = 2**27

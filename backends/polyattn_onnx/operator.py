@@ -28,8 +28,11 @@ FIRST, LAST = 23, 25
 COUNTS, WINDOWS = 24, 25
 #: The features that hide keys by numbers that are not known before the call.
 MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod"})
-#: Those of them whose array is made here, up to a size: then it costs more than it saves.
-MADE, LARGEST_MADE_MASK = frozenset({"mask_expression", "mask_mod"}), 2**26
+#: What becomes a mask that is made here, up to a size: then it costs more than it saves. Some of it
+#: has numbers for each head.
+MADE = frozenset({"mask_expression", "mask_mod"})
+MADE_BY_HEAD = frozenset({"score_expression", "sinks"})
+LARGEST_MADE_MASK = 2**26
 # Beyond any length; a sum of two fits in 32 bits.
 FAR = 2**30
 
@@ -38,12 +41,14 @@ class Operator(Kernel):
     """A call that is one node, which a subclass runs.
 
     A causal call or a window that the operator has no attribute for becomes a mask, as a mask
-    expression does.
+    expression does, and so does what ``score_mod=`` adds to the scores. Sinks become one more key,
+    of zeros, whose mask they are.
     """
 
     features = frozenset({
         "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "mask_expression", "mask_mod",
-        "query_offset", "query_offset_array", "scale", "softcap", "value_size", "window",
+        "query_offset", "query_offset_array", "scale", "score_expression", "sinks", "softcap",
+        "value_size", "window",
     })  # fmt: skip
     # Every runtime multiplies the weight 0 of a masked key by its value, which may be NaN.
     poison_safe: ClassVar[bool] = False
@@ -80,9 +85,10 @@ class Operator(Kernel):
             reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
         if problem.dtype == "float64" and _may_be_empty(problem):
             reasons.append("ONNX Runtime gives NaN for a row without keys in float64")
-        made = 0 if problem.is_symbolic else problem.query_length * problem.key_length
-        banded = _positions(problem, self.opset(problem))[3]
-        if made > LARGEST_MADE_MASK and (banded or problem.features & MADE):
+        if problem.score_spec is not None and not problem.score_spec.is_additive:
+            reasons.append("it can add to the scores, and score_mod= changes them otherwise")
+        made = 0 if problem.is_symbolic else _made(problem, self.opset(problem))
+        if made > LARGEST_MADE_MASK:
             reasons.append(f"it would need a mask of {made:,} elements to be built")
         return reasons
 
@@ -139,6 +145,8 @@ class Operator(Kernel):
         if counted and isinstance(operands.mask, Filled):
             keys, operands = operands.mask.key_lengths, operands._replace(mask=None)
         mask = _mask(problem, operands, xp, banded=banded)
+        if operands.sinks is not None:
+            inputs[1:], mask = _with_sinks(problem, operands, inputs[1:], mask, xp)
         if mask is not None:
             inputs.append(mask)
         if counted:
@@ -154,6 +162,14 @@ class Operator(Kernel):
 
 def _rounded(number: float | None) -> float | None:
     return None if number is None else float(np.float32(number))
+
+
+def _made(problem: Problem, opset: int) -> int:
+    """Return the number of elements of the mask that must be built."""
+    by_head = bool(problem.features & MADE_BY_HEAD)
+    if not (by_head or problem.features & MADE or _positions(problem, opset)[3]):
+        return 0
+    return (problem.heads if by_head else 1) * problem.query_length * problem.key_length
 
 
 def _may_be_empty(problem: Problem) -> bool:
@@ -184,6 +200,8 @@ def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], boo
     # In float64 ONNX Runtime counts the positions of causal rows from the first key regardless.
     counts = opset >= COUNTS and problem.dtype != "float64"
     is_filled = counts and _is_filled(problem)
+    if "sinks" in problem.features:  # their key takes the first position
+        return False, (-1, -1), False, (low, high) != (None, None)
     if low is None and high is None:
         return False, (-1, -1), is_filled, False
     is_causal = problem.is_causal and high is not None
@@ -220,11 +238,10 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
     seen: Array | None = None
     for one in at.visible(banded=banded):
         seen = one if seen is None else seen & one
-    mask = seen
-    if x.bias is not None:
-        mask = xp.astype(at.of_scores(x.bias), getattr(xp, problem.accumulator))
-        if seen is not None:
-            mask = xp.where(seen, mask, xp.asarray(-np.inf, dtype=mask.dtype))
+    added = _added(problem, x, at, xp)
+    mask = seen if added is None else added
+    if added is not None and seen is not None:
+        mask = xp.where(seen, added, xp.asarray(-np.inf, dtype=added.dtype))
     if mask is None:
         return None
     # ONNX Runtime asks for all rows and keys, the operator for none or all batch items.
@@ -237,3 +254,34 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
     if lead == 0 or all(isinstance(n, int) and n == 1 for n in mask.shape[:lead]):
         return mask[(*(0,) * lead, None, ...)]
     return one_batch_axis(problem, mask, xp)
+
+
+def _added(problem: Problem, x: Operands, at: Indices, xp: Any) -> Array | None:
+    """Return what ``score_mod=`` and the bias add to the scores."""
+    dtype = getattr(xp, problem.accumulator)
+    added: Array | None = None
+    if problem.score_spec is not None:
+        added = at.modified(xp.astype(at.row * 0 + at.column * 0, dtype))
+    if x.bias is None:
+        return added
+    bias = xp.astype(at.of_scores(x.bias), dtype)
+    return bias if added is None else added + bias
+
+
+def _with_sinks(
+    problem: Problem, x: Operands, pair: list[Array], mask: Array | None, xp: Any
+) -> tuple[list[Array], Array]:
+    """Return key and value with one of zeros before all, and the mask with its logits, the sinks.
+
+    Zeros have the score 0, softcapped or not, and add nothing to the output.
+    """
+    dtype = getattr(xp, problem.accumulator)
+    at = Indices(problem, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
+    if mask is None or mask.dtype == xp.bool:
+        zero = xp.astype(at.row * 0 + at.column * 0, dtype)[None, None, ...]
+        mask = zero if mask is None else xp.where(mask, zero, xp.asarray(-np.inf, dtype=dtype))
+    mask = mask + xp.astype(at.head * 0, dtype)  # of all heads
+    items = xp.zeros_like(mask[:, :1, :, :1])
+    first = items + xp.reshape(xp.astype(x.sinks, dtype), (-1, 1, 1))
+    key, value = (xp.concat([xp.zeros_like(y[:, :, :1, :]), y], axis=-2) for y in pair)
+    return [key, value], xp.concat([first, mask], axis=-1)

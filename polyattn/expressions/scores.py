@@ -35,6 +35,11 @@ class Score(Expression):
 
     module: ClassVar[str] = "scores"
 
+    @property
+    def is_additive(self) -> bool:
+        """Whether it only adds numbers that do not depend on the scores."""
+        return False
+
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         """Return the modified scores.
 
@@ -133,6 +138,10 @@ def as_score(rule: Any, derivative: Any = None) -> Score:
 class Chain(Score):
     parts: tuple[Score, ...]
 
+    @property
+    def is_additive(self) -> bool:
+        return all(part.is_additive for part in self.parts)
+
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         for part in self.parts:
             scores = part.apply(scores, at)
@@ -191,6 +200,10 @@ class Temperature(Score):
 class Alibi(Score):
     name: ClassVar[str] = "alibi"
     slopes: Any
+
+    @property
+    def is_additive(self) -> bool:
+        return True
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return scores - self._slopes(at, scores.dtype) * self._far(at, scores.dtype)
@@ -261,6 +274,10 @@ class RelativeBias(Score):
     table: Any
     bidirectional: bool = True
     max_distance: int = 128
+
+    @property
+    def is_additive(self) -> bool:
+        return True
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         bucket = self._bucket(at)

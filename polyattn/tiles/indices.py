@@ -187,7 +187,7 @@ class Indices:
         for index, length in zip(indices, table.shape, strict=True):
             flat = flat * length + index
         taken = self.xp.take(self.xp.reshape(table, (-1,)), self.xp.reshape(flat, (-1,)), axis=0)
-        return self.xp.reshape(taken, flat.shape)
+        return self.xp.reshape(taken, flat.dynamic_shape if None in flat.shape else flat.shape)
 
     # ---- positions of the rows among the keys ----
 
