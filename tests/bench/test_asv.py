@@ -350,7 +350,7 @@ def test_the_comparison_with_onnxruntime_runs():
     command = [sys.executable, str(BENCH / "peers" / "onnx_runtime.py"), "--quick"]
     rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     errors = [float(number) for number in re.findall(r"error (\S+)$", rows, re.MULTILINE)]
-    assert len(errors) == 10  # two calls of three contenders, and two of two exports
+    assert len(errors) == 14  # two calls of three contenders, and four of two exports
     assert max(errors) < 1e-5
     assert re.search(r"bare session \S+ µs, polyattn \S+ µs, added \S+ ", rows)
 

@@ -386,7 +386,7 @@ ESSENTIAL = {
         *(PAIRED | EMPTY_ROWS | NO_ROWS | ADVERSARIAL),
         *(name for name in POISONED if name.startswith("nan ") or "seen" in name),
         *(name for name in LAYOUTS if name.endswith("plain")),
-        *("score_mod hides keys", "outliers, float16", "many", *STEPS),
+        *("score_mod hides keys", "outliers, float16", "many", *STEPS, "alibi value"),
         *("33 x 31", "65 x 127, causal", "129 x 127, causal", "decode", "offset past the end"),
     )
 }
