@@ -193,6 +193,8 @@ def test_the_normal_distribution_is_right_to_a_few_roundings_in_both_precisions(
         found = back(nn.erf.normal_cdf(to(x.astype(kind))))
         expected = scipy.special.ndtr(x.astype(kind).astype(float))
         close(found, expected, bound if found.dtype == kind else 5e-7)
+        far = back(nn.layers.ACTIVATIONS["gelu"](to(np.asarray([-30.0, -1e30], dtype=kind))))
+        np.testing.assert_array_less(np.abs(far), 1e-100)
 
 
 def test_a_gate_multiplies_what_goes_up(library):
