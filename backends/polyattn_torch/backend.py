@@ -17,13 +17,11 @@ from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_torch.autograd import is_autocast_on, without_autocast
 from polyattn_torch.flex import Flex
 from polyattn_torch.onnx_export import exported_opset
-from polyattn_torch.onnx_node import OnnxNode
+from polyattn_torch.onnx_node import IN_EXPORT
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
 
 __all__ = ["TorchBackend"]
-
-IN_EXPORT = OnnxNode()
 
 
 class TorchBackend(Backend):

@@ -12,7 +12,7 @@ from polyattn.plugin import Array, Backend, Operands, Problem
 from polyattn_onnx.operator import FIRST, LAST, Operator
 from polyattn_torch.onnx_export import exported_opset
 
-__all__ = ["OnnxNode"]
+__all__ = ["IN_EXPORT", "OnnxNode", "reason_in_export"]
 
 
 class OnnxNode(Operator):
@@ -49,3 +49,13 @@ class OnnxNode(Operator):
             shape=(*query.shape[:-1], problem.value_size), version=node.opset,
         )  # fmt: skip
         return self.output(problem, operands, output.to(query.device), backend.xp), None
+
+
+IN_EXPORT = OnnxNode()
+
+
+def reason_in_export(problem: Problem) -> str | None:
+    """Return why sdpa, of which torch makes the node itself, may not be asked."""
+    if (exported_opset() or 0) >= FIRST and IN_EXPORT.reasons_against(problem):
+        return "torch.onnx.export would write the node that is refused"
+    return None

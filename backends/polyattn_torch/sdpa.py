@@ -22,6 +22,7 @@ from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.fused import recorded, takes
+from polyattn_torch.onnx_node import reason_in_export
 from polyattn_torch.quirks import refusals
 from polyattn_torch.route import plain_options, route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
@@ -56,6 +57,9 @@ class Sdpa(Kernel):
         no_engine = why_no_engine(problem)
         if no_engine is not None:
             return [*reasons, no_engine]
+        in_export = reason_in_export(problem)
+        if in_export is not None:
+            reasons.append(in_export)
         made = made_mask(problem, banded=route_of(problem).banded)
         if made > LARGEST_MADE_MASK:
             reasons.append(f"it would need a mask of {made:,} elements to be built")

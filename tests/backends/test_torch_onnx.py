@@ -144,6 +144,22 @@ def test_float64_keeps_its_digits():
 
 
 @pytest.mark.slow
+def test_rows_without_keys_are_written_out_in_float64():
+    def causal(*qkv):
+        found.append(polyattn.explain(*qkv, is_causal=True))
+        return attention(*qkv, is_causal=True)
+
+    found, inputs = [], [x.astype(np.float64) for x in numbers(3, 6, 4)]
+    model = exported(lambda *qkv: causal(*[x.double() for x in qkv]))
+    assert "Attention" not in kinds(model)
+    # torch's exporter rounds the scale to float32.
+    (output,) = run(model, *numbers(3, 6, 4))
+    assert abs(output - attention(*inputs, is_causal=True)).max() < 1e-7
+    (sdpa,) = [one for one in found[-1].candidates if one.kernel == "sdpa"]
+    assert sdpa.reasons == ("torch.onnx.export would write the node that is refused",)
+
+
+@pytest.mark.slow
 def test_a_logsumexp_is_written_out():
     def joined(*qkv):
         output, logsumexp = polyattn.attention_partial(*qkv, window=(2, None))
