@@ -1,15 +1,27 @@
-"""Keep the backend and the terminal of the caller out of all tests."""
+"""Keep the caller's backend and terminal, and the order of tests, out of all tests."""
 
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+_begun = {}
 
 
 @pytest.fixture(autouse=True)
 def _nothing_from_outside(monkeypatch):
     monkeypatch.delenv("POLYATTN_BACKEND", raising=False)
     monkeypatch.setenv("COLUMNS", "10000")  # as wide as a file: tables are not narrowed
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_in_any_order(request):
+    """Let a module's random numbers begin anew in each test."""
+    rng = getattr(request.module, "RNG", None)
+    if isinstance(rng, np.random.Generator):
+        start = _begun.setdefault(request.module.__name__, rng.bit_generator.state)
+        rng.bit_generator.state = start
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ It gives what the fast pass of `sweep` gives, and leaves to it what that pass wo
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
-from polyattn.plugin import Array, Span
+from polyattn.plugin import Array, Problem, Span
 from polyattn_numpy.blocks import Piece, Tile, group_size_of, row_sizes
 from polyattn_numpy.online_softmax import weighted_sum
 from polyattn_numpy.prepared import PreparedCall
@@ -17,30 +18,37 @@ from polyattn_numpy.scratch import Scratch, fast_exp2, ones
 from polyattn_numpy.sweep import LEAST, LOG2_E, VECTORS
 from polyattn_numpy.visibility import RegionMask, Visibility
 
-__all__ = ["fits_at_once", "takes_items_apart", "write_at_once"]
+__all__ = ["fits_at_once", "may_fit_at_once", "takes_items_apart", "write_at_once"]
 
+# What needs no step between the products but the exponential and masks.
+TAKEN = frozenset({
+    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask", "mask_expression",
+    "mask_mod", "query_offset", "query_offset_array", "scale", "value_size", "window",
+})  # fmt: skip
 # With fewer scores, an item computed by itself costs more than the keys that it leaves out.
 SCORES_OF_AN_ITEM = 2**16
 
 
-def fits_at_once(call: PreparedCall) -> bool:
+@lru_cache(maxsize=32)
+def may_fit_at_once(problem: Problem, tile: int) -> bool:
     """Return whether the scores of a head are one tile, of products and masks only."""
-    problem, x = call.problem, call.x
-    plain = x.bias is None and x.score_mod is None and x.similarity is None and x.sinks is None
-    if not plain or problem.softcap is not None or problem.dropout or call.table is not None:
-        return False
-    rows = problem.query_length * group_size_of(problem)
-    # A band that crosses several strips leaves some of them out.
-    is_one_tile = problem.key_length <= math.isqrt(call.tile) and (
-        problem.query_length <= row_sizes(problem, call.tile)[1]
-    )
     return (
-        is_one_tile
-        and rows > VECTORS
-        and all(
-            array.dtype == problem.accumulator and array.strides[-1] == array.itemsize
-            for array in (x.query, x.key, x.value)
-        )
+        problem.features <= TAKEN
+        and problem.dtype == problem.accumulator
+        and 0 not in problem.scores
+        and problem.query_length * group_size_of(problem) > VECTORS
+        and problem.key_length <= math.isqrt(tile)
+        # A band that crosses several strips leaves some of them out.
+        and problem.query_length <= row_sizes(problem, tile)[1]
+    )
+
+
+def fits_at_once(call: PreparedCall) -> bool:
+    """Return whether a call can be computed so, by its arrays too."""
+    return (
+        call.table is None
+        and may_fit_at_once(call.problem, call.tile)
+        and all(array.strides[-1] == array.itemsize for array in call.x[:3])
     )
 
 
@@ -74,14 +82,18 @@ def write_at_once(
         by_head[where] *= seen
     total = scratch.array("total", (*shape, 1), dtype)
     np.matmul(s, ones(keys, dtype), total)
-    weighted = output[at].reshape(*shape, -1)
-    weighted_sum(s, value, weighted)
-    if not (total.min() >= LEAST and total.max() < math.inf and math.isfinite(weighted.sum())):
+    if not (total.min() >= LEAST and total.max() < math.inf):
         return False
-    weighted /= total
+    weighted = output[at].reshape(*shape, -1)
+    divide_weights = keys < weighted.shape[-1]  # the smaller array of the two
+    if divide_weights:
+        s /= total
+    weighted_sum(s, value, weighted)
+    if not divide_weights:
+        weighted /= total
     if logsumexp is not None:
         np.log(total, out=logsumexp[at].reshape(total.shape))
-    return True
+    return bool(np.isfinite(weighted).all())
 
 
 def seen_part(call: PreparedCall, piece: Piece) -> tuple[Span, list[RegionMask]]:

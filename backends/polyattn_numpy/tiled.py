@@ -14,9 +14,14 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
 from polyattn_numpy import threads
-from polyattn_numpy.at_once import fits_at_once, takes_items_apart, write_at_once
+from polyattn_numpy.at_once import (
+    fits_at_once,
+    may_fit_at_once,
+    takes_items_apart,
+    write_at_once,
+)
 from polyattn_numpy.backward import gradients
-from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
+from polyattn_numpy.blocks import THREAD_WORK, Piece, group_size_of, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
@@ -25,7 +30,10 @@ from polyattn_numpy.sweep import Sweep
 
 __all__ = ["Tiled", "empty_result"]
 
-# OpenBLAS starts no threads for products of fewer multiply-adds.
+# Up to so many scores of an item, the dense kernel is faster than a piece that is computed at once;
+# up to `TINY` it is faster than tiles.
+TINY_AT_ONCE = 2**9
+# OpenBLAS starts no threads for a product of so few multiply-adds.
 UNTHREADED = 2**18
 
 
@@ -45,7 +53,8 @@ class Tiled(Kernel):
     def only_on_request(self, problem: Problem) -> str | None:
         """Leave small calls to the dense kernel."""
         # Decided by the shape of one item, so that an item is computed alike in any batch.
-        if problem.heads * problem.query_length * problem.key_length <= TINY:
+        few = TINY_AT_ONCE if may_fit_at_once(problem, self.tile) else TINY
+        if problem.heads * problem.query_length * problem.key_length <= few:
             return "an item has so few scores that dense, with less overhead, is faster"
         return None
 
@@ -80,8 +89,9 @@ class Tiled(Kernel):
             with borrowed_scratch() as scratch:
                 run(call, result, piece, scratch)
 
-        if len(cut) == 1 and work < UNTHREADED:
-            attend_to(cut[0])
+        if count == 1 and largest_product(problem) <= UNTHREADED:
+            for piece in cut:
+                attend_to(piece)
         else:
             threads.each(attend_to, cut, count, shared)
         result.write_parts()
@@ -90,6 +100,12 @@ class Tiled(Kernel):
     def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
         """Return the gradients."""
         return gradients(problem, operands, backend, self.tile)
+
+
+def largest_product(problem: Problem) -> int:
+    """Return the most multiply-adds of one product, with all rows and keys of a key head."""
+    rows = problem.query_length * group_size_of(problem)
+    return rows * problem.key_length * max(problem.head_size, problem.value_size)
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:

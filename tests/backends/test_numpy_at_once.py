@@ -5,7 +5,7 @@ import pytest
 
 import polyattn
 import polyattn_numpy.tiled as module
-from polyattn import attention_partial, masks
+from polyattn import attention_partial, explain, masks
 
 ITEMS, HEADS, GROUPS, LENGTH = 5, 6, 3, 120
 LENGTHS = np.array([120, 7, 64, 1, 99])
@@ -101,3 +101,21 @@ def test_a_head_of_large_scores_or_without_a_key_is_left_to_the_other_passes(qkv
     query[1, 3] /= 1e4
     calm = attention_partial(query, *others, kernel="tiled", **options)
     assert bits(x[[0, 3, 4]] for x in found) == bits(x[[0, 3, 4]] for x in calm)
+
+
+def test_fewer_keys_than_values_are_wide_divide_the_weights(written):
+    query, key = randn(HEADS, 0)[:, :, :24], randn(GROUPS, 1)[:, :, :30]
+    value = np.random.default_rng(2).standard_normal((*key.shape[:-1], 40), dtype=np.float32)
+    query[1, 3] *= 1e4
+    found = attention_partial(query, key, value, is_causal=True, kernel="tiled")
+    assert {done for _, done in written} == {True, False}
+    assert_like_dense(found, query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"mask": masks.padding(np.ones(2, int))}])
+def test_a_short_masked_call_is_computed_so_and_one_with_a_bias_by_dense(options):
+    shape = (2, 4, 16, 8)
+    assert explain(shape, shape, shape, **options).chosen.kernel == "tiled"
+    assert explain(shape, shape, shape, bias=(16, 16), **options).chosen.kernel == "dense"
+    tiny = (2, 4, 8, 8)
+    assert explain(tiny, tiny, tiny, **options).chosen.kernel == "dense"
