@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,6 +103,9 @@ def both(batch: int, heads: int, length: int, size: int) -> list[Case]:
 
 
 CASES = (
+    *both(1, 12, 32, 64),
+    *both(1, 12, 64, 64),
+    Case(32, 12, 12, 32, 32, 64, "padding"),
     *both(1, 12, 128, 64),
     Case(32, 12, 12, 128, 128, 64, "padding"),
     *both(1, 12, 256, 64),
@@ -263,14 +267,19 @@ def one_window(call: Contender, window: float) -> float:
     return timing.window(call, window)
 
 
-def rates(window: float) -> dict[str, float]:
-    """Return the rates that bound the time on one thread: of both products, and ns per exp."""
+@cache
+def rates(window: float, side: int = 512) -> dict[str, float]:
+    """Return the rates that bound the time on one thread: of both products, and ns per exp.
+
+    They are those of tiles of so many rows and keys, several in a call of NumPy.
+    """
     from polyattn_numpy import threads
     from polyattn_numpy.scratch import fast_exp2
 
     rng = np.random.default_rng(0)
-    query, key = (rng.standard_normal((512, 64), dtype=np.float32) for _ in range(2))
-    scores = query @ key.T
+    tiles = max(1, 12 * 128**2 // side**2)
+    query, key = (rng.standard_normal((tiles, side, 64), dtype=np.float32) for _ in range(2))
+    scores = query @ key.mT
     weights, product = np.empty_like(scores), np.empty_like(query)
     exp = np.exp2 if fast_exp2(np.dtype("float32")) else np.exp
     gflop = 2 * scores.size * 64 / 1e9
@@ -279,7 +288,7 @@ def rates(window: float) -> dict[str, float]:
         return min(threads.blas.held(lambda: one_window(work, window)) for _ in range(3))
 
     limits = {
-        "query·key GFLOP/s": gflop / fastest(lambda: np.matmul(query, key.T, weights)),
+        "query·key GFLOP/s": gflop / fastest(lambda: np.matmul(query, key.mT, weights)),
         "weights·value GFLOP/s": gflop / fastest(lambda: np.matmul(scores, key, product)),
     }
     scores /= 8
@@ -291,8 +300,8 @@ def rates(window: float) -> dict[str, float]:
     torch.set_num_threads(1)
     q, k, s, w, p = map(torch.from_numpy, (query, key, scores, weights, product))
     return limits | {
-        "torch's query·key": gflop / fastest(lambda: torch.mm(q, k.T, out=w)),
-        "torch's weights·value": gflop / fastest(lambda: torch.mm(s, k, out=p)),
+        "torch's query·key": gflop / fastest(lambda: torch.matmul(q, k.mT, out=w)),
+        "torch's weights·value": gflop / fastest(lambda: torch.matmul(s, k, out=p)),
     }
 
 
@@ -320,9 +329,9 @@ def xla_rates(window: float) -> dict[str, float]:
     return {"XLA's query·key": rate(query, key), "XLA's weights·value": rate(weights, query)}
 
 
-def floor_of(case: Case, rates: dict[str, float], threads: int) -> float:
+def floor_of(case: Case, window: float, threads: int) -> float:
     """Return the seconds that only the two products and the exponential take."""
-    by_keys, by_values, exponential, *_ = rates.values()
+    by_keys, by_values, exponential, *_ = rates(window, min(512, case.keys)).values()
     flops = 2 * case.size
     per_score = flops / by_keys + flops / by_values + exponential
     return case.visible * per_score * 1e-9 / threads
@@ -341,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     threads = options.threads or script.all_threads()
     rounds, window = (1, 0.0) if options.quick else (options.rounds, 0.1)
     print(f"{script.machine(threads)}; Python {platform.python_version()}; {rounds} rounds")
-    limits = rates(window / 4) | xla_rates(window / 4)
+    limits = rates(short := window / 4) | xla_rates(short)
     print("floor: " + ", ".join(f"{name} {rate:.3g}" for name, rate in limits.items()), flush=True)
     results = []
     with polyattn.use_threads(threads):
@@ -349,7 +358,7 @@ def main(arguments: list[str] | None = None) -> int:
             if options.cases not in f"{case.shape} {case.kind}":
                 continue
             timings = measure(case, threads, rounds, window)
-            results.append((case, timings, floor_of(case, limits, threads)))
+            results.append((case, timings, floor_of(case, short, threads)))
             print("\n".join(lines_of(*results[-1])), flush=True)
         if options.plot and not options.quick:
             plotted = [
@@ -357,7 +366,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for length in PLOTTED
                 for case in both(1, 8, length, 64)
             ]
-            draw(options.plot, plotted, limits, threads)
+            draw(options.plot, plotted, short, threads)
             print(f"\ndrawn: {options.plot}")
     if options.json:
         cases = [
@@ -383,7 +392,7 @@ def lines_of(case: Case, timings: dict[str, Timing], floor: float) -> Iterator[s
 
 
 def draw(
-    file: Path, plotted: list[tuple[Case, dict[str, Timing]]], limits: Any, threads: int
+    file: Path, plotted: list[tuple[Case, dict[str, Timing]]], window: float, threads: int
 ) -> None:
     """Draw time against length for each contender, with the floor."""
     figure, axes = script.subplots(2, (11, 4.6), script.machine(threads))
@@ -392,7 +401,7 @@ def draw(
         for name in dict.fromkeys(name for _, timings in own for name in timings):
             points = [(c.length, t[name].seconds * 1e3) for c, t in own if name in t]
             axis.loglog(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        floors = [(c.length, floor_of(c, limits, threads) * 1e3) for c, _ in own]
+        floors = [(c.length, floor_of(c, window, threads) * 1e3) for c, _ in own]
         axis.loglog(*zip(*floors, strict=True), color="grey", linestyle=":", label="floor")
         axis.set(title=f"{kind}, 8 heads of 64, float32", xlabel="length")
         axis.set_xticks([c.length for c, _ in own], [str(c.length) for c, _ in own], minor=False)

@@ -93,8 +93,8 @@ class Limit:
 class Blas:
     """NumPy's BLAS, limited to one thread as long as any call needs that.
 
-    The number of its threads belongs to the process. The call that ends last restores it. Only MKL
-    has a number for each thread.
+    The number of its threads belongs to the process, and the call that ends last restores it; MKL
+    and what runs on OpenMP have a number for each thread.
     """
 
     def __init__(self, find: Callable[[], list[Any]]) -> None:
@@ -105,15 +105,16 @@ class Blas:
 
     def libraries(self) -> list[Any]:
         """Return the controllers of the libraries."""
-        return [library for limit in self.limits() for library in limit.libraries]
+        limits = self._one_at_a_time.run(self.limits)
+        return [library for limit in limits for library in limit.libraries]
 
     def limits(self) -> tuple[Limit, Limit]:
-        """Return the limit of the process and that of the calling thread."""
+        """Return the limit of the process and that of the calling thread; one thread at a time."""
         if self._of_process is None:
-            self._of_process = Limit([x for x in self._find() if x.internal_api != "mkl"])
+            self._of_process = Limit([x for x in self._find() if not counts_by_thread(x)])
         own: Limit | None = getattr(self._of_threads, "limit", None)
         if own is None:
-            own = Limit([x for x in self._find() if x.internal_api == "mkl"])
+            own = Limit([x for x in self._find() if counts_by_thread(x)])
             self._of_threads.limit = own
         return self._of_process, own
 
@@ -149,15 +150,22 @@ class Blas:
 
     def hold_thread(self) -> None:
         """Limit BLAS in the calling thread for good, where it has a number for each."""
-        _, own = self.limits()
+        _, own = self._one_at_a_time.run(self.limits)
         own.take(self)
 
     def forget_holders(self) -> None:
         """Remove the limit in a forked process, which has no other threads."""
         self._one_at_a_time = Exclusive()
-        for limit in self.limits():
-            limit.holders.clear()
-            limit.leave(self)
+        for limit in (self._of_process, getattr(self._of_threads, "limit", None)):
+            if limit is not None:
+                limit.holders.clear()
+                limit.leave(self)
+
+
+def counts_by_thread(library: Any) -> bool:
+    """Return whether a library has a number of threads for each thread that calls it."""
+    on_openmp: bool = getattr(library, "threading_layer", None) == "openmp"
+    return library.internal_api == "mkl" or (library.internal_api == "openblas" and on_openmp)
 
 
 @cache
@@ -291,7 +299,7 @@ def each(work: Callable[[T], None], items: Sequence[T], threads: int, state: Sha
             state.stopped = True
             raise
 
-    if not blas.libraries():
+    if threads > 1 and not blas.libraries():
         threads = 1  # BLAS's threads, which cannot be limited, would compete with ours
     job = Job(drain)
 

@@ -160,6 +160,32 @@ def test_blas_is_held_and_put_back_by_any_thread(two_blas_threads):
     assert set(blas_threads()) == {2}
 
 
+def test_first_calls_that_meet_hold_blas_together(two_blas_threads):
+    """One finds the libraries after the other has limited them."""
+    delays, meet = iter([0.05, 0.0]), threading.Barrier(2)
+
+    def found_slowly():
+        time.sleep(next(delays, 0))
+        return threads.numpys_blas()
+
+    blas = threads.Blas(found_slowly)
+
+    def work():
+        time.sleep(0.1)
+        return blas_threads()
+
+    def call():
+        meet.wait(30)
+        assert blas.libraries()
+        return blas.held(work)
+
+    with ThreadPoolExecutor(2) as pool:
+        held = [pool.submit(call) for _ in range(2)]
+        assert all(set(one.result(30)) == {1} for one in held)
+    assert set(blas_threads()) == {2}
+    assert blas.threads() == 2
+
+
 class Mkl(threading.local):
     """A controller of MKL, in which each thread has a number of its own."""
 
@@ -173,8 +199,15 @@ class Mkl(threading.local):
         self.count = count
 
 
-def test_mkl_is_held_in_every_thread_and_put_back_in_each(monkeypatch):
-    mkl, seen = Mkl(), {}  # the count that each thread sees
+class OnOpenmp(Mkl):
+    """A controller of OpenBLAS as conda-forge builds it for some."""
+
+    internal_api, threading_layer = "openblas", "openmp"
+
+
+@pytest.mark.parametrize("kind", [Mkl, OnOpenmp])
+def test_a_number_for_each_thread_is_held_in_all_and_put_back_in_each(kind, monkeypatch):
+    mkl, seen = kind(), {}  # the count that each thread sees
     monkeypatch.setattr(threads, "blas", threads.Blas(lambda: [mkl]))
     monkeypatch.setattr(threads, "_pool", threads.Pool())
     all_here = threading.Barrier(4)  # two callers and the two threads that help both
@@ -376,14 +409,20 @@ with polyattn.use_threads(3):
 
 
 def test_a_fork_amid_a_call_leaves_the_child_no_held_blas(two_blas_threads):
-    blas = threads.Blas(threads.numpys_blas)
+    mkl = Mkl()
+    blas = threads.Blas(lambda: [*threads.numpys_blas(), mkl])
     before = blas_threads()
     blas._take(object())
-    assert set(blas_threads()) == {1}
+    assert {*blas_threads(), mkl.count} == {1}
     blas.forget_holders()
     assert blas_threads() == before
+    assert mkl.count == 2
     assert set(blas.held(blas_threads)) == {1}
     assert blas_threads() == before
+
+
+def test_a_fork_before_any_call_looks_for_no_blas():
+    threads.Blas(pytest.fail).forget_holders()
 
 
 def test_blas_that_cannot_be_held_means_one_thread(qkv, monkeypatch):
