@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,18 +21,19 @@ from polyattn.plugin import (
 )
 from polyattn_onnx.node import Node
 
-__all__ = ["FIRST", "LAST", "Operator"]
+__all__ = ["FIRST", "LAST", "Operator", "reason_against_empty_rows"]
 
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
-#: The features that hide keys by numbers that are not known before the call.
-MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod"})
+#: The features that may hide keys by numbers that are not known before the call.
+MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod", "score_expression"})
 #: What becomes a mask that is made here, up to a size: then it costs more than it saves. Some of it
-#: has numbers for each head.
+#: has numbers for each head, or may have some for each batch item.
 MADE = frozenset({"mask_expression", "mask_mod"})
 MADE_BY_HEAD = frozenset({"score_expression", "sinks"})
+MADE_BY_ITEM = MADE | {"query_offset_array"}
 LARGEST_MADE_MASK = 2**26
 # Beyond any length; a sum of two fits in 32 bits.
 FAR = 2**30
@@ -83,8 +85,9 @@ class Operator(Kernel):
             len(problem.batch) > 1 or "batch_broadcast" in problem.features
         ):
             reasons.append("of lengths that are unknown, it takes one batch axis of all arrays")
-        if problem.dtype == "float64" and _may_be_empty(problem):
-            reasons.append("ONNX Runtime gives NaN for a row without keys in float64")
+        empty = reason_against_empty_rows(problem)
+        if empty is not None:
+            reasons.append(empty)
         if problem.score_spec is not None and not problem.score_spec.is_additive:
             reasons.append("it can add to the scores, and score_mod= changes them otherwise")
         made = 0 if problem.is_symbolic else _made(problem, self.opset(problem))
@@ -160,16 +163,26 @@ class Operator(Kernel):
         return node, inputs
 
 
+def reason_against_empty_rows(problem: Problem) -> str | None:
+    """Return why a row that may see no key needs another kernel than the operator."""
+    if problem.dtype == "float64" and _may_be_empty(problem):
+        return "ONNX Runtime gives NaN for a row without keys in float64"
+    return None
+
+
 def _rounded(number: float | None) -> float | None:
     return None if number is None else float(np.float32(number))
 
 
 def _made(problem: Problem, opset: int) -> int:
-    """Return the number of elements of the mask that must be built."""
+    """Return the most elements of the mask that must be built."""
     by_head = bool(problem.features & MADE_BY_HEAD)
     if not (by_head or problem.features & MADE or _positions(problem, opset)[3]):
         return 0
-    return (problem.heads if by_head else 1) * problem.query_length * problem.key_length
+    by_item = problem.features & (MADE_BY_ITEM | MASKS - MADE_BY_HEAD if by_head else MADE_BY_ITEM)
+    items = math.prod(problem.batch) if by_item else 1
+    heads = problem.heads if by_head else 1
+    return items * heads * problem.query_length * problem.key_length
 
 
 def _may_be_empty(problem: Problem) -> bool:

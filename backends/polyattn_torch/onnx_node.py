@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from polyattn.plugin import Array, Backend, Operands, Problem
-from polyattn_onnx.operator import FIRST, LAST, Operator
+from polyattn_onnx.operator import FIRST, LAST, Operator, reason_against_empty_rows
 from polyattn_torch.onnx_export import exported_opset
 
 __all__ = ["IN_EXPORT", "OnnxNode", "reason_in_export"]
@@ -55,7 +55,5 @@ IN_EXPORT = OnnxNode()
 
 
 def reason_in_export(problem: Problem) -> str | None:
-    """Return why sdpa, of which torch makes the node itself, may not be asked."""
-    if (exported_opset() or 0) >= FIRST and IN_EXPORT.reasons_against(problem):
-        return "torch.onnx.export would write the node that is refused"
-    return None
+    """Return why sdpa, of which torch's exporter makes the node too, may not be asked."""
+    return reason_against_empty_rows(problem) if (exported_opset() or 0) >= FIRST else None

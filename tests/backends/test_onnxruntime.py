@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 import polyattn
-from polyattn import attention, explain, use_threads
+from polyattn import attention, explain, masks, scores, use_threads
 from polyattn_onnxruntime import sessions
+
+HIDING = np.full((8, 2), -np.inf)
 
 
 def numbers(*shape, dtype=np.float32):
@@ -66,11 +68,14 @@ def test_threads_are_ours_and_do_not_spin(monkeypatch, count):
     [
         ("float64", {"mask": np.ones((5, 5), bool)}, "NaN for a row without keys in float64"),
         ("float64", {"is_causal": True, "query_offset": -1}, "NaN for a row without keys"),
+        ("float64", {"score_mod": scores.relative_bias(HIDING)}, "NaN for a row without keys"),
         ("float64", {"softcap": 0.1}, "the attribute softcap is a float32"),
     ],
 )
 def test_what_it_computes_wrongly_is_refused(dtype, options, reason):
     x = numbers(2, 5, 8, dtype=dtype)
+    found = attention(x, x, x, backend="onnxruntime", **options)
+    assert abs(found - attention(x, x, x, **options)).max() < 1e-14
     with pytest.raises(polyattn.UnsupportedError, match=reason):
         attention(x, x, x, backend="onnxruntime", kernel="node", **options)
 
@@ -88,6 +93,24 @@ def test_a_mask_is_not_made_at_any_size():
     assert "a mask of 268,435,456 elements to be built" in str(explanation)
     whole = explain(shape, shape, shape, is_causal=True, backend="onnxruntime")
     assert whole.chosen.kernel == "node"
+
+
+@pytest.mark.parametrize(
+    ("options", "elements"),
+    [
+        ({"mask": masks.padding([9, 5])}, 2 * 16),
+        ({"mask": (2, 1, 4, 4)}, 0),  # it is there already
+        ({"score_mod": scores.alibi(3)}, 3 * 16),
+        ({"sinks": (3,), "mask": (2, 1, 4, 4)}, 2 * 3 * 16),
+        ({"sinks": (3,)}, 3 * 16),
+    ],
+)
+def test_a_made_mask_counts_heads_and_items_that_differ(monkeypatch, options, elements):
+    shape = (2, 3, 4, 8)
+    for largest in (elements, elements - 1)[: elements + 1]:
+        monkeypatch.setattr("polyattn_onnx.operator.LARGEST_MADE_MASK", largest)
+        explanation = explain(shape, shape, shape, backend="onnxruntime", **options)
+        assert explanation.chosen.kernel == ("node" if largest == elements else "dense")
 
 
 def test_float64_is_exact():
