@@ -18,6 +18,7 @@ from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 H, G, D, E = 4, 2, 8, 6
 SHAPES = {"query": ("B", H, "L", D), "key": ("B", G, "S", D), "value": ("B", G, "S", E)}
+WEIGHED = {name: SHAPES[name] for name in ("query", "key")}
 SIZES = [(2, 5, 7), (3, 6, 4), (1, 1, 9)]
 SINKS = np.linspace(-1, 1, H, dtype=np.float32)
 TABLE = np.linspace(-1, 1, 8 * H, dtype=np.float32).reshape(8, H)  # of relative distances
@@ -74,6 +75,7 @@ DECOMPOSED = {
     "score function": {"score_mod": lambda s, b, h, i, j: s + 0.1 * (i - j)},
     "similarity": {"similarity": scores.cosine()},
     "normalizer": {"normalizer": scores.sparsemax()},
+    "dropout": {"dropout": (0.4, 2**40 + 5, (1, 2, 3, 6))},
 }
 
 
@@ -205,19 +207,30 @@ def test_a_length_is_positive_or_a_name(length):
 
 
 def test_what_cannot_be_exported_says_so():
-    with pytest.raises(ValueError, match="attention_weights needs lengths that are known"):
-        export(polyattn.attention_weights, {n: SHAPES[n] for n in ("query", "key")})
+    options = {"top": 2}
+    with pytest.raises(ValueError, match="rows= and top= need lengths that are known"):
+        export(polyattn.attention_weights, WEIGHED, options=options)
     with pytest.raises(ValueError, match="opset must be 23, 24 or 25"):
         export(attention, SHAPES, opset=22)
     unknown = SHAPES | {"query": ("B", "H", "L", D)}
     with pytest.raises(ValueError, match="may be unknown, but not heads and sizes"):
         export(attention, unknown)
 
-    def dropped(query, key, value):
-        return attention(query, key, value, dropout=(0.1, 3))
+    def backward(query, key, value):
+        return polyattn.attention_vjp(query, key, value)[1](query)
 
-    with pytest.raises(polyattn.UnsupportedError, match="dropout for lengths that are known only"):
-        export(dropped, SHAPES)
+    with pytest.raises(polyattn.UnsupportedError, match="backward for lengths that are known only"):
+        export(backward, SHAPES | {"value": SHAPES["key"]})
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"heads": [3, 0], "per_key": True}])
+def test_weights_run_at_all_lengths(options):
+    model = export(polyattn.attention_weights, WEIGHED, options={"sinks": SINKS} | options)
+    for size in SIZES:
+        inputs = {name: numbers(*size)[name] for name in WEIGHED}
+        wanted = polyattn.attention_weights(**inputs, sinks=SINKS, **options)
+        for run in by_onnxruntime, by_reference:
+            assert abs(run(model, inputs)[0] - wanted).max() < 2e-6
 
 
 def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():

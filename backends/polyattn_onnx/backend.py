@@ -62,6 +62,8 @@ class OnnxBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Run a kernel, and state the lengths of the output that the graph has lost."""
         output, logsumexp = super().run(kernel, problem, operands)
+        if operands.value is None:  # weights, whose shape is the caller's choice
+            return output, logsumexp
         lengths = (problem.heads, problem.query_length or 0, problem.value_size)
         if None in (output.shape[-3], output.shape[-1]):
             output = self.reshape_last(output, 3, lengths)

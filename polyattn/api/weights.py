@@ -112,8 +112,8 @@ def attention_weights(
         query, key, None, for_weights=True, known_logsumexp=logsumexp, **arguments
     )
     problem = examine(call)
-    if problem.is_symbolic:
-        raise ValueError(f"attention_weights needs lengths that are known; got {call.query.shape}")
+    if problem.is_symbolic and not (rows is None and top is None):
+        raise ValueError(f"rows= and top= need lengths that are known; got {call.query.shape}")
     kernel = Weights(
         _spans("rows", rows, problem.query_length),
         _spans("heads", heads, problem.heads),

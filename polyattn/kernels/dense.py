@@ -40,7 +40,7 @@ class Dense(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        if problem.is_symbolic and problem.heads != problem.key_heads:
+        if problem.is_symbolic:
             problem, operands = ungrouped(problem, operands, backend.xp)
         x, rows, columns = operands, Span(0, problem.query_length), Span(0, problem.key_length)
         if 0 in problem.scores:

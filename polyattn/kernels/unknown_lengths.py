@@ -8,7 +8,7 @@ from polyattn.tiles.batch_axes import reason_against_batch
 __all__ = ["reasons_against_lengths"]
 
 #: Features whose numbers are computed from the lengths.
-NUMBERED = frozenset({"backward", "dropout", "jvp"})
+NUMBERED = frozenset({"backward", "jvp"})
 
 
 def reasons_against_lengths(problem: Problem) -> list[str]:

@@ -14,9 +14,10 @@ from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
 from polyattn.kernels.dense import scores
+from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
-from polyattn.tiles.grouped_heads import scaled
+from polyattn.tiles.grouped_heads import scaled, ungrouped
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import initial_state, or_zero
 
@@ -48,10 +49,16 @@ class Weights(Kernel):
     # As many scores as the tiles of the array-API kernels have.
     tile = 2**20
 
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what cannot be computed of lengths that are unknown."""
+        return reasons_against_lengths(problem)
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the weights (..., H, L, S) or their sums; with `top`, the keys as well."""
+        if problem.is_symbolic:
+            problem, operands = ungrouped(problem, operands, backend.xp)
         if not self.heads:
             return self._of(problem, operands, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)
@@ -75,9 +82,11 @@ class Weights(Kernel):
         if 0 in problem.scores:
             count = sum([span.length for span in spans])
             return self._look(_nothing(problem, x, xp, count), xp)
-        row = math.prod(problem.batch) * problem.heads * problem.key_length
-        size = max(1, self.tile // row)
-        blocks = [block for span in spans for block in span.split(size)]
+        blocks = spans
+        if not problem.is_symbolic:
+            row = math.prod(problem.batch) * problem.heads * problem.key_length
+            size = max(1, self.tile // row)
+            blocks = tuple([block for span in spans for block in span.split(size)])
         found = [self._look(weigh(problem, x, backend, rows, heads), xp) for rows in blocks]
         if self.per_key:
             total = found[0][0]

@@ -15,7 +15,14 @@ from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, is_array
 
-__all__ = ["WORDS", "keep_mask", "keep_mask_by_word", "keep_mask_of_keys", "philox"]
+__all__ = [
+    "WORDS",
+    "keep_mask",
+    "keep_mask_by_key",
+    "keep_mask_by_word",
+    "keep_mask_of_keys",
+    "philox",
+]
 
 #: Number of words per counter.
 WORDS = 4
@@ -59,6 +66,23 @@ def keep_mask_of_keys(
     if known:
         return found[..., rest : rest + length]
     return xp.take(found, rest + index_range(xp, 0, length, row), axis=-1)
+
+
+def keep_mask_by_key(
+    xp: Any,
+    seed: int | Array | tuple[Array, Array],
+    rate: float,
+    batch: Array,
+    head: Array,
+    row: Array,
+    key: Array,
+) -> Array:
+    """Return which weights of some keys are kept, of any shape: each hashes a whole block."""
+    words = keep_mask_by_word(xp, seed, rate, batch, head, row, key // WORDS)
+    kept, index = words[0], key % WORDS
+    for number in range(1, WORDS):
+        kept = xp.where(index == number, words[number], kept)
+    return kept
 
 
 def keep_mask_by_word(

@@ -31,9 +31,13 @@ def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands
         The same call without groups.
     """
     members = problem.heads // problem.key_heads
+    if members == 1:
+        return problem, x
     heads = [head // members for head in range(problem.heads)]
     own = numbers_like(xp, heads, None, x.query)
-    key, value = (xp.take(array, own, axis=-3) for array in (x.key, x.value))
+    key, value = (
+        None if array is None else xp.take(array, own, axis=-3) for array in (x.key, x.value)
+    )
     return problem._replace(key_heads=problem.heads), x._replace(key=key, value=value)
 
 

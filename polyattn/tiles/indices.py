@@ -27,7 +27,7 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 from polyattn.span import Span
 from polyattn.tiles.band import visible_band
-from polyattn.tiles.dropout import WORDS, keep_mask_by_word, keep_mask_of_keys
+from polyattn.tiles.dropout import WORDS, keep_mask_by_key, keep_mask_by_word, keep_mask_of_keys
 from polyattn.tiles.items import cut_items
 
 __all__ = ["Indices"]
@@ -239,6 +239,8 @@ class Indices:
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
+        if self._columns.stop is None:
+            return self._decided(keep_mask_by_key, self.column + self.dropout_start[3])
         start = self._columns.start + self.dropout_start[3]
         return self._decided(keep_mask_of_keys, start, self._columns.length)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from polyattn import attention, masks
+from polyattn import attention, attention_weights, masks
 
 H, G, D, E = 4, 2, 8, 6
 
@@ -23,6 +23,12 @@ def padded(query, key, value, each):
 def offset(query, key, value, each):
     """Attend causally from an offset of each item."""
     return attention(query, key, value, query_offset=each, is_causal=True)
+
+
+def weighted(query, key, value):
+    """Return the sums of the weights of some heads for each key."""
+    sinks = np.linspace(-1, 1, H, dtype=np.float32)
+    return attention_weights(query, key, sinks=sinks, window=(2, 1), heads=[3, 0], per_key=True)
 
 
 #: Functions of query, key, value and a number for each item.

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from open_lengths import OF_ITEMS, D, E, G, H, numbers
+from open_lengths import OF_ITEMS, D, E, G, H, numbers, weighted
 
 import polyattn
-from polyattn import attention, masks, scores
+from polyattn import attention, attention_weights, masks, scores
 
 SIZES = [(2, 5, 7), (3, 6, 4)]
 OPTIONS = {
@@ -25,6 +25,7 @@ OPTIONS = {
     "sinks": {"sinks": np.linspace(-1, 1, H, dtype=np.float32)},
     "sparsemax": {"normalizer": scores.sparsemax()},
     "cosine": {"similarity": scores.cosine()},
+    "dropout": {"dropout": (0.4, 2**40 + 5, (1, 2, 3, 6))},
 }
 
 
@@ -100,9 +101,19 @@ def test_an_explanation_says_which_kernels_need_numbers():
     assert reasons["tiled"] == ("its tiles need lengths that are known",)
 
 
+@pytest.mark.parametrize("function", [weighted, lambda *qkv: attention_weights(*qkv[:2])])
+def test_weights_are_exported_too(function):
+    run = exported(function)
+    for size in SIZES:
+        assert abs(run(*numbers(*size)) - function(*numbers(*size))).max() < 2e-6
+
+
 def test_what_needs_numbers_is_refused():
-    with pytest.raises(polyattn.UnsupportedError, match="dropout for lengths that are known only"):
-        exported(lambda *qkv: attention(*qkv, dropout=(0.1, 3)))
+    with pytest.raises(polyattn.UnsupportedError, match="backward for lengths that are known only"):
+        exported(lambda q, k, v: polyattn.attention_vjp(q, k, k)[1](q))
+    for options in {"rows": [0]}, {"top": 2}:
+        with pytest.raises(ValueError, match="rows= and top= need lengths that are known; got"):
+            exported(lambda q, k, v, options=options: attention_weights(q, k, **options))
 
 
 def test_a_model_is_exported_with_open_lengths():

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from open_lengths import OF_ITEMS, Calls, D, G, H, numbers
+from open_lengths import OF_ITEMS, Calls, D, G, H, numbers, weighted
 
 import polyattn
 from polyattn import attention, masks, scores
@@ -24,6 +24,7 @@ OPTIONS = {
     "softcap, causal": {"softcap": 3.0, "is_causal": True},
     "mask expression": {"mask": masks.causal() | masks.prefix(2)},
     "alibi": {"is_causal": True, "score_mod": scores.alibi(H)},
+    "dropout": {"dropout": (0.4, 2**40 + 5, (1, 2, 3, 6))},
 }
 
 
@@ -59,6 +60,12 @@ def test_lengths_and_offsets_of_the_items_are_inputs(call):
     for size in SIZES:
         inputs = [*numbers(*size), np.arange(size[0])]
         assert abs(run(*inputs) - call(*inputs)).max() < 2e-6
+
+
+def test_weights_are_exported_too():
+    run = exported(weighted)
+    for size in SIZES:
+        assert abs(run(*numbers(*size)) - weighted(*numbers(*size))).max() < 2e-6
 
 
 def test_an_explanation_says_which_kernels_need_numbers():
