@@ -19,6 +19,7 @@ from polyattn.bench import timing
 
 REFERENCE = "float32"
 CASES = (*both(1, 12, 1024, 64), *both(1, 4, 2048, 64), *both(1, 8, 4096, 128))
+QUICK = both(1, 2, 64, 16)
 
 
 def contenders(case: Case) -> dict[str, partial[np.ndarray]]:
@@ -38,19 +39,21 @@ def contenders(case: Case) -> dict[str, partial[np.ndarray]]:
     }
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Print a line for each dtype and case."""
     parser = script.parser(__doc__, 9)
     parser.add_argument("--threads", type=int, default=0, help="(default: all)")
-    options = parser.parse_args()
+    script.add_quick(parser.add_argument)
+    options = parser.parse_args(arguments)
     threads = options.threads or script.all_threads()
-    print(f"{script.machine(threads)}; {options.rounds} rounds")
+    cases, rounds, window = (QUICK, 1, 0.0) if options.quick else (CASES, options.rounds, 0.15)
+    print(f"{script.machine(threads, '16 and 32 bits')}; {rounds} rounds")
     with polyattn.use_threads(threads):
-        for case in CASES:
+        for case in cases:
             calls = contenders(case)
             exact = calls[REFERENCE]()
-            seconds = {name: partial(one_window, call, 0.15) for name, call in calls.items()}
-            *_, times = timing.rounds(calls, lambda name, run=seconds: run[name](), options.rounds)
+            seconds = {name: partial(one_window, call, window) for name, call in calls.items()}
+            *_, times = timing.rounds(calls, lambda name, run=seconds: run[name](), rounds)
             for name, ratio in timing.ratios(times, REFERENCE).items():
                 error = np.abs(calls[name]().astype(np.float32) - exact).max()
                 print(

@@ -21,9 +21,14 @@ def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
     return arguments
 
 
+def add_quick(add: Any) -> None:
+    """Add ``--quick``."""
+    add("--quick", action="store_true", help="one round of small shapes: a check, no measurement")
+
+
 def add_files(add: Any) -> None:
     """Add ``--quick``, ``--plot`` and ``--json``."""
-    add("--quick", action="store_true", help="one round of small shapes: a check, no measurement")
+    add_quick(add)
     add("--plot", type=Path, metavar="FILE.png", help="draw a plot")
     add("--json", type=Path, metavar="FILE", help="write the times")
 
@@ -33,9 +38,9 @@ def all_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def machine(threads: int) -> str:
+def machine(threads: int, dtypes: str = "float32") -> str:
     """Describe the processor and the libraries that the times were measured on."""
-    return f"{processor()}, {threads} threads each; {versions()}; float32"
+    return f"{processor()}, {threads} threads each; {versions()}; {dtypes}"
 
 
 def write_json(file: Path, times: Any) -> None:

@@ -344,6 +344,20 @@ def test_the_comparison_of_masks_runs():
     assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
 
 
+GENERATION = "generate --library torch --layers 1 --size 64 --prompt 4 --steps 3 --rounds 1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "ratios"), [("half --quick", 6), ("backward --quick", 16), (GENERATION, 4)]
+)
+def test_a_comparison_prints_a_ratio_for_each_contender(arguments, ratios):
+    name, *options = arguments.split()
+    command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), *options]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert len(re.findall(r"\d\.\d\d(?:-| to )\d+\.\d\d", rows)) == ratios, rows
+
+
 @pytest.mark.slow
 def test_the_comparison_with_onnxruntime_runs():
     pytest.importorskip("onnxruntime")

@@ -17,7 +17,8 @@ import spox
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from polyattn.conformance.cases.catalogue import ESSENTIAL
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.checks.cases import check_case, is_applicable, takes
 from polyattn.conformance.checks.lazy import lazily
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.suite import BackendSuite
@@ -168,11 +169,11 @@ def by_reference(model, inputs):
         return ReferenceEvaluator(model).run(None, inputs)
 
 
-class TestOnnx(BackendSuite):
-    """Each call exported, checked, and run by ONNX Runtime: half a second, so all are slow.
+EXPORTED = [case for case in CASES.values() if case.dtype != "bfloat16"]  # which ndonnx lacks
 
-    The calls that are one node, `TestOnnxruntime` has without the export.
-    """
+
+class TestOnnx(BackendSuite):
+    """Each call exported, checked, and run by ONNX Runtime: half a second, so all are slow."""
 
     backend = "onnx"
     thorough = False
@@ -188,15 +189,26 @@ class TestOnnx(BackendSuite):
 
     @pytest.fixture
     def target(self):
-        return Target("onnx", transform=by(by_onnxruntime))
+        return Target(self.backend, transform=by(by_onnxruntime))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", EXPORTED, ids=str)
+    def test_all_cases(self, target, case):
+        """All of them as one node if that computes them, written out if not."""
+        variants = {v.kernel.name: v for v in target.kernels if not v.small_tiles}
+        native = variants["native"]
+        fits = is_applicable(target, native, case) and takes(target, native, case)
+        check_case(target, native if fits else variants["dense"], case)
 
 
 class TestOnnxReference(TestOnnx):
-    """The same, run by onnx's own evaluator."""
+    """The same, run by onnx's own evaluator, which knows windows in the operator."""
+
+    backend = "onnx:25"
 
     @pytest.fixture
     def target(self):
-        return Target("onnx", transform=by(by_reference))
+        return Target(self.backend, transform=by(by_reference))
 
 
 class TestOnnxruntime(BackendSuite):
