@@ -116,7 +116,7 @@ class Plan(NamedTuple):
         converted: dict[str, Any] = {}
         for name in self.placement.moved:
             operand = getattr(operands, name)
-            if name == "seed":
+            if name == "seed" and backend_of(operand) is not backend:
                 converted[name] = int(operand)  # not every library has integers of 64 bits
             elif not isinstance(operand, Expression):
                 if name == "query_offset":
