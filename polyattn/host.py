@@ -43,9 +43,14 @@ def _of_numpy(cls: type) -> bool:
 
 
 def as_array(name: str, value: Any) -> Any:
-    """Return a sequence of numbers as a NumPy array, and anything else as it is."""
+    """Return a sequence of numbers as a NumPy array, and anything else as it is.
+
+    A NumPy array in another byte order than the machine's gets this one: not all functions of NumPy
+    take the other.
+    """
     if not is_sequence(value):
-        return value
+        dtype: Any = getattr(value, "dtype", None)
+        return value if getattr(dtype, "isnative", True) else value.astype(dtype.newbyteorder("="))
     import numpy
 
     if not _holds_numbers(value):

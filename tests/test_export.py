@@ -3,6 +3,7 @@
 import functools
 import sys
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -232,6 +233,91 @@ def test_weights_run_at_all_lengths(options):
         wanted = polyattn.attention_weights(**inputs, sinks=SINKS, **options)
         for run in by_onnxruntime, by_reference:
             assert abs(run(model, inputs)[0] - wanted).max() < 2e-6
+
+
+OPEN_SCORES = {
+    "float64": ("float64", {"score_mod": lambda s, b, h, i, j: s + 0.1 * h}),
+    "cosine": ("float32", {"similarity": scores.cosine(), "score_mod": lambda s, *at: 2 * s}),
+    "less axes": ("float32", {"score_mod": lambda s, b, h, i, j: 0.1 * h - 0.2 * j}),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_SCORES)
+def test_a_score_function_gets_and_gives_arrays_of_unknown_shape(name):
+    dtype, options = OPEN_SCORES[name]
+    model = export(attention, SHAPES, dtype=dtype, options=options)
+    for size in SIZES:
+        inputs = {n: x.astype(dtype) for n, x in numbers(*size).items()}
+        (found,) = by_onnxruntime(model, inputs)
+        assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
+
+
+def _as_list(query, key, value):
+    return [query, key]
+
+
+@dataclass(frozen=True)
+class Renamed(polyattn.nn.Module):
+    """A layer whose input has the name of its parameter."""
+
+    weight: np.ndarray
+
+    def __call__(self, weight):
+        return weight @ self.weight
+
+
+X, LINEAR = {"x": ("B", 4)}, polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
+REFUSED = {
+    "dtype of no input": ((attention, SHAPES), {"dtype": {"quer": "float64"}}, "no input; the inp"),
+    "dtype": ((attention, SHAPES), {"dtype": "bfloat16"}, "the input query is of dtype bfloat16,"),
+    "opset": ((attention, SHAPES), {"opset": 24.0}, "opset must be an integer; got 24.0"),
+    "inputs": ((attention, list(SHAPES)), {}, "inputs must map names to shapes, such as .* list"),
+    "shape": ((LINEAR, {"x": 5}), {}, "the shape of x must hold positive lengths and names.* 5"),
+    "list": ((_as_list, SHAPES), {}, "a tuple or a dictionary; this one returned a list"),
+    "None": ((lambda x: None, X), {}, "this one returned a NoneType"),
+    "output": ((lambda output: output + 1, {"output": (3,)}), {}, "output is given twice"),
+    "parameter": ((Renamed(LINEAR.weight), {"weight": ("B", 4)}), {}, "weight is given twice"),
+    "table": (
+        (lambda table, **qkv: attention(**qkv, score_mod=scores.relative_bias(table)),
+         SHAPES | {"table": ("N", H)}), {}, "takes an array of shape .buckets, H., both known",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_argument_of_an_export_says_what_is_wrong(name):
+    arguments, options, message = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        export(*arguments, **options)
+
+
+def test_ids_may_be_narrow_and_lengths_integers_of_numpy():
+    table = polyattn.nn.Embedding.init(50, 4, like=np.zeros(1, np.float32))
+    model = export(table, {"ids": ("B", np.int64(3))}, dtype=np.uint8)
+    ids = np.array([[5, 7, 11], [2, 3, 49]], np.uint8)
+    assert np.array_equal(by_onnxruntime(model, {"ids": ids})[0], table(ids))
+
+
+def test_weights_in_another_byte_order_are_turned():
+    swapped = LINEAR.with_parameters({n: a.astype(">f4") for n, a in LINEAR.parameters().items()})
+    x = np.ones((2, 4), np.float32)
+    assert np.array_equal(by_onnxruntime(export(swapped, X), {"x": x})[0], LINEAR(x))
+
+
+def test_a_write_that_fails_leaves_an_older_model_as_it_was(tmp_path, monkeypatch):
+    file = tmp_path / "model.onnx"
+    export(LINEAR, X, file=file)
+    before = file.read_bytes()
+
+    def full(self, data):
+        self.open("wb").close()
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("polyattn.export.weights.Path.write_bytes", full)
+    with pytest.raises(OSError, match="no space left"):
+        export(LINEAR, X, file=file)
+    assert [one.name for one in tmp_path.iterdir()] == ["model.onnx"]
+    assert file.read_bytes() == before
 
 
 def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():

@@ -210,3 +210,13 @@ def test_what_cannot_be_exported_says_so():
     cache = nn.KVCache.init(2, 8, "S", like=LIKE, batch=("B",))
     with pytest.raises(ValueError, match=r"which are 1; this one returned 0"):
         export(lambda x, cache: x + cache.length, {"x": ("B", "L"), "cache": cache})
+
+
+def test_a_cache_that_has_slid_is_refused_and_a_list_of_caches_is_taken():
+    model = transformer(1)
+    _, caches = model(PROMPT, caches=model.caches(12, batch=(2,)), is_causal=True)
+    given = {"ids": (2, 1), "caches": [cache.slide(1) for cache in caches]}
+    with pytest.raises(ValueError, match=r"the cache caches\.0 has slid: a model cannot know"):
+        export(model, given, dtype="int64")
+    exported = export(model, given | {"caches": list(caches)}, dtype="int64")
+    assert "caches.0.key" in [one.name for one in exported.graph.input]

@@ -134,7 +134,7 @@ def _over_blocks(
 
     count = len(loop.first_rows)
     in_blocks = {name: _in_blocks(array, count) for name, array in moved.items()}
-    blocks = np.asarray(loop.first_rows), np.asarray(loop.first_keys), is_needed, in_blocks
+    blocks = np.asarray(loop.first_rows), np.asarray(loop.first_keys, int), is_needed, in_blocks
     if count == 1:
         return of_block(jax.tree.map(lambda array: array[0], blocks))
     return tuple(map(_joined, lax.map(_forgetful(body, of_block), blocks)))

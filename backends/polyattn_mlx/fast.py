@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -99,7 +99,8 @@ def _mask(problem: Problem, operands: Operands, xp: Any) -> mx.array | str | Non
         if low is None and high == newest >= 0:
             return "causal"
     rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    seen = None
+    seen: Any = None
     for part in Indices(problem, xp, operands, rows, columns).visible():
         seen = part if seen is None else seen & part
-    return seen
+    seen = seen if seen.ndim > 1 else mx.broadcast_to(seen, (1, problem.key_length))
+    return cast(mx.array, seen)

@@ -55,7 +55,10 @@ class OnnxBackend(Backend):
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as one of ndonnx, whose numbers are constants of the graph."""
-        return array if isinstance(array, ndonnx.Array) else ndonnx.asarray(np.asarray(array))
+        if isinstance(array, ndonnx.Array):
+            return array
+        host = np.asarray(array)
+        return ndonnx.asarray(host.astype(host.dtype.newbyteorder("="), copy=False))
 
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
@@ -76,7 +79,8 @@ class OnnxBackend(Backend):
 
     def rows(self, table: Array, ids: Array) -> Array:
         """Return rows of a table."""
-        return ndonnx.asarray(op.gather(table.unwrap_spox(), ids.unwrap_spox()))
+        numbers = ndonnx.astype(ids, ndonnx.int64)  # the operator takes no narrow ones
+        return ndonnx.asarray(op.gather(table.unwrap_spox(), numbers.unwrap_spox()))
 
     def with_rows(self, memory: Array, rows: Array, at: Array) -> Array:
         """Return a cache's memory with new rows, by the operator TensorScatter."""
@@ -86,4 +90,12 @@ class OnnxBackend(Backend):
 
     def fetch(self, array: Array) -> Array:
         """Return the numbers of an array, if they are constants of the graph."""
-        return array.unwrap_numpy() if isinstance(array, ndonnx.Array) else array
+        if not isinstance(array, ndonnx.Array):
+            return array
+        try:
+            return array.unwrap_numpy()
+        except ValueError:
+            raise ValueError(
+                "an array of the graph has no numbers until a runtime computes them:"
+                " polyattn.export.onnx writes the graph as a model"
+            ) from None

@@ -32,8 +32,14 @@ class Node(Operator):
         """Return the output of a session."""
         node, inputs = self.node(problem, operands, backend.xp)
         session, names = session_of(node, problem.device_kind, thread_count())
-        (output,) = session.run(None, dict(zip(names, inputs, strict=True)))
+        given = [x if x.dtype.isnative else native(x) for x in inputs]
+        (output,) = session.run(None, dict(zip(names, given, strict=True)))
         return self.output(problem, operands, output, backend.xp), None
+
+
+def native(array: np.ndarray[Any, Any]) -> Any:
+    """Return an array in the byte order of the machine: ONNX Runtime reads no other."""
+    return array.astype(array.dtype.newbyteorder("="))
 
 
 class OnnxruntimeBackend(Backend):

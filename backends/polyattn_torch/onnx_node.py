@@ -10,6 +10,7 @@ import torch
 
 from polyattn.plugin import Array, Backend, Operands, Problem
 from polyattn_onnx.operator import FIRST, LAST, Operator, reason_against_empty_rows
+from polyattn_torch.attn_mask import may_have_empty_rows
 from polyattn_torch.onnx_export import exported_opset
 
 __all__ = ["IN_EXPORT", "OnnxNode", "reason_in_export"]
@@ -56,4 +57,11 @@ IN_EXPORT = OnnxNode()
 
 def reason_in_export(problem: Problem) -> str | None:
     """Return why sdpa, of which torch's exporter makes the node too, may not be asked."""
-    return reason_against_empty_rows(problem) if (exported_opset() or 0) >= FIRST else None
+    opset = exported_opset()
+    if opset is None:
+        return None
+    if opset >= FIRST:
+        return reason_against_empty_rows(problem)
+    if may_have_empty_rows(problem):
+        return "below opset_version=23 its row without keys is the mean of the values, or NaN"
+    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from polyattn.arrays import Array, ArrayFacts, facts_of
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array
 from polyattn.nn.cache import KVCache
 
 __all__ = ["Caches", "Shape", "are_caches", "arrays_of", "named", "with_caches"]
@@ -16,8 +16,9 @@ Caches = KVCache | tuple[KVCache, ...]
 
 def are_caches(thing: Any) -> TypeGuard[Caches]:
     """Return whether this is a cache, or a tuple of caches."""
-    several = isinstance(thing, tuple) and thing and all(isinstance(x, KVCache) for x in thing)
-    return bool(several) or isinstance(thing, KVCache)
+    if isinstance(thing, (tuple, list)):
+        return bool(thing) and all(isinstance(one, KVCache) for one in thing)
+    return isinstance(thing, KVCache)
 
 
 def _numbered(name: str, caches: Caches) -> dict[str, KVCache]:
@@ -31,6 +32,11 @@ def arrays_of(name: str, caches: Caches) -> dict[str, tuple[str, Shape]]:
     """Return the dtype and shape of each array of caches that are an input."""
     arrays: dict[str, tuple[str, Shape]] = {}
     for begin, cache in _numbered(name, caches).items():
+        if cache.first or cache.dropped:
+            raise ValueError(
+                f"the cache {begin} has slid: a model cannot know which tokens it dropped. Give one"
+                " that has not, such as those of model.caches()"
+            )
         for end, memory in (("key", cache.key), ("value", cache.value)):
             facts = memory if isinstance(memory, ArrayFacts) else facts_of(memory)
             arrays[f"{begin}.{end}"] = facts.dtype, facts.shape
@@ -58,6 +64,12 @@ def named(result: Any, inputs: Mapping[str, Shape | Caches]) -> dict[str, Array]
     """Return the outputs of a function, and their names."""
     taken = [name for name, one in inputs.items() if are_caches(one)]
     parts = _parts(result)
+    for part in parts.values():
+        if not (is_array(part) or are_caches(part)):
+            raise TypeError(
+                "a function must return an array, or several in a tuple or a dictionary; this one"
+                f" returned a {type(part).__name__}"
+            )
     caches = [part for part in parts.values() if are_caches(part)]
     if len(caches) != len(taken):
         raise ValueError(

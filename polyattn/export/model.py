@@ -27,6 +27,10 @@ __all__ = ["onnx"]
 
 #: The first opset with TensorScatter, which writes to a cache.
 CACHED = 24
+DTYPES = (
+    "float16", "float32", "float64", "bool", "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64",
+)  # fmt: skip
 
 
 def onnx(
@@ -70,10 +74,12 @@ def onnx(
 
     Raises
     ------
+    TypeError
+        If `inputs` is not a mapping, or the function returns anything but arrays.
     ValueError
-        If `opset` is not one of these, a length is neither positive nor a name, a function does not
-        return as many caches as it takes, the folder of `file` does not exist, or the weights
-        exceed 2 GB and there is no `file`.
+        If `opset` is not one of these, a length is neither positive nor a name, a graph has no such
+        dtype, two arrays have one name, a function does not return as many caches as it takes, the
+        folder of `file` does not exist, or the weights exceed 2 GB and there is no `file`.
     ImportError
         If onnx, ndonnx or spox is not installed.
 
@@ -87,7 +93,7 @@ def onnx(
     >>> [node.op_type for node in model.graph.node]
     ['Attention']
     """
-    if opset not in (23, 24, 25):
+    if check_int("opset", opset) not in (23, 24, 25):
         raise ValueError(f"opset must be 23, 24 or 25, whose operator is Attention; got {opset!r}")
     file = None if file is None else Path(file)
     if file is not None:
@@ -100,6 +106,8 @@ def onnx(
     called: Any = function
     if isinstance(function, Module):
         weights = {name: _host(array) for name, array in function.parameters().items()}
+        for name, array in weights.items():
+            _check_dtype(f"the parameter {name}", str(array.dtype))
         check_size(weights, file)
         parameters = {n: _argument(spox, str(w.dtype), w.shape) for n, w in weights.items()}
         called = function.with_parameters({n: ndonnx.asarray(v) for n, v in parameters.items()})
@@ -107,6 +115,7 @@ def onnx(
     with use_backend(f"onnx:{opset}"):
         result = called(**passed, **options or {})
     outputs = {n: ndonnx.asarray(x).unwrap_spox() for n, x in named(result, inputs).items()}
+    _check_names(given, parameters, outputs)
     model = spox.build(given | parameters, outputs)
     _without_copies(model)
     require_onnx("onnx.checker").check_model(model, full_check=True)
@@ -119,6 +128,18 @@ def _facts(
     inputs: Mapping[str, Shape | Caches], dtype: str | Mapping[str, str], opset: int
 ) -> dict[str, tuple[str, Shape]]:
     """Return the dtype and shape of each input of the model, by its name."""
+    if not isinstance(inputs, Mapping):
+        raise TypeError(
+            "inputs must map names to shapes, such as {'ids': ('B', 'L')}; got"
+            f" {type(inputs).__name__}"
+        )
+    dtypes = dtype if isinstance(dtype, Mapping) else dict.fromkeys(inputs, dtype)
+    unknown = sorted(dtypes.keys() - inputs.keys())
+    if unknown:
+        raise ValueError(
+            f"dtype names {', '.join(unknown)}, which is no input; the inputs are"
+            f" {', '.join(inputs)}"
+        )
     facts: dict[str, tuple[str, Shape]] = {}
     one: Any
     for name, one in inputs.items():
@@ -130,19 +151,45 @@ def _facts(
                 )
             facts |= arrays_of(name, one)
         else:
-            facts[name] = dtype if isinstance(dtype, str) else dtype.get(name, "float32"), one
-    for name, (_, shape) in facts.items():
-        _check_lengths(name, shape)
-    return facts
+            facts[name] = dtypes.get(name, "float32"), one
+    return {
+        name: (_check_dtype(f"the input {name}", kind), _check_lengths(name, shape))
+        for name, (kind, shape) in facts.items()
+    }
 
 
-def _check_lengths(name: str, shape: Shape) -> None:
-    for n in shape:
-        if not (n.isidentifier() if isinstance(n, str) else check_int("a length", n) > 0):
+def _check_lengths(name: str, shape: Any) -> Shape:
+    lengths = shape if isinstance(shape, (tuple, list)) else (0,)
+    found: list[int | str] = []
+    for n in lengths:
+        found.append(n if isinstance(n, str) else check_int("a length", n))
+        if not (n.isidentifier() if isinstance(n, str) else n > 0):
             raise ValueError(
                 f"the shape of {name} must hold positive lengths and names, such as"
-                f" ('B', 8, 'L', 64); got {tuple(shape)!r}"
+                f" ('B', 8, 'L', 64); got {shape!r}"
             )
+    return tuple(found)
+
+
+def _check_dtype(what: str, dtype: Any) -> str:
+    name = getattr(dtype, "__name__", None) or str(dtype)  # numpy.float32 is a class
+    if name not in DTYPES:
+        raise ValueError(
+            f"{what} is of dtype {name}, which a graph of ndonnx does not have: cast to one of"
+            f" {', '.join(DTYPES)}"
+        )
+    return name
+
+
+def _check_names(*groups: Mapping[str, Any]) -> None:
+    """Raise if an input, a parameter and an output share a name."""
+    names = [name for group in groups for name in group]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"inputs, parameters and outputs of a model need names of their own; {', '.join(twice)}"
+            " is given twice. A function names its outputs by returning a dictionary"
+        )
 
 
 def _argument(spox: Any, dtype: str, shape: Shape) -> Any:
@@ -150,7 +197,8 @@ def _argument(spox: Any, dtype: str, shape: Shape) -> Any:
 
 
 def _host(array: Array) -> Any:
-    return numpy.asarray(backend_of(array).fetch(array))
+    host = numpy.asarray(backend_of(array).fetch(array))
+    return host.astype(host.dtype.newbyteorder("="), copy=False)
 
 
 def _without_copies(model: Any) -> None:

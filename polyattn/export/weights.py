@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy
@@ -41,14 +42,20 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
     inputs = [one for one in model.graph.input if one.name not in weights]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
-    if file is not None and _is_large(weights):
-        made = _written(weights, file.with_name(f"{file.name}.data"))
-    else:
-        made = _held(weights)
-    model.graph.initializer.extend(made)
-    if file is not None:
-        file.write_bytes(model.SerializeToString())
-        require_onnx("onnx.checker").check_model(str(file))
+    if file is None or not _is_large(weights):
+        model.graph.initializer.extend(_held(weights))
+    if file is None:
+        return
+    # Beside the file until all is written, so that a full disk leaves an older model as it was.
+    with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+        made = Path(folder, file.name)
+        if _is_large(weights):
+            data = made.with_name(f"{file.name}.data")
+            model.graph.initializer.extend(_written(weights, data))
+        made.write_bytes(model.SerializeToString())
+        require_onnx("onnx.checker").check_model(str(made))
+        for one in sorted(made.parent.iterdir(), reverse=True):  # the weights first
+            one.replace(file.with_name(one.name))
 
 
 def _held(weights: Mapping[str, Any]) -> Iterator[Any]:

@@ -32,6 +32,11 @@ def _exp(x: mx.array) -> mx.array:
     return mx.power(mx.array(math.e, x.dtype), x) if x.dtype == mx.float64 else mx.exp(x)
 
 
+def _argsort(x: mx.array, axis: int = -1, descending: bool = False) -> mx.array:
+    """Return the indices that sort an array; NaN comes last in both orders."""
+    return mx.argsort(mx.negative(x) if descending else x, axis=axis)
+
+
 def _iinfo(dtype: Any) -> Any:
     """Return the limits of an integer dtype, and its bits."""
     known = mx.iinfo(dtype)
@@ -40,7 +45,8 @@ def _iinfo(dtype: Any) -> Any:
 
 def _namespace() -> Any:
     xp = types.ModuleType(mx.__name__)
-    vars(xp).update(vars(mx), arange=_arange, exp=_exp, iinfo=_iinfo)
+    own = {"arange": _arange, "argsort": _argsort, "bool": mx.bool_, "exp": _exp, "iinfo": _iinfo}
+    vars(xp).update(vars(mx) | own)
     return xp
 
 

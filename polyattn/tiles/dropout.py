@@ -79,9 +79,11 @@ def keep_mask_by_key(
 ) -> Array:
     """Return which weights of some keys are kept, of any shape: each hashes a whole block."""
     words = keep_mask_by_word(xp, seed, rate, batch, head, row, key // WORDS)
-    kept, index = words[0], key % WORDS
+    index = key % WORDS
+    # Not by `where`: ONNX Runtime has none for bools.
+    kept = (index == 0) & words[0]
     for number in range(1, WORDS):
-        kept = xp.where(index == number, words[number], kept)
+        kept = kept | ((index == number) & words[number])
     return kept
 
 

@@ -358,8 +358,12 @@ class Indices:
             raise TypeError(f"score_mod must return real numbers; it returned dtype {facts.dtype}")
         check_not_recorded("score_mod", result, self.xp)
         if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
-            whole = broadcast_shapes(facts.shape, scores.shape)
-            result = self.xp.broadcast_to(result, whole)
+            if self._problem.is_symbolic:
+                zeros = 0 * (self.batch + self.head + self.row + self.column)
+                result = result + cast(self.xp, zeros, result.dtype)
+            else:
+                whole = broadcast_shapes(facts.shape, scores.shape)
+                result = self.xp.broadcast_to(result, whole)
         return cast(self.xp, result, scores.dtype)
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
@@ -394,7 +398,12 @@ class Indices:
                 f" returned one of {facts.library}"
             )
         tile = (*self._batch, self._heads.length, self._rows.length, self._columns.length)
-        if len(facts.shape) > len(tile) or broadcast_shapes(facts.shape, tile) != tile:
+        shape = facts.shape
+        if self._problem.is_symbolic and len(shape) <= len(tile):
+            # A graph may have lost lengths that are known.
+            last = tile[len(tile) - len(shape) :]
+            shape = tuple(n if own is None else own for own, n in zip(shape, last, strict=True))
+        if len(shape) > len(tile) or broadcast_shapes(shape, tile) != tile:
             raise ValueError(
                 f"the result of {name} must broadcast to {tile}, the shape that its index arrays"
                 f" broadcast to; it returned {facts.shape}"

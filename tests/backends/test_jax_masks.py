@@ -247,6 +247,18 @@ def test_vmap_over_ids():
     np.testing.assert_allclose(mapped, whole, atol=2e-5)
 
 
+def test_a_position_that_hides_every_tile_of_a_mask_leaves_rows_of_0():
+    query, key = jnp.ones((2, 2, 3, 8)), jnp.ones((2, 1, 4, 8))
+    options = {"is_causal": True, "query_offset": -3, "mask": masks.prefix(np.array([1, 2]))}
+
+    def total(*arrays):
+        return attention(*arrays, **options).sum()
+
+    assert "xla" in str(explain(query, key, key, **options).chosen)
+    value, gradients = jax.value_and_grad(total, (0, 1, 2))(query, key, key)
+    assert not any(jnp.any(x) for x in (value, *gradients))
+
+
 def test_under_vmap_a_tile_is_left_out_still():
     call, arrays = under_vmap(small_tiles())
     one = str(jax.make_jaxpr(call)(*(x[0] for x in arrays)))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import polyattn
-from polyattn import attention, attention_vjp, explain, masks, merge
+from polyattn import attention, attention_vjp, attention_weights, explain, masks, merge
 from polyattn.bench.machine import look
 from polyattn.conformance.suite import BackendSuite
 
@@ -147,6 +147,33 @@ def test_numbers_of_the_host_may_stand_beside_its_arrays():
     ids = np.array([0, 0, 1, 1, 1])
     mask = mx.array(ids[:, None] == ids)
     assert mx.allclose(attention(x, x, x, mask=masks.segments(ids)), attention(x, x, x, mask=mask))
+
+
+HOST_MASKS = {
+    "array": np.tri(3, dtype=bool),
+    "list": [[True, False, True]] * 3,
+    "keys": np.array([True, False, True]),
+    "all": np.array(True),
+    "none": np.array(False),
+    "expression": masks.dense(np.tri(3, dtype=bool)),
+    "function": lambda b, h, i, j: True,
+    "compiled": masks.compile(lambda b, h, i, j: True, 3),
+}
+
+
+@pytest.mark.parametrize("name", HOST_MASKS)
+def test_bools_of_the_host_are_masks(name):
+    x, mask = numbers(1, 2, 3, 4), HOST_MASKS[name]
+    wanted = attention(*[np.array(x)] * 3, mask=mask)
+    for kernel in (None, "dense"):
+        assert abs(np.array(attention(x, x, x, mask=mask, kernel=kernel)) - wanted).max() < 1e-6
+
+
+def test_the_largest_weights_are_found():
+    x = numbers(1, 2, 5, 4)
+    found, wanted = (attention_weights(a, a, top=2) for a in (x, np.array(x)))
+    assert np.array_equal(np.array(found.keys), wanted.keys)
+    assert abs(np.array(found.weights) - wanted.weights).max() < 1e-6
 
 
 def test_a_device_that_is_not_there_is_refused():

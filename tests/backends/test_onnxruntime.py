@@ -117,3 +117,18 @@ def test_float64_is_exact():
     q, k = numbers(2, 5, 48, dtype="float64"), numbers(2, 7, 48, dtype="float64")
     found = attention(q, k, k, backend="onnxruntime", is_causal=True)
     assert abs(found - attention(q, k, k, is_causal=True)).max() < 1e-14
+
+
+@pytest.mark.parametrize("dtype", [">f2", ">f4", ">f8"])
+def test_another_byte_order_is_turned(dtype):
+    x = numbers(2, 5, 8, dtype=dtype)
+    wanted = attention(x, x, x, kernel="dense")
+    assert abs(attention(x, x, x, backend="onnxruntime", kernel="node") - wanted).max() < 1e-3
+
+
+def test_a_graph_without_numbers_says_what_gives_them():
+    pytest.importorskip("ndonnx")
+    x = numbers(2, 5, 8)
+    assert abs(attention(x, x, x, backend="onnx") - attention(x, x, x)).max() < 1e-6
+    with pytest.raises(ValueError, match=r"no numbers until a runtime .* polyattn\.export\.onnx"):
+        attention(x, x, x, window=(1, 0), backend="onnx:25")

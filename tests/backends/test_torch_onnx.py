@@ -206,6 +206,23 @@ def test_an_older_opset_has_an_older_operator_or_none():
     assert [one.candidates[0].reasons for one in found[-2:]] == [(reason,)] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"mask": masks.window(0, 0)}])
+def test_rows_without_keys_are_zero_in_an_older_opset_too(options):
+    model = exported(lambda *qkv: attention(*qkv, **options), opset=20)
+    for size in SIZES:
+        inputs = numbers(*size)
+        assert abs(run(model, *inputs)[0] - attention(*inputs, **options)).max() < 2e-6
+
+
+@pytest.mark.slow
+def test_dropout_is_written_out():
+    model = exported(lambda *qkv: attention(*qkv, dropout=(0.4, 5)))
+    for size in SIZES:
+        inputs = numbers(*size)
+        assert abs(run(model, *inputs)[0] - attention(*inputs, dropout=(0.4, 5))).max() < 2e-6
+
+
 def test_outside_of_an_export_there_is_no_such_kernel():
     x = torch.zeros(1, 2, 3, 4)
     assert "onnx" not in [one.kernel for one in polyattn.explain(x, x, x).candidates]
