@@ -346,9 +346,12 @@ def main(arguments: list[str] | None = None) -> int:
     script.add_files(parser.add_argument)
     parser.add_argument("--cases", default="", metavar="TEXT", help="run only cases with this text")
     parser.add_argument("--threads", type=int, default=0, help="of each contender (default: all)")
+    parser.add_argument(
+        "--window", type=float, default=0.1, help="seconds of calls in a round (default: 0.1)"
+    )
     options = parser.parse_args(arguments)
     threads = options.threads or script.all_threads()
-    rounds, window = (1, 0.0) if options.quick else (options.rounds, 0.1)
+    rounds, window = (1, 0.0) if options.quick else (options.rounds, options.window)
     print(f"{script.machine(threads)}; Python {platform.python_version()}; {rounds} rounds")
     limits = rates(short := window / 4) | xla_rates(short)
     print("floor: " + ", ".join(f"{name} {rate:.3g}" for name, rate in limits.items()), flush=True)
