@@ -271,17 +271,18 @@ def _export(options: argparse.Namespace) -> int:
 
     key = options.key_shape or options.shape
     inputs = {"query": options.shape, "key": key, "value": options.value_shape or key}
-    model = onnx(
-        polyattn.attention,
-        inputs,
-        opset=options.opset,
-        dtype=options.dtype,
-        options=_numbers(options),
-        file=options.file,
-    )
+    numbers = _numbers(options)
+    against: list[str] = []
+
+    def attention(**arrays: Any) -> Any:
+        explanation = polyattn.explain(**arrays, **numbers)
+        against.extend(r for one in explanation.candidates[:1] for r in one.reasons)
+        return polyattn.attention(**arrays, **numbers)
+
+    model = onnx(attention, inputs, opset=options.opset, dtype=options.dtype, file=options.file)
     kinds = [node.op_type for node in model.graph.node]
     nodes = f"{len(kinds)} node{'s' * (len(kinds) != 1)}"
-    native = "one is Attention" if "Attention" in kinds else "none is Attention"
+    native = f"none is Attention: {'; '.join(against)}" if against else "one is Attention"
     print(f"{options.file}: opset {model.opset_import[0].version}, {nodes}, {native}")
     return 0
 

@@ -163,7 +163,7 @@ def _check_lengths(name: str, shape: Any) -> Shape:
     found: list[int | str] = []
     for n in lengths:
         found.append(n if isinstance(n, str) else check_int("a length", n))
-        if not (n.isidentifier() if isinstance(n, str) else n > 0):
+        if not (n.isidentifier() if isinstance(n, str) else 0 < n < 2**63):
             raise ValueError(
                 f"the shape of {name} must hold positive lengths and names, such as"
                 f" ('B', 8, 'L', 64); got {shape!r}"
