@@ -45,8 +45,8 @@ def _of_numpy(cls: type) -> bool:
 def as_array(name: str, value: Any) -> Any:
     """Return a sequence of numbers as a NumPy array, and anything else as it is.
 
-    A NumPy array in another byte order than the machine's gets this one: not all functions of NumPy
-    take the other.
+    Only a NumPy array in a foreign byte order is converted to the machine's, because some functions
+    of NumPy need that.
     """
     if not is_sequence(value):
         dtype: Any = getattr(value, "dtype", None)

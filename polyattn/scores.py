@@ -178,8 +178,8 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
     table = as_array("scores.relative_bias: table", table)
     if not is_array(table) or len(table.shape) != 2 or table.shape[0] is None:
         raise TypeError(
-            "scores.relative_bias takes an array of shape (buckets, H), both known; got"
-            f" {getattr(table, 'shape', None) or table!r}"
+            "scores.relative_bias takes an array of shape (buckets, H) with a known number of"
+            f" buckets; got {getattr(table, 'shape', None) or table!r}"
         )
     if not isinstance(bidirectional, bool) or not isinstance(max_distance, numbers.Integral):
         raise TypeError(

@@ -268,18 +268,18 @@ class Renamed(polyattn.nn.Module):
 
 X, LINEAR = {"x": ("B", 4)}, polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
 REFUSED = {
-    "dtype of no input": ((attention, SHAPES), {"dtype": {"quer": "float64"}}, "no input; the inp"),
+    "dtype of no input": ((attention, SHAPES), {"dtype": {"quer": "float64"}}, "not an input; the"),
     "dtype": ((attention, SHAPES), {"dtype": "bfloat16"}, "the input query is of dtype bfloat16,"),
     "opset": ((attention, SHAPES), {"opset": 24.0}, "opset must be an integer; got 24.0"),
     "inputs": ((attention, list(SHAPES)), {}, "inputs must map names to shapes, such as .* list"),
     "shape": ((LINEAR, {"x": 5}), {}, "the shape of x must hold positive lengths and names.* 5"),
     "list": ((_as_list, SHAPES), {}, "a tuple or a dictionary; this one returned a list"),
     "None": ((lambda x: None, X), {}, "this one returned a NoneType"),
-    "output": ((lambda output: output + 1, {"output": (3,)}), {}, "output is given twice"),
-    "parameter": ((Renamed(LINEAR.weight), {"weight": ("B", 4)}), {}, "weight is given twice"),
+    "output": ((lambda output: output + 1, {"output": (3,)}), {}, "given twice: output"),
+    "parameter": ((Renamed(LINEAR.weight), {"weight": ("B", 4)}), {}, "given twice: weight"),
     "table": (
         (lambda table, **qkv: attention(**qkv, score_mod=scores.relative_bias(table)),
-         SHAPES | {"table": ("N", H)}), {}, "takes an array of shape .buckets, H., both known",
+         SHAPES | {"table": ("N", H)}), {}, "with a known number of buckets; got",
     ),
 }  # fmt: skip
 

@@ -124,6 +124,7 @@ def visible_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array
 
 def tiles_to_compute(problem: Problem, loop: Loop, visible: Array | None) -> Array | None:
     """Return which tiles of a loop must be computed, (blocks, steps); None if all must."""
+    # As integers even if no tile is listed: an empty array would be of floats.
     first_rows, first_keys = np.asarray(loop.first_rows), np.asarray(loop.first_keys, int)
     listed = first_keys < problem.key_length
     if visible is None:

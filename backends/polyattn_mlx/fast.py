@@ -102,5 +102,6 @@ def _mask(problem: Problem, operands: Operands, xp: Any) -> mx.array | str | Non
     seen: Any = None
     for part in Indices(problem, xp, operands, rows, columns).visible():
         seen = part if seen is None else seen & part
+    # MLX's function and the rows without keys need the axes that a mask of few axes leaves out.
     seen = seen if seen.ndim > 1 else mx.broadcast_to(seen, (1, problem.key_length))
     return cast(mx.array, seen)

@@ -20,7 +20,7 @@ from polyattn_numpy.visibility import RegionMask, Visibility
 
 __all__ = ["fits_at_once", "may_fit_at_once", "takes_items_apart", "write_at_once"]
 
-# What needs no step between the products but the exponential and masks.
+# Features that add only masks to the exponential between the two products.
 TAKEN = frozenset({
     "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask", "mask_expression",
     "mask_mod", "query_offset", "query_offset_array", "scale", "value_size", "window",
@@ -31,7 +31,7 @@ SCORES_OF_AN_ITEM = 2**16
 
 @lru_cache(maxsize=32)
 def may_fit_at_once(problem: Problem, tile: int) -> bool:
-    """Return whether the scores of a head are one tile, of products and masks only."""
+    """Return whether, by static facts, the scores of each head can be computed as one tile."""
     return (
         problem.features <= TAKEN
         and problem.dtype == problem.accumulator
@@ -44,7 +44,7 @@ def may_fit_at_once(problem: Problem, tile: int) -> bool:
 
 
 def fits_at_once(call: PreparedCall) -> bool:
-    """Return whether a call can be computed so, by its arrays too."""
+    """Return whether `write_at_once` takes the pieces of a call."""
     return (
         call.table is None
         and may_fit_at_once(call.problem, call.tile)

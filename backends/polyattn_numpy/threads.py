@@ -93,8 +93,8 @@ class Limit:
 class Blas:
     """NumPy's BLAS, limited to one thread as long as any call needs that.
 
-    The number of its threads belongs to the process, and the call that ends last restores it; MKL
-    and what runs on OpenMP have a number for each thread.
+    The number of its threads belongs to the process: the call that ends last restores it. MKL, and
+    OpenBLAS built with OpenMP, have one number for each thread.
     """
 
     def __init__(self, find: Callable[[], list[Any]]) -> None:
@@ -109,7 +109,10 @@ class Blas:
         return [library for limit in limits for library in limit.libraries]
 
     def limits(self) -> tuple[Limit, Limit]:
-        """Return the limit of the process and that of the calling thread; one thread at a time."""
+        """Return the limit of the process and that of the calling thread.
+
+        For one thread at a time, as `_one_at_a_time` runs it.
+        """
         if self._of_process is None:
             self._of_process = Limit([x for x in self._find() if not counts_by_thread(x)])
         own: Limit | None = getattr(self._of_threads, "limit", None)

@@ -79,7 +79,7 @@ class OnnxBackend(Backend):
 
     def rows(self, table: Array, ids: Array) -> Array:
         """Return rows of a table."""
-        numbers = ndonnx.astype(ids, ndonnx.int64)  # the operator takes no narrow ones
+        numbers = ndonnx.astype(ids, ndonnx.int64)  # all that the operator takes, with int32
         return ndonnx.asarray(op.gather(table.unwrap_spox(), numbers.unwrap_spox()))
 
     def with_rows(self, memory: Array, rows: Array, at: Array) -> Array:

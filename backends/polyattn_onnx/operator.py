@@ -29,8 +29,8 @@ FIRST, LAST = 23, 25
 COUNTS, WINDOWS = 24, 25
 #: The features that may hide keys by numbers that are not known before the call.
 MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod", "score_expression"})
-#: What becomes a mask that is made here, up to a size: then it costs more than it saves. Some of it
-#: has numbers for each head, or may have some for each batch item.
+#: The features for which a mask must be built: with more elements than this it costs more than the
+#: node saves. Some masks differ by head, and some may differ by batch item.
 MADE = frozenset({"mask_expression", "mask_mod"})
 MADE_BY_HEAD = frozenset({"score_expression", "sinks"})
 MADE_BY_ITEM = MADE | {"query_offset_array"}
@@ -164,7 +164,7 @@ class Operator(Kernel):
 
 
 def reason_against_empty_rows(problem: Problem) -> str | None:
-    """Return why a row that may see no key needs another kernel than the operator."""
+    """Return why a row that may see no key needs another kernel, or None."""
     if problem.dtype == "float64" and _may_be_empty(problem):
         return "ONNX Runtime gives NaN for a row without keys in float64"
     return None
@@ -175,7 +175,7 @@ def _rounded(number: float | None) -> float | None:
 
 
 def _made(problem: Problem, opset: int) -> int:
-    """Return the most elements of the mask that must be built."""
+    """Return how many elements the mask that must be built has at most."""
     by_head = bool(problem.features & MADE_BY_HEAD)
     if not (by_head or problem.features & MADE or _positions(problem, opset)[3]):
         return 0

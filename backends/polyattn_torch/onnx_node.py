@@ -56,12 +56,15 @@ IN_EXPORT = OnnxNode()
 
 
 def reason_in_export(problem: Problem) -> str | None:
-    """Return why sdpa, of which torch's exporter makes the node too, may not be asked."""
+    """Return why an export may not use `sdpa`, or None if it may."""
     opset = exported_opset()
     if opset is None:
         return None
     if opset >= FIRST:
         return reason_against_empty_rows(problem)
     if may_have_empty_rows(problem):
-        return "below opset_version=23 its row without keys is the mean of the values, or NaN"
+        return (
+            "below opset 23 torch's exporter gives a row without keys the mean of the values, or"
+            f" NaN: pass opset_version={LAST - 1}"
+        )
     return None

@@ -15,7 +15,7 @@ Caches = KVCache | tuple[KVCache, ...]
 
 
 def are_caches(thing: Any) -> TypeGuard[Caches]:
-    """Return whether this is a cache, or a tuple of caches."""
+    """Return whether this is a cache, or a tuple or list of caches."""
     if isinstance(thing, (tuple, list)):
         return bool(thing) and all(isinstance(one, KVCache) for one in thing)
     return isinstance(thing, KVCache)

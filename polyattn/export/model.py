@@ -27,6 +27,7 @@ __all__ = ["onnx"]
 
 #: The first opset with TensorScatter, which writes to a cache.
 CACHED = 24
+#: The dtypes that ndonnx has.
 DTYPES = (
     "float16", "float32", "float64", "bool", "int8", "int16", "int32", "int64",
     "uint8", "uint16", "uint32", "uint64",
@@ -49,12 +50,12 @@ def onnx(
     function : callable or Module
         Takes the inputs by name, and returns an array, or several in a tuple or a dictionary. The
         parameters of a module become initializers of the same names.
-    inputs : mapping of str to tuple of (int or str), KVCache or tuple of KVCache
-        The shape of each input. A string names a length that is known when the model runs only:
-        of the batch, L or S. An input ``caches``, such as ``model.caches("S", batch=("B",))``, is
-        the inputs ``caches.0.key``, ``caches.0.value`` and so on, and ``caches.length``, the number
-        of tokens in all of them; the caches that the function returns are outputs of these names
-        after ``next_``.
+    inputs : mapping of str to sequence of (int or str), KVCache or sequence of KVCache
+        The shape of each input. A string names a length that is known only when the model runs, and
+        is at least 1: of the batch, L or S. An input ``caches``, such as
+        ``model.caches("S", batch=("B",))``, is the inputs ``caches.0.key``, ``caches.0.value`` and
+        so on, and ``caches.length``, the number of tokens in all of them; the caches that the
+        function returns are outputs of these names after ``next_``.
     opset : {24, 23, 25}
         The newest opset whose operator Attention may be used. ONNX Runtime runs 24; windows are an
         attribute from 25 on, and before that a mask that the model computes.
@@ -69,17 +70,19 @@ def onnx(
     Returns
     -------
     onnx.ModelProto
-        The model, which ``onnx.checker`` has checked. Weights that are written beside it are named
-        in it only.
+        The model, which ``onnx.checker`` has checked. Weights that are written beside it are only
+        named in it.
 
     Raises
     ------
     TypeError
-        If `inputs` is not a mapping, or the function returns anything but arrays.
+        If `inputs` is not a mapping, `opset` or a length is not an integer, or the function returns
+        anything but arrays and caches.
     ValueError
-        If `opset` is not one of these, a length is neither positive nor a name, a graph has no such
-        dtype, two arrays have one name, a function does not return as many caches as it takes, the
-        folder of `file` does not exist, or the weights exceed 2 GB and there is no `file`.
+        If `opset` is not one of these or has no operator for a cache, a length is neither positive
+        nor a name, `dtype` names no input or one that a graph does not have, two arrays of the
+        model share a name, a cache has slid, a function does not return as many caches as it takes,
+        the folder of `file` does not exist, or the weights exceed 2 GB and there is no `file`.
     ImportError
         If onnx, ndonnx or spox is not installed.
 
@@ -137,8 +140,7 @@ def _facts(
     unknown = sorted(dtypes.keys() - inputs.keys())
     if unknown:
         raise ValueError(
-            f"dtype names {', '.join(unknown)}, which is no input; the inputs are"
-            f" {', '.join(inputs)}"
+            f"dtype names {', '.join(unknown)}, not an input; the inputs are {', '.join(inputs)}"
         )
     facts: dict[str, tuple[str, Shape]] = {}
     one: Any
@@ -187,8 +189,8 @@ def _check_names(*groups: Mapping[str, Any]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
-            f"inputs, parameters and outputs of a model need names of their own; {', '.join(twice)}"
-            " is given twice. A function names its outputs by returning a dictionary"
+            "inputs, parameters and outputs of a model need names of their own; given twice:"
+            f" {', '.join(twice)}. A function names its outputs by returning a dictionary"
         )
 
 

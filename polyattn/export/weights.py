@@ -46,7 +46,7 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
         model.graph.initializer.extend(_held(weights))
     if file is None:
         return
-    # Beside the file until all is written, so that a full disk leaves an older model as it was.
+    # Written to a folder and then renamed, so that a full disk leaves an older model as it was.
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         made = Path(folder, file.name)
         if _is_large(weights):
@@ -54,7 +54,8 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
             model.graph.initializer.extend(_written(weights, data))
         made.write_bytes(model.SerializeToString())
         require_onnx("onnx.checker").check_model(str(made))
-        for one in sorted(made.parent.iterdir(), reverse=True):  # the weights first
+        # The weights first: a new model must not read old ones.
+        for one in sorted(made.parent.iterdir(), reverse=True):
             one.replace(file.with_name(one.name))
 
 

@@ -77,7 +77,10 @@ def keep_mask_by_key(
     row: Array,
     key: Array,
 ) -> Array:
-    """Return which weights of some keys are kept, of any shape: each hashes a whole block."""
+    """Return which weights are kept, for an array of keys of any shape.
+
+    Each key hashes its whole block: four times the work of `keep_mask_of_keys`.
+    """
     words = keep_mask_by_word(xp, seed, rate, batch, head, row, key // WORDS)
     index = key % WORDS
     # Not by `where`: ONNX Runtime has none for bools.

@@ -359,6 +359,7 @@ class Indices:
         check_not_recorded("score_mod", result, self.xp)
         if len(facts.shape) < len(scores.shape) or facts.shape[-3:] != scores.shape[-3:]:
             if self._problem.is_symbolic:
+                # broadcast_to would need the lengths.
                 zeros = 0 * (self.batch + self.head + self.row + self.column)
                 result = result + cast(self.xp, zeros, result.dtype)
             else:
