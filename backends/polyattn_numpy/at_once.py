@@ -48,7 +48,7 @@ def fits_at_once(call: PreparedCall) -> bool:
     return (
         call.table is None
         and may_fit_at_once(call.problem, call.tile)
-        and all(array.strides[-1] == array.itemsize for array in call.x[:3])
+        and all(x.dtype.isnative and x.strides[-1] == x.itemsize for x in call.x[:3])
     )
 
 

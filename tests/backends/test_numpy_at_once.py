@@ -80,6 +80,14 @@ def test_it_gives_the_formula_and_an_item_has_the_same_bits_alone(name, qkv, wri
         assert bits(attention_partial(*qkv, kernel="tiled", **options)) == bits(found)
 
 
+def test_another_byte_order_and_spread_rows_are_left_to_the_other_passes(qkv, written):
+    found = attention_partial(*[x.astype(">f4") for x in qkv], kernel="tiled", is_causal=True)
+    spread = [np.repeat(x, 2, axis=-1)[..., ::2] for x in qkv]
+    for result in found, attention_partial(*spread, kernel="tiled", is_causal=True):
+        assert_like_dense(result, *qkv, is_causal=True)
+    assert not written
+
+
 def test_keys_that_an_item_does_not_see_are_left_out(qkv, written):
     _, key, value = qkv
     for item, length in enumerate(LENGTHS):
