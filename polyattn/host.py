@@ -14,7 +14,16 @@ from polyattn.arguments import got
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of, numbers_like
 from polyattn.tracing import constant_when_traced, is_compiling, know_torch
 
-__all__ = ["MOST_PLACED", "Home", "as_array", "home_of", "is_host", "is_sequence", "is_unreadable"]
+__all__ = [
+    "MOST_PLACED",
+    "Home",
+    "as_array",
+    "home_of",
+    "is_host",
+    "is_sequence",
+    "is_unreadable",
+    "native",
+]
 
 #: Arrays of floats and bools with more entries are not placed.
 MOST_PLACED = 2**16
@@ -42,15 +51,29 @@ def _of_numpy(cls: type) -> bool:
     return any(c.__module__ == "numpy" and c.__name__ in ("ndarray", "generic") for c in cls.mro())
 
 
-def as_array(name: str, value: Any) -> Any:
-    """Return a sequence of numbers as a NumPy array, and anything else as it is.
+def native(array: Any) -> Any:
+    """Return an array of NumPy in the byte order of the machine, any other as it is.
 
-    Only a NumPy array in a foreign byte order is converted to the machine's, because some functions
-    of NumPy need that.
+    Not all functions of NumPy take another order, and no other library does.
+
+    Parameters
+    ----------
+    array : Array
+        The array.
+
+    Returns
+    -------
+    Array
+        The same numbers; a copy only if the order differs.
     """
+    dtype: Any = getattr(array, "dtype", None)
+    return array if getattr(dtype, "isnative", True) else array.astype(dtype.newbyteorder("="))
+
+
+def as_array(name: str, value: Any) -> Any:
+    """Return a sequence of numbers as a NumPy array, and anything else as `native` does."""
     if not is_sequence(value):
-        dtype: Any = getattr(value, "dtype", None)
-        return value if getattr(dtype, "isnative", True) else value.astype(dtype.newbyteorder("="))
+        return native(value)
     import numpy
 
     if not _holds_numbers(value):

@@ -14,7 +14,7 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, native
 from polyattn_cupy import loading
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
@@ -134,8 +134,7 @@ def _import(array: Array, device: int) -> Array:
             with cupy.cuda.Device(number):
                 return cupy.from_dlpack(array)
         array = _as_numpy(array)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    array = native(array)
     with cupy.cuda.Device(device):
         return cupy.asarray(array)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from polyattn.plugin import Array, Backend, or_zero
+from polyattn.plugin import Array, Backend, native, or_zero
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.xla import Xla
@@ -170,8 +170,7 @@ def _import(array: Array) -> jax.Array:
             except Exception:  # a layout, dtype or device that JAX does not take by DLPack
                 pass
         array = np.from_dlpack(array)
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
+    array = native(array)
     if array.dtype.kind in "iu" and not _has_float64():
         narrow = array.astype(np.int32)
         if not np.array_equal(narrow, array):

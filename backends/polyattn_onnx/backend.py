@@ -10,7 +10,16 @@ import spox
 import spox.opset.ai.onnx.v21 as op
 import spox.opset.ai.onnx.v24 as op24
 
-from polyattn.plugin import Array, Backend, Kernel, Operands, Problem, length_of, namespace_of
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Kernel,
+    Operands,
+    Problem,
+    length_of,
+    namespace_of,
+    native,
+)
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
@@ -57,8 +66,7 @@ class OnnxBackend(Backend):
         """Return an array as one of ndonnx, whose numbers are constants of the graph."""
         if isinstance(array, ndonnx.Array):
             return array
-        host = np.asarray(array)
-        return ndonnx.asarray(host.astype(host.dtype.newbyteorder("="), copy=False))
+        return ndonnx.asarray(native(np.asarray(array)))
 
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands

@@ -8,7 +8,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 import onnxruntime
 
-from polyattn.plugin import Array, Backend, Operands, Problem, thread_count
+from polyattn.plugin import Array, Backend, Operands, Problem, native, thread_count
 from polyattn_onnx.operator import Operator
 from polyattn_onnxruntime.sessions import devices, session_of
 
@@ -32,14 +32,8 @@ class Node(Operator):
         """Return the output of a session."""
         node, inputs = self.node(problem, operands, backend.xp)
         session, names = session_of(node, problem.device_kind, thread_count())
-        given = [x if x.dtype.isnative else native(x) for x in inputs]
-        (output,) = session.run(None, dict(zip(names, given, strict=True)))
+        (output,) = session.run(None, dict(zip(names, map(native, inputs), strict=True)))
         return self.output(problem, operands, output, backend.xp), None
-
-
-def native(array: np.ndarray[Any, Any]) -> Any:
-    """Return an array in the byte order of the machine: ONNX Runtime reads no other."""
-    return array.astype(array.dtype.newbyteorder("="))
 
 
 class OnnxruntimeBackend(Backend):

@@ -21,6 +21,7 @@ from polyattn.dispatch.transfer import backend_of
 from polyattn.export.caches import Caches, Shape, are_caches, arrays_of, named, with_caches
 from polyattn.export.weights import check_size, store
 from polyattn.extras import require_onnx
+from polyattn.host import native
 from polyattn.nn.module import Module
 
 __all__ = ["onnx"]
@@ -199,8 +200,7 @@ def _argument(spox: Any, dtype: str, shape: Shape) -> Any:
 
 
 def _host(array: Array) -> Any:
-    host = numpy.asarray(backend_of(array).fetch(array))
-    return host.astype(host.dtype.newbyteorder("="), copy=False)
+    return native(numpy.asarray(backend_of(array).fetch(array)))
 
 
 def _without_copies(model: Any) -> None:

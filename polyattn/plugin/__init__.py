@@ -49,6 +49,7 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.parts import Part, axes_of_array
 from polyattn.expressions.patterns import Filled
 from polyattn.expressions.scores import Score
+from polyattn.host import native
 from polyattn.plugin.backend import Backend, Kernel
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import API_VERSION, BackendSpec
@@ -96,6 +97,7 @@ __all__ = [
     "is_full",
     "length_of",
     "namespace_of",
+    "native",
     "normalize",
     "one_batch_axis",
     "or_zero",

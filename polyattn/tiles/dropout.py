@@ -11,19 +11,17 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, is_array
 
 __all__ = [
-    "WORDS",
-    "keep_mask",
-    "keep_mask_by_key",
-    "keep_mask_by_word",
-    "keep_mask_of_keys",
-    "philox",
-]
+    "WORDS", "keep_mask", "keep_mask_by_key", "keep_mask_by_word", "keep_mask_of_keys", "philox",
+]  # fmt: skip
 
+#: Returns which weights are kept for the first, second, third and fourth keys of blocks.
+ByWord = Callable[[Array], tuple[Array, ...]]
 #: Number of words per counter.
 WORDS = 4
 
@@ -33,61 +31,34 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def keep_mask(
-    xp: Any,
-    seed: int | Array | tuple[Array, Array],
-    rate: float,
-    batch: Array,
-    head: Array,
-    row: Array,
-    blocks: Array,
-) -> Array:
-    """Return which weights are kept."""
-    found = xp.stack(keep_mask_by_word(xp, seed, rate, batch, head, row, blocks), axis=-1)
+def keep_mask(xp: Any, by_word: ByWord, blocks: Array) -> Array:
+    """Return which weights of the keys of blocks are kept."""
+    found = xp.stack(by_word(blocks), axis=-1)
     return xp.reshape(found, (*found.shape[:-2], -1))
 
 
 def keep_mask_of_keys(
-    xp: Any,
-    seed: int | Array | tuple[Array, Array],
-    rate: float,
-    batch: Array,
-    head: Array,
-    row: Array,
-    start: int | Array,
-    length: int,
+    xp: Any, by_word: ByWord, start: int | Array, length: int, like: Array
 ) -> Array:
-    """Return which weights of `length` keys from `start` on are kept."""
+    """Return which weights of `length` keys from `start` on are kept, on the device of `like`."""
     first, rest = start // WORDS, start % WORDS
     known = isinstance(rest, int)
     count = -(-(length + (rest if known else WORDS - 1)) // WORDS)
-    blocks = first + index_range(xp, 0, count, row)
-    found = keep_mask(xp, seed, rate, batch, head, row, blocks)
+    found = keep_mask(xp, by_word, first + index_range(xp, 0, count, like))
     if known:
         return found[..., rest : rest + length]
-    return xp.take(found, rest + index_range(xp, 0, length, row), axis=-1)
+    return xp.take(found, rest + index_range(xp, 0, length, like), axis=-1)
 
 
-def keep_mask_by_key(
-    xp: Any,
-    seed: int | Array | tuple[Array, Array],
-    rate: float,
-    batch: Array,
-    head: Array,
-    row: Array,
-    key: Array,
-) -> Array:
+def keep_mask_by_key(by_word: ByWord, key: Array) -> Array:
     """Return which weights are kept, for an array of keys of any shape.
 
     Each key hashes its whole block: four times the work of `keep_mask_of_keys`.
     """
-    words = keep_mask_by_word(xp, seed, rate, batch, head, row, key // WORDS)
     index = key % WORDS
     # Not by `where`: ONNX Runtime has none for bools.
-    kept = (index == 0) & words[0]
-    for number in range(1, WORDS):
-        kept = kept | ((index == number) & words[number])
-    return kept
+    kept = [(index == number) & word for number, word in enumerate(by_word(key // WORDS))]
+    return kept[0] | kept[1] | kept[2] | kept[3]
 
 
 def keep_mask_by_word(

@@ -239,10 +239,11 @@ class Indices:
 
     def keep_mask(self) -> Array:
         """Return which weights dropout keeps, shape (..., H, l, s)."""
+        first = self.dropout_start[3]
         if self._columns.stop is None:
-            return self._decided(keep_mask_by_key, self.column + self.dropout_start[3])
-        start = self._columns.start + self.dropout_start[3]
-        return self._decided(keep_mask_of_keys, start, self._columns.length)
+            return keep_mask_by_key(self.keep_mask_by_word, self.column + first)
+        start, length = self._columns.start + first, self._columns.length
+        return keep_mask_of_keys(self.xp, self.keep_mask_by_word, start, length, self.row)
 
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
@@ -257,14 +258,9 @@ class Indices:
         tuple of Array of bool
             For each index in a block, shape (..., H, l, n).
         """
-        words: tuple[Array, ...] = self._decided(keep_mask_by_word, blocks)
-        return words
-
-    def _decided(self, decide: Callable[..., Any], *keys: Any) -> Any:
         item, head, row, _ = self.dropout_start
-        seed, rate = self._x.seed, self._problem.dropout
         at = self.batch + item, self.head + head, self.row + row
-        return decide(self.xp, seed, rate, *at, *keys)
+        return keep_mask_by_word(self.xp, self._x.seed, self._problem.dropout, *at, blocks)
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Yield bool arrays; a key takes part where all of them hold.

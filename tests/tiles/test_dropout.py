@@ -1,6 +1,6 @@
 """Dropout: the published generator, the same bits in every library and for every tile."""
 
-from functools import cache
+from functools import cache, partial
 
 import array_api_compat.numpy as xp
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import torch
 from libraries import LIBRARIES, Library, tiles_of
 
 from polyattn import attention, attention_partial, masks
-from polyattn.tiles.dropout import keep_mask, philox
+from polyattn.tiles.dropout import keep_mask, keep_mask_by_word, philox
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
 EVERY = (*LIBRARIES, JAX)
@@ -113,7 +113,8 @@ def test_the_share_that_is_dropped_is_the_rate():
         for n, shape in ((4, (4, 1, 1, 1)), (4, (4, 1, 1)), (64, (64, 1)))
     )
     for rate in (0.001, 0.1, 0.5, 0.9):
-        share = keep_mask(xp, 7, rate, b, h, i, np.arange(64)).mean()
+        by_word = partial(keep_mask_by_word, xp, 7, rate, b, h, i)
+        share = keep_mask(xp, by_word, np.arange(64)).mean()
         spread = (rate * (1 - rate) / (4 * 4 * 64 * 256)) ** 0.5
         assert abs(share - (1 - rate)) < 5 * spread
 
