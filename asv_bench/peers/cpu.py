@@ -353,7 +353,8 @@ def main(arguments: list[str] | None = None) -> int:
     threads = options.threads or script.all_threads()
     rounds, window = (1, 0.0) if options.quick else (options.rounds, options.window)
     print(f"{script.machine(threads)}; Python {platform.python_version()}; {rounds} rounds")
-    limits = rates(short := window / 4) | xla_rates(short)
+    short = window / 4
+    limits = rates(short) | xla_rates(short)
     print("floor: " + ", ".join(f"{name} {rate:.3g}" for name, rate in limits.items()), flush=True)
     results = []
     with polyattn.use_threads(threads):

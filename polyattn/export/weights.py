@@ -42,14 +42,15 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
     inputs = [one for one in model.graph.input if one.name not in weights]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
-    if file is None or not _is_large(weights):
+    is_large = file is not None and _is_large(weights)
+    if not is_large:
         model.graph.initializer.extend(_held(weights))
     if file is None:
         return
     # Written to a folder and then renamed, so that a full disk leaves an older model as it was.
     with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         made = Path(folder, file.name)
-        if _is_large(weights):
+        if is_large:
             data = made.with_name(f"{file.name}.data")
             model.graph.initializer.extend(_written(weights, data))
         made.write_bytes(model.SerializeToString())

@@ -178,3 +178,12 @@ def test_as_functions_and_compiled():
     x = torch.asarray(X)
     compiled = masks.compile(masks.segments(IDS), 6, like=x, batch=2)
     close(attention(x, x, x, mask=compiled), attention(X, X, X, mask=masks.segments(IDS)))
+
+
+def test_numbers_in_another_byte_order_are_turned():
+    options = {"is_causal": True, "query_offset": 1, "mask": masks.segments(IDS)}
+    swapped = {
+        "query_offset": np.array([1], ">i8"),
+        "mask": masks.segments(np.array(IDS, ">i4")),
+    }
+    close(attention(X, X, X, **options | swapped), attention(X, X, X, **options))
