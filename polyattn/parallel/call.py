@@ -12,7 +12,7 @@ from polyattn.api.gradients import attention_backward
 from polyattn.api.options import check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
-from polyattn.call.describe import describe
+from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem, examine
 from polyattn.expressions.expression import Expression
@@ -245,7 +245,6 @@ def described(
     size: int,
     layout: str,
     shares_rows: bool = True,
-    dtype: str = "float32",
 ) -> ParallelCall:
     """Check a call as a whole, without a look at the other ranks, and describe it.
 
@@ -253,21 +252,9 @@ def described(
     """
     check_layout(layout)
     check_names(function, options, without=("layout",))
-    facts = {name: _facts(array, name) for name, array in arrays.items()}
-    for name, fact in facts.items():
-        if len(fact.shape) < 2:
-            continue
-        length = fact.shape[-2]
-        if (name != "query" or shares_rows) and length % slots(layout):
-            raise ValueError(
-                f'{name} has {length} tokens on this rank; layout="zigzag" needs two chunks of one'
-                " length"
-            )
-        if name != "query" or shares_rows:
-            shape = (*fact.shape[:-2], length * size, fact.shape[-1])
-            facts[name] = fact._replace(shape=shape)
     kernel = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
-    call, operands = describe(*facts.values(), **options, facts=_facts)
+    call, operands = describe(*arrays.values(), **options, facts=_facts)
+    call = _of_whole(call, size, layout, shares_rows)
     problem = examine(call)
     offset = operands.query_offset
     scale = problem.scale if isinstance(call.scale, LongSequence) else options.get("scale")
@@ -295,6 +282,22 @@ def described(
         bytes_per_number={"float64": 8, "float32": 4}.get(problem.dtype, 2),
         has_scale_rule=isinstance(call.scale, ScaleRule),
     )
+
+
+def _of_whole(call: Call, size: int, layout: str, shares_rows: bool) -> Call:
+    """Return the facts of the call over all ranks, from those of one rank's call."""
+    lengths: dict[str, ArrayFacts] = {}
+    for name, facts in call.operands():
+        if len(facts.shape) < 2 or (name == "query" and not shares_rows):
+            continue
+        *before, length, last = facts.shape
+        if length % slots(layout):
+            raise ValueError(
+                f'{name} has {length} tokens on this rank; layout="zigzag" needs two chunks of one'
+                " length"
+            )
+        lengths[name] = facts._replace(shape=(*before, length * size, last))
+    return call._replace(**lengths)
 
 
 def _facts(array: Any, name: str) -> ArrayFacts:

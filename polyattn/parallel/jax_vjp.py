@@ -36,7 +36,9 @@ def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
         arrays, others, saved = kept
         task = static.with_arrays(others)
         found = task.backward(arrays, Partial(*saved), gradient)
-        return list(found[:3]), task.of_arrays(found)
+        of_arrays = [_like(x, of) for x, of in zip(arrays, found[:3], strict=True)]
+        of_others = [_like(x, of) for x, of in zip(others, task.of_arrays(found), strict=True)]
+        return of_arrays, of_others
 
     attention.defvjp(forward, backward)
     result: jax.Array = attention(*_varying(task, arrays, own))
@@ -48,10 +50,21 @@ def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> An
 
     So that the gradient of an array which is the same on all devices is summed over them.
     """
-    axes: set[str] = set().union(*[_axes(array) for array in arrays])
+    axes: set[str] = set().union(*[_axes(array) for array in (*arrays, *others)])
     if not task.strategy.shares_rows:
         axes -= {task.ranks.axis}  # type: ignore[attr-defined]
     return [_along(x, axes) for x in arrays], [_along(x, axes) for x in others]
+
+
+def _like(array: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
+    """Return a gradient as one that differs along the mesh axes of its array.
+
+    Where each device has the whole gradient, but of an array of its own, its share is a part.
+    """
+    if gradient is None:
+        return None
+    axes = set(_axes(array) - _axes(gradient))
+    return _along(gradient / lax.axis_size(tuple(axes)), axes) if axes else gradient
 
 
 def _axes(array: jax.Array) -> frozenset[str]:
