@@ -286,7 +286,7 @@ def described(
 
 def _of_whole(call: Call, size: int, layout: str, shares_rows: bool) -> Call:
     """Return the facts of the call over all ranks, from those of one rank's call."""
-    lengths: dict[str, ArrayFacts] = {}
+    lengths: dict[str, Any] = {}
     for name, facts in call.operands():
         if len(facts.shape) < 2 or (name == "query" and not shares_rows):
             continue

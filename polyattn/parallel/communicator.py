@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyattn.arrays import Array, library_of
+from polyattn.arrays import Array, library_of, numbers_like
 
 __all__ = ["Communicator"]
 
@@ -98,6 +98,26 @@ class Communicator:
             The parts received, concatenated.
         """
         raise NotImplementedError
+
+    def gather_bytes(self, message: bytes, like: Array) -> list[bytes]:
+        """Return the messages of all ranks, in their order.
+
+        Parameters
+        ----------
+        message : bytes
+            Of one length on every rank.
+        like : Array
+            An array that the ranks could gather.
+
+        Returns
+        -------
+        list of bytes
+            The messages.
+        """
+        xp = library_of(like).xp
+        numbers = numbers_like(xp, list(message), xp.uint8, like)
+        found = bytes(self.gather(numbers, 0).tolist())
+        return [found[n : n + len(message)] for n in range(0, len(found), len(message))]
 
     def stack(self, array: Array) -> Array:
         """Return the arrays of all ranks along a new first axis.

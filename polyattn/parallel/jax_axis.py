@@ -55,6 +55,10 @@ class JaxAxis(Communicator):
         found: jax.Array = lax.all_to_all(array, self.axis, split, concat, tiled=True)
         return found
 
+    def gather_bytes(self, message: bytes, like: jax.Array) -> list[bytes]:
+        """Return the message of this program, which all devices run."""
+        return [message] * self.size
+
     def stack(self, array: jax.Array) -> jax.Array:
         """Return the arrays of all devices, which JAX knows to be the same on each."""
         # An all-gather gives the same numbers, but JAX takes them to differ.

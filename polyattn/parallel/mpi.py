@@ -61,6 +61,11 @@ class MPIRanks(Communicator):
         self._comm.Alltoall(_buffer(sent), _buffer(received))
         return xp.concat([received[n, ...] for n in range(self.size)], axis=concat)
 
+    def gather_bytes(self, message: bytes, like: Array) -> list[bytes]:
+        """Return the messages of all ranks, in their order."""
+        found: list[bytes] = self._comm.allgather(message)
+        return found
+
 
 def _contiguous(array: Array) -> Array:
     """Return an array whose bytes lie in order."""

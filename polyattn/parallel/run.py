@@ -9,6 +9,7 @@ from typing import Any
 from polyattn.arguments import check_shape
 from polyattn.arrays import Array, ArrayFacts, is_array, library_of
 from polyattn.call.gradients import Gradients
+from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
 from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
@@ -70,7 +71,8 @@ def attention(
     Raises
     ------
     TypeError, ValueError, UnsupportedError
-        As for `polyattn.attention`; ValueError for an unknown strategy or layout.
+        As for `polyattn.attention`; ValueError for an unknown strategy or layout, and, on every
+        rank, if the ranks differ in shapes, dtypes or options.
     NotImplementedError
         If the strategy cannot compute the call.
 
@@ -81,6 +83,9 @@ def attention(
 
     Notes
     -----
+    The ranks first compare their calls, by a digest of 16 bytes: shapes, dtypes and options, an
+    array by its shape and dtype. `backend` and `kernel` may differ.
+
     torch and JAX differentiate it. A second pass over the ranks computes the gradients, and nothing
     of other ranks is kept for it. The gradient of an option that is an array, such as `bias` or
     `sinks`, is this rank's share in torch, to be summed over the ranks as those of a model's
@@ -249,8 +254,9 @@ def _task(
 ) -> tuple[Task, list[Array], bool]:
     """Return what this rank has to do, its arrays with an axis of heads, and if that was added."""
     ranks = communicator_of(over)
-    flat = all(is_array(x) and len(x.shape) == 2 for x in (query, key, value))
     given = {"query": query, "key": key, "value": value}
+    check_one_call(ranks, given, {"strategy": strategy, "layout": layout, **options})
+    flat = all(is_array(x) and len(x.shape) == 2 for x in given.values())
     if flat:
         given = {name: array[None, ...] for name, array in given.items()}
     picked, call = chosen(function, given, dict(options), ranks.size, strategy, layout)

@@ -101,11 +101,18 @@ class Threads(Communicator):
         parts = [take(array, split, n * length, length) for n in range(self.size)]
         return self._all(parts, concat)
 
+    def gather_bytes(self, message: bytes, like: Array) -> list[bytes]:
+        """Return the messages of all ranks, in their order; they do not count as sent."""
+        return self._exchanged([message] * self.size)
+
     def _all(self, parts: Sequence[Array], axis: int) -> Array:
+        received = self._exchanged(parts)
+        return library_of(received[0]).xp.concat(received, axis=axis)
+
+    def _exchanged(self, parts: Sequence[Any]) -> list[Any]:
         for target, part in enumerate(parts):
             self._send(target, part)
-        received = [self._receive(source) for source in range(self.size)]
-        return library_of(received[0]).xp.concat(received, axis=axis)
+        return [self._receive(source) for source in range(self.size)]
 
 
 def _bytes(array: Array) -> int:

@@ -78,3 +78,11 @@ class TorchGroup(Communicator):
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return torch.cat(received.unbind(), concat)
+
+    def gather_bytes(self, message: bytes, like: torch.Tensor) -> list[bytes]:
+        """Return the messages of all ranks, in their order."""
+        # On the host if the group has a backend for it, so that no GPU is waited for.
+        backends = dist.get_backend_config(self._group)
+        device = "cpu" if "cpu:" in backends else backends.partition(":")[0]
+        numbers = torch.tensor([list(message)], dtype=torch.uint8, device=device)
+        return [bytes(row) for row in self.gather(numbers, 0).tolist()]

@@ -5,6 +5,7 @@
 
 import re
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import on_ranks
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from polyattn import attention, attention_vjp, masks, parallel
+from polyattn import attention, attention_vjp, masks, parallel, scores
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.conformance.checks.gradients import compare
@@ -118,6 +119,74 @@ def check_mesh_of_two_axes():
     expected = attention(x, x, x, mask=mask, dropout=(0.3, 7), backend="numpy")
     assert abs(jax.jit(on_mesh)(x, ids, jnp.asarray(7)) - expected).max() <= 1e-14
     print("two axes: right")
+
+
+def check_options_of_another_axis(strategies=on_ranks.STRATEGIES):
+    """Check the gradients of options that differ along a mesh axis, of which tokens do not."""
+    mesh, x = mesh_and_tokens()
+    bias = jnp.asarray(np.random.default_rng(1).standard_normal((mesh.shape["data"], 4, 8, 8)))
+
+    def expected(*x):
+        *x, bias = x
+        return jnp.stack([attention(*x, bias=own, sinks=own[:, 0, 0]) for own in bias])
+
+    for strategy in strategies:
+
+        def attend(query, key, value, bias, strategy=strategy):
+            if strategy == "decode":  # of which JAX does not know that it is the same everywhere
+                query = jax.lax.all_gather(query, "ring", axis=-2, tiled=True)
+            options = {"bias": bias[0], "sinks": bias[0, :, 0, 0]}
+            how = {"over": "ring", "strategy": strategy}
+            return parallel.attention(query, key, value, **how, **options)[None]
+
+        tokens, spread = PartitionSpec(None, "ring"), PartitionSpec("data")
+        rows = spread if strategy == "decode" else PartitionSpec("data", None, "ring")
+        on_mesh = jax.shard_map(
+            attend, mesh=mesh, in_specs=(tokens, tokens, tokens, spread), out_specs=rows
+        )
+        compare_slopes(on_mesh, expected, *x, bias)
+    print("options of another axis: right")
+
+
+def check_numbers_from_the_host(strategies=on_ranks.STRATEGIES):
+    """Check options that are Python sequences and arrays of NumPy."""
+    mesh, x = mesh_and_tokens()
+    options = {
+        "mask": masks.segments([0, 0, 0, 1, 1, 1, 1, 1]) & masks.dense(np.eye(8) == 0),
+        "bias": np.linspace(0, 1, 64).reshape(8, 8),
+        "sinks": [0.5, 1.0, 1.5, 2.0],
+        "score_mod": scores.alibi([0.1, 0.2, 0.3, 0.4]),
+        "query_offset": np.asarray(-1),
+        "dropout": (0.2, np.int64(3), np.zeros(4, int)),
+    }
+    for strategy in strategies:
+        attend = partial(parallel.attention, over="ring", strategy=strategy, **options)
+        tokens = PartitionSpec(None, "ring")
+        rows = PartitionSpec() if strategy == "decode" else tokens
+        on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=(rows, tokens, tokens), out_specs=rows)
+        compare_slopes(on_mesh, partial(attention, **options), *x)
+    print("numbers from the host: right")
+
+
+def mesh_and_tokens():
+    """Return a mesh of two axes over all devices, or over one, and a query, key and value."""
+    size = 2 if jax.device_count() == 4 else 1
+    mesh = jax.make_mesh((size, size), ("data", "ring"), axis_types=(AxisType.Auto,) * 2)
+    return mesh, jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 8, 4)))
+
+
+def compare_slopes(function, expected, *arrays):
+    """Compare the values and the gradients of two functions."""
+
+    def loss(function, *arrays):
+        return (function(*arrays) ** 2).sum()
+
+    which = tuple(range(len(arrays)))
+    found, wanted = (
+        jax.jit(jax.value_and_grad(partial(loss, f), which))(*arrays) for f in (function, expected)
+    )
+    for one, other in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        assert abs(one - other).max() <= 1e-13
 
 
 def check_many_tiles():

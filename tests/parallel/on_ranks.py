@@ -1,7 +1,8 @@
 """Check cases of the conformance suite on ranks of any engine, by its oracle and its tolerances.
 
 As a program it is one process of torch or MPI: ``on_ranks.py ENGINE CHECK…``. A check is
-``digits``, ``value:CASE`` or ``gradients:CASE``, and runs on all strategies and layouts.
+``digits``, ``differences``, ``value:CASE`` or ``gradients:CASE``, and runs on all strategies and
+layouts.
 """
 
 import os
@@ -10,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from polyattn import Gradients, attention_vjp, parallel
+from polyattn import Gradients, attention_vjp, masks, parallel
 from polyattn.conformance import CASES
 from polyattn.conformance.cases.case import with_arrays
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
@@ -21,11 +22,8 @@ from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 from polyattn.parallel.over import communicator_of
 
 WHOLE = ("query", "key", "value")
-BOTH = [
-    (strategy, layout)
-    for strategy in ("ring", "gather", "heads", "decode")
-    for layout in ("contiguous", "zigzag")
-]
+STRATEGIES = ("ring", "gather", "heads", "decode")
+BOTH = [(strategy, layout) for strategy in STRATEGIES for layout in ("contiguous", "zigzag")]
 
 
 def resized(case, size):
@@ -186,6 +184,45 @@ def by_autograd(own, along, how, options):
     return Gradients(*[x.grad for x in own], **others)
 
 
+#: What the last rank has in place of the others' argument, by the name that the message gives it.
+DIFFERENT = {
+    "query.shape is (2, 8, 8, 4)": {"query": np.ones((2, 8, 6, 4))},
+    "query.dtype is ": {"query": np.ones((2, 8, 8, 4), np.float32)},
+    "key.shape is ": {"key": np.ones((2, 4, 8, 4)), "value": np.ones((2, 4, 8, 4))},
+    "strategy is 'gather'": {"strategy": "none"},
+    "layout is 'contiguous'": {"layout": "zigzag"},
+    "is_causal is not given": {"is_causal": True},
+    "window is not given": {"window": (3, np.int64(0))},
+    "scale is 0.5": {"scale": 0.25},
+    "softcap is not given": {"softcap": 2.0},
+    "dropout is (0.5, 3)": {"dropout": (0.5, 4)},
+    "mask is masks.prefix(3)": {"mask": masks.padding([3, 5])},
+    "bias is not given": {"bias": np.zeros((1, 1))},
+    "sinks is <(8,) ": {"sinks": None},
+    "query_offset is 1": {"query_offset": np.asarray([1, 1])},
+    "score_mod is not given": {"score_mod": lambda s, b, h, i, j: s},
+    "windows is not given": {"windows": (3, 3)},
+}
+
+
+def check_differences(name, ranks, strategy, layout, kind=np.asarray, differentiate=None):
+    """Check that ranks whose calls differ all raise one error, and go on after it."""
+    call = {name: np.ones((2, 8, 8, 4)) for name in WHOLE} | {
+        "over": ranks, "strategy": "gather", "layout": "contiguous", "scale": 0.5,
+        "query_offset": 1, "dropout": (0.5, 3), "mask": masks.prefix(3), "sinks": np.ones(8),
+    }  # fmt: skip
+    for message, other in DIFFERENT.items():
+        given = {**call, **(other if ranks.rank == ranks.size - 1 else {})}
+        given |= {name: kind(given[name]) for name in WHOLE}
+        try:
+            parallel.attention(**given)
+        except ValueError as error:
+            text = str(error)
+        assert text.startswith("all ranks must make the same call; "), text
+        assert message in text, text
+        assert f" on rank {ranks.size - 1}" in text, text
+
+
 def check_death(name, ranks, strategy, layout, **how):
     """Check that ranks stop with an error, and do not wait, when one of them dies."""
     query, key, value = shares([how["kind"](x) for x in digits()[0]], ranks, strategy, layout)
@@ -200,6 +237,7 @@ def check_death(name, ranks, strategy, layout, **how):
 
 CHECKS = {
     "death": check_death,
+    "differences": check_differences,
     "digits": check_digits,
     "value": check_value,
     "gradients": check_gradients,

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import on_jax
 import pytest
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "on_ranks.py"
 MORE = (
-    "digits", "gradients:bias x softcap", "value:composed masks, offset below 0",
+    "differences", "digits", "gradients:bias x softcap", "value:composed masks, offset below 0",
     "gradients:plain, bfloat16", "gradients:sinks x grouped heads", "gradients:L > S",
     "gradients:alibi value, float64", "value:mask function x score_mod",
     "value:window x offset array", "value:similarity x score norm",
@@ -80,7 +82,8 @@ def mpi(size, *arguments):
 
 @pytest.mark.skipif(not HAS_MPI, reason="needs mpi4py, and an MPI in the environment")
 @pytest.mark.parametrize(
-    ("size", "checks"), [(2, ["digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)]
+    ("size", "checks"),
+    [(2, ["differences", "digits"]), pytest.param(4, MORE, marks=pytest.mark.slow)],
 )
 def test_processes_of_mpi(size, checks):
     done = mpi(size, PROGRAM, "mpi", *checks)
@@ -137,6 +140,7 @@ FEW = ("ring-contiguous", "heads_need_no_collectives")
 REST = (
     "ring-zigzag", "gather-contiguous", "gather-zigzag", "heads-contiguous", "heads-zigzag",
     "decode-contiguous", "decode-zigzag", "mesh_of_two_axes", "many_tiles",
+    "options_of_another_axis", "numbers_from_the_host",
 )  # fmt: skip
 
 
@@ -164,3 +168,16 @@ def test_devices_of_jax(size, checks):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == len(checks)
+
+
+@pytest.mark.parametrize(
+    ("check", "strategy"),
+    [
+        (on_jax.check_options_of_another_axis, "gather"),
+        (on_jax.check_options_of_another_axis, "decode"),
+        (on_jax.check_numbers_from_the_host, "heads"),
+    ],
+)
+def test_one_device_of_jax(check, strategy):
+    with jax.enable_x64(True):
+        check([strategy])

@@ -2,19 +2,20 @@
 
 import re
 import threading
+from functools import partial
 
+import jax.numpy as jnp
 import numpy as np
 import on_ranks
 import pytest
 import torch
 
-from polyattn import attention, masks, parallel, scores
+from polyattn import attention, attention_vjp, masks, parallel, scores
 from polyattn.conformance import CASES
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.parallel.call import ParallelCall
 
 SIZE = 4
-STRATEGIES = ("ring", "gather", "heads", "decode")
 LAYOUTS = ("contiguous", "zigzag")
 #: A case for each feature, and the corners that differ between one device and many.
 VALUES = (
@@ -228,7 +229,7 @@ def test_a_rank_that_does_not_come_is_waited_for_and_no_longer():
         parallel.run_threads(2, attend, timeout=0.1)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", on_ranks.STRATEGIES)
 def test_ranks_drop_what_one_device_drops_in_some_items_of_a_batch(strategy):
     x = torch.from_numpy(rows(0, (3, 4, 8, 4))[0])
     rate, seed, start = 0.4, torch.tensor(7), torch.tensor([1, 0, 0, 0])
@@ -243,6 +244,117 @@ def test_ranks_drop_what_one_device_drops_in_some_items_of_a_batch(strategy):
 
     for output in parallel.run_threads(SIZE, attend):
         np.testing.assert_allclose(output, expected, atol=1e-14)
+
+
+# ---- calls that differ ----
+
+
+def test_ranks_whose_calls_differ_all_raise_one_error():
+    on_threads(on_ranks.check_differences, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([{}, {"query": (4, 6, 4)}], "query.shape is (4, 10, 4) on rank 0, (4, 6, 4) on rank 1. Q"),
+        ([{}, {"query": (4, 6, 4)}], "pad it and hide the padding by masks.padding"),
+        ([{}, {"scale": 1}] * 3, "; scale is not given on ranks 0, 2, 4, 1 on ranks 1, 3, 5"),
+        (
+            [{}] * 5 + [{"scale": 1}],
+            "; scale is not given on ranks 0, 1, 2 and 2 more, 1 on rank 5",
+        ),
+        ([{"scale": n} for n in range(5)], "1 on rank 1, 2 on rank 2 and 2 more"),
+        ([{"layout": "zigzag", "query": (4, 7, 4)}, {}], "layout is 'zigzag' on rank 0, 'cont"),
+    ],
+)
+def test_the_error_of_calls_that_differ_says_what_differs_on_which_ranks(options, message):
+    errors, x = [], np.ones((4, 10, 4))
+
+    def attend(ranks):
+        given = {"query": (4, 10, 4), "layout": "contiguous"} | options[ranks.rank]
+        query = np.ones(given.pop("query"))
+        with pytest.raises(ValueError, match="all ranks must make the same call") as caught:
+            parallel.attention(query, x, x, over=ranks, **given)
+        errors.append(str(caught.value))
+        assert ranks.sent == 0
+
+    parallel.run_threads(len(options), attend, timeout=5)
+    assert len(errors) == len(options)
+    assert len(set(errors)) == 1
+    assert message in errors[0]
+
+
+def test_what_each_rank_may_choose_and_how_it_spells_a_number_are_no_difference():
+    x = np.ones((4, 2, 4))
+    calls = [
+        {"kernel": "dense", "window": (1, 0), "mask": None, "dropout": (0.5, 3)},
+        {"backend": "numpy", "window": [np.int64(1), 0], "dropout": [0.5, np.uint8(3)]},
+    ]
+    one, other = parallel.run_threads(
+        2, lambda ranks: parallel.attention(x, x, x, over=ranks, **calls[ranks.rank])
+    )
+    assert one.shape == other.shape
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.tensor, jnp.asarray])
+def test_a_communicator_of_six_methods_gathers_bytes(to):
+    def gathered(ranks):
+        message = bytes([ranks.rank, 255, 0])
+        return parallel.Communicator.gather_bytes(ranks, message, to([1.0]))
+
+    assert parallel.run_threads(3, gathered)[1] == [bytes([rank, 255, 0]) for rank in range(3)]
+
+
+# ---- numbers from the host ----
+
+IDS, SEEN = [0, 0, 0, 1, 1, 1, 2, 2], np.random.default_rng(2).random((8, 8)) > 0.2
+ON_HOST = [
+    {"mask": masks.segments(IDS)},
+    {"mask": masks.segments(np.asarray(IDS, np.int8)) & masks.dense(SEEN)},
+    {"mask": masks.padding([5, 8], np.asarray([8, 6]))},
+    {"mask": masks.prefix([2, 3]) | masks.global_tokens(1)},
+    {"mask": SEEN, "sinks": [0.5, 1.0, 1.5, 2.0]},
+    {"mask": SEEN.tolist(), "sinks": np.ones(4, np.float32)},
+    {"bias": np.linspace(0, 1, 64).reshape(8, 8), "query_offset": np.asarray([0, -1])},
+    {"is_causal": True, "query_offset": [0, 1], "dropout": (0.2, np.int64(3), np.asarray([1] * 4))},
+    {"score_mod": scores.alibi([0.1, 0.2, 0.3, 0.4]) >> scores.relative_bias(np.ones((8, 4)))},
+    {"similarity": scores.additive(np.linspace(0, 1, 4))},
+]
+
+
+@pytest.mark.parametrize("options", ON_HOST, ids=lambda options: ", ".join(options))
+def test_numbers_from_the_host_go_where_the_query_is(options):
+    (x,) = rows(1, (2, 4, 8, 4))
+    expected, given = attention(x, x, x, **options), torch.from_numpy(x)
+
+    def attend(ranks, strategy):
+        own = parallel.shard(given, over=ranks)
+        query = given if strategy == "decode" else own
+        output = parallel.attention(query, own, own, over=ranks, strategy=strategy, **options)
+        return output if strategy == "decode" else ranks.gather(output, -2)
+
+    for strategy in on_ranks.STRATEGIES:
+        found = parallel.run_threads(2, partial(attend, strategy=strategy))
+        np.testing.assert_allclose(found[1], expected, atol=1e-14)
+        said = parallel.explain(given, given, given, over=1, strategy=strategy, **options)
+        assert said.chosen.strategy == strategy
+
+
+def test_numbers_from_the_host_have_gradients_beside_tensors():
+    (x,) = rows(1, (2, 4, 8, 4))
+    options = {"bias": np.zeros((8, 8)), "sinks": [0.5] * 4, "score_mod": scores.alibi([0.5] * 4)}
+    expected = attention_vjp(x, x, x, **options)[1](x)
+
+    def attend(ranks):
+        own = parallel.shard(torch.from_numpy(x), over=ranks)
+        return parallel.attention_vjp(own, own, own, over=ranks, **options)[1](own)
+
+    one, other = parallel.run_threads(2, attend)
+    for name in ("bias", "sinks"):
+        found = getattr(one, name) + getattr(other, name)
+        np.testing.assert_allclose(found, getattr(expected, name), atol=1e-14)
+    slopes = [found.score_mod.slopes for found in (one, other)]
+    np.testing.assert_allclose(sum(slopes), expected.score_mod.slopes, atol=1e-14)
 
 
 # ---- layouts ----
@@ -271,7 +383,7 @@ def test_tokens_that_cannot_be_shared_are_refused():
 def test_one_rank_is_one_device():
     query, key, value = rows(0, (3, 6, 4), (3, 6, 4), (3, 6, 4))
     expected = attention(query, key, value, mask=masks.window(2, 0))
-    for strategy in STRATEGIES:
+    for strategy in on_ranks.STRATEGIES:
         (output,) = parallel.run_threads(
             1,
             lambda ranks, strategy=strategy: parallel.attention(

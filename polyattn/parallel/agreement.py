@@ -1,0 +1,100 @@
+"""Compare the calls that ranks make together, before they send arrays to one another.
+
+Ranks whose calls differ would compute wrong numbers, or wait for one another for ever. What decides
+that is static, so a digest of it is enough. Every rank sends it at every call: one that remembered
+an earlier call would not know whether the others remember it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import numbers
+from typing import Any
+
+from polyattn.arrays import Array, facts_of, is_array
+from polyattn.expressions.expression import Expression
+from polyattn.host import is_host, is_sequence
+from polyattn.parallel.communicator import Communicator
+
+__all__ = ["check_one_call"]
+
+#: What each rank may choose for itself.
+OWN = {"backend", "kernel"}
+#: How many ranks of one call, and how many calls, a message shows.
+SHOWN = 3
+
+
+def check_one_call(ranks: Communicator, arrays: dict[str, Array], options: dict[str, Any]) -> None:
+    """Raise an error, the same on every rank, if the ranks' calls differ in static facts."""
+    if ranks.size == 1:
+        return
+    like = arrays["query"]
+    call = json.dumps(_described(arrays, options)).encode()
+    digests = ranks.gather_bytes(hashlib.blake2b(call, digest_size=16).digest(), like)
+    if len(set(digests)) == 1:
+        return
+    # All ranks have the same digests, so all come here.
+    lengths = ranks.gather_bytes(len(call).to_bytes(4, "big"), like)
+    longest = max(int.from_bytes(length, "big") for length in lengths)
+    calls = ranks.gather_bytes(call.ljust(longest), like)
+    raise ValueError(_message([json.loads(call) for call in calls]))
+
+
+def _described(arrays: dict[str, Array], options: dict[str, Any]) -> dict[str, str]:
+    """Return what decides a call, as text, before anything of it is checked."""
+    found = {}
+    for name, array in arrays.items():
+        found[f"{name}.shape"] = str(tuple(getattr(array, "shape", ())))
+        found[f"{name}.dtype"] = str(getattr(array, "dtype", type(array).__name__))
+    for name in sorted(options.keys() - OWN):
+        if options[name] is not None and options[name] is not False:
+            found[name] = _shown(options[name])
+    return found
+
+
+def _shown(given: Any) -> str:
+    """Return an option as text: a number by its value, an array by its shape and dtype."""
+    if is_sequence(given):
+        return f"({', '.join(map(_shown, given))})"
+    if isinstance(given, Expression):
+        return repr(given.spec(facts_of))
+    if is_host(given) and given.shape == ():
+        given = given.item()
+    if is_array(given):
+        return f"<{tuple(given.shape)} {given.dtype}>"
+    if isinstance(given, (str, numbers.Number)):
+        return repr(given)
+    return f"a {type(given).__name__}"
+
+
+def _message(calls: list[dict[str, str]]) -> str:
+    names = dict.fromkeys(name for call in calls for name in call)
+    found = {name: text for name in names if (text := _difference(name, calls))}
+    text = f"all ranks must make the same call; {'; '.join(found.values())}"
+    if any(name.endswith(".shape") for name in found):
+        text += (
+            ". Query, key and value have one shape on every rank: if the ranks cannot share a"
+            " sequence equally, pad it and hide the padding by masks.padding"
+        )
+    return text
+
+
+def _difference(name: str, calls: list[dict[str, str]]) -> str:
+    """Return what an argument is on which ranks; nothing if it is the same on all."""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call.get(name, "not given"), []).append(rank)
+    if len(ranks) == 1:
+        return ""
+    return f"{name} is {_few([f'{given} on {_ranks(of)}' for given, of in ranks.items()])}"
+
+
+def _ranks(found: list[int]) -> str:
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {_few([str(n) for n in found])}"
+
+
+def _few(texts: list[str]) -> str:
+    """Return a list of texts, without the end of a long one."""
+    rest = len(texts) - SHOWN
+    return ", ".join(texts[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
