@@ -170,6 +170,7 @@ def attention_vjp(
 
     def pullback(gradient: Array) -> Gradients:
         """Return the gradients from that of this rank's output."""
+        check_one_call(task.ranks, {"output_gradient": gradient}, {})
         found = task.backward(arrays, saved, gradient[None, ...] if flat else gradient)
         if flat:
             own = {name: getattr(found, name)[0, ...] for name in ("query", "key", "value")}

@@ -284,6 +284,17 @@ def test_the_error_of_calls_that_differ_says_what_differs_on_which_ranks(options
     assert message in errors[0]
 
 
+def test_gradients_that_differ_stop_all_ranks():
+    x = np.ones((4, 10, 4))
+
+    def attend(ranks):
+        _, pullback = parallel.attention_vjp(x, x, x, over=ranks)
+        with pytest.raises(ValueError, match=r"output_gradient.shape is \(4, 10, 4\) on rank 0, "):
+            pullback(x[:, ranks.rank :])
+
+    parallel.run_threads(2, attend, timeout=5)
+
+
 def test_what_each_rank_may_choose_and_how_it_spells_a_number_are_no_difference():
     x = np.ones((4, 2, 4))
     calls = [
