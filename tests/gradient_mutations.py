@@ -79,8 +79,7 @@ MUTATIONS = (
     ("the query's tangent not scaled", JVP, "else scaled(problem, moved_query, xp)",
      "else scaled(problem, moved_query, xp) / problem.scale"),
     ("the softcap's slope left out of a tangent", JVP, "t = t * (1 - bent * bent)", "pass"),
-    ("dropped weights in a tangent", JVP, "for one in (t, weights)\n            )",
-     "for one in (t, weights)\n            )[0], weights"),
+    ("dropped weights in a tangent", JVP, "t, weights = (", "t, _ = ("),
     ("hidden poison in a tangent", JVP,
      "marked = xp.where(tile.seen, xp.zeros_like(t), -math.inf)", "marked = xp.zeros_like(t)"),
     # what is added to

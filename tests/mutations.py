@@ -1,7 +1,8 @@
 """One planted mistake at a time: each must fail a case of the conformance suite.
 
 The mistakes in the code of gradients are in ``gradient_mutations.py``, and must fail a case of the
-suite's gradients or directional derivatives.
+suite's gradients or directional derivatives. Those that the suite cannot see are in
+``other_mutations.py``, each with the test that must fail.
 
 ``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
 found, with 2 if one no longer fits the code. It first runs the case that found the mistake last
@@ -10,17 +11,21 @@ mistake then goes into the file.
 """
 
 import argparse
+import builtins
+import dis
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import gradient_mutations
+import other_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
 DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
@@ -49,6 +54,7 @@ class Mutation(NamedTuple):
     file: str
     changes: tuple[tuple[str, str], ...]
     in_gradients: bool = False
+    test: str = ""  # the test that finds it, in place of a case
 
 
 def mutation(name, file, *changes, **more):
@@ -110,7 +116,7 @@ MUTATIONS = (
     mutation("rows of the query off by one", TILED, "x.query[..., rows.start : rows.stop, :]",
              "xp.roll(x.query, 1, axis=-2)[..., rows.start : rows.stop, :]"),
     mutation("sink counted in every tile", TILED, "state = combine(xp, state, tile)",
-             "state = combine(xp, combine(xp, state, tile), start(problem, x, xp, rows))"),
+             "state = combine(xp, combine(xp, state, tile), initial_state(problem, x, xp, rows))"),
     mutation("keys from the first on", TILED, "in column_span(problem, rows).split(column_block)",
              "in Span(0, column_span(problem, rows).length).split(column_block)"),
     mutation("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
@@ -274,10 +280,18 @@ MUTATIONS = (
              "partial(np.where, True)"),
     mutation("parts of keys forgotten", NUMPY_TILED, "reduce(combine, states)", "states[0]"),
     *(mutation(*one, in_gradients=True) for one in gradient_mutations.MUTATIONS),
+    *(mutation(*one, test=test) for test, *one in other_mutations.MUTATIONS),
 )  # fmt: skip
 
 FOUND = Path(__file__).with_name("mutations_found.json")
 SEARCH = Path(__file__).with_name("mutation_search.py")
+# pytest, once it is sure that it tests the copy.
+PYTEST = """
+import sys, pathlib, polyattn, pytest
+if pathlib.Path.cwd() not in pathlib.Path(polyattn.__file__).resolve().parents:
+    sys.exit(2)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
 
 
 def plant(mutation, folder):
@@ -295,7 +309,24 @@ def with_mistake(mutation):
         if text.count(old) != 1:
             raise ValueError(f"{mutation.name}: {mutation.file} has {text.count(old)} of {old!r}")
         text = text.replace(old, new)
+    # A name that does not exist would fail any case, and show nothing.
+    if unknown := unknown_names(text):
+        raise ValueError(f"{mutation.name}: {mutation.file} has no {', '.join(sorted(unknown))}")
     return text
+
+
+def unknown_names(text):
+    """Return the names that a module reads and that neither it nor Python has."""
+    known, read = {*dir(builtins), "__annotations__", "__file__", "__name__"}, set()
+    codes = [compile(text, "mistake", "exec")]
+    for code in codes:
+        codes += [part for part in code.co_consts if hasattr(part, "co_code")]
+        for step in dis.get_instructions(code):
+            if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+                known.add(step.argval)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                read.add(step.argval)
+    return read - known
 
 
 def outdated(mutations):
@@ -308,29 +339,49 @@ def outdated(mutations):
 
 
 def found_by(mutation, hint):
-    """Return the name of a case that finds the mistake, or None if all cases pass."""
+    """Return the name of a case or test that finds the mistake, or None if all pass."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plant(mutation, folder)
-        # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
-        backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
-        done = subprocess.run(
-            [sys.executable, SEARCH, *backends, "--hint", hint]
-            + ["--gradients"] * mutation.in_gradients,
-            cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'backends'}",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONDONTWRITEBYTECODE": "1",
-            },
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
+        run = run_test if mutation.test else run_cases
+        return run(mutation, folder, hint)
+
+
+def run_cases(mutation, folder, hint):
+    """Return the first case that fails in the package in a folder, or None."""
+    # NumPy's plugin has kernels of its own, and what all plugins share serves those too.
+    backends = ["numpy"] if "numpy" in mutation.file else ["array-api", "numpy"]
+    options = ["--hint", hint] + ["--gradients"] * mutation.in_gradients
+    done = run_in(folder, SEARCH, *backends, *options)
     if done.returncode != 0:
         raise RuntimeError(f"{mutation.name}: the cases did not run\n{done.stdout}{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run_test(mutation, folder, _):
+    """Return the test of a mistake if it fails with the package in a folder, or None."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    done = run_in(folder, "-c", PYTEST, *options, str(ROOT / mutation.test))
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{mutation.name}: the test did not run\n{done.stdout}{done.stderr}")
+    return mutation.test if done.returncode else None
+
+
+def run_in(folder, *arguments):
+    """Run Python with the package in a folder."""
+    return subprocess.run(
+        [sys.executable, "-P", *map(str, arguments)],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'backends'}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
 
 
 def main():
@@ -339,6 +390,7 @@ def main():
         "words", nargs="*", help="only the mistakes with one of these in their name"
     )
     options = parser.parse_args()
+    warnings.simplefilter("error", SyntaxWarning)  # of a mistake that would fail any case
     chosen = [m for m in MUTATIONS if not options.words or any(w in m.name for w in options.words)]
     if wrong := list(outdated(chosen)):
         print(*wrong, sep="\n")
