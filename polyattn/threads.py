@@ -11,11 +11,11 @@ import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from typing import SupportsIndex
 
+from polyattn.context import Context
 from polyattn.environment import reader_of
 
 __all__ = ["granted", "thread_count", "use_threads"]
@@ -23,7 +23,7 @@ __all__ = ["granted", "thread_count", "use_threads"]
 VARIABLE = "POLYATTN_NUM_THREADS"
 _variable = reader_of(VARIABLE)
 
-_context: ContextVar[int | None] = ContextVar("polyattn_threads", default=None)
+_context: Context[int] = Context("polyattn_threads")
 
 
 @contextmanager
@@ -69,11 +69,8 @@ def use_threads(count: SupportsIndex) -> Iterator[None]:
         raise wrong from None
     if threads < 1:
         raise ValueError(f"use_threads takes at least 1 thread; got {count}")
-    token = _context.set(threads)
-    try:
+    with _context.block(threads):
         yield
-    finally:
-        _context.reset(token)
 
 
 def thread_count(most: Callable[[], int] | None = None) -> int:

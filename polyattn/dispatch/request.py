@@ -8,14 +8,14 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager
+from types import ModuleType
 from typing import NamedTuple
 
+from polyattn.context import Context
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnknownBackendError
 from polyattn.environment import reader_of
-from polyattn.tracing import is_compiling
 
 __all__ = ["AUTO", "Names", "Request", "check_known", "parse", "request", "use_backend"]
 
@@ -47,11 +47,22 @@ class Request(NamedTuple):
         }[self.channel]
 
 
+class _Here(ModuleType):
+    """The names that `use_backend` chooses for the code that reads them.
+
+    torch.compile cannot trace ContextVar.get (pytorch#186449). But it takes an attribute of a
+    module by getattr, as a constant, and so does its guard, in the task that calls the program.
+    """
+
+    @property
+    def names(self) -> Names:
+        """The names of the innermost block, or none."""
+        return _context.get() or ()
+
+
 _NOTHING = Request(())
-_context: ContextVar[Names] = ContextVar("polyattn_backend", default=())
-# torch.compile cannot trace ContextVar.get (pytorch#186449), but reads and guards an attribute of
-# a thread-local, which holds the names of the innermost block that this thread has entered.
-_traced_context = threading.local()
+_context: Context[Names] = Context("polyattn_backend")
+_here = _Here("here")
 _blocks_open = 0
 _any_block_open = False  # torch.compile guards on this rather than on the number
 _blocks_lock = threading.Lock()
@@ -61,8 +72,8 @@ _blocks_lock = threading.Lock()
 def use_backend(*names: str) -> Iterator[None]:
     """Choose the backend for all calls that this thread or task makes inside the block.
 
-    It works around the call of a function compiled by torch.compile, in the same thread. Inside
-    such a function, pass ``backend=`` instead.
+    It works around the call of a function compiled by torch.compile, in the same thread or task.
+    Inside such a function, pass ``backend=`` instead.
 
     Parameters
     ----------
@@ -92,21 +103,16 @@ def use_backend(*names: str) -> Iterator[None]:
     global _any_block_open, _blocks_open
     parsed = parse(names, "use_backend")
     check_known(Request(parsed, "context"))
-    token = _context.set(parsed)
-    _traced_context.names = parsed
     with _blocks_lock:
         _blocks_open += 1
         _any_block_open = True
     try:
-        yield
+        with _context.block(parsed):
+            yield
     finally:
         with _blocks_lock:
             _blocks_open -= 1
             _any_block_open = _blocks_open > 0
-        # A generator may be closed in another context, which has nothing to reset.
-        with suppress(ValueError):
-            _context.reset(token)
-        _traced_context.names = _context.get()
 
 
 def request(backend: str | Sequence[str] | None) -> Request:
@@ -114,7 +120,7 @@ def request(backend: str | Sequence[str] | None) -> Request:
     if backend is not None:
         return Request(parse(backend), "argument")
     if _any_block_open:
-        names = getattr(_traced_context, "names", ()) if is_compiling() else _context.get()
+        names = _here.names
         if names:
             return Request(names, "context")
     variable = _variable()

@@ -1,5 +1,6 @@
 """PyTorch: its kernels agree with the formula, compile without a break, and mind its own modes."""
 
+import asyncio
 import threading
 
 import numpy as np
@@ -315,6 +316,25 @@ def test_a_context_of_another_thread_does_not_reach_a_compiled_call():
     finally:
         done.set()
         thread.join()
+
+
+def test_a_compiled_call_takes_the_context_of_its_task():
+    """Two tasks of one thread, whose blocks overlap, call one program by turns."""
+    function = compiled(lambda q: q + len(polyattn.dispatch.request.request(None).names))
+
+    async def task(*names):
+        with use_backend(*names):
+            found = []
+            for _ in range(3):
+                await asyncio.sleep(0)
+                found.append(int(function(torch.zeros(()))))
+            return found
+
+    async def both():
+        return await asyncio.gather(task("torch"), task("torch", "numpy"))
+
+    assert asyncio.run(both()) == [[1, 1, 1], [2, 2, 2]]
+    assert int(function(torch.zeros(()))) == 0
 
 
 def test_nothing_leaves_torch_inside_a_compiled_call():

@@ -1,6 +1,7 @@
 """Which kernel runs: by argument, context and environment, and how arrays move there and back."""
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import subprocess
@@ -19,10 +20,20 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import attention, attention_partial, explain, kernels, masks, scores, use_backend
+from polyattn import (
+    attention,
+    attention_partial,
+    explain,
+    kernels,
+    masks,
+    scores,
+    use_backend,
+    use_threads,
+)
 from polyattn.api import attention as front_door
 from polyattn.dispatch import plans, registry, request
 from polyattn.recent import Recent
+from polyattn.threads import thread_count
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
@@ -112,7 +123,6 @@ def test_a_context_ends_with_an_error_too():
 
 
 def test_contexts_of_tasks_may_overlap():
-    """The thread-local copy, which torch.compile reads, is reset as well."""
     entered, seen = [], []
 
     async def task(name, hold):
@@ -127,21 +137,62 @@ def test_contexts_of_tasks_may_overlap():
 
     asyncio.run(both())
     assert seen == [("torch", "torch"), ("array-api", "array-api")]
-    assert request._traced_context.names == ()
     assert chosen()[0] == "numpy"
 
 
-def test_a_generator_may_end_in_another_context():
-    def generator():
-        with use_backend("torch"):
-            yield chosen()[0]
+@contextlib.contextmanager
+def block(number):
+    with use_backend(f"torch:cuda:{number}"), use_threads(number):
+        yield
 
-    context = contextvars.copy_context()
-    suspended = generator()
-    assert context.run(next, suspended) == "torch"
+
+def in_generator(number):
+    with block(number):
+        yield
+
+
+def held():
+    return request.request(None).names, thread_count()
+
+
+@pytest.fixture
+def blocked_thread():
+    """Another thread, whose block is open: the contexts of all threads are read."""
+    entered, done = threading.Event(), threading.Event()
+
+    def hold():
+        with use_backend("numpy"):
+            entered.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait(60)
+    yield
+    done.set()
+    thread.join()
+
+
+@pytest.mark.usefixtures("blocked_thread")
+def test_a_block_of_a_generator_may_end_after_the_block_around_it():
+    outside, suspended = held(), in_generator(2)
+    with block(3):
+        around = held()
+        next(suspended)
+        inside = held()
+    assert held() == inside != around
     suspended.close()
-    assert chosen()[0] == "numpy"
-    assert request._traced_context.names == ()
+    assert held() == outside
+
+
+@pytest.mark.usefixtures("blocked_thread")
+def test_a_block_of_a_generator_may_end_in_another_context():
+    outside, suspended = held(), in_generator(2)
+    context = contextvars.copy_context()
+    context.run(next, suspended)
+    assert held() == outside != context.run(held)
+    suspended.close()
+    assert held() == context.run(held) == outside
 
 
 def test_a_context_holds_in_one_thread():
