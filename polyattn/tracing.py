@@ -1,18 +1,23 @@
-"""Whether torch traces or transforms the code that asks, without importing torch."""
+"""Whether torch traces or transforms the code that asks, or casts, without importing torch."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 __all__ = [
+    "autocast_dtype",
     "constant_when_traced",
+    "is_autocast_on",
     "is_compiling",
     "is_transformed",
     "know_torch",
     "torch_transforms",
+    "without_autocast",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -38,6 +43,8 @@ def is_compiling() -> bool:
 @constant_when_traced
 def know_torch() -> bool:
     """Let `is_compiling` answer before the first tensor is seen, and return whether it can."""
+    if _torch_parts:
+        return True
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "compiler"):  # another thread may still be importing torch
         functorch = getattr(torch._C, "_functorch", None)
@@ -45,8 +52,13 @@ def know_torch() -> bool:
         forward_ad: Any = torch.autograd.forward_ad
         if not hasattr(forward_ad, "_current_level"):  # a version of torch keeps it elsewhere
             forward_ad = SimpleNamespace(_current_level=-1)
-        _torch_parts.update(torch=torch, forward_ad=forward_ad, interpreters=interpreters)
-    return "torch" in _torch_parts
+        _torch_parts.update(
+            torch=torch,
+            forward_ad=forward_ad,
+            interpreters=interpreters,
+            is_autocast_on=torch._C._is_any_autocast_enabled,
+        )
+    return bool(_torch_parts)
 
 
 def _torch() -> Any:
@@ -80,3 +92,30 @@ def torch_transforms() -> frozenset[str]:
     interpreters = _torch_parts["interpreters"]() or ()
     transforms = frozenset([one.key().name.lower() for one in interpreters])
     return transforms | {"jvp"} if _torch_parts["forward_ad"]._current_level >= 0 else transforms
+
+
+def is_autocast_on() -> bool:
+    """Return whether torch.autocast is at work on some kind of device."""
+    parts = _torch_parts
+    return bool(parts["is_autocast_on"]()) if parts else False
+
+
+def autocast_dtype(kind: str) -> str | None:
+    """Return the dtype that torch.autocast casts to on a kind of device, None where it is off."""
+    torch = _torch()
+    if torch is None or not torch.amp.is_autocast_available(kind):
+        return None
+    return _name_of(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
+@constant_when_traced
+def _name_of(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]
+
+
+def without_autocast(kind: str | None) -> AbstractContextManager[Any]:
+    """Turn torch.autocast off on a kind of device: what is to be cast has been cast."""
+    if kind is None or autocast_dtype(kind) is None:
+        return contextlib.nullcontext()
+    context: AbstractContextManager[Any] = _torch().autocast(kind, enabled=False)
+    return context

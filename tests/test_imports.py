@@ -17,6 +17,7 @@ TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 GROUND = {
     "arguments",
     "arrays",
+    "autocast",
     "context",
     "environment",
     "extras",

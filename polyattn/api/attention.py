@@ -8,6 +8,7 @@ from typing import TypeVar
 from polyattn.api.names import with_our_names
 from polyattn.api.repeats import with_repeats
 from polyattn.arrays import Array
+from polyattn.autocast import autocast
 from polyattn.call.describe import Call, Operands, describe
 from polyattn.call.layout import as_called, heads_first
 from polyattn.call.options import Start
@@ -150,9 +151,10 @@ def attention(
     (2, 8, 5, 32)
     """
     described = describe(
-        query, key, value, mask=mask, bias=bias, is_causal=is_causal, window=window,
-        query_offset=query_offset, scale=scale, softcap=softcap, score_mod=score_mod, sinks=sinks,
-        dropout=dropout, similarity=similarity, normalizer=normalizer, layout=layout,
+        **autocast({"query": query, "key": key, "value": value, "bias": bias}),
+        mask=mask, is_causal=is_causal, window=window, query_offset=query_offset, scale=scale,
+        softcap=softcap, score_mod=score_mod, sinks=sinks, dropout=dropout, similarity=similarity,
+        normalizer=normalizer, layout=layout,
     )  # fmt: skip
     result: tuple[A, Array | None] = compute(*described, backend, kernel)
     return result[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import Shape, check_int, check_shape
 from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
+from polyattn.autocast import autocast, casts
 from polyattn.call.describe import describe
 from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
@@ -97,11 +99,15 @@ def explain(
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
     arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
     call, _ = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
+    changed = tuple(casts(call._asdict()))
+    call = call._replace(**autocast(call._asdict()))
     check_kernel(kernel)
     requested = request(backend)
     if only_shapes:
         check_possible(call.query.library, call.query.device)
-    return explain_selection(call, examine(call), None if only_shapes else query, requested, kernel)
+    array = None if only_shapes else query
+    explanation = explain_selection(call, examine(call), array, requested, kernel)
+    return replace(explanation, autocast=changed)
 
 
 def _cut(shape: Shape, chunks: int | tuple[int, ...] | None, layout: str) -> Chunks:

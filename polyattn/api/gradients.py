@@ -10,6 +10,7 @@ from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, cast, is_array, library_of
+from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.layout import gradients_as_called, heads_first
@@ -97,27 +98,37 @@ def attention_backward(
         )
     if into is not None and not isinstance(into, Gradients):
         raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
-    arguments: dict[str, Any] = dict(options)
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
+    return _backward(given, autocast(given), partial, output_gradient, logsumexp_gradient, into)
+
+
+def _backward(
+    given: dict[str, Any],
+    arguments: dict[str, Any],
+    partial: Partial,
+    output_gradient: Array,
+    logsumexp_gradient: Array | None,
+    into: Gradients | None,
+) -> Gradients:
+    """Return the gradients of what is given, from the arguments that the call gets."""
+    arguments = dict(arguments)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     output, logsumexp = partial
     call, operands = describe(
-        query,
-        key,
-        value,
+        **arguments,
         known_logsumexp=logsumexp,
         output=output,
         output_gradient=output_gradient,
         logsumexp_gradient=logsumexp_gradient,
-        **arguments,
     )
     check_kernel(kernel)
     requested = request(backend)
     plan = recall(call, requested, kernel)
     if plan is None:
-        plan = select(call, examine(call), query, requested, kernel)
+        plan = select(call, examine(call), operands.query, requested, kernel)
         remember(call, requested, kernel, plan)
     found = plan.run_backward(heads_first(call, operands))
-    return _finished(call, found, {"query": query, "key": key, "value": value, **options}, into)
+    return _finished(call, found, given, into)
 
 
 @with_our_names
@@ -160,19 +171,13 @@ def attention_vjp(
     (8, 5, 64)
     """
     check_names("attention_vjp", options)
-    partial = _with_residuals(query, key, value, **options)
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
+    arguments = autocast(given)
+    partial = _with_residuals(**arguments)
 
     def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
         """Return the gradients from that of the output, and of the logsumexp if it has one."""
-        return attention_backward(
-            query,
-            key,
-            value,
-            partial,
-            output_gradient,
-            logsumexp_gradient=logsumexp_gradient,
-            **options,
-        )
+        return _backward(given, arguments, partial, output_gradient, logsumexp_gradient, None)
 
     return partial.output, pullback
 
@@ -284,17 +289,14 @@ def attention_jvp(
         for name, tangent in zip(names, (*tangents, bias_tangent, sinks_tangent), strict=True)
         if tangent is not None
     }
-    partial = _with_residuals(*primals, **options)
+    arguments = autocast(dict(zip(names, primals, strict=False)) | moved | dict(options))
+    moved = {name: arguments.pop(name) for name in moved}
+    partial = _with_residuals(**arguments)
     if not moved:
         return partial.output, library_of(partial.output).xp.zeros_like(partial.output)
-    arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(
-        *primals,
-        known_logsumexp=partial.logsumexp,
-        output=partial.output,
-        tangents=moved,
-        **arguments,
+        **arguments, known_logsumexp=partial.logsumexp, output=partial.output, tangents=moved
     )
     tangent, _ = compute(call, operands, backend, kernel)
     return partial.output, cast(library_of(tangent).xp, tangent, partial.output.dtype)

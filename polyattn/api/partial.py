@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 from polyattn.api.attention import compute
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, quiet
+from polyattn.autocast import autocast
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
 
@@ -85,22 +86,22 @@ def attention_partial(
     ((8, 5, 64), (8, 5))
     """
     check_names("attention_partial", options)
+    arguments = autocast({"query": query, "key": key, "value": value, **options})
     if dtype is not None:
-        query, key, value = _in_dtype(dtype, query=query, key=key, value=value)
-    arguments: dict[str, Any] = dict(options)
+        arguments |= _in_dtype(dtype, {name: arguments[name] for name in ("query", "key", "value")})
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
-    described = describe(query, key, value, logsumexp=True, **arguments)
+    described = describe(**arguments, logsumexp=True)
     return Partial(*compute(*described, backend, kernel))
 
 
-def _in_dtype(dtype: str, **arrays: Array) -> list[Array]:
+def _in_dtype(dtype: str, arrays: dict[str, Array]) -> dict[str, Array]:
     """Return the arrays in this dtype, theirs or that of the logsumexp."""
     own = facts_of(arrays["query"], "query").dtype
     allowed = dict.fromkeys((own, "float64" if own == "float64" else "float32"))
     if dtype not in allowed:
         raise ValueError(f"dtype must be {' or '.join(allowed)} for this query; got {dtype!r}")
     libraries = {name: library_of(array, name).xp for name, array in arrays.items()}
-    return [cast(xp, arrays[name], getattr(xp, dtype)) for name, xp in libraries.items()]
+    return {name: cast(xp, arrays[name], getattr(xp, dtype)) for name, xp in libraries.items()}
 
 
 def merge(*partials: Partial) -> Partial:

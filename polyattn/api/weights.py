@@ -9,6 +9,7 @@ from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import check_int
 from polyattn.arrays import Array
+from polyattn.autocast import autocast
 from polyattn.call.describe import describe
 from polyattn.call.layout import heads_first, is_flat
 from polyattn.call.problem import examine
@@ -106,11 +107,9 @@ def attention_weights(
     array([[[0.2, 0.2]]], dtype=float32)
     """
     check_names("attention_weights", options, without=("kernel",))
-    backend = options.pop("backend", None)
-    arguments: dict[str, Any] = dict(options)
-    call, operands = describe(
-        query, key, None, for_weights=True, known_logsumexp=logsumexp, **arguments
-    )
+    arguments = autocast({"query": query, "key": key, "value": None, **options})
+    backend = arguments.pop("backend", None)
+    call, operands = describe(**arguments, for_weights=True, known_logsumexp=logsumexp)
     problem = examine(call)
     if problem.is_symbolic and not (rows is None and top is None):
         raise ValueError(f"rows= and top= need lengths that are known; got {call.query.shape}")
@@ -122,7 +121,7 @@ def attention_weights(
     )
     if top is not None and per_key:
         raise ValueError("top and per_key cannot be given together")
-    plan = select(call, problem, query, request(backend), kernel)
+    plan = select(call, problem, operands.query, request(backend), kernel)
     weights, keys = plan.run(heads_first(call, operands))
     if is_flat(call):
         weights, keys = weights[0, ...], None if keys is None else keys[0, ...]

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.tracing import constant_when_traced, is_transformed, know_torch
+from polyattn.autocast import casts
+from polyattn.tracing import constant_when_traced, is_autocast_on, is_transformed, know_torch
 
 __all__ = ["Glance", "glance"]
 
@@ -35,7 +36,7 @@ def glance(operands: Sequence[Any], options: Mapping[str, Any]) -> Glance | None
     -------
     tuple or None
         None unless the arrays are ordinary ones of one class and the rest is plain, and while torch
-        compiles or transforms the caller.
+        compiles or transforms the caller, or casts the arrays.
     """
     if len(operands) != 3:
         return None
@@ -45,6 +46,8 @@ def glance(operands: Sequence[Any], options: Mapping[str, Any]) -> Glance | None
     if read is None or type(key) is not kind or type(value) is not kind or is_transformed():
         return None
     try:
+        if is_autocast_on() and casts({"query": query, "key": key, "value": value, **options}):
+            return None
         seen: Glance = (kind, read(query), read(key), read(value))
         for name, option in options.items():
             its_kind = type(option)

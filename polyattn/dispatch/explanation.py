@@ -42,12 +42,15 @@ class Explanation:
         The source of the choice of backends: an argument, a context, the environment or the arrays.
     candidates : tuple of Candidate
         All candidates, in the order in which they were tried.
+    autocast : tuple of str
+        The arguments that torch.autocast casts to the dtype of the call.
     """
 
     call: Call
     problem: Problem
     source: str
     candidates: tuple[Candidate, ...]
+    autocast: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:
@@ -64,6 +67,7 @@ class Explanation:
         return {
             **{name: list(facts.shape) for name, facts in self.call.operands()},
             "dtype": self.problem.dtype,
+            "autocast": list(self.autocast),
             "library": self.problem.library,
             "device": self.problem.device,
             "needs": sorted(self.problem.features),
@@ -109,8 +113,10 @@ class Explanation:
         shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
         needs = ", ".join(sorted(problem.features))
         values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
+        cast = [f"autocast:  {', '.join(self.autocast)} to {problem.dtype}"] * bool(self.autocast)
         return [
             f"attention: {shapes}, {problem.dtype}, {problem.library}{where}",
+            *cast,
             f"needs:     {needs or 'nothing beyond the plain formula'}",
             *values,
             f"selected by {self.source}",

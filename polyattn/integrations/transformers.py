@@ -190,11 +190,6 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output, (batch, L, H, E), and the weights if requested."""
-    kind = query.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        # As autocast does for torch's own attention: rotary positions return float32.
-        dtype = torch.get_autocast_dtype(kind)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     _check_others(module, attention_mask, others)
     if ranks is None:
         _check_not_packed(module, attention_mask, others.get("cu_seq_lens_q"))
@@ -219,7 +214,7 @@ def _attend(
     weights: Any = None
     if output_attentions:
         weights = attention_weights(query, key, backend=backend, **options)
-        weights = weights.to(query.dtype)
+        weights = weights.to(output.dtype)
     return output.transpose(1, 2).contiguous(), weights
 
 

@@ -16,6 +16,7 @@ from polyattn.arguments import check_int
 from polyattn.arrays import (
     Array,
     ArrayFacts,
+    cast,
     facts_of,
     index_range,
     is_array,
@@ -28,7 +29,7 @@ from polyattn.expressions.masks import as_mask
 from polyattn.expressions.patterns import Filled
 from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
-from polyattn.tracing import is_compiling, torch_transforms
+from polyattn.tracing import is_autocast_on, is_compiling, torch_transforms
 
 __all__ = ["KVCache"]
 
@@ -197,7 +198,8 @@ class KVCache:
         Parameters
         ----------
         key, value : Array
-            Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E).
+            Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E). Under
+            torch.autocast they are cast to the dtype of the cache.
         query : Array, optional
             The queries that attend to them. If these need a gradient, nothing is overwritten.
 
@@ -220,7 +222,8 @@ class KVCache:
             )
         for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
             libraries = library_of(memory).name, library_of(new, name).name
-            if libraries[0] != libraries[1] or memory.dtype != new.dtype:
+            may_differ = libraries[0] == "torch" and is_autocast_on()
+            if libraries[0] != libraries[1] or not (may_differ or memory.dtype == new.dtype):
                 raise TypeError(
                     f"{name} must be {memory.dtype} of {libraries[0]}, as the cache is; got"
                     f" {new.dtype} of {libraries[1]}"
@@ -236,6 +239,11 @@ class KVCache:
             raise ValueError(
                 f"there must be as many values as keys; got {key.shape[-2]} keys and"
                 f" {value.shape[-2]} values"
+            )
+        if may_differ:
+            key, value = (
+                cast(library_of(memory).xp, new, memory.dtype)
+                for new, memory in ((key, self.key), (value, self.value))
             )
         cache = self._counted()
         new = [array for array in (key, value, query) if array is not None]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
+from polyattn.autocast import autocast
 from polyattn.nn.erf import normal_cdf
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
@@ -87,12 +88,14 @@ class Linear(Module):
     def __call__(self, x: Array) -> Array:
         """Map the last axis of `x`, shape (..., inputs), to (..., outputs)."""
         _check("this map", x, self.weight)
-        if x.dtype != self.weight.dtype:
+        given = {"x": x, "weight": self.weight, "bias": self.bias}
+        x, weight, bias = autocast(given, tuple(given)).values()
+        if x.dtype != weight.dtype:
             raise TypeError(
                 f"this map has {facts_of(self.weight).dtype} parameters; got x in"
                 f" {facts_of(x).dtype}: cast one of them"
             )
-        return affine(x, self.weight, self.bias)
+        return affine(x, weight, bias)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -12,6 +12,7 @@ from polyattn.api.gradients import attention_backward
 from polyattn.api.options import check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
+from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem, examine
@@ -28,7 +29,7 @@ from polyattn.parallel.cut import (
 )
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 
-__all__ = ["ParallelCall", "Shares", "add_shares", "described"]
+__all__ = ["ParallelCall", "Shares", "add_shares", "described", "in_dtype"]
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
 Shares = dict[str, list[Any]]
@@ -254,7 +255,7 @@ def described(
     check_names(function, options, without=("layout",))
     kernel = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
     call, operands = describe(*arrays.values(), **options, facts=_facts)
-    call = _of_whole(call, size, layout, shares_rows)
+    call = _of_whole(call._replace(**autocast(call._asdict())), size, layout, shares_rows)
     problem = examine(call)
     offset = operands.query_offset
     scale = problem.scale if isinstance(call.scale, LongSequence) else options.get("scale")

@@ -8,8 +8,10 @@ from typing import Any
 
 from polyattn.arguments import check_shape
 from polyattn.arrays import Array, ArrayFacts, is_array, library_of
+from polyattn.autocast import autocast, casts
 from polyattn.call.gradients import Gradients
 from polyattn.parallel.agreement import check_one_call
+from polyattn.parallel.call import in_dtype
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
 from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
@@ -166,6 +168,8 @@ def attention_vjp(
     [(8, 4, 16), (8, 4, 16)]
     """
     task, arrays, flat = _task("attention_vjp", over, strategy, layout, options, query, key, value)
+    given = {"query": query, "key": key, "value": value, **options}
+    changed = casts(given)
     output, saved = task.forward(*arrays)
 
     def pullback(gradient: Array) -> Gradients:
@@ -175,7 +179,8 @@ def attention_vjp(
         if flat:
             own = {name: getattr(found, name)[0, ...] for name in ("query", "key", "value")}
             found = found._replace(**own)
-        return found
+        own = {name: in_dtype(getattr(found, name), given[name]) for name in changed}
+        return found._replace(**own)
 
     return output[0, ...] if flat else output, pullback
 
@@ -255,10 +260,11 @@ def _task(
 ) -> tuple[Task, list[Array], bool]:
     """Return what this rank has to do, its arrays with an axis of heads, and if that was added."""
     ranks = communicator_of(over)
-    given = {"query": query, "key": key, "value": value}
+    options = autocast({"query": query, "key": key, "value": value, **options})
+    given = {name: options.pop(name) for name in ("query", "key", "value")}
     check_one_call(ranks, given, {"strategy": strategy, "layout": layout, **options})
     flat = all(is_array(x) and len(x.shape) == 2 for x in given.values())
     if flat:
         given = {name: array[None, ...] for name, array in given.items()}
-    picked, call = chosen(function, given, dict(options), ranks.size, strategy, layout)
+    picked, call = chosen(function, given, options, ranks.size, strategy, layout)
     return Task(picked, ranks, call), list(given.values()), flat

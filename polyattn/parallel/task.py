@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,8 +14,18 @@ from polyattn.expressions.expression import Expression
 from polyattn.parallel.call import ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.strategy import Strategy
+from polyattn.tracing import without_autocast
 
 __all__ = ["Task"]
+
+
+@contextmanager
+def _shielded(array: Array) -> Iterator[None]:
+    """Shield what ranks compute from the warnings of NumPy and the autocast of torch."""
+    facts = facts_of(array)
+    kind = facts.device.partition(":")[0] if facts.library == "torch" else None
+    with quiet(facts.library), without_autocast(kind):
+        yield
 
 
 class Task(NamedTuple):
@@ -57,7 +68,7 @@ class Task(NamedTuple):
 
     def forward(self, *arrays: Array) -> tuple[Array, Partial]:
         """Return the output in the dtype of the query, and what the gradient needs."""
-        with quiet(library_of(arrays[0]).name):
+        with _shielded(arrays[0]):
             output, saved = self.strategy.forward(self.call, self.ranks, *arrays)
         return cast(library_of(output).xp, output, arrays[0].dtype), saved
 
@@ -65,7 +76,7 @@ class Task(NamedTuple):
         """Return the gradients, as `attention_backward`."""
         xp = library_of(saved.output).xp
         saved = saved._replace(output=cast(xp, saved.output, arrays[0].dtype))
-        with quiet(library_of(arrays[0]).name):
+        with _shielded(arrays[0]):
             dq, dk, dv, shares = self.strategy.backward(
                 self.call, self.ranks, arrays, saved, gradient
             )

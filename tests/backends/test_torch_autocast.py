@@ -1,0 +1,248 @@
+"""torch.autocast: attention follows it as torch's own function does, and nothing else changes."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+
+from polyattn import (
+    attention,
+    attention_backward,
+    attention_jvp,
+    attention_partial,
+    attention_vjp,
+    attention_weights,
+    explain,
+    nn,
+    parallel,
+)
+
+torch.manual_seed(0)
+Q, K, V = (torch.randn(2, 4, 6, 8) for _ in range(3))
+BIAS = torch.randn(6, 6)
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+def equal(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def result(function, dtypes, bias):
+    arrays = [x.to(dtype) for x, dtype in zip((Q, K, V), dtypes, strict=True)]
+    try:
+        return function(*arrays, None if bias is None else BIAS.to(bias)).dtype
+    except (TypeError, RuntimeError):
+        return "error"
+
+
+@pytest.mark.parametrize("to", [BRAIN, HALF])
+@pytest.mark.parametrize("bias", [None, torch.float32, BRAIN])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32,) * 3,
+        (torch.float32, BRAIN, HALF),
+        (HALF,) * 3,
+        (BRAIN, torch.float32, torch.float32),
+        (torch.float64,) * 3,
+        (torch.float64, torch.float32, torch.float32),
+    ],
+)
+def test_the_dtype_is_that_of_torchs_own_function(dtypes, bias, to):
+    if bias is not None and dtypes[0] == torch.float64:
+        return  # torch takes no bias of another dtype than the query's
+    with torch.autocast("cpu", dtype=to):
+        theirs = result(F.scaled_dot_product_attention, dtypes, bias)
+        ours = result(lambda q, k, v, bias: attention(q, k, v, bias=bias), dtypes, bias)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "tiled", "dense"])
+def test_a_call_is_that_of_arrays_cast_before(kernel):
+    sinks = torch.full((4,), 0.1) if kernel != "sdpa" else None  # which 16 bits cannot hold
+    options = {"sinks": sinks, "kernel": kernel}
+    want = attention(*(x.to(BRAIN) for x in (Q, K, V)), bias=BIAS.to(BRAIN), **options)
+    with torch.autocast("cpu", dtype=BRAIN):
+        equal(attention(Q, K, V, bias=BIAS, **options), want)
+        with torch.autocast("cpu", enabled=False):
+            assert attention(Q, K, V, kernel=kernel).dtype == torch.float32
+        with torch.autocast("cpu", dtype=HALF):
+            assert attention(Q, K, V, kernel=kernel).dtype == HALF
+
+
+def test_autocast_of_another_device_does_nothing():
+    torch.set_autocast_enabled("xpu", True)  # as on a machine that has one
+    try:
+        assert attention(Q, K, V).dtype == torch.float32
+        assert attention(Q, K, V).dtype == torch.float32
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+
+
+def test_a_repeated_call_sees_autocast_begin_and_end():
+    plain, cast = attention(Q, K, V), attention(Q.to(BRAIN), K.to(BRAIN), V.to(BRAIN))
+    for _ in range(2):
+        equal(attention(Q, K, V), plain)
+        with torch.autocast("cpu", dtype=BRAIN):
+            for _ in range(2):
+                equal(attention(Q, K, V), cast)
+                equal(attention(Q.to(BRAIN), K.to(BRAIN), V.to(BRAIN)), cast)
+        equal(attention(Q.to(BRAIN), K.to(BRAIN), V.to(BRAIN)), cast)
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_have_the_dtypes_of_the_arguments(compiles):
+    def compiled(function):
+        return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+    def attend(*arrays):
+        return attention(*arrays[:3], bias=arrays[3], softcap=5.0)
+
+    def cast_by_hand(*arrays):
+        return attend(*[x.to(BRAIN) for x in arrays])
+
+    def gradients(function, autocast):
+        leaves = [x.clone().requires_grad_() for x in (Q, K.to(BRAIN), V, BIAS)]
+        with torch.autocast("cpu", dtype=BRAIN, enabled=autocast):
+            output = function(*leaves)
+        output.backward(torch.ones_like(output))
+        return output, *[leaf.grad for leaf in leaves]
+
+    followed, by_hand = attend, cast_by_hand
+    if compiles:
+        followed, by_hand = compiled(attend), compiled(cast_by_hand)
+    # Otherwise AOTAutograd differentiates float32 products under autocast.
+    with torch._functorch.config.patch(backward_pass_autocast="off"):
+        equal(gradients(followed, True), gradients(by_hand, False))
+    assert followed(Q, K, V, BIAS).dtype == torch.float32
+
+
+def test_all_functions_follow():
+    cast = [x.to(BRAIN) for x in (Q, K, V)]
+    partial = attention_partial(*cast)
+    with torch.autocast("cpu", dtype=BRAIN):
+        equal(tuple(attention_partial(Q, K, V)), tuple(partial))
+        wide = attention_partial(Q, K, V, dtype="float32").output
+        equal(attention_weights(Q, K), attention_weights(*cast[:2]))
+        moved = attention_jvp((Q, K, V), (Q, None, V), bias=BIAS, bias_tangent=BIAS)
+        found = attention_backward(Q, K, V, partial, cast[0])
+    equal(wide, attention_partial(*cast, dtype="float32").output)
+    tangents = (cast[0], None, cast[2])
+    bias = BIAS.to(BRAIN)
+    equal(moved, attention_jvp(cast, tangents, bias=bias, bias_tangent=bias))
+    assert {x.dtype for x in found[:3]} == {torch.float32}
+    want = attention_backward(*cast, partial, cast[0])
+    equal([x.to(BRAIN) for x in found[:3]], list(want[:3]))
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_pullback_belongs_to_its_call(forward):
+    with torch.autocast("cpu", dtype=BRAIN, enabled=forward):
+        output, pullback = attention_vjp(Q, K, V, bias=BIAS)
+    gradient = torch.ones_like(output)
+    outside = pullback(gradient)
+    with torch.autocast("cpu", dtype=BRAIN):
+        inside = pullback(gradient)
+    assert {x.dtype for x in outside if x is not None} == {torch.float32}
+    equal(list(outside[:4]), list(inside[:4]))
+
+
+def test_explain_says_what_is_cast():
+    with torch.autocast("cpu", dtype=BRAIN):
+        of_arrays = explain(Q, K.to(BRAIN), V, bias=BIAS)
+        of_shapes = explain(Q.shape, K.shape, V.shape, library="torch")
+        others = explain(Q.shape, K.shape, V.shape), explain(Q.double(), K.double(), V.double())
+    assert "bfloat16, torch on cpu\nautocast:  query, value, bias to bfloat16\n" in str(of_arrays)
+    assert of_arrays.as_dict()["autocast"] == ["query", "value", "bias"]
+    assert of_shapes.autocast == ("query", "key", "value")
+    assert of_shapes.problem.dtype == "bfloat16"
+    assert all(other.autocast == () and "autocast" not in str(other) for other in others)
+
+
+def test_arrays_follow_to_and_from_another_backend():
+    arrays = [x.numpy() for x in (Q, K, V)]
+    want = attention(*(x.to(BRAIN) for x in (Q, K, V)), backend="numpy")
+    of_numpy = attention(*arrays, backend="torch")
+    with torch.autocast("cpu", dtype=BRAIN):
+        equal(attention(Q, K, V, backend="numpy"), want)
+        np.testing.assert_array_equal(attention(*arrays, backend="torch"), of_numpy, strict=True)
+
+
+@pytest.mark.parametrize("strategy", ["heads", "gather", "ring"])
+def test_ranks_follow(strategy):
+    def attend(ranks, to, dtype, bias):
+        own = [parallel.shard(x.to(dtype), over=ranks) for x in (Q, K, V)]
+        options = {"over": ranks, "strategy": strategy, "bias": bias.to(dtype)}
+        with torch.autocast("cpu", dtype=BRAIN, enabled=to == BRAIN):
+            output = parallel.attention(*own, **options)
+            _, pullback = parallel.attention_vjp(*own, **options)
+            explained = parallel.explain(*own, **options).call.problem.dtype
+        found = pullback(torch.ones_like(output))
+        return output, explained, found.bias, *found[:3]
+
+    followed = parallel.run_threads(
+        2, functools.partial(attend, to=BRAIN, dtype=Q.dtype, bias=BIAS)
+    )
+    by_hand = parallel.run_threads(2, functools.partial(attend, to=None, dtype=BRAIN, bias=BIAS))
+    for (output, dtype, *gradients), want in zip(followed, by_hand, strict=True):
+        equal(output, want[0])
+        assert dtype == want[1]
+        assert {x.dtype for x in gradients} == {torch.float32}
+        equal([x.to(BRAIN) for x in gradients], list(want[2:]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_map_is_that_of_torch(bias):
+    layer = nn.Linear.init(8, 5, like=Q, bias=bias)
+    for x in (Q, Q.to(BRAIN), Q.to(HALF)):
+        with torch.autocast("cpu", dtype=BRAIN):
+            equal(layer(x), F.linear(x, layer.weight.mT, layer.bias))
+    with torch.autocast("cpu"), pytest.raises(TypeError, match="float32 parameters"):
+        layer(Q.double())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rotary", [None, nn.Rotary(8)])
+def test_a_model_and_its_caches_follow(bias, rotary):
+    model = nn.Transformer.init(
+        20, 32, 4, 2, like=Q, positions=None if rotary else 8, rotary=rotary, bias=bias,
+        norm=nn.RMSNorm, gated=True,
+    )  # fmt: skip
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9]])
+    plain = model(ids, is_causal=True)
+    with torch.autocast("cpu", dtype=BRAIN):
+        whole = model(ids, is_causal=True)
+        begun, caches = model(ids[:, :4], caches=model.caches(8, batch=(1,)), is_causal=True)
+        ended, caches = model(ids[:, 4:], caches=caches, is_causal=True)
+    assert (plain.dtype, whole.dtype) == (torch.float32, BRAIN)
+    assert caches[0].key.dtype == torch.float32
+    torch.testing.assert_close(whole.float(), plain, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(torch.cat((begun, ended), dim=1), whole, rtol=2e-2, atol=2e-2)
+
+
+def test_a_cache_takes_other_dtypes_under_autocast_only():
+    cache = nn.KVCache.init(4, 8, 8, like=Q.to(BRAIN), batch=(2,))
+    with torch.autocast("cpu", dtype=BRAIN):
+        for graph in (False, True):
+            more = cache.append(Q.clone().requires_grad_(graph), K)
+            assert (more.key.dtype, more.value.dtype) == (BRAIN, BRAIN)
+            equal(more.keys.detach(), Q.to(BRAIN))
+    with pytest.raises(TypeError, match="as the cache is"):
+        cache.append(Q, K)
+
+
+FIRST_CALL = """
+import torch, polyattn
+q = torch.ones(1, 2, 4, 8)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert polyattn.{call}.dtype == torch.bfloat16
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["attention(q, q, q)", "attention_partial(q, q, q).output"])
+def test_the_first_call_of_all_may_be_under_autocast(call, run_python):
+    run_python(FIRST_CALL.format(call=call))
