@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from polyattn.arrays import is_array, library_of
 from polyattn.tracing import is_compiling
 
 __all__ = [
@@ -84,6 +85,12 @@ def check_window(value: Any) -> WindowSize:
         try:
             ends.append(None if end is None else check_int("an end", end))
         except TypeError:
+            if is_array(end) and library_of(end).traced:
+                hint = (
+                    "a window's ends must be numbers while it is traced: make them static"
+                    " arguments, or pass mask=lambda b, h, i, j: (i + offset - left <= j) & (j <= i"
+                    " + offset + right), with offset = S - L"
+                )
             raise TypeError(f"{hint}; {got(value)}") from None
         if ends[-1] is not None and ends[-1] < 0:
             raise ValueError(f"a window's ends must be at least 0, or None; {got(value)}")

@@ -46,7 +46,9 @@ def scaled_dot_product_attention(
         (..., H, L, S) by the ordinary rule, so one of rank 3 is per head. A CausalBias of torch is
         translated into the mask that it describes.
     dropout_p : float
-        Must be 0: no other library has torch's random generator.
+        The rate at which weights are dropped, of tensors. The seed comes from torch's generator on
+        the device of `query`, so `torch.manual_seed` repeats a call. Other weights are dropped than
+        by torch's function: those that `polyattn.attention` drops for this seed.
     is_causal : bool
         Whether row i sees the keys j <= i.
     scale : float, optional
@@ -65,7 +67,8 @@ def scaled_dot_product_attention(
         If `attn_mask` and `is_causal` are both given, heads differ without `enable_gqa`, or the
         lengths of a causal_lower_right are not those of the call.
     NotImplementedError
-        If `dropout_p` is not 0.
+        If `dropout_p` is not 0 and `query` is not a tensor of torch, whose generator gives the
+        seed.
 
     Examples
     --------
@@ -75,8 +78,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (2, 8, 5, 64)
     """
-    if dropout_p != 0:
-        raise NotImplementedError(f"dropout_p must be 0; got {dropout_p!r}")
+    dropout = None if dropout_p == 0 else (dropout_p, _seed(query, dropout_p))
     if attn_mask is not None and is_causal:
         raise ValueError("give attn_mask or is_causal, not both")
     shapes = [tuple(array.shape) for array in (query, key)]
@@ -90,7 +92,7 @@ def scaled_dot_product_attention(
         masks = _causal_bias(attn_mask, (shapes[0][-2], shapes[1][-2]))
     else:
         masks = _mask_or_bias(attn_mask, max(map(len, shapes)))
-    return attention(query, key, value, scale=scale, **masks)
+    return attention(query, key, value, scale=scale, dropout=dropout, **masks)
 
 
 def dot_product_attention(
@@ -287,6 +289,17 @@ def onnx_attention(
     if qk_matmul_output_mode is not None:
         step = _step(xp, Q, K, qk_matmul_output_mode, options)
     return OnnxAttention(_join_heads(xp, output) if packed else output, K, V, step)
+
+
+def _seed(query: Array, rate: float) -> Array:
+    """Return a seed from torch's generator, which also a compiled program draws anew."""
+    library = library_of(query, "query")
+    if library.name != "torch":
+        raise NotImplementedError(
+            f"dropout_p={rate!r} needs the random generator of torch, and query is of"
+            f" {library.name}: call polyattn.attention with dropout=({rate!r}, seed)"
+        )
+    return library.xp.randint(2**62, (), device=query.device)
 
 
 def _step(xp: Any, query: Array, key: Array, mode: int, options: dict[str, Any]) -> Array:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from polyattn import use_backend
+from polyattn import attention, use_backend
 from polyattn.dialects import dot_product_attention, onnx_attention, scaled_dot_product_attention
 from polyattn.dispatch import registry
 
@@ -190,8 +190,34 @@ def test_what_torch_refuses_or_only_torch_can_do():
         scaled_dot_product_attention(Q, K[:, :2], V[:, :2])
     with pytest.raises(ValueError, match="not both"):
         scaled_dot_product_attention(Q, K, V, torch.ones(6, 9, dtype=torch.bool), is_causal=True)
-    with pytest.raises(NotImplementedError, match="dropout_p must be 0"):
-        scaled_dot_product_attention(Q, K, V, dropout_p=0.1)
+    with pytest.raises(NotImplementedError, match=r"query is of numpy.*dropout=\(0\.1, seed\)"):
+        scaled_dot_product_attention(*(x.numpy() for x in (Q, K, V)), dropout_p=0.1)
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_torch_drops_with_a_seed_of_its_generator(compiles):
+    """A drop-in for training: other weights at each step, the same after manual_seed."""
+
+    def train(q, rate):
+        return scaled_dot_product_attention(q, K, V, dropout_p=rate, is_causal=True)
+
+    step = torch.compile(train, fullgraph=True, backend="eager") if compiles else train
+    state = torch.random.get_rng_state()
+    leaf = Q.clone().requires_grad_()
+    torch.manual_seed(3)
+    first, second = step(leaf, 0.25), step(leaf, 0.25)
+    torch.manual_seed(3)
+    torch.testing.assert_close(step(leaf, 0.25), first, rtol=0, atol=0)
+    torch.manual_seed(3)
+    seed = int(torch.randint(2**62, ()))
+    torch.random.set_rng_state(state)
+    same = {"dropout": (0.25, seed), "is_causal": True, "query_offset": 0}
+    torch.testing.assert_close(first, attention(Q, K, V, **same))
+    assert not torch.equal(first, second)
+    first.sum().backward()
+    assert leaf.grad.abs().sum() > 0
+    step(leaf, 0.0)
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_inputs_of_onnx_that_do_not_go_together():

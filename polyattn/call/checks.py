@@ -37,7 +37,11 @@ def check_dtypes(call: Call) -> None:
     if isinstance(call.mask, ArrayFacts) and call.mask.dtype != "bool":
         dtype = call.mask.dtype
         if "float" in dtype:
-            hint = "a float array that is added to the scores goes in bias="
+            to_bool = "mask.bool()" if call.mask.library == "torch" else "mask.astype(bool)"
+            hint = (
+                f"one of 0 and 1, as Flax makes it, is {to_bool}; a float array that is added to"
+                " the scores goes in bias="
+            )
         else:
             hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
         raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")

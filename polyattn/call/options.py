@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.arguments import check_int, got
-from polyattn.arrays import ArrayFacts, is_array
+from polyattn.arrays import ArrayFacts, is_array, library_of
 
 __all__ = ["FROM_ZERO", "Start"]
 
@@ -27,9 +27,7 @@ def check_bool(name: str, value: Any) -> bool:
 def check_finite(name: str, value: Any) -> float:
     if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
         rules = ", or a rule such as scores.long_sequence()" if name == "scale" else ""
-        raise TypeError(
-            f"{name} must be a number{rules}; {got(value)}. An array can scale query itself"
-        )
+        raise TypeError(f"{name} must be a number{rules}; {got(value)}{_advice(name, value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -37,6 +35,20 @@ def check_finite(name: str, value: Any) -> float:
     if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite; {got(value)}")
     return number
+
+
+def _advice(name: str, value: Any) -> str:
+    """Return what to do with what is no number."""
+    if name == "scale":
+        return ". An array can scale query itself"
+    if name != "softcap" or not is_array(value):
+        return ""
+    rule = "score_mod=lambda s, b, h, i, j: softcap * tanh(s / softcap)"
+    if library_of(value).traced:
+        return f". It has no number while it is traced: make it a static argument, or pass {rule}"
+    if tuple(value.shape) == ():
+        return f". Pass float(softcap), or to differentiate it {rule}"
+    return f". For one of each head pass {rule.replace('softcap', 'softcap[h]')}"
 
 
 def check_softcap(value: Any) -> float:

@@ -5,6 +5,8 @@ import re
 import warnings
 
 import array_api_strict
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -145,7 +147,10 @@ def test_mask_of_integers():
 
 
 def test_mask_of_floats():
-    refused(TypeError, "float32", "bias=", mask=np.ones((5, 7), np.float32))
+    refused(TypeError, "float32", "mask.astype(bool)", "bias=", mask=np.ones((5, 7), np.float32))
+    tensors = [torch.from_numpy(x) for x in (Q, K, V)]
+    with pytest.raises(TypeError, match=r"is mask\.bool\(\)"):
+        attention(*tensors, mask=torch.ones(5, 7))
 
 
 def test_bias_of_bools():
@@ -309,6 +314,38 @@ def test_scale_that_is_not_a_number(scale):
 @pytest.mark.parametrize("softcap", [0, -1.0])
 def test_softcap_not_above_zero(softcap):
     refused(ValueError, "softcap must be above 0", repr(softcap), softcap=softcap)
+
+
+def capped(cap):
+    """Return the score rule that the messages advise."""
+    return lambda s, b, h, i, j: cap * jnp.tanh(s / cap)
+
+
+def test_what_is_advised_for_a_softcap_that_is_an_array():
+    refused(TypeError, "Pass float(softcap)", softcap=np.asarray(5.0))
+    refused(TypeError, "Pass float(softcap)", softcap=torch.tensor(5.0))
+    refused(TypeError, "pass score_mod=", "tanh(s / softcap[h])", softcap=np.ones(4))
+    refused(TypeError, "must be a number; got (5,)", softcap=(5,))
+    with pytest.raises(TypeError, match=r"dropout rate must be a number; got array\(0.5\)$"):
+        attention(Q, K, V, dropout=(np.asarray(0.5), 1))
+
+
+def test_what_is_advised_for_a_softcap_or_a_window_that_is_traced():
+    q, k, v = map(jnp.asarray, np.random.default_rng(0).random((3, 4, 5, 8), np.float32))
+    with pytest.raises(TypeError, match="static argument, or pass score_mod=lambda s, b, h, i, j"):
+        jax.jit(lambda cap: attention(q, k, v, softcap=cap))(5.0)
+    found = jax.jit(lambda cap: attention(q, k, v, score_mod=capped(cap)))(5.0)
+    np.testing.assert_allclose(found, attention(q, k, v, softcap=5.0), rtol=1e-6)
+
+    def within(left, right, offset=0):
+        return lambda b, h, i, j: (i + offset - left <= j) & (j <= i + offset + right)
+
+    match = r"static arguments, or pass mask=lambda b, h, i, j: \(i \+ offset - left <= j\)"
+    for window in (lambda end: (end, 0), lambda end: (None, end)):
+        with pytest.raises(TypeError, match=match):
+            jax.jit(lambda end, window=window: attention(q, k, v, window=window(end)))(2)
+    found = jax.jit(lambda left: attention(q, k, v, mask=within(left, 1)))(2)
+    np.testing.assert_allclose(found, attention(q, k, v, window=(2, 1)), rtol=1e-6)
 
 
 def test_window_ends_below_zero():
