@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 import torch._functorch.config
@@ -162,13 +161,10 @@ def test_explain_says_what_is_cast():
     assert all(other.autocast == () and "autocast" not in str(other) for other in others)
 
 
-def test_arrays_follow_to_and_from_another_backend():
-    arrays = [x.numpy() for x in (Q, K, V)]
+def test_tensors_are_cast_before_they_go_to_another_backend():
     want = attention(*(x.to(BRAIN) for x in (Q, K, V)), backend="numpy")
-    of_numpy = attention(*arrays, backend="torch")
     with torch.autocast("cpu", dtype=BRAIN):
         equal(attention(Q, K, V, backend="numpy"), want)
-        np.testing.assert_array_equal(attention(*arrays, backend="torch"), of_numpy, strict=True)
 
 
 @pytest.mark.parametrize("strategy", ["heads", "gather", "ring"])
