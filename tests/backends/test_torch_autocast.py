@@ -190,6 +190,18 @@ def test_ranks_follow(strategy):
         equal([x.to(BRAIN) for x in gradients], list(want[2:]))
 
 
+def test_a_pullback_of_ranks_belongs_to_its_call():
+    def attend(ranks):
+        own = [parallel.shard(x, over=ranks) for x in (Q, K, V)]
+        output, pullback = parallel.attention_vjp(*own, over=ranks, strategy="ring")
+        outside = pullback(torch.ones_like(output))
+        with torch.autocast("cpu", dtype=BRAIN):
+            return outside[:3], pullback(torch.ones_like(output))[:3]
+
+    for outside, inside in parallel.run_threads(2, attend):
+        equal(list(inside), list(outside))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_map_is_that_of_torch(bias):
     layer = nn.Linear.init(8, 5, like=Q, bias=bias)
