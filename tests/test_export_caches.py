@@ -190,9 +190,10 @@ def test_a_layer_has_one_cache():
     assert abs(key[..., :length, :] - cache.keys).max() < 2e-6
 
 
-def test_float64_is_written_out_and_keeps_its_digits():
+@pytest.mark.parametrize("bias", [True, False])
+def test_float64_is_written_out_and_keeps_its_digits(bias):
     like = np.zeros(1, np.float64)
-    layer = nn.MultiHeadAttention.init(32, 4, like=like)
+    layer = nn.MultiHeadAttention.init(32, 4, like=like, bias=bias)
     given = {"x": ("B", "L", 32), "cache": layer.cache("S", like=like, batch=("B",))}
     exported = export(layer, given, dtype="float64", options={"is_causal": True})
     x = np.random.default_rng(0).standard_normal((2, 3, 32))
