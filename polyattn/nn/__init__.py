@@ -12,16 +12,9 @@ from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear, RMSNorm
 from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
-from polyattn.nn.positions import (
-    LearnedPositions,
-    RelativeBias,
-    Rotary,
-    Sinusoidal,
-    linear_scaling,
-    ntk_scaling,
-    yarn_scaling,
-)
+from polyattn.nn.positions import LearnedPositions, RelativeBias, Rotary, Sinusoidal
 from polyattn.nn.saving import save
+from polyattn.nn.scaling import linear_scaling, ntk_scaling, yarn_scaling
 
 __all__ = [
     "DecoderBlock",

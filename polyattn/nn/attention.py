@@ -8,12 +8,14 @@ from typing import Any
 from polyattn.api.attention import attention
 from polyattn.api.weights import attention_weights
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, length_of, library_of
+from polyattn.arrays import Array, index_range, is_array, length_of, library_of
 from polyattn.nn.cache import KVCache
+from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import Rotary
 from polyattn.nn.shapes import with_last_axes
+from polyattn.tracing import is_compiling
 
 __all__ = ["MultiHeadAttention"]
 
@@ -171,6 +173,7 @@ class MultiHeadAttention(Module):
         self,
         x: Array,
         context: Array | None = None,
+        values: Array | None = None,
         *,
         cache: KVCache | None = None,
         positions: Array | None = None,
@@ -184,6 +187,8 @@ class MultiHeadAttention(Module):
             Tokens, shape (..., L, size).
         context : Array, optional
             The tokens to attend to, shape (..., S, context_size); `x` by default.
+        values : Array, optional
+            The tokens whose values are summed, shape (..., S, context_size); `context` by default.
         cache : KVCache, optional
             The keys and values of the tokens before `x`.
         positions : Array of int, optional
@@ -201,10 +206,10 @@ class MultiHeadAttention(Module):
         Raises
         ------
         ValueError
-            If `x` or `context` does not fit the maps, or a context is given with a cache or to a
-            layer with rotary positions.
+            If `x`, `context` or `values` does not fit the maps, or one of these two is given with a
+            cache or to a layer with rotary positions.
         """
-        query, key, value = self._project(x, context, positions, cache)
+        query, key, value = self._project((x, context, values), positions, cache)
         options = self._own_options() | options
         if cache is not None:
             cache = cache.append(key, value, query=query)
@@ -235,7 +240,7 @@ class MultiHeadAttention(Module):
         Array or TopWeights
             Shape (..., H, L, S), unless an option selects a part.
         """
-        query, key, _ = self._project(x, context, positions, None)
+        query, key, _ = self._project((x, context, None), positions, None)
         return attention_weights(query, key, **(self._own_options() | options))
 
     @property
@@ -278,46 +283,67 @@ class MultiHeadAttention(Module):
         return {name: value for name, value in own.items() if value is not None}
 
     def _project(
-        self, x: Array, context: Array | None, positions: Array | None, cache: KVCache | None
+        self,
+        tokens: tuple[Array, Array | None, Array | None],
+        positions: Array | None,
+        cache: KVCache | None,
     ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normalised and rotated."""
-        if context is not None and (cache is not None or self.rotary is not None):
+        x, context, values = tokens
+        if (context is not None or values is not None) and (
+            cache is not None or self.rotary is not None
+        ):
             raise ValueError(
                 "a cache and rotary positions describe the sequence of x, and context is another"
                 " sequence: give context to a layer without rotary, and without a cache"
             )
         if len(x.shape) < 2:
             raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
-        query, key, value = self._apply_maps(x, x if context is None else context)
+        if positions is not None:
+            positions = for_each_token("positions", positions, x)
+        context = x if context is None else context
+        query, key, value = self._apply_maps(x, context, context if values is None else values)
         if self.rotary is not None:
+            known = None
             if positions is None:
-                positions = index_range(library_of(query).xp, 0, length_of(query, -2), query)
-                positions = positions if cache is None else positions + cache.next_position
-            tables = self.rotary.tables(positions, like=query)
+                first, rows = 0 if cache is None else cache.next_position, length_of(query, -2)
+                positions = index_range(library_of(query).xp, 0, rows, query) + first
+                # torch.compile would make a program for each length that is a constant of it.
+                known = None if is_array(first + rows) or is_compiling() else first + rows
+            tables = self.rotary.tables(positions, like=query, length=known)
             query, key = self.rotary.rotate(query, *tables), self.rotary.rotate(key, *tables)
         return query, key, value
 
-    def _apply_maps(self, x: Array, context: Array) -> tuple[Array, Array, Array]:
+    def _apply_maps(self, x: Array, context: Array, values: Array) -> tuple[Array, Array, Array]:
         """Return queries (..., H, L, D) and keys (..., G, S, D), normalised, and values."""
         if self.fused is None:
             assert self.query is not None
             assert self.key is not None
             assert self.value is not None
-            query, key, value = self.query(x), self.key(context), self.value(context)
+            query, key, value = self.query(x), self.key(context), self.value(values)
         else:
-            width, key_width = self.heads * self.head_size, self.key_heads * self.head_size
-            if context is x:
-                fused = self.fused(x)
-                query, rest = fused[..., :width], fused[..., width:]
-            else:
-                query = _columns(self.fused, 0, width)(x)
-                rest = _columns(self.fused, width, None)(context)
-            key, value = rest[..., :key_width], rest[..., key_width:]
+            query, key, value = self._apply_fused(self.fused, x, context, values)
         return (
             _split(query, self.heads, self.query_norm),
             _split(key, self.key_heads, self.key_norm),
             _split(value, self.key_heads),
         )
+
+    def _apply_fused(
+        self, fused: Linear, x: Array, context: Array, values: Array
+    ) -> tuple[Array, Array, Array]:
+        """Apply the fused map to each array once, though it may be several of the three."""
+        first = self.heads * self.head_size
+        second = first + self.key_heads * self.head_size
+        if values is not context:
+            key = _columns(fused, first, second)(context)
+            return _columns(fused, 0, first)(x), key, _columns(fused, second, None)(values)
+        if context is x:
+            y = fused(x)
+            return y[..., :first], y[..., first:second], y[..., second:]
+        rest = _columns(fused, first, None)(context)
+        key, value = rest[..., : second - first], rest[..., second - first :]
+        return _columns(fused, 0, first)(x), key, value
 
     def _merge(self, heads: Array) -> Array:
         """Map the outputs of the heads, shape (..., H, L, E), to tokens."""

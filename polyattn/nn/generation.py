@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,8 @@ import numpy as np
 from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, facts_of, library_of, numbers_like
 from polyattn.dispatch.transfer import convert_like
+from polyattn.nn.ids import check_range
+from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
 
 __all__ = ["generate"]
@@ -24,7 +26,7 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 0,
-    stop: int | Iterable[int] = (),
+    stop: int | Iterable[int] | None = None,
     on_token: Callable[[Array], Any] | None = None,
     jit: Callable[[Any], Any] | None = None,
     **options: Any,
@@ -49,7 +51,7 @@ def generate(
     seed : int
         Equal seeds draw equal samples in every library, up to the rounding of the logits. Each
         sequence has its own random numbers, whatever is beside it in the batch.
-    stop : int or iterable of int
+    stop : int or iterable of int, optional
         Tokens that end a sequence. The rest of its row repeats the token that ended it, and the
         function returns once all sequences have ended.
     on_token : callable, optional
@@ -59,7 +61,8 @@ def generate(
         `polyattn.integrations.jax.register` was called. Without it JAX compiles each operation
         for each length.
     **options : Any
-        Further options of the model, such as ``backend``.
+        Further options of the model, such as ``backend``; not caches, positions and segments,
+        which are others at each step.
 
     Returns
     -------
@@ -86,12 +89,15 @@ def generate(
     if not model.tied and model.output is None:
         raise ValueError("the model has no logits: load it with logits=True")
     choose = _chooser(temperature, top_k, top_p, seed)
-    stops = [check_int("stop", token) for token in ([stop] if isinstance(stop, int) else stop)]
+    stops = [check_int("stop", token) for token in _listed(stop)]
+    _check_options(options)
     batch, length = tuple(ids.shape[:-1]), ids.shape[-1]
     if check_int("steps", steps) < 1:
         raise ValueError(f"steps must be at least 1; got {steps}")
     if model.positions is not None:
         model.positions.check(length + steps - 1)  # nothing follows the last token
+    if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
+        check_range("token id", ids, range(model.embedding.weight.shape[0]))
     caches = model.caches(length + steps, batch=batch)
 
     def run(model: Transformer, new: Array, caches: Any) -> tuple[Array, Any]:
@@ -110,6 +116,28 @@ def generate(
         if (on_token is not None and on_token(new[..., 0]) is True) or ended.all():
             break
     return xp.concat(parts, axis=-1)
+
+
+def _listed(stop: Any) -> list[Any]:
+    """Return the tokens of `stop`: of none, of one, or of several."""
+    if stop is None:
+        return []
+    return list(stop) if getattr(stop, "shape", True) and isinstance(stop, Iterable) else [stop]
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise for an option of the model that is of one step."""
+    if "caches" in options or "cache" in options:
+        raise TypeError(
+            "generate makes its own caches: pass all tokens so far as ids, or call the model with"
+            " caches= yourself"
+        )
+    for name in ("positions", "segments"):
+        if options.get(name) is not None:
+            raise TypeError(
+                f"generate places each token after the one before it, in segment 0: omit {name}, or"
+                " call the model with caches= yourself"
+            )
 
 
 def _numbers(logits: Array) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn.autocast import autocast
 from polyattn.nn.erf import normal_cdf
+from polyattn.nn.ids import look_up
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
-from polyattn.nn.shapes import rows_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -305,14 +305,7 @@ class Embedding(Module):
 
     def __call__(self, ids: Array) -> Array:
         """Return the vectors of token ids of any shape (...), shape (..., size)."""
-        library, expected = library_of(ids, "ids"), library_of(self.weight)
-        xp = expected.xp
-        if library.name != expected.name or not xp.isdtype(ids.dtype, "integral"):
-            raise TypeError(
-                f"ids must be an integer array of {expected.name}; got {facts_of(ids)} of"
-                f" {library.name}"
-            )
-        return rows_of(self.weight, ids)
+        return look_up(self.weight, ids, "token id")
 
     def logits(self, x: Array) -> Array:
         """Return the dot products with the vectors: the logits of a model with tied weights.

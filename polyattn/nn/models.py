@@ -13,6 +13,7 @@ from polyattn.arguments import check_int
 from polyattn.arrays import Array, index_range, length_of, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
+from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
@@ -194,7 +195,7 @@ class Transformer(Module):
         """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
         if positions is not None:
-            options["positions"] = positions
+            options["positions"] = for_each_token("positions", positions, x)
         if self.relative is not None:
             given = options.get("score_mod")
             own = self.relative()
@@ -233,9 +234,10 @@ class Transformer(Module):
                 if isinstance(before, int) and isinstance(length, int):
                     self.positions.check(before + length)
                 positions = positions + before
-            x = x + self.positions(positions, like=x)
+            x = x + self.positions(for_each_token("positions", positions, x), like=x)
         if self.segments is not None:
-            x = x + self.segments(ids * 0 if segments is None else segments)
+            segments = ids * 0 if segments is None else for_each_token("segments", segments, x)
+            x = x + look_up(self.segments.weight, segments, "segment")
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def logits(self, x: Array) -> Array:

@@ -9,19 +9,13 @@ from typing import Any
 from polyattn import scores
 from polyattn.arrays import Array, cast, library_of, numbers_like
 from polyattn.expressions.scores import Score
-from polyattn.nn.layers import Embedding, initializer
+from polyattn.nn.ids import for_each_token, look_up
+from polyattn.nn.layers import initializer
 from polyattn.nn.module import Initializer, Module
+from polyattn.nn.scaling import frequencies_of, ntk_scaling
 from polyattn.nn.shapes import with_last_axes
 
-__all__ = [
-    "LearnedPositions",
-    "RelativeBias",
-    "Rotary",
-    "Sinusoidal",
-    "linear_scaling",
-    "ntk_scaling",
-    "yarn_scaling",
-]
+__all__ = ["LearnedPositions", "RelativeBias", "Rotary", "Sinusoidal"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +113,7 @@ class LearnedPositions(Module):
 
     def __call__(self, positions: Array, *, like: Array | None = None) -> Array:
         """Return the vectors of positions of any shape (...), shape (..., size)."""
-        return Embedding(self.weight)(positions + self.offset if self.offset else positions)
+        return look_up(self.weight, positions, "position", self.offset)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -207,6 +201,10 @@ class Rotary(Module):
         base ** (−2n / size): see `linear_scaling`, `ntk_scaling` and `yarn_scaling`.
     magnitude : float
         Multiplies the rotated components, for YaRN.
+    dynamic : tuple of float and int, optional
+        In place of `frequencies`, a factor and the length of training: `ntk_scaling` by
+        ``1 + factor * (length / trained - 1)`` for each call whose length, the largest position
+        and 1, is above that of training. Keys in a cache keep the angles of their own call.
 
     References
     ----------
@@ -218,9 +216,12 @@ class Rotary(Module):
     pairing: str = "halves"
     frequencies: tuple[float, ...] | None = None
     magnitude: float = 1.0
+    dynamic: tuple[float, int] | None = None
 
     def __post_init__(self) -> None:
         _check_even(self.size)
+        if self.frequencies is not None and self.dynamic is not None:
+            raise ValueError("dynamic scaling computes the frequencies: give one of them")
         if self.pairing not in ("halves", "neighbours"):
             raise ValueError(f"pairing must be 'halves' or 'neighbours'; got {self.pairing!r}")
         if self.frequencies is not None and len(self.frequencies) != self.size // 2:
@@ -242,9 +243,12 @@ class Rotary(Module):
         Array
             An array of the shape and dtype of `x`.
         """
-        return self.rotate(x, *self.tables(positions, like=x))
+        tokens = x[..., 0, :, :] if len(x.shape) > 2 else x
+        return self.rotate(x, *self.tables(for_each_token("positions", positions, tokens), like=x))
 
-    def tables(self, positions: Array, *, like: Array) -> tuple[Array, Array]:
+    def tables(
+        self, positions: Array, *, like: Array, length: int | None = None
+    ) -> tuple[Array, Array]:
         """Return the cosines and sines of positions, which queries and keys share.
 
         Parameters
@@ -253,6 +257,8 @@ class Rotary(Module):
             As in a call.
         like : Array
             An array of the library, device and dtype of the result.
+        length : int, optional
+            The largest position and 1, if it is known.
 
         Returns
         -------
@@ -260,12 +266,28 @@ class Rotary(Module):
             The arguments of `rotate`.
         """
         xp = library_of(like).xp
-        frequencies = self.frequencies or frequencies_of(self.size, self.base)
-        angles = _angles(xp, positions, frequencies, like.dtype, like)
+        angles = _angles(xp, positions, self._at(positions, length, like), like.dtype, like)
         if len(positions.shape) > 1:
             angles = angles[..., None, :, :]
         cosine, sine = xp.cos(angles) * self.magnitude, xp.sin(angles) * self.magnitude
         return cast(xp, cosine, like.dtype), cast(xp, sine, like.dtype)
+
+    def _at(self, positions: Array, length: int | None, like: Array) -> tuple[float, ...] | Array:
+        """Return the frequencies at the length of a call, as an array if only the graph knows."""
+        frequencies = self.frequencies or frequencies_of(self.size, self.base)
+        if self.dynamic is None or 0 in positions.shape:
+            return frequencies
+        factor, trained = self.dynamic
+        if length is not None:
+            stretch = 1 + factor * (max(length, trained) / trained - 1)
+            return ntk_scaling(self.size, stretch, base=self.base)
+        xp = library_of(like).xp
+        wide = _wide(xp, like.dtype)
+        longest = cast(xp, xp.max(positions), wide) + 1
+        beyond = xp.where(longest > trained, longest / trained - 1, xp.zeros_like(longest))
+        powers = [-2 * n / max(self.size - 2, 1) for n in range(self.size // 2)]
+        stretched = (beyond * factor + 1) ** numbers_like(xp, powers, wide, like)
+        return numbers_like(xp, frequencies, wide, like) * stretched
 
     def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:
         """Rotate vectors by the angles of `tables`.
@@ -300,101 +322,14 @@ def _check_even(size: int) -> None:
 
 
 def _angles(
-    xp: Any, positions: Array, frequencies: tuple[float, ...], dtype: Any, like: Array
+    xp: Any, positions: Array, frequencies: tuple[float, ...] | Array, dtype: Any, like: Array
 ) -> Array:
     """Return positions times frequencies, shape (..., size / 2), in float32 at least."""
-    wide = dtype if dtype == xp.float64 else xp.float32
-    return cast(xp, positions, wide)[..., None] * numbers_like(xp, frequencies, wide, like)
+    wide = _wide(xp, dtype)
+    if isinstance(frequencies, tuple):
+        frequencies = numbers_like(xp, frequencies, wide, like)
+    return cast(xp, positions, wide)[..., None] * frequencies
 
 
-def frequencies_of(size: int, base: float = 10000.0) -> tuple[float, ...]:
-    """Return the angle of each pair between neighbouring positions."""
-    return tuple([base ** (-2 * n / size) for n in range(size // 2)])
-
-
-def linear_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[float, ...]:
-    """Return frequencies for sequences `factor` times as long, by interpolating positions.
-
-    Parameters
-    ----------
-    size : int
-        Number of components to rotate.
-    factor : float
-        The new length over the length of training.
-    base : float
-        The longest wavelength over 2π.
-
-    Returns
-    -------
-    tuple of float
-        For ``Rotary(frequencies=)``.
-
-    References
-    ----------
-    .. [1] Chen et al., "Extending Context Window of Large Language Models via Position
-       Interpolation", 2023, arXiv:2306.15595.
-    """
-    return tuple([frequency / factor for frequency in frequencies_of(size, base)])
-
-
-def ntk_scaling(size: int, factor: float, *, base: float = 10000.0) -> tuple[float, ...]:
-    """Return frequencies for sequences `factor` times as long, by a larger base.
-
-    Parameters
-    ----------
-    size, factor, base : int, float, float
-        As for `linear_scaling`.
-
-    Returns
-    -------
-    tuple of float
-        For ``Rotary(frequencies=)``, with the base times factor ** (size / (size − 2)): the
-        fastest pairs hardly change.
-    """
-    # The one frequency of a size of 2 is 1 for every base.
-    return frequencies_of(size, base * factor ** (size / max(size - 2, 1)))
-
-
-def yarn_scaling(
-    size: int,
-    factor: float,
-    *,
-    base: float = 10000.0,
-    trained: int = 4096,
-    fast: float = 32.0,
-    slow: float = 1.0,
-) -> tuple[tuple[float, ...], float]:
-    """Return the frequencies and the magnitude of YaRN.
-
-    Parameters
-    ----------
-    size, factor, base : int, float, float
-        As for `linear_scaling`.
-    trained : int
-        The length that the model was trained on.
-    fast, slow : float
-        Pairs that make more than `fast` turns over that length keep their frequency; the frequency
-        of those that make fewer than `slow` turns is divided by `factor`; between, both are mixed.
-
-    Returns
-    -------
-    frequencies : tuple of float
-        For ``Rotary(frequencies=)``.
-    magnitude : float
-        For ``Rotary(magnitude=)``.
-
-    References
-    ----------
-    .. [1] Peng et al., "YaRN", 2023, arXiv:2309.00071.
-    """
-
-    def pair_with(turns: float) -> float:
-        return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
-
-    low = max(math.floor(pair_with(fast)), 0)
-    high = min(math.ceil(pair_with(slow)), size - 1)
-    frequencies = []
-    for n, frequency in enumerate(frequencies_of(size, base)):
-        scaled = min(max((n - low) / max(high - low, 0.001), 0.0), 1.0)
-        frequencies.append(frequency / factor * scaled + frequency * (1 - scaled))
-    return tuple(frequencies), 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def _wide(xp: Any, dtype: Any) -> Any:
+    return dtype if dtype == xp.float64 else xp.float32

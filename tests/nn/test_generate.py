@@ -138,7 +138,9 @@ def test_a_stop_token_ends_its_row_and_the_last_one_ends_all():
     for row, until, before in zip(ended, firsts, free, strict=True):
         np.testing.assert_array_equal(row[: until + 1], before[: until + 1])
         assert (row[until:] == row[until]).all()
-    assert nn.generate(model, ids[0], 9, stop=3).tolist() == [0, 3]
+    for stop in (3, np.int64(3), np.asarray(3), np.asarray([3])):
+        assert nn.generate(model, ids[0], 9, stop=stop).tolist() == [0, 3]
+    assert nn.generate(model, ids[0], 9, stop=None).shape == (10,)
 
 
 def test_a_callback_sees_each_token_and_can_end_the_generation():
@@ -175,6 +177,15 @@ def test_prompts_are_tokens_and_models_have_logits():
     short = nn.Transformer.init(9, 8, 2, 1, like=FLOAT32, positions=8)
     with pytest.raises(ValueError, match="there are 8 learned positions; got 9 tokens"):
         nn.generate(short, np.zeros(4, dtype=np.int64), 6)
+    for options, said in (
+        ({"caches": ()}, "generate makes its own caches: pass all tokens so far as ids"),
+        ({"positions": np.arange(3)}, "places each token after the one before.*: omit positions"),
+        ({"segments": np.zeros(3, np.int64)}, "in segment 0: omit segments"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            nn.generate(model, np.zeros(3, dtype=np.int64), 2, **options)
+    with pytest.raises(ValueError, match=r"token id 2 at \(1,\) is out of range: there are 2"):
+        nn.generate(model, np.asarray([0, 2]), 1, jit=lambda step: 1 / 0)
     bare = nn.Transformer(model.embedding, model.stack)
     with pytest.raises(ValueError, match="no logits: load it with logits=True"):
         nn.generate(bare, np.zeros((1, 1), dtype=np.int64), 1)

@@ -7,6 +7,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from libraries import from_torch, to_torch
 
@@ -81,6 +82,19 @@ def test_torch_attention_to_another_sequence_is_torchs_own(sizes, bias):
     ours = nn.load.torch_attention(layer.state_dict(), 4, like=FLOAT32)
     context = key if kdim == vdim else np.concatenate([key, value], axis=-1)
     close(ours(x, context), expected)
+
+
+@pytest.mark.parametrize("at", ["one context", "x twice", "three"])
+def test_torch_attention_takes_query_key_and_value_of_one_size(at):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+    x, key, value = (tokens(2, 5, 16, seed=n) for n in range(3))
+    given = {"one context": (x, key, key), "x twice": (x, x, value), "three": (x, key, value)}[at]
+    expected = theirs_of(layer, np.float32, *given)[0]
+    ours = nn.load.torch_attention(layer.state_dict(), 4, like=FLOAT32)
+    close(ours(*given), expected)
+    with pytest.raises(ValueError, match="describe the sequence of x"):
+        ours(x, values=x, cache=ours.cache(8, like=FLOAT32, batch=(2,)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -219,6 +233,20 @@ def test_keras_keys_and_values_of_other_tokens_are_one_context(keras):
 
 
 @old_arrays
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_keras_layers_config_has_its_window(keras, causal):
+    layer = keras.layers.MultiHeadAttention(4, 3, sliding_window=2)
+    x, value = tokens(2, 9, 16), tokens(2, 9, 16, seed=1)
+    layer.build(x.shape, x.shape)
+    ours = nn.load.keras_attention(layer.get_weights(), layer.get_config(), like=FLOAT32)
+    expected = layer(x, value, use_causal_mask=causal)
+    close(ours(x, value, is_causal=causal), keras.ops.convert_to_numpy(expected))
+    axes = keras.layers.MultiHeadAttention(4, 3, attention_axes=(1, 2)).get_config()
+    with pytest.raises(ValueError, match=r"attention_axes is \(1, 2\)"):
+        nn.load.keras_attention(layer.get_weights(), axes, like=FLOAT32)
+
+
+@old_arrays
 def test_a_keras_gate_is_refused_by_name(keras):
     layer = keras.layers.MultiHeadAttention(4, 3, use_gate=True)
     layer.build((2, 5, 16), (2, 5, 16))
@@ -340,13 +368,50 @@ def test_llama_is_transformers_own(transformers, tmp_path, library, rope):
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("length", [9, 40])
-def test_rotary_scaling_is_transformers_own(transformers, rope, length):
+@pytest.mark.parametrize("told", [False, True])
+def test_rotary_scaling_is_transformers_own(transformers, rope, length, told):
     theirs = made(transformers, "llama", **LLAMA, rope_parameters=dict(ROPES[rope]))
     ids = np.random.default_rng(5).integers(0, 50, (1, length))
     expected = logits_of(theirs, ids)
-    longer = {"length": length} if rope == "dynamic" else {}
+    longer = {"length": length} if rope == "dynamic" and told else {}
     model = nn.load.llama(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
     close(model(ids, is_causal=True), expected, scale=8)
+    close(model(ids, is_causal=True, positions=range(length)), expected, scale=8)
+
+
+@pytest.fixture(scope="module")
+def dynamic(transformers):
+    return made(
+        transformers, "llama", **LLAMA, rope_parameters=dict(ROPES["dynamic"]), pad_token_id=0
+    )
+
+
+def compiled(kind, function):
+    if kind == "torch":
+        return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    return __import__("jax").jit(function) if kind == "jax" else function
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_dynamic_scaling_follows_the_length_in_a_compiled_function(dynamic, kind):
+    to, back = tiny_models.library(kind)
+    config = dynamic.config.to_dict()
+    model = nn.load.llama(dynamic.state_dict(), config, like=to(FLOAT32))
+    run = compiled(kind, lambda ids: model(ids, is_causal=True))
+    for length in (9, 23, 40):
+        ids = np.random.default_rng(5).integers(0, 50, (1, length))
+        close(back(run(to(ids.astype(np.int32)))), logits_of(dynamic, ids), scale=8)
+
+
+def test_dynamic_scaling_follows_a_cache_as_in_transformers(dynamic):
+    model = nn.load.llama(dynamic.state_dict(), dynamic.config.to_dict(), like=FLOAT32)
+    caches, theirs = model.caches(40, batch=(2,)), None
+    for ids in np.split(np.random.default_rng(5).integers(0, 50, (2, 32)), [13, 15, 20, 21], 1):
+        with torch.no_grad():
+            expected = dynamic(torch.from_numpy(ids), past_key_values=theirs, use_cache=True)
+        theirs = expected.past_key_values
+        found, caches = model(ids, caches=caches, is_causal=True)
+        close(found, expected.logits, scale=8)
 
 
 def test_rotary_scaling_under_its_old_names_is_understood(transformers):
@@ -413,6 +478,19 @@ def test_a_tied_output_map_that_is_another_is_refused(gpt2):
         nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
 
 
+def test_a_tied_model_may_be_stored_under_the_name_of_its_output_map(gpt2):
+    state = gpt2.state_dict()
+    state["lm_head.weight"] = state.pop("transformer.wte.weight")
+    model = nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
+    close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
+
+
+def test_a_base_model_is_told_how_it_is_loaded(transformers):
+    llama = made(transformers, "llama", **LLAMA)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
+        nn.load.llama(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
+
+
 def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
     theirs = made(
         transformers, "gpt2", vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16,
@@ -437,6 +515,11 @@ def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
         ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "got 'longrope'"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "config has no factor"),
+        (
+            "llama",
+            {"quantization_config": {"bits": 4, "quant_method": "awq"}},
+            r"quantization_config of config: quant_method must be absent: load .* got 'awq'",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
         (
             "llama",
@@ -462,6 +545,15 @@ def test_a_length_is_for_dynamic_scaling_alone():
 def test_a_model_in_many_files_is_read_by_its_index(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model = nn.load.gpt2(tmp_path, like=FLOAT32)
+    close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
+
+
+def test_a_whole_file_precedes_an_index_as_in_transformers(gpt2, tmp_path):
+    doubled = {name: 2 * array for name, array in gpt2.state_dict().items()}
+    gpt2.save_pretrained(tmp_path, max_shard_size="20KB", state_dict=doubled)
+    gpt2.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "model.safetensors")
     model = nn.load.gpt2(tmp_path, like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
 
@@ -495,6 +587,22 @@ def test_what_is_no_source_is_said(tmp_path, gpt2):
         nn.load.gpt2(gpt2.state_dict(), gpt2.config, like=FLOAT32)
     with pytest.raises(TypeError, match="weights is a GPT2LMHeadModel; pass a mapping"):
         nn.load.gpt2(gpt2, config, like=FLOAT32)
+
+
+def test_what_is_there_in_place_of_weights_is_said_with_what_to_do(tmp_path, gpt2):
+    config = gpt2.config.to_dict()
+    with pytest.raises(FileNotFoundError, match=r"snapshot_download\('openai/gpt2'\)"):
+        nn.load.model("openai/gpt2", like=FLOAT32)
+    packed = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
+    with pytest.raises(ValueError, match=r"c_attn\.qweight is quantized, as GPTQ and AWQ"):
+        nn.load.gpt2(packed, config, like=FLOAT32)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    for given in (None, config):
+        with pytest.raises(FileNotFoundError, match=r"there is pytorch_model\.bin, a pickle"):
+            nn.load.gpt2(tmp_path, given, like=FLOAT32)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"an adapter of PEFT, .*merge_and_unload"):
+        nn.load.gpt2(tmp_path, like=FLOAT32)
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch, gpt2, tmp_path):
@@ -723,6 +831,8 @@ TEXTS = (b"", b"{", b"[]", b"3", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 10_000
 def test_a_file_of_settings_that_is_damaged_is_named(name, folders, tmp_path):
     folder = copied(folders["gpt2"], tmp_path)
     file = folder / name
+    if "index" in name:
+        (folder / "model.safetensors").unlink()
     index = (b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}')
     for text in (*TEXTS, *(index if "index" in name else ())):
         file.write_bytes(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
@@ -16,9 +17,11 @@ from typing import Any
 
 from polyattn.arrays import Array
 
-__all__ = ["Weights", "imported", "read_config", "read_weights"]
+__all__ = ["Weights", "check_folder", "imported", "read_config", "read_weights"]
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def read_weights(weights: Weights) -> Mapping[str, Array]:
@@ -27,12 +30,12 @@ def read_weights(weights: Weights) -> Mapping[str, Array]:
         return weights
     path = Path(_checked(weights))
     if path.is_dir():
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
+        whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+        if index.is_file() and not whole.is_file():  # as transformers chooses
             return _read_shards(index)
-        path = path / "model.safetensors"
+        path = whole
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}")
+        raise _absent(path)
     if path.suffix != ".safetensors":
         raise ValueError(
             f"{path} is not a .safetensors file; read other files yourself and pass the arrays"
@@ -62,10 +65,10 @@ def _config_file(weights: Weights) -> Path:
         )
     path = Path(_checked(weights))
     if not path.exists():
-        raise FileNotFoundError(f"there is no {path}")
+        raise _absent(path, is_name=isinstance(weights, str))
     file = (path if path.is_dir() else path.parent) / "config.json"
     if not file.is_file():
-        raise FileNotFoundError(f"there is no {file}: pass config=")
+        raise _absent(file, "pass config=")
     return file
 
 
@@ -76,6 +79,42 @@ def _checked(weights: Any) -> str | os.PathLike[str]:
             " model.state_dict(), or the path of a .safetensors file or of a folder with one"
         )
     return weights
+
+
+# ---- what is there instead ---------------------------------------------------------------------
+
+
+def check_folder(weights: Any) -> None:
+    """Raise for a folder whose weights belong to another model's, or are pickled."""
+    if not isinstance(weights, (str, os.PathLike)):
+        return
+    path = Path(weights)
+    if (path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} has an adapter of PEFT, adapter_config.json, which changes another model:"
+            " merge them by peft.AutoPeftModel.from_pretrained(folder).merge_and_unload()"
+            ".save_pretrained(other), and load that folder"
+        )
+    pickled = [name for name in PICKLED if (path / name).is_file()]
+    if pickled and not any(path.glob("model.safetensors*")):
+        raise FileNotFoundError(
+            f"there is no {path / 'model.safetensors'}: there is {pickled[0]}, a pickle, which can"
+            " run any code. Let transformers write safetensors:"
+            " AutoModel.from_pretrained(folder).save_pretrained(other); or pass the arrays of"
+            " torch.load(file, weights_only=True)"
+        )
+
+
+def _absent(path: Path, advice: str = "", *, is_name: bool = False) -> FileNotFoundError:
+    """Return the error for a file that is not there, or is no file."""
+    if path.exists():
+        advice = f"{'a folder' if path.is_dir() else 'a device or pipe'} has this name"
+    elif is_name and HUB_ID.fullmatch(str(path)):
+        advice = (
+            "polyattn fetches nothing: if it is a model of the Hugging Face hub, pass the folder"
+            f" that huggingface_hub.snapshot_download({str(path)!r}) returns"
+        )
+    return FileNotFoundError(f"there is no {path}" + (f": {advice}" if advice else ""))
 
 
 # ---- a model in many files ---------------------------------------------------------------------

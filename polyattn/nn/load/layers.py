@@ -11,7 +11,7 @@ from polyattn.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
 from polyattn.nn.layers import FeedForward, Linear
-from polyattn.nn.load.settings import check_number
+from polyattn.nn.load.settings import Settings, check_number
 from polyattn.nn.load.stored import (
     Stored,
     fill,
@@ -46,8 +46,9 @@ def torch_attention(
     Returns
     -------
     MultiHeadAttention
-        The layer; batch axes come first whatever ``batch_first`` was. If ``kdim`` and ``vdim``
-        differ, its context is torch's key and value concatenated along the last axis.
+        The layer; batch axes come first whatever ``batch_first`` was. It takes torch's query, key
+        and value; if ``kdim`` and ``vdim`` differ, the query and a context, which is key and value
+        concatenated along the last axis.
 
     Raises
     ------
@@ -209,9 +210,16 @@ KERAS = ("query", "key", "value", "attention_output")
 
 
 def keras_attention(
-    weights: Mapping[str, Array] | Sequence[Array], *, like: Array, prefix: str = ""
+    weights: Mapping[str, Array] | Sequence[Array],
+    config: Mapping[str, Any] | None = None,
+    *,
+    like: Array,
+    prefix: str = "",
 ) -> MultiHeadAttention:
     """Load a keras.layers.MultiHeadAttention.
+
+    The weights do not show a layer's ``sliding_window`` and ``attention_axes``: a layer that has
+    one of them must not be loaded without its config.
 
     Parameters
     ----------
@@ -219,20 +227,23 @@ def keras_attention(
         The result of ``get_weights()``, or arrays by the paths of its variables:
         ``query/kernel``, ``query/bias``, and so on for ``key``, ``value`` and
         ``attention_output``.
+    config : mapping, optional
+        The result of ``get_config()``.
     like, prefix : Array, str
         As for `torch_attention`; a prefix is such as ``"multi_head_attention/"``.
 
     Returns
     -------
     MultiHeadAttention
-        The layer. If keys and values come from different tokens, its context is both concatenated
-        along the last axis. Keras's ``use_causal_mask`` aligns the first tokens of two sequences,
-        as ``is_causal=True, query_offset=0`` does.
+        The layer. It takes Keras's query, key and value, in this order; if the sizes of key and
+        value differ, the query and a context, which is both concatenated along the last axis.
+        Keras's ``use_causal_mask`` and ``sliding_window`` align the first tokens of two sequences:
+        if their lengths differ, pass ``query_offset=0``.
 
     Raises
     ------
     ValueError
-        If names or shapes do not fit, or the layer has a gate.
+        If names or shapes do not fit, or the layer has a gate or attention axes.
 
     Examples
     --------
@@ -243,6 +254,7 @@ def keras_attention(
     >>> nn.load.keras_attention([kernel, kernel, kernel, output], like=x)(x).shape
     (2, 5, 16)
     """
+    window = _keras_window(config or {})
     named = weights if isinstance(weights, Mapping) else _keras_names(weights)
     arrays = without_prefix(named, prefix)
     if any(name.startswith("gate/") for name in arrays):
@@ -262,8 +274,21 @@ def keras_attention(
         Stored((width, outputs), {kernel: (heads, value_size, outputs)}, _flat((width, outputs))),
         vector(bias, outputs) if "query/bias" in arrays else None,
     )
-    layer = MultiHeadAttention(query, key, value, output, heads, heads, head_size)
+    maps = (query, key, value, output)
+    layer = MultiHeadAttention(*maps, heads, heads, head_size, window=window)
     return fill(layer, arrays, like=like, origin="a keras.layers.MultiHeadAttention")
+
+
+def _keras_window(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the window of a layer's config, and refuse what no layer here has."""
+    settings = Settings(config)
+    # A layer that was built for tokens (batch, L, size) says 1, and attends along that axis.
+    if config.get("attention_axes") not in (1, (1,), [1]):
+        settings.only("attention_axes", None)
+    if "sliding_window" not in settings:
+        return None
+    width = settings.whole("sliding_window") - 1
+    return width, width
 
 
 def _keras_names(arrays: Sequence[Array]) -> dict[str, Array]:

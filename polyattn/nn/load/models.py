@@ -15,7 +15,7 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
-from polyattn.nn.load.files import Weights, read_config, read_weights
+from polyattn.nn.load.files import Weights, check_folder, read_config, read_weights
 from polyattn.nn.load.plan import Family, Plan, Wanted, embedding_name
 from polyattn.nn.load.senses import SENSES
 from polyattn.nn.load.settings import Settings
@@ -24,6 +24,9 @@ from polyattn.nn.models import Transformer
 
 __all__ = ["FAMILIES", "bert", "gpt2", "llama", "model"]
 
+#: The weight of an output map, whose name is the same with and without the prefix of a family.
+HEAD = "lm_head.weight"
+UNQUANTIZED = "load the checkpoint of 16 or 32 bits that this one was made from"
 FAMILIES: dict[str, Family] = DECODERS | ENCODERS | SENSES
 
 
@@ -52,7 +55,7 @@ def model(
         has no output map, needs False unless the embedding is tied to it.
     length : int, optional
         For dynamic scaling of rotary positions, the sequence length to scale to; by default the
-        length that the model was trained on, for which nothing is scaled.
+        length of each call, as in transformers, where it is above that of training.
 
     Returns
     -------
@@ -169,6 +172,7 @@ def _load(
     wanted: Wanted,
 ) -> Transformer:
     """Load a model of one of the families."""
+    check_folder(weights)
     family, settings = family_of(families, *read_config(weights, config))
     # The plan reads all settings before it asks for the blocks, and so for the weights.
     read: dict[str, Array] = {}
@@ -178,8 +182,10 @@ def _load(
         return block_names(read, prefix, count, setting)
 
     plan = family.plan(settings, blocks, wanted)
-    _drop_unused_head(read, plan)
-    return plan.finished(fill(plan.model, read, like=like, origin=f"{family.title} of this config"))
+    _use_or_drop_head(read, plan)
+    advice = {HEAD: "a base model has no output map: pass logits=False for hidden states"}
+    origin = f"{family.title} of this config"
+    return plan.finished(fill(plan.model, read, like=like, origin=origin, advice=advice))
 
 
 def family_of(
@@ -196,14 +202,32 @@ def family_of(
         )
     family = FAMILIES[name]
     settings = Settings({**family.defaults, **config}, origin)
+    _check_not_quantized(settings)
     for setting, supported in family.refused.items():
         settings.only(setting, supported)
     return family, settings
 
 
+def _check_not_quantized(settings: Settings) -> None:
+    """Raise for weights of few bits, which mean nothing without their scales."""
+    quantization = settings.section("quantization_config")
+    if len(quantization):
+        raise quantization.refusal(
+            "quant_method",
+            f"absent: {UNQUANTIZED}, or pass a config without quantization_config if the weights"
+            " are of 16 or 32 bits",
+        )
+
+
 def _base_weights(weights: Weights, family: Family) -> dict[str, Array]:
     """Return the weights by their names in the base model, without buffers and other heads."""
-    return renamed(read_weights(weights), partial(_base_name, family))
+    arrays = read_weights(weights)
+    packed = next(
+        (name for name in arrays if str(name).endswith((".qweight", ".weight_packed"))), None
+    )
+    if packed is not None:
+        raise ValueError(f"{packed} is quantized, as GPTQ and AWQ store weights: {UNQUANTIZED}")
+    return renamed(arrays, partial(_base_name, family))
 
 
 def _base_name(family: Family, name: str) -> str | None:
@@ -213,16 +237,21 @@ def _base_name(family: Family, name: str) -> str | None:
     return None if re.fullmatch(family.skip, name) else name
 
 
-def _drop_unused_head(weights: dict[str, Array], plan: Plan) -> None:
-    """Remove an output map that is not used, and check that tied weights are equal."""
-    if plan.model.output is not None or "lm_head.weight" not in weights:
+def _use_or_drop_head(weights: dict[str, Array], plan: Plan) -> None:
+    """Remove an output map that is not used, and check that tied weights are equal.
+
+    Tied weights may be stored under either name.
+    """
+    if plan.model.output is not None or HEAD not in weights:
         return
     embedding = embedding_name(plan.model)
-    head, known = weights.pop("lm_head.weight"), weights.get(embedding)
-    same = known is None or (head.shape == known.shape and bool((head == known).all()))
-    if not plan.model.tied or same:
+    head, known = weights.pop(HEAD), weights.get(embedding)
+    if not plan.model.tied:
         return
-    raise ValueError(
-        f"config says that lm_head.weight and {embedding} are tied, but they are not equal; if they"
-        ' are meant to differ, pass a config with "tie_word_embeddings": False'
-    )
+    if known is None:
+        weights[embedding] = head
+    elif head.shape != known.shape or not bool((head == known).all()):
+        raise ValueError(
+            f"config says that {HEAD} and {embedding} are tied, but they are not equal; if they are"
+            ' meant to differ, pass a config with "tie_word_embeddings": False'
+        )

@@ -8,7 +8,8 @@ from functools import partial
 
 from polyattn.arguments import check_int
 from polyattn.nn.load.settings import Settings
-from polyattn.nn.positions import Rotary, frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
+from polyattn.nn.positions import Rotary
+from polyattn.nn.scaling import frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
 
 __all__ = ["rotary"]
 
@@ -55,8 +56,10 @@ def rotary(
         scaled = _llama3(rope, size, base, factor, trained)
     elif kind == "linear":
         scaled = partial(linear_scaling, size, factor, base=base)
+    elif length is None:
+        return lambda: Rotary(size, base, dynamic=(factor, longest))
     else:
-        beyond = max(length or longest, longest) / longest - 1
+        beyond = max(length, longest) / longest - 1
         scaled = partial(ntk_scaling, size, 1 + factor * beyond, base=base)
     return lambda: Rotary(size, base, frequencies=scaled())
 

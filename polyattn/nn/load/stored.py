@@ -49,14 +49,24 @@ class Stored:
     dtype: Any = None  # is_array looks for a dtype
 
 
-def fill(module: M, weights: Mapping[str, Array], *, like: Array, origin: str) -> M:
-    """Return a module with arrays in place of `Stored`; errors call the weights `origin`."""
+def fill(
+    module: M,
+    weights: Mapping[str, Array],
+    *,
+    like: Array,
+    origin: str,
+    advice: Mapping[str, str] | None = None,
+) -> M:
+    """Return a module with arrays in place of `Stored`.
+
+    Errors call the module `origin`, and give the `advice` for a weight that is missing.
+    """
     facts = facts_of(like, "like")
     if facts.dtype not in DTYPES:
         raise ValueError(f"like must have a floating dtype; got {like.dtype}")
     xp = library_of(like).xp
     wanted: dict[str, Stored] = module.parameters()
-    _check(wanted.values(), weights, origin)
+    _check(wanted.values(), weights, origin, advice or {})
 
     def read(stored: Stored) -> Array:
         arrays = []
@@ -70,14 +80,20 @@ def fill(module: M, weights: Mapping[str, Array], *, like: Array, origin: str) -
     return module.with_parameters({name: read(stored) for name, stored in wanted.items()})
 
 
-def _check(wanted: Iterable[Stored], weights: Mapping[str, Array], origin: str) -> None:
+def _check(
+    wanted: Iterable[Stored],
+    weights: Mapping[str, Array],
+    origin: str,
+    advice: Mapping[str, str],
+) -> None:
     """Raise one error that lists every name, shape and dtype that does not fit."""
     expected = {name: shape for stored in wanted for name, shape in stored.sources.items()}
     wrong = []
     actual = {name: facts_of(array, name) for name, array in weights.items()}
     for name, shape in expected.items():
         if name not in actual:
-            wrong.append(f"{name}: missing, expected {shape}")
+            more = f"; {advice[name]}" if name in advice else ""
+            wrong.append(f"{name}: missing, expected {shape}{more}")
         elif actual[name].shape != shape:
             wrong.append(f"{name}: expected {shape}, got {actual[name].shape}")
         elif actual[name].dtype not in DTYPES:

@@ -1,0 +1,86 @@
+"""Check the integers that a model is called with: ids of tokens and segments, and positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polyattn.arrays import Array, facts_of, library_of
+from polyattn.host import as_array, home_of, is_host
+from polyattn.nn.shapes import rows_of
+from polyattn.tracing import is_transformed
+
+__all__ = ["check_range", "for_each_token", "look_up"]
+
+
+def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
+    """Return the rows of a table at integers, of which 0 is the row `offset`; `name` is of one."""
+    library, expected = library_of(ids, "ids"), library_of(table)
+    if library.name != expected.name or not expected.xp.isdtype(ids.dtype, "integral"):
+        raise TypeError(
+            f"{name}s must be an integer array of {expected.name}; got {facts_of(ids)} of"
+            f" {library.name}"
+        )
+    check_range(name, ids, range(-offset, table.shape[0] - offset))
+    return rows_of(table, ids + offset if offset else ids)
+
+
+def check_range(name: str, ids: Array, allowed: range) -> None:
+    """Raise if an integer that can be read at no cost is not among those allowed."""
+    if not _is_readable(ids):
+        return
+    numbers = np.asarray(ids)
+    if not numbers.size or (numbers.min() in allowed and numbers.max() in allowed):
+        return
+    place = np.argwhere((numbers < allowed.start) | (numbers >= allowed.stop))[0]
+    index = tuple(place.tolist())
+    raise ValueError(
+        f"the {name} {numbers[index]} at {index} is out of range: there are {len(allowed)}, from"
+        f" {allowed.start} to {allowed.stop - 1}"
+    )
+
+
+def _is_readable(array: Array) -> bool:
+    """Return whether the numbers are in the host's memory now, so that a look costs no wait."""
+    if is_transformed():
+        return False
+    library = library_of(array)
+    if library.traced or library.recorder is not None:
+        return False
+    if library.name == "jax":  # which does not say where an array is until it is asked
+        platforms = {device.platform for device in array.devices()}
+        return platforms == {"cpu"} and bool(array.is_fully_addressable)
+    return str(getattr(array, "device", "")) == "cpu"
+
+
+def for_each_token(name: str, value: Any, tokens: Array) -> Array:
+    """Return an integer for each token, beside the tokens, or raise if it does not fit them.
+
+    `tokens` has the shape (..., L, size); the integers are a sequence or array (L,) or (..., L).
+    """
+    value = as_array(name, value)
+    home = home_of(tokens)
+    if is_host(value) and home is not None:
+        value = home.put(name, value)
+    facts, whole = facts_of(value, name), facts_of(tokens)
+    if facts.library != whole.library and not is_host(value):
+        raise TypeError(f"{name} must be an array of {whole.library}, as the tokens are; got"
+                        f" {facts} of {facts.library}")  # fmt: skip
+    if not _fits(facts.shape, whole.shape[:-1]):
+        raise ValueError(
+            f"{name} must have an integer for each token, so the shape (L,) or (..., L) of"
+            f" {whole.shape[:-1]}; got {facts.shape}"
+        )
+    return value
+
+
+def _fits(shape: tuple[int | None, ...], whole: tuple[int | None, ...]) -> bool:
+    """Return whether a shape has the last length of another, and broadcasts to it."""
+    if not shape or len(shape) > len(whole):
+        return False
+    pairs = list(zip(reversed(shape), reversed(whole), strict=False))
+    return all(
+        n is None or m is None or n == m or (axis > 0 and n == 1)
+        for axis, (n, m) in enumerate(pairs)
+    )
