@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from polyattn.arrays import is_array, library_of
@@ -14,7 +13,6 @@ from polyattn.tracing import is_compiling
 __all__ = [
     "Shape",
     "WindowSize",
-    "check_file",
     "check_int",
     "check_shape",
     "check_signature",
@@ -63,12 +61,6 @@ def check_int(name: str, value: Any, kinds: str = "an integer") -> int:
         except TypeError:
             pass
     raise TypeError(f"{name} must be {kinds}; {got(value)}")
-
-
-def check_file(name: str, file: Path) -> None:
-    """Raise if a file cannot be written for the lack of its folder, before any work."""
-    if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(f"{name} needs a file in an existing folder; got {file}")
 
 
 def check_window(value: Any) -> WindowSize:

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
-from polyattn.arguments import check_file
 from polyattn.bench import command
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError
+from polyattn.files import check_file, write_file
 from polyattn.progress import progress
 
 __all__ = ["main"]
@@ -308,7 +308,7 @@ def _check(options: argparse.Namespace) -> int:
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
     print(_json(report.as_dict()) if options.json else report)
     if options.html is not None:
-        options.html.write_text(page.page(report), encoding="utf-8")
+        write_file(options.html, page.page(report))
     if report.done < report.total:
         print(f"polyattn check: interrupted after {report.done} of {report.total}", file=sys.stderr)
         return 130
@@ -347,7 +347,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
         print(f"{options.callable} on arrays of {target.library}\n")
         print(*function_report.lines(rows), sep="\n")
     if options.html is not None:
-        options.html.write_text(page.callable_page(options.callable, rows), encoding="utf-8")
+        write_file(options.html, page.callable_page(options.callable, rows))
     differ = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
     if not options.json:
         print(f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}")

@@ -21,6 +21,7 @@ GROUND = {
     "context",
     "environment",
     "extras",
+    "files",
     "host",
     "html_page",
     "progress",

@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from polyattn.arguments import check_file
 from polyattn.call.features import DTYPES
 from polyattn.extras import require_matplotlib
+from polyattn.files import check_file, replacing, write_file
 from polyattn.progress import progress
 
 __all__ = ["add_options", "run"]
@@ -134,13 +134,6 @@ def _check_files(options: argparse.Namespace) -> None:
             raise ValueError(f"--plot writes .png, .svg or .pdf; got {file}")
         if list(written.values()).count(file) > 1:
             raise ValueError(f"{file} is given twice: name a different file for each option")
-        existed = file.exists()
-        try:
-            file.open("ab").close()
-        except OSError as error:
-            raise ValueError(f"{option} cannot write {file}: {error.strerror}") from None
-        if not existed:  # it is created again when there are results
-            file.unlink()
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -233,6 +226,8 @@ def _command(options: argparse.Namespace, contenders: Sequence[Any]) -> str:
 
 def _write(report: Any, options: argparse.Namespace) -> bool:
     """Write the files that the options name; return whether all were written."""
+    if report.interrupted and not report.rows:  # older results are better than none
+        return False
     ways = {"json": _write_json, "plot": _write_plot, "html": _write_html}
     failed = []
     for name, write in ways.items():
@@ -247,19 +242,20 @@ def _write(report: Any, options: argparse.Namespace) -> bool:
 
 
 def _write_json(report: Any, file: Path) -> None:
-    file.write_text(report.as_json(), encoding="utf-8")
+    write_file(file, report.as_json())
 
 
 def _write_plot(report: Any, file: Path) -> None:
     from polyattn.bench import picture
 
-    picture.draw(report).savefig(file, dpi=picture.DPI)
+    with replacing(file.parent, [file.name]) as made:
+        picture.draw(report).savefig(made / file.name, dpi=picture.DPI)
 
 
 def _write_html(report: Any, file: Path) -> None:
     from polyattn.bench import page
 
-    file.write_text(page.page(report), encoding="utf-8")
+    write_file(file, page.page(report))
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy
 
 from polyattn.extras import require_onnx
+from polyattn.files import replacing
 
 __all__ = ["check_size", "store"]
 
@@ -47,17 +47,15 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
         model.graph.initializer.extend(_held(weights))
     if file is None:
         return
-    # Written to a folder and then renamed, so that a full disk leaves an older model as it was.
-    with TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
-        made = Path(folder, file.name)
+    # The weights first: a new model must not read old ones. A model has text in UTF-8.
+    data = f"{file.name.encode(errors='replace').decode()}.data"
+    with replacing(file.parent, [data, file.name] if is_large else [file.name]) as made:
         if is_large:
-            data = made.with_name(f"{file.name}.data")
-            model.graph.initializer.extend(_written(weights, data))
-        made.write_bytes(model.SerializeToString())
-        require_onnx("onnx.checker").check_model(str(made))
-        # The weights first: a new model must not read old ones.
-        for one in sorted(made.parent.iterdir(), reverse=True):
-            one.replace(file.with_name(one.name))
+            model.graph.initializer.extend(_written(weights, made / data))
+        (made / file.name).write_bytes(model.SerializeToString())
+        path = str(made / file.name)
+        if is_large and path.isprintable():  # onnx opens no path that is not UTF-8
+            require_onnx("onnx.checker").check_model(path)
 
 
 def _held(weights: Mapping[str, Any]) -> Iterator[Any]:
@@ -73,7 +71,8 @@ def _written(weights: Mapping[str, Any], file: Path) -> Iterator[Any]:
         for name, array in weights.items():
             stream.seek(-stream.tell() % PAGE, os.SEEK_CUR)
             place = {"location": file.name, "offset": stream.tell(), "length": array.nbytes}
-            numpy.asarray(array, array.dtype.newbyteorder("<"), order="C").tofile(stream)
+            flat = numpy.asarray(array, array.dtype.newbyteorder("<")).reshape(-1)
+            stream.write(flat.view(numpy.uint8).data)  # tofile says nothing of a full disk
             yield proto.TensorProto(
                 name=name,
                 dims=array.shape,

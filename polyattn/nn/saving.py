@@ -14,6 +14,7 @@ import numpy as np
 
 from polyattn.arrays import Array, facts_of, library_of
 from polyattn.dispatch.transfer import convert_like
+from polyattn.files import check_file, replacing
 from polyattn.nn.load.files import imported, read_config
 from polyattn.nn.load.models import FAMILIES, family_of
 from polyattn.nn.load.plan import Family, Wanted
@@ -21,6 +22,8 @@ from polyattn.nn.load.stored import Stored
 from polyattn.nn.models import Transformer
 
 __all__ = ["save"]
+
+FILES, INDEX = ("model.safetensors", "config.json"), "model.safetensors.index.json"
 
 
 def save(
@@ -35,14 +38,18 @@ def save(
     model : Transformer
         A model of a family that `load.model` reads, of any library.
     folder : path
-        Where to write; it is made if there is none, and files of these names are replaced.
+        Where to write; it is made if there is none. Files of these names are replaced, symbolic
+        links too, and an index of other files is removed. If anything fails, all is as before.
     config : mapping or path
         The settings of the model, with its ``model_type``, or the folder that they are read from.
 
     Raises
     ------
     ValueError
-        If the model is not one of this config, in a parameter's shape or a setting.
+        If the model is not one of this config, in a parameter's shape or a setting; or if one of
+        the files is there and is no regular file.
+    OSError
+        If the files cannot be written.
     ImportError
         If safetensors is not installed.
 
@@ -70,8 +77,14 @@ def save(
     safetensors = imported("safetensors.numpy", "safetensors")
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    safetensors.save_file(arrays, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(text + "\n", encoding="utf-8")
+    for name in (*FILES, INDEX):
+        check_file("folder", path / name)
+    with replacing(path, FILES, removed=[INDEX]) as made:
+        try:
+            safetensors.save_file(arrays, made / FILES[0], metadata={"format": "pt"})
+        except imported("safetensors", "safetensors").SafetensorError as error:
+            raise OSError(f"{path / FILES[0]} cannot be written: {error}") from error
+        (made / FILES[1]).write_text(text + "\n", encoding="utf-8")
 
 
 def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -> dict[str, Any]:

@@ -549,14 +549,7 @@ def test_without_matplotlib_the_command_that_installs_it_is_told(capsys, monkeyp
 
 
 def test_a_file_that_may_not_be_written_is_an_error(capsys, tmp_path, monkeypatch):
-    genuine = Path.open
-
-    def refused(file, *arguments, **options):
-        if file.suffix == ".json":
-            raise PermissionError(13, "Permission denied")
-        return genuine(file, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     assert main(["bench", "--json", str(tmp_path / "a.json")]) == 2
     assert "--json cannot write" in capsys.readouterr().err
 
@@ -565,3 +558,15 @@ def test_lengths_are_doubled_or_given():
     assert command._lengths("256:4096") == (256, 512, 1024, 2048, 4096)
     assert command._lengths("100:399") == (100, 200)
     assert command._lengths("2048,512,512") == (512, 2048)
+
+
+def test_an_interruption_before_the_first_row_leaves_older_results(tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polyattn.bench.run.measure_peaks", interrupted)
+    file = tmp_path / "a.json"
+    file.write_text("older", encoding="utf-8")
+    assert main(["bench", "--backends", "numpy", "--lengths", "8", "--json", str(file)]) == 130
+    assert "interrupted after 0 rows" in capsys.readouterr().err
+    assert file.read_text(encoding="utf-8") == "older"

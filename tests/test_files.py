@@ -1,0 +1,206 @@
+"""Files: written beside and renamed, so that whatever fails, older ones are whole."""
+
+import contextlib
+import functools
+import os
+import resource
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polyattn import cli, nn
+from polyattn.export import onnx as export
+from polyattn.files import replacing, write_file
+
+LIKE = np.zeros(1, np.float32)
+CONFIG = {
+    "model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 9, "n_positions": 8,
+}  # fmt: skip
+#: As many bytes as a name may have, less those that a caller appends: most are not UTF-8.
+ODD = os.fsdecode(b"\xff\x1b[31m" + b"\xe9" * 236 + b".onnx")
+posix = pytest.mark.skipif(os.name != "posix", reason="names and permissions of Unix")
+
+
+def gpt2(seed=0):
+    return nn.Transformer.init(
+        *(9, 8, 2, 1), like=LIKE, seed=seed, positions=8, tied=True, fused=True,
+        activation="gelu_tanh",
+    )  # fmt: skip
+
+
+def save(path, seed=0):
+    path.mkdir(exist_ok=True)
+    (path / "tokenizer.json").write_text("{}")
+    nn.save(gpt2(seed), path, CONFIG | {"note": seed})
+
+
+def export_large(path, seed=0):
+    path.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polyattn.export.weights.LARGEST", 0)
+        linear = nn.Linear.init(4, 3, like=LIKE, seed=seed)
+        export(linear, {"x": ("B", 4 + 0 * seed)}, file=path / "model.onnx")
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.rglob("*") if not file.is_dir()}
+
+
+@contextlib.contextmanager
+def disk(size):
+    """Let no file be longer than this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def failing(function, number, error):
+    """Return a function whose call of this number raises, before or after its work."""
+    calls = []
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        calls.append(args)
+        if len(calls) == number // 2 and not number % 2:
+            raise error
+        result = function(*args, **options)
+        if len(calls) == number // 2 and number % 2:
+            raise error
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("write", [save, export_large])
+def test_each_write_and_each_renaming_that_fails_leaves_what_was_there(tmp_path, write, error):
+    folder, wanted = tmp_path / "old", tmp_path / "new"
+    write(folder, 1)
+    (folder / "model.safetensors.index.json").write_text("{}")  # removed by what saves a model
+    before = contents(folder)
+    write(wanted, 2)
+    failures = 0
+    for owner, name in ((Path, "replace"), (os, "fsync"), (Path, "chmod"), (Path, "mkdir")):
+        for number in range(2, 40):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(owner, name, failing(getattr(owner, name), number, error))
+                try:
+                    write(folder, 2)
+                except type(error):
+                    failures += 1
+                else:
+                    break
+            # The last renaming ends all, whatever comes after it.
+            assert contents(folder) in (before, after(before, wanted, write)), (name, number)
+        write(folder, 1)
+        (folder / "model.safetensors.index.json").write_text("{}")
+    assert failures > 12
+
+
+def after(before, wanted, write):
+    kept = () if write is save else ("model.safetensors.index.json",)
+    return {name: before[name] for name in kept} | contents(wanted)
+
+
+@posix
+@pytest.mark.parametrize("write", [save, export_large])
+def test_a_disk_that_is_full_at_any_byte_leaves_what_was_there(tmp_path, write):
+    write(tmp_path, 1)
+    before = contents(tmp_path)
+    sizes = sorted({len(content) for content in before.values()})
+    with disk(0), pytest.raises(OSError, match=r"File too large: '.*new\.json'"):
+        write_file(tmp_path / "new.json", "{}")
+    for size in (0, 1, *[n - 1 for n in sizes if n > 2]):
+        with disk(size), pytest.raises(OSError):  # noqa: PT011
+            write_over(tmp_path, write)
+        assert contents(tmp_path) == before, size
+
+
+def write_over(path, write):
+    """Write what replaces other numbers; a test's own files are not in the way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "write_text", quietly(Path.write_text))
+        write(path, 2)
+
+
+def quietly(write_text):
+    def write(self, *args, **options):
+        return None if self.name == "tokenizer.json" else write_text(self, *args, **options)
+
+    return write
+
+
+@posix
+def test_a_link_is_replaced_and_what_it_names_stays(tmp_path):
+    save(tmp_path / "cache", 1)
+    before = contents(tmp_path / "cache")
+    (tmp_path / "snapshot").mkdir()
+    for name in before:
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / "cache" / name)
+    nn.save(gpt2(2), tmp_path / "snapshot", CONFIG)
+    assert contents(tmp_path / "cache") == before
+    weight = nn.load.model(tmp_path / "snapshot", like=LIKE).embedding.weight
+    np.testing.assert_array_equal(weight, gpt2(2).embedding.weight)
+
+
+@posix
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        save(tmp_path / "model")
+        export_large(tmp_path / "graph")
+    finally:
+        os.umask(before)
+    for name in ("model/model.safetensors", "model/config.json", "graph/model.onnx.data"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode, name
+
+
+@posix
+def test_what_is_no_regular_file_is_refused(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    for name in ("pipe", "device"):
+        for command in (
+            ["bench", "--json"], ["bench", "--html"], ["check", "numpy", "--html"],
+            ["export", "--shape", "1,1,2,8"],
+        ):  # fmt: skip
+            if command[0] == "export":
+                command = ["export", str(tmp_path / name), *command[1:]]
+            else:
+                command = [*command, str(tmp_path / name)]
+            assert cli.main(command) == 2, command
+            assert (
+                f"a regular file; {tmp_path / name} is a device, a pipe" in capsys.readouterr().err
+            )
+    (tmp_path / "config.json").symlink_to("/dev/null")
+    with pytest.raises(ValueError, match=r"folder needs a regular file; .*config\.json is a dev"):
+        nn.save(gpt2(), tmp_path, CONFIG)
+    assert {file.name for file in tmp_path.iterdir()} == {"pipe", "device", "config.json"}
+
+
+@posix
+def test_names_of_250_bytes_that_are_not_utf8(tmp_path, monkeypatch):
+    folder = tmp_path / ODD
+    save(folder)
+    nn.load.model(folder, like=LIKE)
+    linear = nn.Linear.init(4, 3, like=LIKE)
+    export(linear, {"x": ("B", 4)}, file=folder / ODD)
+    assert (folder / ODD).is_file()
+    monkeypatch.setattr("polyattn.export.weights.LARGEST", 0)
+    export(linear, {"x": ("B", 4)}, file=folder / ODD)
+    assert len(list(folder.glob("*.data"))) == 1
+    with replacing(folder, ["a" * 255]) as made:
+        (made / ("a" * 255)).touch()
+
+
+def test_saving_removes_an_index_of_other_files(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}')
+    save(tmp_path, 2)
+    assert contents(tmp_path).keys() == {"config.json", "model.safetensors", "tokenizer.json"}
