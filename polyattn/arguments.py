@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from polyattn.arrays import is_array, library_of
@@ -17,7 +18,13 @@ __all__ = [
     "check_shape",
     "check_signature",
     "check_window",
+    "few",
+    "got",
+    "short",
 ]
+
+#: How many of many things a message lists.
+FEW = 20
 
 Shape = tuple[int, ...]
 WindowSize = tuple[int | None, int | None]
@@ -51,6 +58,20 @@ def check_shape(shape: Any) -> Shape:
 def got(value: Any) -> str:
     """Return the end of a message, which quotes the caller's value."""
     return f"got {value!r}"
+
+
+def short(text: Any, most: int = 80) -> str:
+    """Return a text from elsewhere for a message: cut, and quoted unless it is printable."""
+    text = str(text)
+    if len(text) > most:
+        return f"{text[: most // 2]!r} … {text[-most // 4 :]!r} ({len(text):,} characters)"
+    return text if text.isprintable() else repr(text)
+
+
+def few(texts: Iterable[str], number: int, separator: str = ", ") -> str:
+    """Return the first texts of this number, and how many more there are."""
+    first = list(islice(texts, FEW))
+    return separator.join([*first, f"and {number - FEW:,} more"] if number > FEW else first)
 
 
 def check_int(name: str, value: Any, kinds: str = "an integer") -> int:

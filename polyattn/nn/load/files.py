@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
+from polyattn.arguments import few, short
 from polyattn.arrays import Array
 
 __all__ = ["Weights", "check_folder", "imported", "read_config", "read_weights"]
@@ -128,21 +129,27 @@ def _read_shards(index: Path) -> dict[str, Array]:
         name = PureWindowsPath(shard)  # It understands both separators, and drives.
         if name.anchor or ".." in name.parts:
             raise ValueError(
-                f"{index} names the file {shard!r}, which is outside the folder: weights are read"
-                " only from the folder of the index"
+                f"{index} names the file {short(repr(shard), 200)}, which is outside the folder:"
+                " weights are read only from the folder of the index"
             )
         if not (index.parent / shard).is_file():
-            raise FileNotFoundError(f"there is no {index.parent / shard}, which {index} names")
+            raise FileNotFoundError(f"there is no {_place(index, shard)}, which {index} names")
     weights: dict[str, Array] = {}
     for shard, listed in names.items():
         arrays = _read(index.parent / shard)
         missing = [name for name in listed if name not in arrays]
         if missing:
             raise ValueError(
-                f"{index.parent / shard} has no {', '.join(missing)}, which {index} says it has"
+                f"{_place(index, shard)} has no {few(map(short, missing), len(missing))}, which"
+                f" {index} says it has"
             )
         weights |= {name: arrays[name] for name in listed}
     return weights
+
+
+def _place(index: Path, shard: str) -> str:
+    """Return the path of a file that an index names, for a message."""
+    return f"{index.parent / short(shard)}"
 
 
 def _shards(index: Path) -> dict[str, list[str]]:
@@ -167,7 +174,7 @@ def _reading(file: Path) -> Iterator[None]:
     except (OSError, ImportError, MemoryError):
         raise
     except Exception as error:
-        reason = str(error) or type(error).__name__
+        reason = short(error, 600) or type(error).__name__
         raise ValueError(f"{file} is damaged, or of an unsupported kind: {reason}") from error
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from polyattn.arguments import check_int
+from polyattn.arguments import check_int, few, short
 from polyattn.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
@@ -172,9 +172,10 @@ def _shape_of(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int
     for name in names:
         if name in weights and len(weights[name].shape) == rank:
             return tuple(weights[name].shape)
+    have = (f"{short(name)} {tuple(array.shape)}" for name, array in weights.items())
     raise ValueError(
         f"weights have no {names[0]} of {rank} axes, which determines the layer's sizes; they have"
-        f" {', '.join(f'{name} {tuple(array.shape)}' for name, array in weights.items())}"
+        f" {few(have, len(weights))}"
     )
 
 

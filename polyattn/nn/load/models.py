@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from polyattn.arguments import short
 from polyattn.arrays import Array
 from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
@@ -174,18 +175,20 @@ def _load(
     """Load a model of one of the families."""
     check_folder(weights)
     family, settings = family_of(families, *read_config(weights, config))
+    source = "weights" if isinstance(weights, Mapping) else f"weights of {weights}"
     # The plan reads all settings before it asks for the blocks, and so for the weights.
     read: dict[str, Array] = {}
 
     def blocks(prefix: str, count: int, setting: str) -> list[str]:
         read.update(_base_weights(weights, family))
-        return block_names(read, prefix, count, setting)
+        return block_names(read, source, prefix, count, setting)
 
     plan = family.plan(settings, blocks, wanted)
     _use_or_drop_head(read, plan)
     advice = {HEAD: "a base model has no output map: pass logits=False for hidden states"}
     origin = f"{family.title} of this config"
-    return plan.finished(fill(plan.model, read, like=like, origin=origin, advice=advice))
+    model = fill(plan.model, read, like=like, origin=origin, source=source, advice=advice)
+    return plan.finished(model)
 
 
 def family_of(
@@ -226,7 +229,9 @@ def _base_weights(weights: Weights, family: Family) -> dict[str, Array]:
         (name for name in arrays if str(name).endswith((".qweight", ".weight_packed"))), None
     )
     if packed is not None:
-        raise ValueError(f"{packed} is quantized, as GPTQ and AWQ store weights: {UNQUANTIZED}")
+        raise ValueError(
+            f"{short(packed)} is quantized, as GPTQ and AWQ store weights: {UNQUANTIZED}"
+        )
     return renamed(arrays, partial(_base_name, family))
 
 

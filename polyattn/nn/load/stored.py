@@ -8,11 +8,13 @@ loads them.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeVar
 
+from polyattn.arguments import few, short
 from polyattn.arrays import Array, cast, facts_of, library_of
 from polyattn.dispatch.transfer import convert_like
 from polyattn.nn.layers import LayerNorm, Linear, RMSNorm
@@ -55,18 +57,26 @@ def fill(
     *,
     like: Array,
     origin: str,
+    source: str = "weights",
     advice: Mapping[str, str] | None = None,
 ) -> M:
     """Return a module with arrays in place of `Stored`.
 
-    Errors call the module `origin`, and give the `advice` for a weight that is missing.
+    Errors call the module `origin` and the weights `source`, and give the `advice` for a weight
+    that is missing.
     """
     facts = facts_of(like, "like")
     if facts.dtype not in DTYPES:
         raise ValueError(f"like must have a floating dtype; got {like.dtype}")
     xp = library_of(like).xp
     wanted: dict[str, Stored] = module.parameters()
-    _check(wanted.values(), weights, origin, advice or {})
+    expected = {name: shape for x in wanted.values() for name, shape in x.sources.items()}
+    wrong = _misfits(expected, weights, advice or {})
+    unknown = [name for name in weights if name not in expected]
+    if wrong or unknown:
+        more = (f"{short(name)}: unknown, {facts_of(weights[name])}" for name in unknown)
+        listed = few(chain(wrong, more), len(wrong) + len(unknown), "\n  ")
+        raise ValueError(f"{source} do not fit {origin}:\n  {listed}")
 
     def read(stored: Stored) -> Array:
         arrays = []
@@ -80,27 +90,22 @@ def fill(
     return module.with_parameters({name: read(stored) for name, stored in wanted.items()})
 
 
-def _check(
-    wanted: Iterable[Stored],
-    weights: Mapping[str, Array],
-    origin: str,
-    advice: Mapping[str, str],
-) -> None:
-    """Raise one error that lists every name, shape and dtype that does not fit."""
-    expected = {name: shape for stored in wanted for name, shape in stored.sources.items()}
+def _misfits(
+    expected: Mapping[str, Shape], weights: Mapping[str, Array], advice: Mapping[str, str]
+) -> list[str]:
+    """Return a line for each array that is missing, or has another shape or dtype."""
     wrong = []
-    actual = {name: facts_of(array, name) for name, array in weights.items()}
     for name, shape in expected.items():
-        if name not in actual:
+        if name not in weights:
             more = f"; {advice[name]}" if name in advice else ""
             wrong.append(f"{name}: missing, expected {shape}{more}")
-        elif actual[name].shape != shape:
-            wrong.append(f"{name}: expected {shape}, got {actual[name].shape}")
-        elif actual[name].dtype not in DTYPES:
-            wrong.append(f"{name}: expected {', '.join(DTYPES)}, got {actual[name].dtype}")
-    wrong += [f"{name}: unknown, {actual[name]}" for name in actual if name not in expected]
-    if wrong:
-        raise ValueError(f"weights do not fit {origin}:\n  " + "\n  ".join(wrong))
+            continue
+        actual = facts_of(weights[name], name)
+        if actual.shape != shape:
+            wrong.append(f"{name}: expected {shape}, got {actual.shape}")
+        elif actual.dtype not in DTYPES:
+            wrong.append(f"{name}: expected {', '.join(DTYPES)}, got {actual.dtype}")
+    return wrong
 
 
 # ---- parts of modules --------------------------------------------------------------------------
@@ -182,8 +187,9 @@ def renamed(weights: Mapping[str, Array], name_of: Callable[[str], str | None]) 
         if new is None:
             continue
         if new in arrays:
-            raise ValueError(f"{sources[new]} and {name} are one weight, {new}: leave one out")
-        facts_of(array, name)
+            one, other = short(sources[new]), short(name)
+            raise ValueError(f"{one} and {other} are one weight, {short(new)}: leave one out")
+        library_of(array, short(name))
         arrays[new], sources[new] = array, name
     return arrays
 
@@ -198,17 +204,19 @@ def without_prefix(weights: Mapping[str, Array], prefix: str) -> dict[str, Array
     return arrays
 
 
-def block_names(weights: Mapping[str, Array], prefix: str, count: int, setting: str) -> list[str]:
+def block_names(
+    weights: Mapping[str, Array], source: str, prefix: str, count: int, setting: str
+) -> list[str]:
     """Return the names of a model's blocks, if the weights have as many as a setting says."""
     rests = (name.removeprefix(prefix) for name in weights if name.startswith(prefix))
     blocks = len({number for number, dot, _ in (rest.partition(".") for rest in rests) if dot})
     if count > blocks:
         raise ValueError(
-            f"config: {setting} is {count}, and weights have {blocks} blocks, whose names begin"
+            f"config: {setting} is {count}, and {source} have {blocks} blocks, whose names begin"
             f" with {prefix}0. and so on; {_examples(weights)}"
         )
     return [f"{prefix}{number}" for number in range(count)]
 
 
 def _examples(weights: Mapping[str, Array]) -> str:
-    return f"the first names are {', '.join(list(weights)[:3]) or 'none'}"
+    return f"the first names are {', '.join(map(short, islice(weights, 3))) or 'none'}"
