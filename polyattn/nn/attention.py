@@ -191,7 +191,7 @@ class MultiHeadAttention(Module):
             The tokens whose values are summed, shape (..., S, context_size); `context` by default.
         cache : KVCache, optional
             The keys and values of the tokens before `x`.
-        positions : Array of int, optional
+        positions : Array or sequence of int, optional
             Positions of `x` for `rotary`, shape (L,) or (..., L); by default they follow the
             cache.
         **options : Any

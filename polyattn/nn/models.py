@@ -152,9 +152,9 @@ class Transformer(Module):
             The tokens that `DecoderBlock` attends to, shape (..., S, size).
         caches : tuple of KVCache, optional
             A cache for each block, with the tokens before `ids`.
-        segments : Array of int, optional
-            The segment of each token, shape (..., L); 0 by default.
-        positions : Array of int, optional
+        segments : Array or sequence of int, optional
+            The segment of each token, shape (L,) or (..., L); 0 by default.
+        positions : Array or sequence of int, optional
             Positions of the tokens, shape (L,) or (..., L); by default they follow the caches.
         **options : Any
             Options of the blocks: ``mask``, ``is_causal``, ``score_mod``, ``backend`` and so on.
