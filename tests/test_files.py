@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import resource
 import stat
 from pathlib import Path
 
@@ -51,6 +50,8 @@ def contents(folder):
 @contextlib.contextmanager
 def disk(size):
     """Let no file be longer than this."""
+    import resource  # of Unix only
+
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
