@@ -31,7 +31,7 @@ def check_range(name: str, ids: Array, allowed: range) -> None:
     if not _is_readable(ids):
         return
     numbers = np.asarray(ids)
-    if not numbers.size or (numbers.min() in allowed and numbers.max() in allowed):
+    if not numbers.size or (allowed.start <= numbers.min() and numbers.max() < allowed.stop):
         return
     place = np.argwhere((numbers < allowed.start) | (numbers >= allowed.stop))[0]
     index = tuple(place.tolist())
