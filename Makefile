@@ -29,7 +29,7 @@ slow: $(VENV)/.test  ## the tests that take long, whole (SLOW="slow and covering
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy polyattn backends tests/api/typed.py
+	$(BIN)/mypy polyattn polyattn_command backends tests/api/typed.py
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each

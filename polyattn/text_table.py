@@ -10,15 +10,21 @@ from itertools import zip_longest
 
 from polyattn.tracing import constant_when_traced
 
-__all__ = ["line", "paragraph", "table", "terminal_width"]
+__all__ = ["line", "paragraph", "printable", "table", "terminal_width"]
 
-NARROWEST = 8  # a column is not made narrower, though the table be too wide
+NARROWEST = 8  # columns of text: a column of a table is not made narrower
+LEAST = 60  # columns of the terminal: one that is narrower wraps the lines itself
 
 
 @constant_when_traced
 def terminal_width() -> int:
     """Return the columns of the terminal, or of COLUMNS; in a file a line may have any length."""
-    return shutil.get_terminal_size((sys.maxsize, 1)).columns
+    return max(LEAST, shutil.get_terminal_size((sys.maxsize, 1)).columns)
+
+
+def printable(text: str) -> str:
+    """Return text with a ? for each control character: it could change a terminal, or hide text."""
+    return "".join(x if x.isprintable() or x == "\n" else "?" for x in text)
 
 
 def table(rows: Sequence[tuple[str, ...]], right: Sequence[int] = ()) -> list[str]:

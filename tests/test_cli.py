@@ -2,7 +2,11 @@
 
 import ast
 import json
+import os
 import re
+import resource
+import shlex
+import signal
 import subprocess
 import sys
 import types
@@ -11,12 +15,14 @@ from functools import partial
 import pytest
 
 import polyattn
+import polyattn_command
 from polyattn import BackendError, cli
 from polyattn.cli import main
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
 from polyattn.dispatch import listing
 from polyattn.progress import progress
+from polyattn.streams import complain, show
 
 
 def test_backends(capsys):
@@ -119,7 +125,8 @@ def test_explain_where_nothing_can(capsys):
     [
         (["explain", "--shape", "2,64", "--backend", "nunpy"], 2, "did you mean 'numpy'?"),
         (["explain", "--shape", "2,64", "--key-shape", "2,32"], 2, "64 and 32"),
-        (["explain", "--shape", "2,64", "--dtype", "int8"], 2, "has dtype int8"),
+        (["explain", "--shape", "2,64", "--dtype", "int8"], 2, "got 'int8'"),
+        (["explain", "--shape", "2,64", "--dtype="], 2, "float64; got ''"),
         (["explain", "--shape", "2,64", "--window", "3"], 2, "(left, right)"),
     ],
 )
@@ -173,20 +180,6 @@ def test_the_environment_variable_reaches_the_command_line(capsys, monkeypatch):
     monkeypatch.setenv("POLYATTN_BACKEND", "torch")
     assert main(["explain", "--shape", "2,64"]) == 0
     assert "selected by POLYATTN_BACKEND=torch" in capsys.readouterr().out
-
-
-def test_a_full_disk_is_said_in_a_line():
-    command = f"{sys.executable} -m polyattn explain --shape 2,64 > /dev/full"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr.startswith("polyattn: ")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    command = f"{sys.executable} -m polyattn explain --shape 2,64 | true"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert done.stderr == ""
 
 
 # ---- what holds of every command ----
@@ -246,6 +239,127 @@ def test_the_demo_reads_the_weights_that_the_help_looks_for():
         isinstance(node, ast.Assign) and ast.unparse(node) == f"MODULE = '{cli.WEIGHTS}'"
         for node in weights.body
     )
+
+
+# ---- standard streams, a full disk, Ctrl-C ----
+
+STARTED = "import sys; from polyattn_command import main; sys.exit(main())"
+#: What makes a command short.
+BRIEF = {
+    "backends": "from polyattn.dispatch import registry; registry.names = lambda: ('numpy',); ",
+    "check": "from polyattn import conformance as c; c.ESSENTIAL = {'plain': c.CASES['plain']}; ",
+}
+RUNS = {
+    "backends": ["backends"],
+    "explain": EXPLAIN,
+    "check": QUICK,
+    "bench": ["bench", "--backends=numpy", "--lengths=16", "--seconds=0.1"],
+    "export": ["export", "model.onnx", "--shape=2,8,64"],
+    "--help": ["--help"],
+}
+WITHOUT_ANY = "exec 0<&- 1>&- 2>&-; exec"
+
+
+def started(command, folder, before="exec", code=None, unbuffered=""):
+    """Run a command in a folder, by a shell that opens and closes streams first."""
+    code = BRIEF.get(command, "") + STARTED if code is None else code
+    words = [sys.executable, "-P", "-c", code, *RUNS[command]]
+    return subprocess.run(
+        ["bash", "-c", f"{before} {shlex.join(words)}"], capture_output=True, text=True, cwd=folder,
+        timeout=120, env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_closed_streams_are_no_fault(command, tmp_path):
+    done = started(command, tmp_path, WITHOUT_ANY)
+    assert done.returncode == 0
+    if command == "export":  # no output went into the file
+        onnx = pytest.importorskip("onnx")
+        onnx.checker.check_model(str(tmp_path / "model.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered"), [*((command, "") for command in RUNS), ("--help", "1")]
+)
+def test_output_that_fits_on_no_disk_is_an_error(command, unbuffered, tmp_path):
+    done = started(command, tmp_path, "exec >/dev/full; exec", unbuffered=unbuffered)
+    assert done.returncode == 1
+    assert done.stderr == f"polyattn {command}: standard output: No space left on device\n"
+
+
+def test_errors_that_fit_on_no_disk_change_no_exit_code(tmp_path):
+    assert started("explain", tmp_path, "exec >/dev/full 2>/dev/full; exec").returncode == 1
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+    assert started("explain", tmp_path, "exec > >(true); exec").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("check", "--html"), ("bench", "--json"), ("export", None)]
+)
+def test_a_file_that_fits_on_no_disk_is_named(command, option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("polyattn.conformance.ESSENTIAL", {"plain": CASES["plain"]})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        code = main([*RUNS[command], *([option, "model.onnx"] if option else [])])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert re.match(f"polyattn {command}: .*model.onnx: File too large", said[0])
+
+
+INTERRUPTED = """
+import os, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {moment!r}:
+            os.kill(os.getpid(), 2)
+sys.meta_path.insert(0, Interrupt())
+from polyattn_command import main
+sys.exit(main())
+"""
+#: What a command imports, first to last.
+MOMENTS = [
+    ("explain", "signal"),
+    ("explain", "numpy"),
+    ("backends", "tqdm"),
+    ("check", "tqdm"),
+    ("bench", "polyattn.bench.workload"),
+    ("export", "spox"),
+]
+
+
+@pytest.mark.parametrize(("command", "moment"), MOMENTS)
+def test_ctrl_c_shows_no_traceback_and_leaves_what_was_there(command, moment, tmp_path):
+    (tmp_path / "model.onnx").write_bytes(b"an older one")
+    done = started(command, tmp_path, code=INTERRUPTED.format(moment=moment))
+    assert done.returncode == 130
+    assert re.fullmatch(rf"(polyattn {command}: interrupted.*\n)?", done.stderr)
+    assert (tmp_path / "model.onnx").read_bytes() == b"an older one"
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_a_second_ctrl_c_shows_no_traceback_either(monkeypatch):
+    def stop():
+        raise KeyboardInterrupt
+
+    ignored = []
+    monkeypatch.setattr(cli, "main", stop)
+    monkeypatch.setattr(signal, "signal", lambda *handler: ignored.append(handler))
+    assert polyattn_command.main() == 130
+    assert ignored == [(signal.SIGINT, signal.SIG_IGN)]
+
+
+def test_no_text_of_others_reaches_the_terminal_as_a_command(capsys):
+    show("one\x1b[31m\r\u202etwo\nÄ")
+    complain("\x9b31m")
+    assert capsys.readouterr() == ("one?[31m??two\nÄ\n", "?31m\n")
 
 
 def few_checks():

@@ -271,7 +271,7 @@ class Renamed(polyattn.nn.Module):
 X, LINEAR = {"x": ("B", 4)}, polyattn.nn.Linear.init(4, 3, like=np.zeros(1, np.float32))
 REFUSED = {
     "dtype of no input": ((attention, SHAPES), {"dtype": {"quer": "float64"}}, "not an input; the"),
-    "dtype": ((attention, SHAPES), {"dtype": "bfloat16"}, "the input query is of dtype bfloat16,"),
+    "dtype": ((attention, SHAPES), {"dtype": "bfloat16"}, "input query is of dtype 'bfloat16',"),
     "opset": ((attention, SHAPES), {"opset": 24.0}, "opset must be an integer; got 24.0"),
     "inputs": ((attention, list(SHAPES)), {}, "inputs must map names to shapes, such as .* list"),
     "shape": ((LINEAR, {"x": 5}), {}, "the shape of x must hold positive lengths and names.* 5"),

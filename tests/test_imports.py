@@ -28,6 +28,7 @@ GROUND = {
     "recent",
     "refused",
     "span",
+    "streams",
     "text_table",
     "threads",
     "tracing",

@@ -11,6 +11,7 @@ from polyattn.arguments import Shape, check_int, check_shape
 from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
 from polyattn.autocast import autocast, casts
 from polyattn.call.describe import describe
+from polyattn.call.features import DTYPES
 from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.request import request
@@ -77,7 +78,8 @@ def explain(
     check_names("explain", options)
     arguments: dict[str, Any] = dict(options)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
-
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if chunks is not None and library != "dask":
         raise ValueError(f'chunks are of arrays of dask: library="dask"; got {library!r}')
     layout = arguments.get("layout", "...HLD")

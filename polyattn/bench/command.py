@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from polyattn.call.features import DTYPES
 from polyattn.extras import require_matplotlib
 from polyattn.files import check_file, replacing, write_file
 from polyattn.progress import progress
+from polyattn.streams import complain, show
 
 __all__ = ["add_options", "run"]
 
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         from polyattn.bench.report import read
 
         a, b = options.compare
-        print("\n".join(compare(read(a), read(b), str(a), str(b))))
+        show("\n".join(compare(read(a), read(b), str(a), str(b))))
         return 0
     return _measure(options)
 
@@ -159,7 +159,7 @@ def _measure(options: argparse.Namespace) -> int:
         report.interrupted = False
         _print(table.footer(titles))
     except KeyboardInterrupt:
-        print(f"polyattn bench: interrupted after {len(report.rows)} rows", file=sys.stderr)
+        complain(f"polyattn bench: interrupted after {len(report.rows)} rows")
     finally:  # also after an error, such as a closed pipe
         written = _write(report, options)
     if report.interrupted:
@@ -199,10 +199,7 @@ def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Name
         elif options.backends:
             raise UnsupportedError(f"{one.name} does not support this call\n{refusals[-1]}")
         else:
-            print(
-                f"polyattn bench: {one.name} does not support this call and is left out",
-                file=sys.stderr,
-            )
+            complain(f"polyattn bench: {one.name} does not support this call and is left out")
     if not supporting:
         raise UnsupportedError(
             "no installed backend supports this call; name one with --backends to see why"
@@ -237,7 +234,7 @@ def _write(report: Any, options: argparse.Namespace) -> bool:
                 write(report, file)
         except OSError as error:
             failed.append(name)
-            print(f"polyattn bench: --{name} {file}: {error.strerror}", file=sys.stderr)
+            complain(f"polyattn bench: --{name} {file}: {error.strerror}")
     return not failed
 
 
@@ -262,5 +259,5 @@ def _print(lines: Sequence[str]) -> None:
     """Print lines above the progress bar, at once even into a pipe."""
     from tqdm import tqdm
 
-    tqdm.write("\n".join(lines))
-    sys.stdout.flush()
+    with tqdm.external_write_mode():
+        show("\n".join(lines))

@@ -179,7 +179,7 @@ def _check_dtype(what: str, dtype: Any) -> str:
     name = getattr(dtype, "__name__", None) or str(dtype)  # numpy.float32 is a class
     if name not in DTYPES:
         raise ValueError(
-            f"{what} is of dtype {name}, which a graph of ndonnx does not have: cast to one of"
+            f"{what} is of dtype {name!r}, which a graph of ndonnx does not have: cast to one of"
             f" {', '.join(DTYPES)}"
         )
     return name
