@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.machine:
         others.append(f"--machine={options.machine}")
     with configuration(options.quick) as (conf, results):
-        asv = [sys.executable, "-m", "asv", "--config", str(conf)]
+        asv = [sys.executable, "-P", "-m", "asv", "--config", str(conf)]
         introduce(asv, options.machine)
         code, benchmarks = run(asv, results, options, others)
     gaps = list(missing(benchmarks, expected(polyattn.list_backends())))
@@ -105,7 +105,7 @@ def run(
 def why_not_labelled() -> str | None:
     """Return why results cannot be labelled with the current commit, or None."""
     # -E ignores PYTHONPATH, as asv does.
-    where = [sys.executable, "-E", "-c", "import polyattn; print(polyattn.__file__)"]
+    where = [sys.executable, "-E", "-P", "-c", "import polyattn; print(polyattn.__file__)"]
     output = subprocess.run(where, cwd=HERE, check=True, capture_output=True, text=True).stdout
     installed = Path(output.strip()).resolve().parent.parent
     if installed != ROOT:

@@ -120,7 +120,7 @@ while True:
 def server():
     """Return a process that runs models."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen([sys.executable, "-c", SERVER], **pipes)
+    return subprocess.Popen([sys.executable, "-P", "-c", SERVER], **pipes)
 
 
 def run_in_server(model, feeds):

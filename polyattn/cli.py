@@ -350,7 +350,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     for name, values in (("a backend", options.backends), ("--kernel", options.kernel)):
         if values:
             raise ValueError(f"--callable takes the place of {name}; got {' '.join(values)}")
-    sys.path.insert(0, "")  # where `python -m` looks for the user's modules
+    sys.path.append("")  # the current folder last: no file in it replaces an installed module
     function = callables.load(options.callable)
     target = callables.target_of(options.callable, options.library)
     bar = partial(progress, unit="case")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def said_by(*arguments: str) -> str:
     """Return the output of the command line, at the width of a page."""
     return subprocess.run(
-        [sys.executable, "-m", "polyattn", *arguments],
+        [sys.executable, "-P", "-m", "polyattn", *arguments],
         env=os.environ | {"COLUMNS": "88", "NO_COLOR": "1"},
         capture_output=True,
         check=True,

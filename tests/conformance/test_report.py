@@ -15,7 +15,8 @@ from polyattn.call.features import DTYPES, FEATURES
 from polyattn.cli import main
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.catalogue import TOPICS
-from polyattn.conformance.report import report, run
+from polyattn.conformance.checks import promises
+from polyattn.conformance.report import html, report, run
 from polyattn.dispatch import registry
 from polyattn.kernels import Dense
 from polyattn.plugin import Backend
@@ -382,3 +383,25 @@ def test_figures_are_those_of_the_tolerance():
     off = deviation(attention(q, k, v), output_yardstick(CASES["plain"]), "plain")
     assert cell("plain").units == off.units
     assert np.isclose(cell("plain").share, off.share)
+
+
+def test_checks_in_a_new_interpreter_run_no_module_of_the_current_folder(tmp_path, monkeypatch):
+    for name in ("numpy", "random", "polyattn_numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the folder')")
+    monkeypatch.chdir(tmp_path)
+    promises.check_import_hygiene("numpy")
+
+
+def test_what_a_plugin_says_is_neither_html_nor_a_command_of_the_terminal(monkeypatch, capsys):
+    section = run.steps([Target("numpy")], {}, ["dense"])[0].section
+    section.plugin["the kernel <i>"] = "not checked: it runs on <b>\x1b[31m"
+    section.failures.append(report.Failure("dense", "plain", "<u>\x1b[31m"))
+    found = report.Report([section], 1, 1)
+    page = html.page(found)
+    assert not re.search("<[iu]>|<b>.?\x1b", page)
+    assert "&lt;b&gt;" in page
+    monkeypatch.setattr(run, "run", lambda *steps: found)
+    assert main(QUICK) == 1
+    out = capsys.readouterr().out
+    assert "<b>?[31m" in out
+    assert "<u>?[31m" in out

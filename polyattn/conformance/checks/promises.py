@@ -199,9 +199,9 @@ def check_first_call_from_threads(target: Target, variant: KernelVariant) -> Non
 
 
 def _in_a_new_interpreter(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-    )
+    # -P: else a module in the current folder would run in place of an installed one.
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     assert done.returncode == 0, f"{last}\n{done.stderr}"
     return done.stdout

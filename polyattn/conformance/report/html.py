@@ -110,7 +110,7 @@ def _section(section: Section) -> Iterator[str]:
         yield "</ul></details>"
     yield "<ul>"
     for promise, result in section.plugin.items():
-        yield f"<li>{escape(promise[0].upper() + promise[1:])}: {result}.</li>"
+        yield f"<li>{escape(f'{promise[0].upper()}{promise[1:]}: {result}')}.</li>"
     yield "</ul>"
 
 
