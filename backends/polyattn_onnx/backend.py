@@ -54,6 +54,7 @@ class OnnxBackend(Backend):
     """Graphs of ONNX; a device is the opset whose operator Attention may be used."""
 
     kernels = (Native(),)
+    computes = False
 
     def __init__(self) -> None:
         super().__init__(namespace_of(ndonnx.asarray(0)))

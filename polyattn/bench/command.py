@@ -151,7 +151,7 @@ def _measure(options: argparse.Namespace) -> int:
     report.interrupted = True
     try:
         with progress(unit="row", total=len(titles) * len(options.lengths)) as bar:
-            measure_peaks(report, contenders, bar.set_description)
+            measure_peaks(report, contenders, deadline, bar.set_description)
             _print(table.heading(report, titles))
             for rows in measure(report, contenders, options.lengths, deadline, bar.set_description):
                 _print(table.group(report, rows, titles))

@@ -12,7 +12,7 @@ from polyattn.api.attention import attention
 from polyattn.api.explain import explain
 from polyattn.bench.workload import Workload
 from polyattn.dispatch import registry
-from polyattn.dispatch.errors import BackendUnavailableError
+from polyattn.dispatch.errors import BackendUnavailableError, UnsupportedError
 from polyattn.dispatch.request import parse
 from polyattn.plugin import Array, Backend
 
@@ -84,8 +84,9 @@ class Running:
 
 
 def everything_here() -> list[str]:
-    """Return the names of all backends that can be loaded."""
-    return [name for name in registry.names() if registry.load(name) is None]
+    """Return the names of all backends that can be loaded and compute."""
+    loaded = [name for name in registry.names() if registry.load(name) is None]
+    return [name for name in loaded if registry.loaded(name).computes]
 
 
 def contenders(names: str | Iterable[str]) -> list[Contender]:
@@ -113,6 +114,11 @@ def _named(name: str) -> Iterator[Contender]:
         raise BackendUnavailableError(f"the backend {stem!r} cannot be used: {failure}")
     spec, devices = registry.spec_of(stem), registry.devices_of(stem)
     library, backend = spec.namespaces[0], registry.loaded(stem)
+    if not backend.computes:
+        raise UnsupportedError(
+            f"the backend {stem!r} makes a graph, which another program runs: there is no call to"
+            " time"
+        )
     if not devices and not wanted:
         yield Contender(stem, stem, library, None, spec.devices[0], backend)
         return

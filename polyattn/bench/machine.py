@@ -90,10 +90,8 @@ class Machine:
 def fact(name: str, text: str) -> list[str]:
     """Return a fact as lines that fit the terminal, of at most 100 columns."""
     indent = " " * 13
-    # Text from files and errors must not send control characters to the terminal.
-    plain = "".join(char if char.isprintable() else " " for char in text)
     return textwrap.wrap(
-        plain, min(99, terminal_width()), initial_indent=f"  {name:<11}", subsequent_indent=indent,
+        text, min(99, terminal_width()), initial_indent=f"  {name:<11}", subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ compared with the same limits.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -50,11 +51,13 @@ class Peak:
     bandwidth: float
 
 
-def measure(contender: Contender, dtype: str) -> Peak:
-    """Return the rates that a backend reaches on its device."""
-    return Peak(
-        contender.name, contender.hardware, _product(contender, dtype), _bandwidth(contender)
-    )
+def measure(contender: Contender, dtype: str, until: float = math.inf) -> Peak:
+    """Return the rates that a backend reaches on its device.
+
+    Arrays grow until a time of `time.perf_counter`, as far as it can be predicted.
+    """
+    product = _product(contender, dtype, until)
+    return Peak(contender.name, contender.hardware, product, _bandwidth(contender, until))
 
 
 def roofs(peaks: Iterable[Peak]) -> dict[str, Peak]:
@@ -77,15 +80,19 @@ def roof(peak: Peak, workload: Workload, length: int) -> float:
     return min(peak.product, intensity * peak.bandwidth)
 
 
-def _product(contender: Contender, dtype: str) -> float:
+def _product(contender: Contender, dtype: str, until: float = math.inf) -> float:
     backend = contender.backend
     # Attention may compute 16-bit scores in float32, where a library has slow products of 16 bits.
     ways = [(backend.matmul, "float32" if dtype in NARROW else dtype)]
     ways += [(backend.xp.matmul, dtype)] if dtype in NARROW else []
-    return max(_product_by(contender, backend.compile(multiply), own) for multiply, own in ways)
+    return max(
+        _product_by(contender, backend.compile(multiply), own, until) for multiply, own in ways
+    )
 
 
-def _product_by(contender: Contender, multiply: Callable[..., Array], dtype: str) -> float:
+def _product_by(
+    contender: Contender, multiply: Callable[..., Array], dtype: str, until: float
+) -> float:
     """Return the largest rate over squares that grow until a product takes long."""
     backend, fastest = contender.backend, 0.0
     # Random numbers: on ones a GPU draws less power and runs faster than on real data.
@@ -100,12 +107,12 @@ def _product_by(contender: Contender, multiply: Callable[..., Array], dtype: str
 
         seconds = _least(call)
         fastest = max(fastest, 2 * side**3 / seconds)
-        if seconds > LONG:
+        if seconds > LONG or _is_too_late(8 * seconds, until):
             break
     return fastest
 
 
-def _bandwidth(contender: Contender) -> float:
+def _bandwidth(contender: Contender, until: float = math.inf) -> float:
     backend = contender.backend
     compiled, size = backend.compile(_add), SMALLEST
     while True:
@@ -120,9 +127,14 @@ def _bandwidth(contender: Contender) -> float:
             backend.synchronize(contender.device)
 
         seconds = _least(call)
-        if seconds > BRIEF or size >= LARGEST:
+        if seconds > BRIEF or size >= LARGEST or _is_too_late(2 * seconds, until):
             return 1.5 * size / seconds  # both arrays are read and one is written
         size *= 2
+
+
+def _is_too_late(seconds: float, until: float) -> bool:
+    """Return whether there is no time to measure a call of so many seconds."""
+    return time.perf_counter() + max(FOR, 2 * seconds) > until
 
 
 def _least(call: Callable[[], None]) -> float:

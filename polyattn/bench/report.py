@@ -6,16 +6,21 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from polyattn.bench.machine import Machine
 from polyattn.bench.peaks import Peak, roof, roofs
 from polyattn.bench.timing import Spread
 from polyattn.bench.workload import Workload
+from polyattn.text_table import printable
 
 __all__ = ["Report", "Row", "read"]
 
 FORMAT, VERSION = "polyattn bench", 1
+# What the numbers of a file may be: seconds of a call, and any number.
+SHORTEST, LONGEST = 1e-12, 1e12
+MOST = 1e30
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,11 @@ class Report:
 def read(file: Path) -> Report:
     """Return the report of a file that ``polyattn bench --json`` wrote."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        text = file.read_text(encoding="utf-8")
+        data = _cleaned(json.loads(text, parse_constant=_refuse))
         kind, version = data["format"], data["version"]
-        if kind != FORMAT:
-            raise KeyError(kind)
+        if kind != FORMAT or type(version) is not int:
+            raise TypeError(kind)
         if version == VERSION:
             return _checked(Report.from_dict(data))
     except OSError as error:
@@ -139,16 +145,43 @@ def _refuse(name: str) -> None:
 
 def _checked(report: Report) -> Report:
     """Return the report, or raise if one of its values has the wrong type or range."""
-    report.machine.lines()
+    for one in (report, report.machine, report.workload, *report.peaks, *report.rows):
+        for name, hint in get_type_hints(type(one)).items():
+            if not _fits(getattr(one, name), hint):
+                raise TypeError(name)
     for row in report.rows:
-        times = (row.seconds, row.low, row.high)
-        if not (isinstance(row.backend, str) and row.length > 0):
-            raise TypeError(row)
-        if any(time is not None for time in times) and not all(
-            time is not None and 0 < time < math.inf for time in times
-        ):
+        times: Any = (row.low, row.seconds, row.high)
+        ordered = [SHORTEST, *times, LONGEST]  # comparing None with a number is a TypeError
+        if row.length < 1 or (times != (None,) * 3 and ordered != sorted(ordered)):
             raise ValueError(row)
     return report
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is of the type of a field, and its numbers within bounds."""
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is UnionType:
+        return any(_fits(value, part) for part in parts)
+    if kind is float:
+        return type(value) in (int, float) and 0 <= value <= MOST
+    if kind is int:
+        return type(value) is int and 0 <= value <= MOST
+    if type(value) is not kind:
+        return False
+    if kind is dict:
+        return all(_fits(part, parts[1]) for part in value.values())
+    if kind is list:
+        return all(type(part) is parts[0] for part in value)
+    return kind is not tuple or (len(value) == len(parts) and all(map(_fits, value, parts)))
+
+
+def _cleaned(value: Any) -> Any:
+    """Return a value of JSON with a ? for each character of its texts that does not print."""
+    if isinstance(value, dict):
+        return {_cleaned(name): _cleaned(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_cleaned(one) for one in value]
+    return printable(value).replace("\n", "?") if isinstance(value, str) else value
 
 
 def number(value: float) -> float | None:

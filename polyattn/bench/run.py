@@ -46,13 +46,22 @@ class Started(NamedTuple):
     seconds: float
 
 
-def measure_peaks(report: Report, contenders: Sequence[Contender], say: Say) -> None:
-    """Measure the hardware rates by each backend; one that fails is skipped."""
-    for contender in contenders:
+def measure_peaks(
+    report: Report, contenders: Sequence[Contender], deadline: float, say: Say
+) -> None:
+    """Measure the hardware rates by each backend; one that fails is skipped.
+
+    Half of the time is shared among them. Each measures at least its smallest arrays: the rates of
+    some backends only would be no roof for the others.
+    """
+    end = (time.perf_counter() + deadline) / 2
+    for done, contender in enumerate(contenders):
         say(f"{contender.name}, a matrix product and a sum")
         time.sleep(REST)
+        now = time.perf_counter()
+        until = now + (end - now) / (len(contenders) - done)
         with suppress(Exception):  # such as too little memory: the call may need less
-            report.peaks.append(peaks.measure(contender, report.workload.dtype))
+            report.peaks.append(peaks.measure(contender, report.workload.dtype, until))
 
 
 def measure(

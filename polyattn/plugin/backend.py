@@ -185,12 +185,16 @@ class Backend(BackendPrimitives, BackendTools):
     ----------
     kernels : tuple of Kernel
         The backend's own kernels, best first. The array-API kernels follow them.
+    computes : bool
+        Whether calls compute. False for a library whose arrays are nodes of a graph that another
+        program runs; ``polyattn bench`` leaves such a backend out.
     tiled : Kernel
         The array-API kernel `tiled`, for derivatives that the backend's own kernels lack. It is set
         when the plugin is loaded.
     """
 
     kernels: tuple[Kernel, ...] = ()
+    computes: ClassVar[bool] = True
     tiled: Kernel
 
     # ---- devices of arrays ----

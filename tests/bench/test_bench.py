@@ -1,5 +1,6 @@
 """What ``polyattn bench`` measures: the work, turns, the roof, errors, memory and the budget."""
 
+import math
 import sys
 import time
 import types
@@ -16,7 +17,7 @@ from polyattn.bench.machine import look
 from polyattn.bench.report import Report
 from polyattn.bench.workload import Workload
 from polyattn.dispatch import registry
-from polyattn.dispatch.errors import BackendUnavailableError, UnknownBackendError
+from polyattn.dispatch.errors import BackendUnavailableError, UnknownBackendError, UnsupportedError
 from polyattn.plugin import Backend, BackendSpec
 
 NUMPY, ARRAY_API = contenders("numpy,array-api")
@@ -140,7 +141,7 @@ def test_a_backend_that_names_no_devices_is_measured_where_its_spec_says(acme, m
 
 def test_all_that_is_here_is_every_plugin_that_loads():
     assert {"numpy", "torch", "jax"} <= set(everything_here())
-    assert "array-api" not in everything_here()
+    assert not {"array-api", "onnx"} & set(everything_here())
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,7 @@ def test_all_that_is_here_is_every_plugin_that_loads():
         ("nunpy", UnknownBackendError, "did you mean 'numpy'"),
         ("torch:tpu", BackendUnavailableError, "no device 'tpu' here; it has cpu"),
         ("auto", ValueError, "name backends"),
+        ("onnx", UnsupportedError, "'onnx' makes a graph, which another program runs"),
         ("array-api:cpu", ValueError, "takes no device; got 'array-api:cpu'"),
         ("numpy,,torch", ValueError, "a backend's name is missing"),
     ],
@@ -273,6 +275,27 @@ def test_the_peak_is_of_the_fastest_square_and_for_16_bits_of_the_faster_way(mon
     assert peaks._product(NUMPY, "float32") == 2 * 4**3 / 1e-6
     seconds = iter([2.0, 4.0])  # in float32, in float16
     assert peaks._product(NUMPY, "float16") == 2 * 4**3 / 2.0
+
+
+def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeypatch):
+    clock, everyone = [100.0], [NUMPY, ARRAY_API, *contenders("acme")]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    def slow(call):
+        clock[0] += 1.0
+        return 0.001  # as told by itself
+
+    monkeypatch.setattr(peaks, "_least", slow)
+    monkeypatch.setattr(peaks, "SIDES", (4, 8, 16, 32))
+    monkeypatch.setattr(peaks, "SMALLEST", 2**12)
+    monkeypatch.setattr(peaks, "LARGEST", 2**13)
+    for seconds, calls in ((1.0, 2 * 4), (64.0, 6 * 4)):
+        quick.peaks.clear()
+        began = clock[0]
+        run.measure_peaks(quick, everyone, began + seconds, lambda text: None)
+        assert len(quick.peaks) == len(everyone) == 4
+        assert clock[0] - began == calls
 
 
 # ---- errors ----
@@ -446,12 +469,12 @@ def test_a_length_for_which_there_is_no_memory_leaves_the_rows_before_it(quick, 
 
 
 def test_a_backend_without_a_peak_is_measured_all_the_same(quick, acme, monkeypatch):
-    def fail(contender, dtype):
+    def fail(contender, dtype, until):
         raise MemoryError
 
     monkeypatch.setattr(peaks, "measure", fail)
     quick.peaks.clear()
-    run.measure_peaks(quick, [NUMPY], lambda text: None)
+    run.measure_peaks(quick, [NUMPY], math.inf, lambda text: None)
     (rows,) = measured(quick, [NUMPY], (8,), float("inf"))
     assert rows[0].seconds > 0
     assert quick.of_product(rows[0]) is None

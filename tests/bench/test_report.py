@@ -114,7 +114,22 @@ def test_a_file_of_others_is_refused_by_its_name(text, message, tmp_path):
         ('"seconds": 0.004', '"seconds": NaN'),
         ('"seconds": 0.004', '"seconds": -1'),
         ('"seconds": 0.004', '"seconds": "fast"'),
+        ('"seconds": 0.004', '"seconds": null'),
+        ('"seconds": 0.004', '"seconds": 0.1'),  # above the quartile
+        ('"low": 0.0036', '"low": 1e-300'),
+        ('"length": 256', '"length": 0'),
+        ('"length": 256', '"length": true'),
+        ('"kernel": "tiled"', '"kernel": ["tiled"]'),
+        ('"cores": 2', '"cores": 2.5'),
+        ('"memory": 17179869184', f'"memory": {10**400}'),
+        ('"causal": true', '"causal": "no"'),
+        ('"window": [', '"window": [1,'),
+        ('"product": 200000000000.0', '"product": "fast"'),
+        ('"interrupted": false', '"interrupted": 0'),
+        ('"command": "polyattn', '"command": null, "was": "polyattn'),
+        ('"version": 1', '"version": [1]'),
         ('"load": 0.1', '"load": "high"'),
+        ('"load": 0.1', f'"load": {10**400}'),
         ('"libraries": {', '"libraries": [], "was": {'),
         ('"peaks": [', '"peaks": [' + 100_000 * "["),
     ],
@@ -125,6 +140,14 @@ def test_a_file_that_was_changed_is_refused(before, after, tmp_path):
     file.write_text(text.replace(before, after, 1), encoding="utf-8")
     with pytest.raises(ValueError, match="was not written by polyattn bench --json"):
         read(file)
+
+
+def test_texts_of_a_file_stay_in_their_line_and_are_no_commands_of_the_terminal(tmp_path):
+    file = tmp_path / "a.json"
+    text = REPORT.as_json().replace("Processor <1>", "one\\u001b[31m\\ntwo")
+    file.write_text(text.replace('"numpy"', '"num\\npy"'), encoding="utf-8")
+    assert read(file).machine.processor == "one?[31m?two"
+    assert read(file).rows[0].backend == "num?py"
 
 
 def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path):
@@ -372,7 +395,7 @@ def hasty(monkeypatch):
     monkeypatch.setattr(run, "REST", 0.0)
     monkeypatch.setattr(timing, "WINDOW", 0.0)
     monkeypatch.setattr(
-        run.peaks, "measure", lambda one, dtype: Peak(one.name, one.hardware, 1e11, 1e10)
+        run.peaks, "measure", lambda one, *_: Peak(one.name, one.hardware, 1e11, 1e10)
     )
 
 
