@@ -22,9 +22,12 @@ BACKENDS = (
     "cupy",
     "jax:cpu",
     "jax:cuda",
+    "dask",
+    "mlx",  # on its default device
+    "onnxruntime",  # on NumPy arrays
     "array-api",  # the core's kernels, on NumPy arrays
 )
-ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "array-api")
+ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "dask", "mlx", "onnxruntime", "array-api")
 ON_CUDA = ("torch:cuda", "cupy", "jax:cuda")
 
 

@@ -79,6 +79,52 @@ class Library:
         return self.call(both, along, *arrays)
 
 
+class OnnxRuntime(Library):
+    """ONNX Runtime, on NumPy arrays."""
+
+    module = "onnxruntime"
+    options = MappingProxyType({"backend": "onnxruntime"})
+
+
+class Dask(Library):
+    """Dask on the threads of this process, in chunks of tokens."""
+
+    module = "dask"
+    chunk = 512  # tokens
+
+    def put(self, array: np.ndarray) -> Any:
+        import dask.array
+
+        chunks = {array.ndim - 2: self.chunk} if array.ndim > 2 else "auto"
+        return dask.array.from_array(array, chunks=chunks)
+
+    def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
+        import dask
+
+        return lambda: dask.compute(function(*arrays))[0]
+
+
+class Mlx(Library):
+    """MLX, on its default device."""
+
+    module = "mlx"
+
+    def put(self, array: np.ndarray) -> Any:
+        import mlx.core
+
+        return mlx.core.array(array)
+
+    def call(self, function: Callable[..., Any], *arrays: Any) -> Call:
+        import mlx.core
+
+        def run() -> Any:
+            output = function(*arrays)
+            mlx.core.eval(output)
+            return output
+
+        return run
+
+
 class ArrayAPI(Library):
     """The core's own kernels, on NumPy arrays."""
 
@@ -202,5 +248,8 @@ LIBRARIES: dict[str, type[Library]] = {
     "torch": Torch,
     "cupy": CuPy,
     "jax": Jax,
+    "dask": Dask,
+    "mlx": Mlx,
+    "onnxruntime": OnnxRuntime,
     "array-api": ArrayAPI,
 }
