@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -22,6 +23,21 @@ def _same_numbers_in_any_order(request):
     if isinstance(rng, np.random.Generator):
         start = _begun.setdefault(request.module.__name__, rng.bit_generator.state)
         rng.bit_generator.state = start
+
+
+@pytest.fixture
+def meet():
+    """Return a function in which threads wait until a second one has come, and their names."""
+    seen, both = set(), threading.Event()
+
+    def meet():
+        seen.add(threading.current_thread().name)
+        if len(seen) > 1:
+            both.set()
+        assert both.wait(60)
+
+    meet.seen = seen
+    return meet
 
 
 @pytest.fixture

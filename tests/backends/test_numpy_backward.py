@@ -4,6 +4,7 @@ import math
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,7 @@ from polyattn import (
     scores,
 )
 from polyattn_numpy import backward as backward_module
-from polyattn_numpy import blocks
+from polyattn_numpy import blocks, turns
 from polyattn_numpy.tiled import Tiled
 
 B, H, G, L, S, D, E = 2, 4, 2, 70, 80, 8, 12
@@ -267,33 +268,58 @@ def test_one_item_has_the_same_bits_alone(many_pieces):
                 assert one.tobytes() == among[item : item + 1].tobytes()
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_several_threads_work_and_add_in_one_order(many_pieces, heads):
-    seen = set()
+@pytest.fixture
+def first_piece_last(monkeypatch):
+    """Hold the first piece back until another has to wait for it, or all others have ended.
 
-    def watch(b, h, i, j):
+    Return the threads that worked, and the pieces that had to wait for the first.
+    """
+    seen, waited, ended, go_on = set(), set(), [], threading.Event()
+    run, wait_for = backward_module.BackwardSweep.run, turns.Turn._wait_for
+
+    def run_later(sweep):
         seen.add(threading.current_thread().name)
-        time.sleep(0.001)  # so that one thread cannot do it all before another wakes
-        return i >= j
+        if sweep.number == 0 and polyattn.threads.thread_count() > 1:
+            assert go_on.wait(60)
+        run(sweep)
+        ended.append(sweep.number)
+        if len(ended) == len(sweep.sums.cut) - 1:
+            go_on.set()
 
+    def watched(turn, other, column):
+        if other == 0 and turn._turns.reached[0] < column:
+            waited.add(turn._number)
+            go_on.set()
+        wait_for(turn, other, column)
+
+    def start_anew():
+        for one in (seen, waited, ended, go_on):
+            one.clear()
+
+    monkeypatch.setattr(backward_module.BackwardSweep, "run", run_later)
+    monkeypatch.setattr(turns.Turn, "_wait_for", watched)
+    return SimpleNamespace(seen=seen, waited=waited, start_anew=start_anew)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_several_threads_work_and_add_in_one_order(many_pieces, heads, first_piece_last):
     qkv = arrays([(1, heads, 130, D), (1, heads, 130, D), (1, heads, 130, E)])
     partial = attention_partial(*qkv, is_causal=True)
 
     def run(count, bias):
-        seen.clear()
+        first_piece_last.start_anew()
+        options = {"mask": lambda b, h, i, j: i >= j, "bias": bias, "kernel": of_tiles(2**12)}
         with polyattn.use_threads(count):
-            return bits(
-                attention_backward(
-                    *qkv, partial, qkv[2], mask=watch, bias=bias, kernel=of_tiles(2**12)
-                )
-            )
+            return bits(attention_backward(*qkv, partial, qkv[2], **options))
 
     for shape in ((), (1, 130), (130, 130), (heads, 130, 130)):
         bias = np.zeros(shape)
         found = run(3, bias)
-        assert len(seen) > 1
+        assert first_piece_last.waited
+        assert len(first_piece_last.seen) > 1
         assert found == run(1, bias)
-        assert len(seen) == 1
+        assert not first_piece_last.waited
+        assert len(first_piece_last.seen) == 1
 
 
 def test_an_error_in_one_thread_stops_those_that_wait(many_pieces):

@@ -77,21 +77,18 @@ def test_one_item_has_the_same_bits_alone(qkv, option):
         assert bits(alone) == bits(x[item : item + 1] for x in both)
 
 
-def test_several_threads_do_work(qkv):
-    seen = set()
-
+def test_several_threads_do_work(qkv, meet):
     def watch(b, h, i, j):
-        seen.add(threading.current_thread().name)
-        time.sleep(0.005)  # so that one thread cannot do it all before another wakes
+        meet()
         return i >= j
 
     with polyattn.use_threads(3):
         attention(*qkv, mask=watch)
-    assert len(seen) > 1
-    seen.clear()
+    assert len(meet.seen) > 1
+    meet.seen.clear()
     with polyattn.use_threads(1):
         attention(*qkv, mask=watch)
-    assert seen == {threading.current_thread().name}
+    assert meet.seen == {threading.current_thread().name}
 
 
 def test_callers_own_threads_get_the_same_bits(qkv):
@@ -230,12 +227,13 @@ def test_a_number_for_each_thread_is_held_in_all_and_put_back_in_each(kind, monk
 
 
 def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_threads):
-    caller = threading.current_thread()
+    caller, failed = threading.current_thread(), threading.Event()
 
     def fails_elsewhere(b, h, i, j):
         if threading.current_thread() is not caller:
+            failed.set()
             raise KeyError("in a helper")
-        time.sleep(0.005)
+        assert failed.wait(60)
         return i >= j
 
     with polyattn.use_threads(2), pytest.raises(KeyError, match="in a helper") as caught:
@@ -246,15 +244,23 @@ def test_an_error_in_another_thread_comes_out_with_its_traceback(qkv, two_blas_t
     assert np.isfinite(attention(*qkv)).all()
 
 
-def test_an_error_in_the_callers_thread_stops_the_others(qkv):
-    caller, calls = threading.current_thread(), []
+def test_an_error_in_the_callers_thread_stops_the_others(qkv, monkeypatch):
+    caller, calls, states = threading.current_thread(), [], []
+
+    class Watched(threads.Shared):
+        def __init__(self):
+            super().__init__()
+            states.append(self)
 
     def fails_here(b, h, i, j):
         calls.append(1)
-        time.sleep(0.002)
         if threading.current_thread() is caller:
             raise KeyError("here")
+        while not states[0].stopped:
+            time.sleep(0.001)
         return i >= j
+
+    monkeypatch.setattr(threads, "Shared", Watched)
 
     with polyattn.use_threads(2), pytest.raises(KeyError, match="here"):
         attention(*qkv, mask=fails_here)
@@ -393,7 +399,8 @@ seen = set()
 
 def watch(b, h, i, j):
     seen.add(threading.current_thread().name)
-    time.sleep(0.005)
+    while len(seen) < 2:  # until another thread has come
+        time.sleep(0.001)
     return i >= j
 
 with polyattn.use_threads(3):
