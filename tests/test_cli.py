@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -300,6 +299,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
     ("command", "option"), [("check", "--html"), ("bench", "--json"), ("export", None)]
 )
 def test_a_file_that_fits_on_no_disk_is_named(command, option, tmp_path, monkeypatch, capsys):
+    resource = pytest.importorskip("resource")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("polyattn.conformance.ESSENTIAL", {"plain": CASES["plain"]})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -315,11 +315,14 @@ def test_a_file_that_fits_on_no_disk_is_named(command, option, tmp_path, monkeyp
 
 
 INTERRUPTED = """
-import os, sys
+import os, sys, time
+def interrupt(*arguments):
+    os.kill(os.getpid(), 2)
 class Interrupt:
+    __del__ = interrupt
     def find_spec(self, name, path=None, target=None):
         if name == {moment!r}:
-            os.kill(os.getpid(), 2)
+            {call}
 sys.meta_path.insert(0, Interrupt())
 from polyattn_command import main
 sys.exit(main())
@@ -338,11 +341,17 @@ MOMENTS = [
 @pytest.mark.parametrize(("command", "moment"), MOMENTS)
 def test_ctrl_c_shows_no_traceback_and_leaves_what_was_there(command, moment, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"an older one")
-    done = started(command, tmp_path, code=INTERRUPTED.format(moment=moment))
+    done = started(command, tmp_path, code=INTERRUPTED.format(moment=moment, call="interrupt()"))
     assert done.returncode == 130
     assert re.fullmatch(rf"(polyattn {command}: interrupted.*\n)?", done.stderr)
     assert (tmp_path / "model.onnx").read_bytes() == b"an older one"
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_ctrl_c_inside_a_callback_is_not_lost(tmp_path):
+    call = "Interrupt(); time.sleep(60)"  # Python ignores errors of __del__
+    done = started("explain", tmp_path, code=INTERRUPTED.format(moment="numpy", call=call))
+    assert (done.returncode, done.stderr) == (130, "polyattn explain: interrupted\n")
 
 
 def test_a_second_ctrl_c_shows_no_traceback_either(monkeypatch):
@@ -350,6 +359,7 @@ def test_a_second_ctrl_c_shows_no_traceback_either(monkeypatch):
         raise KeyboardInterrupt
 
     ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(cli, "main", stop)
     monkeypatch.setattr(signal, "signal", lambda *handler: ignored.append(handler))
     assert polyattn_command.main() == 130
@@ -387,6 +397,10 @@ def test_tables_fit_the_terminal(name, monkeypatch):
         assert max(map(len, fitted.splitlines())) <= width
         assert sorted("".join(fitted.split())) == sorted("".join(whole.split()))  # nothing is lost
         assert (fitted == whole) == (longest <= width)
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = str(shown)
+    monkeypatch.setenv("COLUMNS", "20")
+    assert str(shown) == narrow  # not narrower: a word would not fit a column
 
 
 def test_progress_is_only_for_a_terminal(capsys, monkeypatch):
