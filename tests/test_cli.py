@@ -349,7 +349,7 @@ def test_ctrl_c_shows_no_traceback_and_leaves_what_was_there(command, moment, tm
 
 
 def test_ctrl_c_inside_a_callback_is_not_lost(tmp_path):
-    call = "Interrupt(); time.sleep(60)"  # Python ignores errors of __del__
+    call = "Interrupt(); time.sleep(5)"  # Python ignores errors of __del__
     done = started("explain", tmp_path, code=INTERRUPTED.format(moment="numpy", call=call))
     assert (done.returncode, done.stderr) == (130, "polyattn explain: interrupted\n")
 
