@@ -14,8 +14,9 @@ from polyattn.plugin import Array, Problem, Span
 from polyattn_numpy.blocks import Piece, Tile, group_size_of, row_sizes
 from polyattn_numpy.online_softmax import weighted_sum
 from polyattn_numpy.prepared import PreparedCall
-from polyattn_numpy.scratch import Scratch, fast_exp2, ones
-from polyattn_numpy.sweep import LEAST, LOG2_E, VECTORS
+from polyattn_numpy.scratch import Scratch, ones
+from polyattn_numpy.sweep import LEAST
+from polyattn_numpy.tile_scores import VECTORS
 from polyattn_numpy.visibility import RegionMask, Visibility
 
 __all__ = ["fits_at_once", "may_fit_at_once", "takes_items_apart", "write_at_once"]
@@ -70,13 +71,12 @@ def write_at_once(
     query, key, value = call.query[at], call.key[at][:, :, span], call.value[at][:, :, span]
     batch, heads, group_size, length, size = query.shape
     shape, keys, dtype = (batch, heads, group_size * length), key.shape[-2], key.dtype
-    in_bits = fast_exp2(dtype)
     scaled = scratch.array("query", (*shape, size), dtype)
-    factor = call.problem.scale * (LOG2_E if in_bits else 1.0)
+    factor = call.problem.scale * call.per_nat
     np.multiply(query, dtype.type(factor), out=scaled.reshape(query.shape))
     s = scratch.array("scores", (*shape, keys), dtype)
     np.matmul(scaled, key.swapaxes(-1, -2), out=s)
-    (np.exp2 if in_bits else np.exp)(s, s)
+    call.exp(s, s)
     by_head = s.reshape(batch, heads, group_size, length, keys).swapaxes(2, 3)
     for where, seen in masks:
         by_head[where] *= seen

@@ -16,7 +16,7 @@ from polyattn_numpy.tile_gradients import Shares, Step, TileGradients, sum_to
 
 __all__ = ["BackwardSweep", "Results"]
 
-# In place of the logsumexp of a row that sees no key: its weights, exp(-NOTHING), are 0.
+# The logsumexp of a row that sees no key, in place of -inf: its weights, exp(-NOTHING), are 0.
 NOTHING = 1e30
 
 
@@ -63,7 +63,8 @@ class BackwardSweep(TileGradients):
         self.turn = sums.turns.begin(number)
         self.key_gradient, self.value_gradient = map(self.piece.view, (sums.key, sums.value))
         problem = self.problem
-        self.query = self._per_row("query", problem.head_size + 1)
+        self.query = self._per_row("query", problem.head_size)
+        self.logsumexp = self._per_row("logsumexp", 1)
         self.output_gradient = self._per_row("output gradient", problem.value_size + 1)
         self._read(results)
         self.query_gradient = self._per_row("query gradient", problem.head_size)
@@ -95,44 +96,43 @@ class BackwardSweep(TileGradients):
         return self.piece.view(array, None, self.piece.rows).swapaxes(2, 3)
 
     def _read(self, results: Results) -> None:
-        """Read queries and output gradients, with what their products lack as last column."""
-        shift = self.query[..., -1:]
-        self._by_head(shift)[...] = self._rows_of(results.logsumexp)
-        self.empty = shift == -math.inf
-        np.negative(shift, shift)
-        shift[self.empty] = -NOTHING
-        # Other similarities are scaled afterwards: they need not be linear in the query.
-        self._read_query(self.factor if self.call.x.similarity is None else self.dtype.type(1))
+        """Read the queries, and the results with their gradients."""
+        self._by_head(self.logsumexp)[...] = self._rows_of(results.logsumexp)
+        self.empty = self.logsumexp == -math.inf
+        self.logsumexp *= self.dtype.type(self.per_nat)
+        self.logsumexp[self.empty] = NOTHING
+        self._read_query(self.query_factor)
         gradient = self._by_head(self.output_gradient[..., :-1])
-        delta = self._by_head(self.output_gradient[..., -1:])
         gradient[...] = self._rows_of(results.output_gradient)
         output = self._rows_of(results.output).astype(self.dtype, copy=False)
-        np.negative(np.einsum("bkrge,bkrge->bkrg", output, gradient)[..., None], delta)
+        delta = np.einsum("bkrge,bkrge->bkrg", output, gradient)[..., None]
         if results.logsumexp_gradient is not None:
-            delta += self._rows_of(results.logsumexp_gradient)
+            delta -= self._rows_of(results.logsumexp_gradient)
+        self._by_head(self.output_gradient[..., -1:])[...] = -delta
         if self.empty.any():
             np.copyto(self.output_gradient, 0, where=self.empty)
+            np.copyto(delta, 0, where=self._by_head(self.empty))
         if self.sums.delta is not None:
-            np.negative(delta, self._rows_of(self.sums.delta))
+            self._rows_of(self.sums.delta)[...] = delta
         if self.problem.dropout:
             gradient /= self.dtype.type(1 - self.problem.dropout)
 
     def _read_query(self, factor: Any) -> None:
         """Read the queries times a factor, 0 for rows that see no key."""
-        query = self.query[..., :-1]
-        np.multiply(self._rows_of(self.call.query), factor, out=self._by_head(query))
+        np.multiply(self._rows_of(self.call.query), factor, out=self._by_head(self.query))
         if self.empty.any():
-            np.copyto(query, 0, where=self.empty)
+            np.copyto(self.query, 0, where=self.empty)
 
     def _end(self) -> None:
         """Add the sums of the rows to the gradients."""
         scale = self.by_row["scale"]
         if self.call.x.similarity is None:
-            if not self.factor:
-                self._read_query(self.dtype.type(1))
-            query = self.query[..., :-1]
-            np.einsum("bkrd,bkrd->bkr", self.query_gradient, query, out=scale[..., 0])
-            scale /= self.factor or self.dtype.type(1)
+            factor = self.query_factor
+            if not factor:
+                factor = self.dtype.type(1)
+                self._read_query(factor)
+            np.einsum("bkrd,bkrd->bkr", self.query_gradient, self.query, out=scale[..., 0])
+            scale /= factor
             self.query_gradient *= self.factor
         scale *= self.dtype.type(self.per_scale)
         self.turn.wait_for_rows()
@@ -163,8 +163,9 @@ class BackwardSweep(TileGradients):
             masks,
             where,
             self.query[where],
+            self.logsumexp[where],
             self.output_gradient[where],
-            self._with_ones("keys", self.key[:, heads, span]),
+            self._block("keys", self.key[:, heads, span]),
             self._with_ones("values", self.value[:, heads, span]),
         )
         shares = self.shares(step)
@@ -175,7 +176,7 @@ class BackwardSweep(TileGradients):
             self.sums.add_carried(self.number, shares.of_score, shares.of_similarity)
 
     def _with_ones(self, name: str, block: Array) -> Array:
-        """Return a copy of keys or values with a column of ones."""
+        """Return a copy of values with a column of ones."""
         *axes, size = block.shape
         copy = self.scratch(name, (*axes, size + 1), self.dtype)
         copy[..., :-1] = block

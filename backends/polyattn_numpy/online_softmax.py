@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ SMALL_PRODUCT = 2**19
 
 
 class SoftmaxState(NamedTuple):
-    """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r)."""
+    """Σ w·v, the reference r and Σ w of each row, where w = exp(s − r), or exp2(s − r)."""
 
     output: Array  # (b, k, rows · g, E)
     reference: Array  # (b, k, rows · g, 1)
@@ -46,7 +46,7 @@ def product_of_seen(weights: Array, seen: Array, value: Array) -> Array:
     return result
 
 
-def combine(one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
+def combine(exp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
     """Return the state of both sets of keys together."""
     # A sum over no key has no reference, whatever reference it was computed with.
     one, other = (
@@ -54,7 +54,7 @@ def combine(one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
     )
     highest = np.maximum(one.reference, other.reference)
     shift = np.where(highest == -math.inf, 0, highest)
-    shrink_one, shrink_other = np.exp(one.reference - shift), np.exp(other.reference - shift)
+    shrink_one, shrink_other = exp(one.reference - shift), exp(other.reference - shift)
     return SoftmaxState(
         one.output * shrink_one + other.output * shrink_other,
         highest,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import array_api_compat.numpy as xp
 import numpy as np
@@ -11,8 +12,12 @@ import numpy as np
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
 from polyattn_numpy.blocks import Piece, group_size_of, split_heads
 from polyattn_numpy.mask_table import MaskTable
+from polyattn_numpy.scratch import fast_exp2
+from polyattn_numpy.small import TINY
 
 __all__ = ["PreparedCall", "prepare"]
+
+LOG2_E = math.log2(math.e)
 
 
 class PreparedCall(NamedTuple):
@@ -28,6 +33,8 @@ class PreparedCall(NamedTuple):
     mask: Mask | None  # causal, window and mask= together
     table: MaskTable | None
     check: Callable[[], None]  # raises once the call has failed or been interrupted
+    per_nat: float  # scores are in units of nats, or of bits for exp2
+    exp: Any  # np.exp or np.exp2
 
     def indices(self, piece: Piece, heads: Span, rows: Span, columns: Span) -> Indices:
         """Return the indices of some key/value heads, rows and keys of a piece."""
@@ -58,6 +65,16 @@ def prepare(problem: Problem, x: Operands, tile: int, check: Callable[[], None])
     bias = None if x.bias is None else split_heads(problem, x.bias, ndim)
     mask = combined_mask(problem, x)
     table = None if mask is None else MaskTable.of(mask, problem, x, tile)
+    unit = (LOG2_E, np.exp2) if counts_in_bits(problem, tile) else (1.0, np.exp)
     return PreparedCall(
-        problem, x, query, spread(x.key), spread(x.value), bias, tile, mask, table, check
+        problem, x, query, spread(x.key), spread(x.value), bias, tile, mask, table, check, *unit
     )
+
+
+def counts_in_bits(problem: Problem, tile: int) -> bool:
+    """Return whether scores are in bits, which static facts decide for all passes of a call."""
+    if not problem.features.isdisjoint(("bias", "score_mod", "score_expression")):
+        return False
+    # The gradient of so few scores is that of the dense kernel, which counts in nats.
+    few = math.prod(problem.scores[-3:]) <= min(TINY, tile)
+    return not few and fast_exp2(np.dtype(problem.accumulator))

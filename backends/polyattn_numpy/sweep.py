@@ -28,7 +28,7 @@ from polyattn_numpy.blocks import Piece, Tile
 from polyattn_numpy.half import convert
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
-from polyattn_numpy.scratch import Scratch, fast_exp2, ones
+from polyattn_numpy.scratch import Scratch, ones
 from polyattn_numpy.tile_scores import TileScores
 from polyattn_numpy.visibility import RegionMask
 
@@ -36,9 +36,6 @@ __all__ = ["Sweep"]
 
 # Sums of weights below this may lack weights below float32's range.
 LEAST = 2.0**-20
-# For so few rows, products with vectors read each key from memory once and then from the cache.
-VECTORS = 8
-LOG2_E = math.log2(math.e)
 
 
 class Sweep(TileScores):
@@ -58,22 +55,13 @@ class Sweep(TileScores):
         masked = x.mask is not None or problem.query_offset is None
         # Whether weights are the exponentials of products, but for tiles that a band crosses.
         self.direct = self.fast and not (self.modified or masked or problem.dropout)
-        in_nats = self.stable or x.score_mod is not None or x.bias is not None
-        self.per_nat = LOG2_E if not in_nats and fast_exp2(self.dtype) else 1.0
-        self.exp = np.exp if self.per_nat == 1.0 else np.exp2
         query = piece.view(call.query, None, piece.rows).swapaxes(2, 3)
-        factor = problem.scale * self.per_nat
-        if problem.softcap is not None:
-            factor = problem.scale / problem.softcap
-        self.factor = self.dtype.type(factor)
         self.query = self._per_row("query", problem.head_size)
-        # Other similarities are scaled afterwards: they need not be linear in the query.
-        factor = self.factor if x.similarity is None else self.dtype.type(1)
         scaled = self.query.reshape(query.shape)
         if query.dtype != self.dtype:
             convert(query, scaled)
             query = scaled
-        np.multiply(query, factor, out=scaled)
+        np.multiply(query, self.query_factor, out=scaled)
 
     def run(self) -> SoftmaxState:
         """Add up all tiles."""
@@ -84,16 +72,19 @@ class Sweep(TileScores):
 
     def reliable_rows(self, state: SoftmaxState) -> Array | bool:
         """Return the rows in which a pass without maxima was accurate, or True for all."""
-        output, total = state.output, state.total
+        output, total, parts = state.output, state.total, self.piece.parts
         # A sum is finite only if all its terms are, and needs only one pass over them.
-        if math.isfinite(output.sum()) and total.min() >= LEAST and total.max() < math.inf:
+        is_finite = parts == 1 and math.isfinite(output.sum())
+        if is_finite and total.min() >= LEAST and total.max() < math.inf:
             return True
+        # The sums of the parts of the keys must not overflow when they are added up either.
+        most = np.finfo(self.dtype).max / parts
         enough = total >= LEAST
         # A row that sees no key, and has no sink, has nothing to lose.
         if self.call.x.sinks is None and not enough.all():
             enough |= self.visibility.empty_rows()
         reliable: Array = (
-            enough & (total < math.inf) & np.isfinite(output).all(axis=-1, keepdims=True)
+            enough & (total <= most) & (np.abs(output) <= most).all(axis=-1, keepdims=True)
         )
         return reliable if not reliable.all() else True
 
@@ -128,7 +119,7 @@ class Sweep(TileScores):
         sinks = sinks[slice(*self.piece.heads)]
         by_head = (*self.shape, self.group_size, 1)
         if self.stable:
-            reference.reshape(by_head)[...] = sinks
+            reference.reshape(by_head)[...] = sinks * self.dtype.type(self.per_nat)
             total.reshape(by_head)[...] = sinks != -math.inf
         else:
             total.reshape(by_head)[...] = self.exp(sinks * self.dtype.type(self.per_nat))
@@ -179,11 +170,9 @@ class Sweep(TileScores):
         s = self.scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
         similarity = self.call.x.similarity
         if similarity is not None:
-            np.multiply(similarity.between(query, key, np.matmul, xp), self.factor, out=s)
-        elif query.shape[2] <= VECTORS:
-            np.matmul(key[:, :, None], query[..., None], s[..., None])
+            np.multiply(similarity.between(query, key, np.matmul, xp), self.score_factor, out=s)
         else:
-            np.matmul(query, key.swapaxes(2, 3), s)
+            self._multiply(query, key, s)
         return s
 
     def _modify(self, s: Array, tile: Tile) -> None:
@@ -224,7 +213,7 @@ class Sweep(TileScores):
         highest = np.maximum(reference, s.max(axis=-1, keepdims=True))
         shift = np.where(highest == -math.inf, 0, highest)
         s -= shift
-        shrink = np.exp(reference - shift)
+        shrink = self.exp(reference - shift)
         output *= shrink
         total *= shrink
         reference[...] = highest

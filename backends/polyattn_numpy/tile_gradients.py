@@ -2,8 +2,8 @@
 
 The weights p are computed again from the logsumexp: p = exp(score - logsumexp). With d the sum of
 output · output gradient over a row, the gradient of a score is p · (output gradient · value - d).
-Both subtractions are part of the products before them: queries and output gradients have one more
-column, keys and values a column of ones.
+The second subtraction is part of the product before it: output gradients have one more column, and
+values a column of ones. The first is not, for the scores to have the bits of the forward pass.
 
 A tile is computed fast first: what masks hide is multiplied by 0. If the result is not finite, it
 is computed again with what is hidden left out. So NaN behind a mask changes no bit of the rest.
@@ -30,12 +30,13 @@ __all__ = ["Shares", "Step", "TileGradients", "sum_to"]
 
 
 class Step(NamedTuple):
-    """A tile with its operands. Those of rows and keys have the additional column."""
+    """A tile with its operands. Output gradient and value have the additional column."""
 
     tile: Tile
     masks: list[RegionMask]
     where: Any  # an index of its heads and rows
     query: Array
+    logsumexp: Array
     output_gradient: Array
     key: Array
     value: Array
@@ -70,7 +71,7 @@ class TileGradients(TileScores):
         problem, x = call.problem, call.x
         self.backend = backend
         self.modified = problem.softcap is not None or x.score_mod is not None
-        # Whether the product with the additional column gives the scores, but for the bias.
+        # Whether the product of query and key gives the scores, but for the bias.
         self.linear = not self.modified and x.similarity is None
         # Whether keys that are absent or dropped may hold what is not finite.
         self.careful = problem.masks or problem.dropout > 0
@@ -92,7 +93,7 @@ class TileGradients(TileScores):
         if exact:
             seen = self._hide(step, weights)
             seen_by_key = seen.swapaxes(2, 3)
-        np.exp(weights, weights)
+        self.exp(weights, weights)
         if step.masks and not exact:
             by_head = self._by_head(weights)
             for where, mask in step.masks:
@@ -111,11 +112,13 @@ class TileGradients(TileScores):
         else:
             by_key = gradient.swapaxes(2, 3)
             found = (
-                self._product("query share", gradient, seen, step.key[..., :-1]),
-                self._product("key share", by_key, seen_by_key, step.query[..., :-1]),
+                self._product("query share", gradient, seen, step.key),
+                self._product("key share", by_key, seen_by_key, step.query),
                 None,
                 (),
             )
+            if self.linear and self.per_nat != 1:
+                found[1][...] /= self.dtype.type(self.per_nat)
         query, key, scale, of_similarity = found
         return Shares(query, key, value, bias, scale, softcap, of_score, of_similarity)
 
@@ -134,13 +137,11 @@ class TileGradients(TileScores):
         shape = (*query.shape[:-1], key.shape[2])
         s = self.scratch("scores", shape, self.dtype)
         similarity = self.call.x.similarity
-        if self.linear:
-            np.matmul(query, key.swapaxes(2, 3), s)
-        elif similarity is None:
-            np.matmul(query[..., :-1], key[..., :-1].swapaxes(2, 3), s)
+        if similarity is None:
+            self._multiply(query, key, s)
         else:
-            similar = similarity.between(query[..., :-1], key[..., :-1], np.matmul, xp)
-            np.multiply(similar, self.factor, out=s)
+            similar = similarity.between(query, key, np.matmul, xp)
+            np.multiply(similar, self.score_factor, out=s)
         if self.problem.softcap is not None:
             self._cap(s)
         if self.modified:
@@ -151,8 +152,7 @@ class TileGradients(TileScores):
         if self.call.bias is not None:
             by_head = self._by_head(s)
             by_head += self._bias(step.tile)
-        if not self.linear:
-            s += query[..., -1:]
+        s -= step.logsumexp
         return s, capped, similar
 
     def _hide(self, step: Step, s: Array) -> Array:
@@ -212,11 +212,11 @@ class TileGradients(TileScores):
             by_head[...] = self.call.by_row(np.asarray(before))
         if self.problem.softcap is None:
             return None, of_score
-        cap = self.dtype.type(self.problem.softcap)
-        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / cap
+        cap, per_nat = map(self.dtype.type, (self.problem.softcap, self.per_nat))
+        of_softcap = np.einsum("bkrj,bkrj->bkr", gradient, capped)[..., None] / (cap * per_nat)
         # The slope of c · tanh(x) is c - (c · tanh(x))² / c.
         capped *= capped
-        capped /= -cap
+        capped /= -cap * per_nat * per_nat
         capped += cap
         gradient *= capped
         return of_softcap, of_score
@@ -229,7 +229,7 @@ class TileGradients(TileScores):
         assert similarity is not None
         scale = np.einsum("bkrj,bkrj->bkr", gradient, similar)[..., None]
         gradient *= self.factor
-        query, key = step.query[..., :-1], step.key[..., :-1]
+        query, key = step.query, step.key
         if exact:
             query, key = (np.where(np.isfinite(x), x, 0) for x in (query, key))
         found = similarity.pullback(query, key, gradient, np.matmul, xp)

@@ -1,4 +1,10 @@
-"""The scores of the tiles of a piece: what the passes forward and backward share."""
+"""The scores of the tiles of a piece: what the passes forward and backward share.
+
+All passes compute a score from the same factors in the same order, so that they give it the same
+bits. The gradient stands on that: the output belongs to weights that have the bits of the weights
+which the backward pass computes again. Otherwise the gradients of a row's scores do not add up to
+0, and the gradient of the query has an error as large as what all keys have in common.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,10 @@ from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
 from polyattn_numpy.visibility import Visibility
 
-__all__ = ["TileScores"]
+__all__ = ["VECTORS", "TileScores"]
+
+# For so few rows, products with vectors read each key from memory once and then from the cache.
+VECTORS = 8
 
 
 class TileScores:
@@ -25,8 +34,13 @@ class TileScores:
         self.key, self.value = piece.view(call.key), piece.view(call.value)
         self.shape = (piece.batch.length, piece.heads.length, piece.rows.length)
         self.group_size = group_size_of(call.problem)
-        # Scores are in units of nats, or of bits for exp2.
-        self.per_nat = 1.0
+        self.per_nat, self.exp = call.per_nat, call.exp
+        # A softcap is applied to scores that are divided by it, and gives them their unit.
+        cap = self.problem.softcap
+        factor = self.problem.scale * self.per_nat if cap is None else self.problem.scale / cap
+        self.score_factor = self.dtype.type(factor)
+        # Other similarities are scaled afterwards: they need not be linear in the query.
+        self.query_factor = self.score_factor if call.x.similarity is None else self.dtype.type(1)
 
     def _per_row(self, name: str, size: int) -> Array:
         """Return a scratch array with some numbers for each row."""
@@ -50,6 +64,13 @@ class TileScores:
         """Return scores by head with the axes (b, H, row, key) that `Indices` have."""
         b, k, rows, g, size = s.shape
         return s.swapaxes(2, 3).reshape(b, k * g, rows, size)
+
+    def _multiply(self, query: Array, key: Array, s: Array) -> None:
+        """Write the products of all queries and keys."""
+        if query.shape[2] <= VECTORS:
+            np.matmul(key[:, :, None], query[..., None], s[..., None])
+        else:
+            np.matmul(query, key.swapaxes(2, 3), s)
 
     def _cap(self, s: Array) -> None:
         """Apply the softcap to scores that were divided by it."""

@@ -68,13 +68,13 @@ class Tiled(Kernel):
             if logsumexp is not None:
                 logsumexp[...] = -math.inf if operands.sinks is None else operands.sinks[:, None]
             return output, logsumexp
-        result = Result(problem, output, logsumexp)
         work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
         count = 1
         if work >= 2 * THREAD_WORK:
             count = min(thread_count(threads.default), work // THREAD_WORK)
         shared = threads.Shared()
         call = prepare(problem, operands, self.tile, shared.check)
+        result = Result(call, output, logsumexp)
         table, at_once = call.table, fits_at_once(call)
         share_items = not (at_once and takes_items_apart(call))
         if table is not None:
@@ -151,7 +151,8 @@ def attend(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -
 class Result:
     """The output and logsumexp that pieces are written to."""
 
-    def __init__(self, problem: Problem, output: Array, logsumexp: Array | None) -> None:
+    def __init__(self, call: PreparedCall, output: Array, logsumexp: Array | None) -> None:
+        self.call, problem = call, call.problem
         batch = problem.batch or (1,)
         ndim = len(batch) + 3
         self.keep_probability = 1 - problem.dropout
@@ -170,7 +171,10 @@ class Result:
         output = piece.view(self.output, None, piece.rows).swapaxes(-2, -3)
         if self.logsumexp is not None:
             rows = piece.view(self.logsumexp, None, piece.rows).swapaxes(-2, -3)
-            rows[...] = (np.log(state.total) + state.reference).reshape(rows.shape)
+            found = np.log(state.total) + state.reference / state.total.dtype.type(
+                self.call.per_nat
+            )
+            rows[...] = found.reshape(rows.shape)
         total = state.total.reshape(*output.shape[:-1], 1)
         # The output of a row that sees no key is 0, not 0 / 0.
         np.copyto(total, 1, where=total == 0)
@@ -189,4 +193,4 @@ class Result:
             whole = piece._replace(columns=piece.rows, part=0, parts=1)
             rows.setdefault(whole, []).append(self.parts[piece])
         for whole, states in rows.items():
-            self.write(whole, reduce(combine, states))
+            self.write(whole, reduce(partial(combine, self.call.exp), states))

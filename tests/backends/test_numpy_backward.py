@@ -1,9 +1,11 @@
 """The gradients of NumPy's own kernel: those of the textbook, in the same bits on any threads."""
 
+import ast
 import math
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -17,9 +19,13 @@ from polyattn import (
     attention,
     attention_backward,
     attention_partial,
+    attention_vjp,
     masks,
     scores,
 )
+from polyattn.conformance.cases.case import make_case
+from polyattn.conformance.checks.gradients import compare
+from polyattn.conformance.reference.gradients import cotangent
 from polyattn_numpy import backward as backward_module
 from polyattn_numpy import blocks, turns
 from polyattn_numpy.tiled import Tiled
@@ -473,3 +479,40 @@ def test_no_rows_or_no_keys(shape):
     found, gradients = backward(qkv, of_tiles(2**18), sinks=BIAS[:, 0, 0], bias=np.ones((H, 1, 1)))
     assert not any(x.any() for x in (found.query, found.key, found.value, found.bias))
     np.testing.assert_allclose(found.sinks, gradients[1].sum(axis=(0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"H": 1, "L": 30, "S": 90, "D": 64}, {"is_causal": True}),  # by dense, after one tile
+        ({"L": 80, "S": 90, "D": 64}, {"is_causal": True}),
+        (
+            {"batch": (1,), "L": 2, "S": 1100, "D": 64},
+            {},
+        ),  # so few rows that products are with vectors
+        ({"batch": (1,), "L": 20, "S": 110, "D": 512}, {}),
+        ({"L": 70, "S": 70, "D": 64}, {"softcap": 300.0}),
+    ],
+)
+def test_the_weights_of_the_gradient_have_the_bits_of_those_of_the_output(shape, options):
+    name = f"alike {shape} {options}"
+    case = make_case(name, **shape, values="keys of mean 64", rounded_once=True, **options)
+    (query, key, value), given = case.arguments()
+    _, pullback = attention_vjp(query, key, value, **given)
+    found = pullback(cotangent(case))
+    compare(case, {name: getattr(found, name) for name in ("query", "key", "value")})
+
+
+@pytest.mark.parametrize("root", ["backends", "polyattn"])
+def test_nothing_is_negated_into_an_array(root):
+    """numpy.negative of NumPy 2.1 to 2.4 leaves most of an output with some strides unwritten."""
+    package = Path(polyattn.__file__).parents[1] / root
+    calls = [
+        (file.name, node.lineno)
+        for file in package.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") in ("negative", "isfinite")
+        and (len(node.args) > 1 or any(word.arg == "out" for word in node.keywords))
+    ]
+    assert not calls

@@ -715,3 +715,12 @@ print(thread_count())
 """
     if hasattr(os, "sched_setaffinity"):
         assert run_python(code).split() == ["1"]
+
+
+def test_the_sums_of_parts_of_the_keys_do_not_overflow_together():
+    query, value = np.ones((1, 1, 1), np.float32), np.ones((1, 64, 1), np.float32)
+    kernel = Tiled()
+    kernel.tile = 2**10  # so that a part has 32 keys
+    output, logsumexp = attention_partial(query, 85 * value, value, kernel=kernel)
+    np.testing.assert_allclose(output, 1, rtol=1e-6)
+    np.testing.assert_allclose(logsumexp, 85 + math.log(64), rtol=1e-6)
