@@ -95,6 +95,10 @@ class BackendSuite:
         """A kernel takes some case, and each feature that it declares is needed by one."""
         promises.check_declarations(target, variant, self._cases())
 
+    def test_sizes(self, target: Target, variant: KernelVariant, dtype: str) -> None:
+        """Results and gradients are right for every size of vectors and many lengths."""
+        promises.check_sizes(target, variant, dtype)
+
     def test_deterministic(self, target: Target, variant: KernelVariant) -> None:
         """The same call twice gives the same bits, if the kernel declares so."""
         promises.check_determinism(target, variant, thorough=self.thorough)
@@ -143,6 +147,9 @@ class BackendSuite:
         if "case" in metafunc.fixturenames:
             runs: list[tuple[Any, ...]] = list(self._runs(test, target))
             metafunc.parametrize("variant,case", self._params(test, (None, None), runs))
+        elif "dtype" in metafunc.fixturenames:
+            sizes = [(c, dtype) for c in target.kernels for dtype in self._swept(target, c)]
+            metafunc.parametrize("variant,dtype", self._params(test, (None, None), sizes))
         else:
             kernels = [(c,) for c in target.kernels if self._declares(test, c)]
             metafunc.parametrize("variant", self._params(test, (None,), kernels))
@@ -185,6 +192,14 @@ class BackendSuite:
                 cases = [case for case in cases if checks.takes(target, variant, case)]
             yield from ((variant, case) for case in cases)
 
+    def _swept(self, target: Target, variant: KernelVariant) -> list[str]:
+        """Return the dtypes in which every size is tried: of kernels that no call compiles."""
+        # Behind a plugin's own kernels stand the core's, which "array-api" has tried.
+        closing = bool(target.own) and variant.kernel not in target.own
+        if not self.thorough or closing or is_lazy(target) or variant.kernel.compiles:
+            return []
+        return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
+
     def _declares(self, test: str, variant: KernelVariant) -> bool:
         return {
             "test_deterministic": variant.kernel.deterministic,
@@ -213,6 +228,7 @@ _WHY_NOT = {
     "test_gradients": "the library differentiates nothing",
     "test_backward": "no kernel declares it",
     "test_jvp": "no kernel declares it",
+    "test_sizes": "the library compiles each shape, or is slow",
     "test_deterministic": "no kernel declares it",
     "test_batch_invariant": "no kernel declares it",
 }

@@ -1,14 +1,15 @@
 """Check what a kernel and its plugin declare, other than results.
 
-These are the features, determinism, batch invariance, threads and imports. A check returns if the
-promise holds. Otherwise it raises AssertionError, which names the fault.
+These are the features, sizes, determinism, batch invariance, threads and imports. A check returns
+if the promise holds. Otherwise it raises AssertionError, which names the fault.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,9 +17,16 @@ import numpy as np
 
 from polyattn.arrays import facts_of
 from polyattn.conformance.cases.case import Case, make_case
-from polyattn.conformance.checks.cases import cases_for, has_logsumexp, takes
-from polyattn.conformance.checks.gradients import DERIVATIVES, check_method
+from polyattn.conformance.checks.cases import cases_for, check_case, has_logsumexp, takes
+from polyattn.conformance.checks.gradients import (
+    DERIVATIVES,
+    backward,
+    check_method,
+    compare,
+    differentiates,
+)
 from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn.conformance.reference.gradients import gradient_yardsticks
 from polyattn.dispatch import registry
 
 __all__ = [
@@ -28,6 +36,7 @@ __all__ = [
     "check_dtypes_are_kept",
     "check_first_call_from_threads",
     "check_import_hygiene",
+    "check_sizes",
     "is_worth_threads",
 ]
 
@@ -48,6 +57,31 @@ def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[st
         if any(DERIVATIVES[feature].is_taken(target, variant, case) for case in others):
             idle -= {feature}
     assert not idle, f"no case that {variant} supports needs {', '.join(sorted(idle))}"
+
+
+# ---- sizes -------------------------------------------------------------------------------------
+
+# A prime, so that the multiples of a number are the sizes below it, each once.
+_SIZES = 73
+
+
+def _size_cases(dtype: str) -> Iterator[Case]:
+    """Yield cases that have every size of vectors from 1 to 72, and every length from 1 to 130."""
+    for n in range(1, _SIZES):
+        lengths = n * 41 % _SIZES, 58 + n * 47 % _SIZES
+        L, S = lengths if n % 2 == (dtype == "float64") else lengths[::-1]  # noqa: N806
+        name = f"D = {n}, {dtype}"
+        yield make_case(name, dtype=dtype, batch=(), H=1, D=n, E=n * 29 % _SIZES, L=L, S=S)
+
+
+def check_sizes(target: Target, variant: KernelVariant, dtype: str) -> None:
+    """Check results and gradients for every size: some are multiples of a processor's units."""
+    for case in _size_cases(dtype):
+        check_case(target, variant, replace(case, rows=(0, case.L // 2, case.L - 1)))
+        if differentiates("backward", target, variant, case):
+            arguments = target.arguments(case)
+            found = backward(target, variant.for_case(case), case, arguments)
+            compare(case, {name: found[name][0] for name in gradient_yardsticks(case)})
 
 
 # ---- determinism and batch invariance ----------------------------------------------------------
