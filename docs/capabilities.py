@@ -28,6 +28,7 @@ SPECS = (
 YES = "●"
 PROMISES = {
     "poison_safe": "NaN or ±inf in a masked key or value leaves the row unchanged",
+    "rounds_once": "gradients keep the digits of float32 where keys have much in common",
     "batch_invariant": "a batch item has the same bits with and without other items",
     "deterministic": "the same call twice gives the same bits",
 }

@@ -44,6 +44,7 @@ class Cudnn(Kernel):
     })  # fmt: skip
     # A bias does not hide NaN, and a weight of 0 is multiplied by the value, which may be NaN.
     poison_safe = False
+    rounds_once = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN cannot compute the problem, or would compute something else."""

@@ -34,6 +34,7 @@ class Fused(Kernel):
     })  # fmt: skip
     # A weight of 0 is multiplied by the value of the masked key, which may be NaN.
     poison_safe = False
+    rounds_once = False
     tile = 2**26
 
     def reasons_against(self, problem: Problem) -> list[str]:

@@ -30,6 +30,7 @@ class Cudnn(Kernel):
         "window",
     })  # fmt: skip
     poison_safe = False
+    rounds_once = False
     devices = frozenset({"cuda"})
 
     def reasons_against(self, problem: Problem) -> list[str]:

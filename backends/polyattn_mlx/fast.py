@@ -37,6 +37,7 @@ class Fast(Kernel):
     })  # fmt: skip
     # The weight 0 of a masked key is multiplied by its value, which may be NaN.
     poison_safe = False
+    rounds_once = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what MLX's operation computes differently."""

@@ -56,6 +56,7 @@ class Flex(Kernel):
     })  # fmt: skip
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {"logsumexp": frozenset({"cuda"})}
     poison_safe = False
+    rounds_once = False
     compiles = True
 
     def only_on_request(self, problem: Problem) -> str | None:

@@ -117,6 +117,8 @@ class FusedStep:
         wanted: Sequence[bool],
         by_operations: bool,
     ) -> Gradients:
+        if not by_operations and results[0].dtype != results[1].dtype:
+            results = self._unrounded(tensors)
         operands = _operands(tensors)._replace(
             output=results[0],
             known_logsumexp=results[1],
@@ -128,6 +130,13 @@ class FusedStep:
         constants = frozenset([name for name, is_wanted in named if not is_wanted])
         problem = problem._replace(constants=constants)
         return self._backend.tiled.backward(problem, operands, self._backend)
+
+    def _unrounded(self, tensors: Tensors) -> Tensors:
+        """Return output and logsumexp of 16-bit tensors in float32: the engine's lacks digits."""
+        problem = self._in_letters(tensors, "logsumexp", by_operations=False)
+        problem = problem._replace(dtype=problem.accumulator)
+        operands = _operands([tensor.float() for tensor in tensors])
+        return self._backend.tiled(problem, operands, self._backend)  # type: ignore[return-value]
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""

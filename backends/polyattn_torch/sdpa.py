@@ -45,6 +45,7 @@ class Sdpa(Kernel):
     })  # fmt: skip
     # torch multiplies a masked key's weight 0 by its value, which may be NaN.
     poison_safe = False
+    rounds_once = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why torch would compute another result, or use too much memory."""

@@ -63,9 +63,13 @@ class KernelStep:
         )
 
     def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
-        """Return output and logsumexp."""
+        """Return output and logsumexp, the output before it is rounded: its gradient needs that."""
         problem = self._problem(by_operations)
-        output, logsumexp = self._kernel(problem, self._operands(tensors), self._backend)
+        exact, operands = getattr(torch, problem.accumulator), self._operands(tensors)
+        query, key, value = (x.to(exact) for x in (operands.query, operands.key, operands.value))
+        operands = operands._replace(query=query, key=key, value=value)
+        problem = problem._replace(dtype=problem.accumulator)
+        output, logsumexp = self._kernel(problem, operands, self._backend)
         assert logsumexp is not None
         return output, logsumexp
 
@@ -178,6 +182,7 @@ def run_step(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what the kernel of a step returns."""
     output, logsumexp = apply(step, tensors)
+    output = output.to(getattr(torch, step.problem.dtype))
     return output, logsumexp if has_logsumexp else None
 
 

@@ -16,12 +16,13 @@ from polyattn.call.problem import examine
 from polyattn.dispatch.plans import recall, remember
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import check_kernel, select
+from polyattn.dispatch.transfer import Plan
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["attention", "compute"]
+__all__ = ["attention", "compute", "planned"]
 
 A = TypeVar("A")  # the type of the query, which the result has
 
@@ -167,11 +168,18 @@ def compute(
     kernel: str | Kernel | None,
 ) -> tuple[Array, Array | None]:
     """Examine a described call, select a kernel, and run it."""
+    plan = planned(call, operands.query, backend, kernel)
+    return as_called(call, *plan.run(heads_first(call, operands)))
+
+
+def planned(
+    call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
+) -> Plan:
+    """Examine a described call and select a kernel, unless one like it has run."""
     check_kernel(kernel)
     requested = request(backend)
     plan = recall(call, requested, kernel)
     if plan is None:
-        problem = examine(call)
-        plan = select(call, problem, operands.query, requested, kernel)
+        plan = select(call, examine(call), query, requested, kernel)
         remember(call, requested, kernel, plan)
-    return as_called(call, *plan.run(heads_first(call, operands)))
+    return plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from polyattn.api.attention import attention, compute
+from polyattn.api.attention import attention, compute, planned
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.partial import Partial, attention_partial
@@ -14,14 +14,10 @@ from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.layout import gradients_as_called, heads_first
-from polyattn.call.problem import examine
-from polyattn.dispatch.plans import recall, remember
-from polyattn.dispatch.request import request
-from polyattn.dispatch.select import check_kernel, select
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
 
-__all__ = ["attention_backward", "attention_jvp", "attention_vjp"]
+__all__ = ["attention_backward", "attention_jvp", "attention_vjp", "unrounded_partial"]
 
 
 @with_our_names
@@ -48,7 +44,9 @@ def attention_backward(
         The result of `attention_partial` for the same call. The result of `merge` over more keys is
         right too: then the gradients of key and value are those of these keys, and those of the
         query are the share of these keys, to be added to the shares of the others. With a
-        `normalizer` there is no logsumexp: ``Partial(output, None)``.
+        `normalizer` there is no logsumexp: ``Partial(output, None)``. For 16-bit inputs, give the
+        partial of ``attention_partial(dtype="float32")``: an output that was rounded to 16 bits
+        costs the gradients digits, and most of them where the keys have a large mean.
     output_gradient : Array
         The gradient of a loss with respect to the output, shape (..., H, L, E) in the layout of the
         call.
@@ -121,12 +119,7 @@ def _backward(
         output_gradient=output_gradient,
         logsumexp_gradient=logsumexp_gradient,
     )
-    check_kernel(kernel)
-    requested = request(backend)
-    plan = recall(call, requested, kernel)
-    if plan is None:
-        plan = select(call, examine(call), operands.query, requested, kernel)
-        remember(call, requested, kernel, plan)
+    plan = planned(call, operands.query, backend, kernel)
     found = plan.run_backward(heads_first(call, operands))
     return _finished(call, found, given, into)
 
@@ -173,22 +166,44 @@ def attention_vjp(
     check_names("attention_vjp", options)
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
     arguments = autocast(given)
-    partial = _with_residuals(**arguments)
+    output, partial = _with_residuals(**arguments)
 
     def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
         """Return the gradients from that of the output, and of the logsumexp if it has one."""
         return _backward(given, arguments, partial, output_gradient, logsumexp_gradient, None)
 
-    return partial.output, pullback
+    return output, pullback
+
+
+def unrounded_partial(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> Partial:
+    """Return `attention_partial` for a gradient, which needs the output in the dtype of sums.
+
+    The gradient of a score is p · (output gradient · value − d), where d is the sum of output ·
+    output gradient. An output that was rounded to 16 bits gives all keys of a row the same error,
+    and the gradient of the query the sum of it times what the keys have in common.
+    """
+    arguments: dict[str, Any] = dict(options)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    call, operands = describe(query, key, value, logsumexp=True, **arguments)
+    if call.query.dtype in ("float16", "bfloat16"):
+        plan = planned(call, query, backend, kernel).with_feature("backward")
+        if plan.kernel.rounds_once:
+            return attention_partial(query, key, value, dtype="float32", **options)
+    return Partial(*compute(call, operands, backend, kernel))
 
 
 def _with_residuals(
     query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
-) -> Partial:
-    """Return the output with the logsumexp, which a normalizer has not."""
-    if options.get("normalizer") is None:
-        return attention_partial(query, key, value, **options)
-    return Partial(attention(query, key, value, **options), None)
+) -> tuple[Array, Partial]:
+    """Return the output, and what derivatives need: a normalizer has no logsumexp."""
+    if options.get("normalizer") is not None:
+        output = attention(query, key, value, **options)
+        return output, Partial(output, None)
+    partial = unrounded_partial(query, key, value, **options)
+    library = library_of(partial.output)
+    return cast(library.xp, partial.output, query.dtype), partial
 
 
 def _finished(
@@ -291,15 +306,15 @@ def attention_jvp(
     }
     arguments = autocast(dict(zip(names, primals, strict=False)) | moved | dict(options))
     moved = {name: arguments.pop(name) for name in moved}
-    partial = _with_residuals(**arguments)
+    output, partial = _with_residuals(**arguments)
     if not moved:
-        return partial.output, library_of(partial.output).xp.zeros_like(partial.output)
+        return output, library_of(output).xp.zeros_like(output)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(
         **arguments, known_logsumexp=partial.logsumexp, output=partial.output, tangents=moved
     )
     tangent, _ = compute(call, operands, backend, kernel)
-    return partial.output, cast(library_of(tangent).xp, tangent, partial.output.dtype)
+    return output, cast(library_of(tangent).xp, tangent, output.dtype)
 
 
 def _listed(given: Any) -> str:

@@ -131,7 +131,9 @@ class _Recorded:
     def __init__(self, plan: Any, operands: Operands) -> None:
         self.plan = plan
         self.is_pair = "logsumexp" in plan.placement.problem.features
-        self.logsumexp: Array | None = None  # of the last run
+        # Of the last run: the logsumexp, and the output before it is rounded.
+        self.logsumexp: Array | None = None
+        self.output: Array | None = None
         self._operands = operands._replace(
             mask=_unboxed(operands.mask),
             query_offset=getval(operands.query_offset),
@@ -168,23 +170,22 @@ class _Recorded:
     def forward(self, arrays: Sequence[Array]) -> Any:
         """Run the plan; keep the logsumexp if its kernel computes one."""
         operands, softmax = self.operands(arrays), self.plan.placement.problem.normalizer is None
-        plan = _able(self.plan, "logsumexp")
+        plan = self.plan.with_feature("logsumexp")
         self.logsumexp = None
         if softmax and plan.kernel is self.plan.kernel:
-            output, self.logsumexp = plan.run(operands)
+            self.output, self.logsumexp = _unrounded(plan, operands)
         else:
-            output, _ = self.plan.run(operands)
+            self.output, _ = self.plan.run(operands)
             if softmax:
-                _, self.logsumexp = plan.run(operands)
+                self.output, self.logsumexp = _unrounded(plan, operands)
+        output = np.asarray(self.output, operands.query.dtype)
         return (output, self.logsumexp) if self.is_pair else output
 
-    def derivative(
-        self, feature: str, arrays: Sequence[Array], output: Any, **given: Array | None
-    ) -> Any:
+    def derivative(self, feature: str, arrays: Sequence[Array], **given: Array | None) -> Any:
         """Run the backward pass or a directional derivative, from the result of `forward`."""
         operands = self.operands(
             arrays,
-            output=output[0] if self.is_pair else output,
+            output=self.output,
             known_logsumexp=self.logsumexp,
             **given,
         )
@@ -193,22 +194,18 @@ class _Recorded:
         if "query" in moved:
             moved |= {n for n in (*RESULTS, *TANGENTS) if getattr(operands, n) is not None}
         plan = plan._replace(placement=plan.placement._replace(moved=moved))
-        plan = _able(plan, feature)
+        plan = plan.with_feature(feature)
         return plan.run_backward(operands) if feature == "backward" else plan.run(operands)
 
 
-def _able(plan: Any, feature: str) -> Any:
-    """Return the plan with one feature more, by its kernel or by the first that has it."""
-    placement = plan.placement
-    problem = placement.problem
-    problem = problem._replace(features=problem.features | {feature})
-    # The array-API kernels at the end of the list compute everything.
-    kernel = next(
-        kernel
-        for kernel in (plan.kernel, *placement.kernels)
-        if problem.features <= kernel.features and not kernel.reasons_against(problem)
-    )
-    return plan._replace(kernel=kernel, placement=placement._replace(problem=problem))
+def _unrounded(plan: Any, operands: Operands) -> Any:
+    """Run a plan for the output in the dtype of sums, and the logsumexp."""
+    problem = plan.placement.problem
+    changed: dict[str, Any] = {
+        n: np.asarray(getattr(operands, n), problem.accumulator) for n in ARRAYS[:3]
+    }
+    exact = plan.placement._replace(problem=problem._replace(dtype=problem.accumulator))
+    return plan._replace(placement=exact).run(operands._replace(**changed))
 
 
 @autograd_functions.recorded
@@ -227,7 +224,7 @@ def _pullback(argnums: Sequence[int], output: Any, arguments: Any, _: Any) -> An
             with quiet("numpy"):
                 found = make_vjp(lambda x: call.by_formula(*x), tuple(arrays))[0](gradient)
         else:
-            found = _gradients(call, arrays, output, *given)
+            found = _gradients(call, arrays, *given)
         return [found[n - 1] for n in argnums]
 
     return pullback
@@ -236,7 +233,6 @@ def _pullback(argnums: Sequence[int], output: Any, arguments: Any, _: Any) -> An
 def _gradients(
     call: _Recorded,
     arrays: Sequence[Array],
-    output: Any,
     output_gradient: Array,
     logsumexp_gradient: Array | None,
 ) -> list[Array]:
@@ -248,7 +244,7 @@ def _gradients(
             ("output_gradient", output_gradient), ("logsumexp_gradient", logsumexp_gradient)
         )
     }  # fmt: skip
-    found = call.derivative("backward", arrays, output, **given)
+    found = call.derivative("backward", arrays, **given)
     listed: list[Any] = []
     for name in dict.fromkeys(call.names):
         gradient = getattr(found, name)
@@ -271,7 +267,7 @@ def _pushforward(
         f"{name}_tangent": np.asarray(tangent, arrays[n - 1].dtype)
         for n, name, tangent in zip(argnums, names, given, strict=True)
     }
-    tangent, of_logsumexp = call.derivative("jvp", arrays, output, **moved)
+    tangent, of_logsumexp = call.derivative("jvp", arrays, **moved)
     whole = output[0] if call.is_pair else output
     tangent = np.asarray(tangent, whole.dtype)
     return (tangent, of_logsumexp) if call.is_pair else tangent

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.api.attention import attention
-from polyattn.api.gradients import attention_backward
+from polyattn.api.gradients import attention_backward, unrounded_partial
 from polyattn.api.options import check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
@@ -55,6 +55,8 @@ class ParallelCall:
         The size of a number of query, key and value.
     has_scale_rule : bool
         Whether a rule gives the scale, which then has no gradient.
+    for_gradient : bool
+        Whether a gradient follows, which needs outputs that were never rounded to 16 bits.
     """
 
     problem: Problem
@@ -64,6 +66,7 @@ class ParallelCall:
     options: dict[str, Any]
     bytes_per_number: int
     has_scale_rule: bool
+    for_gradient: bool = False
 
     @property
     def chunks(self) -> int:
@@ -156,7 +159,8 @@ class ParallelCall:
         if self.problem.normalizer is not None:
             return Partial(attention(*arrays, **options), None)
         del options["normalizer"]
-        output, logsumexp = attention_partial(*arrays, **options)
+        attend = unrounded_partial if self.for_gradient else attention_partial
+        output, logsumexp = attend(*arrays, **options)
         # Rounded to 16 bits at each merge, parts would lose digits.
         return Partial(cast(library_of(output).xp, output, logsumexp.dtype), logsumexp)
 

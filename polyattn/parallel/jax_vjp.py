@@ -25,7 +25,8 @@ def attend(task: Task, arrays: list[jax.Array]) -> jax.Array:
 
     @jax.custom_vjp
     def attention(arrays: Any, others: Any) -> jax.Array:
-        output: jax.Array = static.with_arrays(others).forward(*arrays)[0]
+        task = static.with_arrays(others)
+        output: jax.Array = task.forward(*arrays, for_gradient=False)[0]
         return output
 
     def forward(arrays: Any, others: Any) -> Any:

@@ -66,16 +66,15 @@ class Task(NamedTuple):
         }
         return self._replace(call=replace(self.call, options=changed))
 
-    def forward(self, *arrays: Array) -> tuple[Array, Partial]:
+    def forward(self, *arrays: Array, for_gradient: bool = True) -> tuple[Array, Partial]:
         """Return the output in the dtype of the query, and what the gradient needs."""
+        call = replace(self.call, for_gradient=for_gradient)
         with _shielded(arrays[0]):
-            output, saved = self.strategy.forward(self.call, self.ranks, *arrays)
+            output, saved = self.strategy.forward(call, self.ranks, *arrays)
         return cast(library_of(output).xp, output, arrays[0].dtype), saved
 
     def backward(self, arrays: Any, saved: Partial, gradient: Array) -> Gradients:
         """Return the gradients, as `attention_backward`."""
-        xp = library_of(saved.output).xp
-        saved = saved._replace(output=cast(xp, saved.output, arrays[0].dtype))
         with _shielded(arrays[0]):
             dq, dk, dv, shares = self.strategy.backward(
                 self.call, self.ranks, arrays, saved, gradient

@@ -22,7 +22,7 @@ def attend(task: Task, arrays: list[torch.Tensor]) -> torch.Tensor:
     others = task.arrays()
     needed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*arrays, *others))
     if not (needed and torch.is_grad_enabled()):
-        output: torch.Tensor = task.forward(*arrays)[0]
+        output: torch.Tensor = task.forward(*arrays, for_gradient=False)[0]
         return output
     result: torch.Tensor = _Attention.apply(task, *arrays, *others)  # type: ignore[no-untyped-call]
     return result

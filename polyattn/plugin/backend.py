@@ -29,6 +29,10 @@ class Kernel:
         Those of `FEATURES` that it computes exactly as the semantics define.
     poison_safe : bool
         Whether NaN or ±inf in a masked key or value leaves the row unchanged.
+    rounds_once : bool
+        Whether gradients are sums in float32, or float64 for float64 inputs, that are rounded once,
+        with weights that have the bits of the forward pass. Otherwise they lose digits where keys
+        have much in common.
     batch_invariant : bool
         Whether a batch item's result has the same bits with and without the others.
     deterministic : bool
@@ -48,6 +52,7 @@ class Kernel:
     name: ClassVar[str]
     features: ClassVar[frozenset[str]] = frozenset()
     poison_safe: ClassVar[bool] = True
+    rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
