@@ -1,9 +1,11 @@
 """Gradients and directional derivatives without automatic differentiation."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
 import polyattn
 from polyattn import (
@@ -16,9 +18,14 @@ from polyattn import (
     attention_vjp,
     masks,
     merge,
+    parallel,
     scores,
 )
 from polyattn.arrays import is_array
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
+from polyattn.conformance.checks.gradients import compare
+from polyattn.conformance.checks.target import Target
+from polyattn.conformance.reference.gradients import cotangent
 from polyattn.kernels import Tiled
 
 RNG = np.random.default_rng(0)
@@ -347,3 +354,54 @@ def test_partials_of_16_bits_keep_their_digits_where_they_are_merged():
     assert np.max(np.abs(joined().output - exact)) > 1e-4
     with pytest.raises(ValueError, match="dtype must be float16 or float32 for this query"):
         joined(dtype="float64")
+
+
+# ---- 16 bits -----------------------------------------------------------------------------------
+
+ALIKE = replace(BACKWARD_CASES["keys of mean 64, bfloat16"], L=20, S=30)
+
+
+def of_vjp(query, key, value, along, **options):
+    output, pullback = attention_vjp(query, key, value, **options)
+    assert output.dtype == query.dtype
+    return pullback(along)[:3]
+
+
+def of_torch(query, key, value, along, **options):
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    attention(*tensors, **options).backward(along)
+    return [x.grad for x in tensors]
+
+
+def of_torch_with_a_bias(query, key, value, along):
+    """With torch's own kernel, which computes no gradient of a bias."""
+    bias = torch.zeros(20, 30, dtype=query.dtype, requires_grad=True)
+    return of_torch(query, key, value, along, bias=bias)
+
+
+def of_ranks(query, key, value, along):
+    def of_rank(ranks):
+        own = [np.array_split(x, 2, axis=-2)[ranks.rank] for x in (query, key, value, along)]
+        _, pullback = parallel.attention_vjp(*own[:3], over=ranks, strategy="gather")
+        return pullback(own[3])[:3]
+
+    ranks = parallel.run_threads(2, of_rank)
+    return [np.concatenate(parts, -2) for parts in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("library", "way"),
+    [
+        ("numpy", of_vjp),
+        ("torch", partial(of_vjp, kernel="dense")),
+        ("jax.numpy", of_vjp),
+        ("torch", partial(of_torch, kernel="tiled")),
+        ("torch", of_torch_with_a_bias),
+        ("numpy", of_ranks),
+    ],
+)
+def test_the_output_is_not_rounded_before_its_gradient(library, way):
+    target = Target("array-api", library)
+    given = *ALIKE.arguments()[0], cotangent(ALIKE)
+    found = map(target.back, way(*map(target.to, given)))
+    compare(ALIKE, dict(zip(("query", "key", "value"), found, strict=True)))

@@ -107,6 +107,9 @@ class Case:
         The arrays among query, key and value.
     rows : tuple of int or None
         The query rows that are checked; None for all. Long cases check a sample.
+    rounded_once : bool
+        Whether a gradient may have only the errors of sums in float32, or float64 for float64
+        inputs, and of one rounding, as the kernel promises by `rounds_once`.
     options : tuple of (str, object)
         The other arguments of the call.
     """
@@ -132,6 +135,7 @@ class Case:
     poisoned: tuple[int, ...] = ()
     poison_in: tuple[str, ...] = ("key", "value")
     rows: tuple[int, ...] | None = None
+    rounded_once: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -257,6 +261,12 @@ def cancelling(case: Case, rng: Any) -> tuple[Any, ...]:
     return 0.01 * query, key, value + 1000.0 * signs
 
 
+def alike(case: Case, rng: Any) -> tuple[Any, ...]:
+    """Keys with a large mean, as of a bias in the layer that makes them."""
+    query, key, value = normal(case, rng)
+    return query, key + 64, value
+
+
 VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "normal": normal,
     "outliers": outliers,
@@ -266,6 +276,7 @@ VALUES: dict[str, Callable[[Any, Any], tuple[Any, ...]]] = {
     "subnormal": subnormal,
     "large values": large,
     "cancelling values": cancelling,
+    "keys of mean 64": alike,
 }
 
 

@@ -21,6 +21,8 @@ __all__ = ["BACKWARD_CASES", "GRADIENT_CASES", "JVP_CASES", "POISONED_GRADIENT_C
 
 #: A score function with its derivative, which every library can differentiate.
 BENT = scores.function(bent, slope_of_bent)
+#: What the keys have in common multiplies each error that the gradients of a row's scores share.
+ALIKE: dict[str, Any] = {"values": "keys of mean 64", "rounded_once": True}
 OWN = {
     case.name: case
     for case in (
@@ -46,6 +48,8 @@ OWN = {
             mask=Generated(mask_with_empty_rows),
         ),
         make_case("S = 0, sinks", S=0, **PAIRED["sinks"]),
+        make_case("keys of mean 64", **ALIKE, L=65, S=65),
+        make_case("keys of mean 64, few heads", **ALIKE, H=4, G=2, L=70, S=90, D=64),
     )
 }
 
@@ -82,6 +86,8 @@ NAMES = (
     "score value x mask value",
     "score value x offset array",
     "score value of a function",
+    "keys of mean 64",
+    "keys of mean 64, few heads",
 )
 
 #: Features that meet in the backward pass.
@@ -106,6 +112,7 @@ PAIRS = (
 IN_16_BITS = (
     *("plain", "bias x softcap", "grouped heads", "mask hides some rows, sinks", "dropout"),
     "many with a derivative",
+    "keys of mean 64",
 )
 
 #: Cases that are compared with differences: steps that the formula for gradients leaves out, arrays

@@ -89,13 +89,16 @@ def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case])
 
 
 def is_applicable(target: Target, variant: KernelVariant, case: Case) -> bool:
-    """Return whether the library has the dtypes of a case, and the kernel allows its poison."""
+    """Return whether the library has the dtypes of a case, and the kernel makes its promises."""
     dtypes = {
         case.dtype,
         *(x.dtype for _, x in case.options if isinstance(x, Generated) and x.dtype),
     }
     has_dtypes = case.dtype in target.dtypes and all(map(target.has, dtypes))
-    return has_dtypes and (case.poison is None or variant.kernel.poison_safe)
+    promised = (case.poison is None or variant.kernel.poison_safe) and (
+        not case.rounded_once or variant.kernel.rounds_once
+    )
+    return has_dtypes and promised
 
 
 def takes(target: Target, variant: KernelVariant, case: Case) -> bool:

@@ -139,7 +139,9 @@ def check_backward(
     if case.dtype == "float64":
         found = backward(target, kernel, case, arguments, of_logsumexp=True)
         deviations |= compare_slopes(case, found)
-    if not case.features and case.layout == "...HLD" and case.S > 1:
+    # `merge` has an error of its own, by the rounding of the logsumexp.
+    is_plain = not case.features and case.layout == "...HLD" and not case.rounded_once
+    if is_plain and case.S > 1:
         compare(case, add_shares(target, kernel, case, arguments))
     check_unwritten(target, case, arguments, before)
     return deviations
@@ -169,7 +171,7 @@ def backward(
 
     def run(*arrays: Any, **options: Any) -> dict[str, list[Any]]:
         forward = options if own else options | {"kernel": None}
-        partial = residuals(case, *arrays, **forward)
+        partial = residuals(case, *arrays, **forward, unrounded=kernel.rounds_once)
         query, key, value = arrays
         found = attention_backward(
             query, key, value, partial, along, logsumexp_gradient=weights, **options
@@ -188,11 +190,12 @@ def backward(
     return {name: [target.back(x) for x in some] for name, some in found.items()}
 
 
-def residuals(case: Case, *arrays: Any, **options: Any) -> Partial:
-    """Return the output of a case with the logsumexp, if it has one."""
+def residuals(case: Case, *arrays: Any, unrounded: bool, **options: Any) -> Partial:
+    """Return the output of a case, rounded or not, with the logsumexp if it has one."""
     if is_without_logsumexp(case):
         return Partial(attention(*arrays, **options), None)
-    return attention_partial(*arrays, **options)
+    dtype = accumulation_dtype(case.dtype) if unrounded else None
+    return attention_partial(*arrays, dtype=dtype, **options)
 
 
 def leaves(gradient: Any) -> list[Any]:

@@ -333,8 +333,11 @@ def gradient_yardsticks(case: Case) -> dict[str, Yardstick]:
     rows has the gradients of the query only.
     """
     (exact, condition), results = exact_and_conditions(case), evaluations(case)
+    dtype, stored = case.dtype, None
+    if case.rounded_once:
+        dtype, stored = accumulation_dtype(case.dtype), case.dtype
     yards = {
-        name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], case.dtype)
+        name: yardstick(exact[name], condition[name], 0, [x[name] for x in results], dtype, stored)
         for name in exact
     }
     if case.rows is None:

@@ -168,16 +168,29 @@ def logsumexp_yardstick(case: Case) -> Yardstick:
 
 
 def yardstick(
-    exact: Array, condition: Array, moved_by_scores: Any, results: Sequence[Any], dtype: str
+    exact: Array,
+    condition: Array,
+    moved_by_scores: Any,
+    results: Sequence[Any],
+    dtype: str,
+    stored: str | None = None,
 ) -> Yardstick:
-    """Return a yardstick from the exact result and the textbook's, in its plain order first."""
+    """Return a yardstick from the exact result and the textbook's, in its plain order first.
+
+    With `stored`, errors are those of sums in `dtype` and of one rounding to `stored`: half a step
+    of the result, and not of the unit, which may be far above it.
+    """
     info = finfo(dtype)
     unit = np.maximum(float(info.eps) * condition, spacing(dtype))
     unit = np.where(condition == 0, 0, unit)
     plain, *others = (lift(np.asarray(x).astype(dtype)) for x in results)
     orders = max(np.max(in_units(x, plain, unit), initial=0) for x in others)
-    stored = 0.5 + 0.5 * float(np.finfo(exact.dtype).eps / info.eps)
-    floor = stored + 0.5 * in_units(moved_by_scores, 0, unit) + orders
+    storing: Any = 0.5 + 0.5 * float(np.finfo(exact.dtype).eps / info.eps)
+    if stored is not None:
+        step = np.maximum(float(finfo(stored).eps) * np.abs(exact), spacing(stored))
+        # The result that is rounded has an error before, and so a step that is a little larger.
+        storing = in_units(0.51 * step, 0, unit)
+    floor = storing + 0.5 * in_units(moved_by_scores, 0, unit) + orders
     return Yardstick(exact, unit, np.max(in_units(plain, exact, unit), initial=0), floor)
 
 
