@@ -109,8 +109,8 @@ class Piece(NamedTuple):
 
 
 def group_size_of(problem: Problem) -> int:
-    """Return how many query heads read one key/value head."""
-    return problem.heads // problem.key_heads
+    """Return how many query heads read one key/value head; 1 if there are none."""
+    return max(1, problem.heads // max(1, problem.key_heads))
 
 
 def split_heads(problem: Problem, array: Array, ndim: int) -> Array:

@@ -60,6 +60,8 @@ def visible_tiles(
     problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
 ) -> Iterator[tuple[Span, bool]]:
     """Yield the keys of each tile that may hold a visible score, and whether it hides some."""
+    if 0 in problem.scores:
+        return
     mask: Mask | None = combined_mask(problem, x)
     reads = not problem.transforms and not problem.traced and backend.is_eager(x.query)
     seen = column_span(problem, rows)

@@ -53,7 +53,7 @@ def _of_rows(
     output = cast(xp, whole[..., rows.start : rows.stop, :], getattr(xp, problem.accumulator))
     block = RowBlock.of(problem, x, backend, rows)
     tangent = xp.zeros_like(output)
-    mean = xp.zeros_like(output[..., :1])
+    mean = xp.sum(tangent, axis=-1, keepdims=True)  # 0, also where there are no values
     if x.sinks_tangent is not None:
         sinks, t = (
             xp.reshape(cast(xp, array, output.dtype), (problem.heads, 1, 1))

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn.arrays import Array, cast
+from polyattn.arrays import Array, cast, index_range
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
@@ -81,7 +81,11 @@ class Weights(Kernel):
         spans = self.rows or (Span(0, problem.query_length),)
         if 0 in problem.scores:
             count = sum([span.length for span in spans])
-            return self._look(_nothing(problem, x, xp, count), xp)
+            kept = problem.key_length if self.top is None else self.top
+            nothing = _nothing(problem._replace(value_size=kept), x, xp, count)
+            if self.top is not None:
+                return nothing, xp.astype(nothing, index_range(xp, 0, 1, nothing).dtype)
+            return self._look(nothing, xp)
         blocks = spans
         if not problem.is_symbolic:
             row = math.prod(problem.batch) * problem.heads * problem.key_length
@@ -107,8 +111,7 @@ class Weights(Kernel):
 
 
 def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
-    """Return the weights of a call without rows, keys, heads or items: an empty array."""
-    problem = problem._replace(value_size=problem.key_length)
+    """Return E weights of each row of a call without rows, keys, heads or items: an empty array."""
     empty = initial_state(problem, x._replace(sinks=None), xp, Span(0, rows)).output
     return empty + 0  # a new array, because a broadcast view may be read-only
 

@@ -15,7 +15,15 @@ import torch
 from array_api_compat import array_namespace, device
 from libraries import LIBRARIES, NUMPY, STRICT, TORCH, Library, tiles_of
 
-from polyattn import Partial, attention, attention_partial, merge
+from polyattn import (
+    Partial,
+    attention,
+    attention_jvp,
+    attention_partial,
+    attention_vjp,
+    attention_weights,
+    merge,
+)
 from polyattn.conformance import CASES, ESSENTIAL, assert_accurate, make_case
 from polyattn.conformance.cases.generators import alibi
 
@@ -120,6 +128,34 @@ def test_no_rows(case, kernel, library):
         shape = (*case.full_batch, case.L, case.H, case.D)
     assert output.shape == shape
     assert logsumexp.shape == shape[:-1]
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "keys", "sizes"),
+    [(0, 0, 5, (4, 3)), (0, 1, 5, (4, 3)), (4, 2, 0, (4, 3)), (4, 2, 5, (0, 3)), (4, 2, 5, (4, 0))],
+    ids=["no heads", "no query heads", "no keys", "no head size", "no value size"],
+)
+@pytest.mark.parametrize("with_sinks", [False, True])
+@each_library
+def test_an_axis_without_entries(heads, groups, keys, sizes, with_sinks, any_kernel, library):
+    size, value_size = sizes
+    shapes = (2, heads, 3, size), (2, groups, keys, size), (2, groups, keys, value_size)
+    arrays = [
+        library.to(np.full(shape, n)) for n, shape in zip((0.0, 1.0, 1.0), shapes, strict=True)
+    ]
+    options = {"sinks": library.to(np.zeros(heads))} if with_sinks else {}
+    output, pullback = attention_vjp(*arrays, kernel=any_kernel, **options)
+    gradients = pullback(output)
+    assert tuple(output.shape) == (2, heads, 3, value_size)
+    # All scores are 0, and so is the sink: the weights are equal.
+    mean = keys / max(1, keys + with_sinks)
+    np.testing.assert_allclose(library.back(output), mean, rtol=1e-12)
+    assert [tuple(x.shape) for x in gradients[:3]] == list(shapes)
+    assert not with_sinks or tuple(gradients.sinks.shape) == (heads,)
+    tangent, _ = attention_jvp(arrays, arrays, kernel=any_kernel, **options)
+    assert tangent.shape == output.shape
+    top = attention_weights(*arrays[:2], top=2, **options)
+    assert tuple(top.keys.shape) == (2, heads, 3, min(2, keys))
 
 
 # Poison
