@@ -102,7 +102,7 @@ def cut(problem: Problem, x: Operands, grid: Grid | None = None) -> Cut:
     grid = grid or grid_of(problem, {name: array.chunks for name, array in given.items()})
     arrays = {}
     for name, array in given.items():
-        axes = axes_of(name, array.shape, len(problem.batch))
+        axes = axes_of(name, array.shape, problem)
         arrays[name] = axes, aligned(array, axes, grid)
     template, leaves = template_of(problem, x, grid)
     return Cut(problem, grid, Visibility(problem, x, grid), arrays, template, leaves)

@@ -47,13 +47,12 @@ def estimate(problem: Problem) -> str | None:
 
 def _extras(problem: Problem) -> list[Extra]:
     """Return the arrays among the options that follow the keys."""
-    rank = len(problem.batch)
     given = [("mask", problem.mask, "bool"), ("bias", problem.bias, problem.bias_dtype or "")]
     for name, value in (("mask", problem.mask_spec), ("score_mod", problem.score_spec)):
         carried = [] if value is None else value.carried()
         given += [(f"{name}.{f}", x.shape, x.dtype) for f, x in carried if hasattr(x, "shape")]
     return [
-        Extra(axes_of(name, shape, rank), shape, dtype)
+        Extra(axes_of(name, shape, problem), shape, dtype)
         for name, shape, dtype in given
         if shape is not None
     ]
@@ -66,6 +65,6 @@ def _rechunked(problem: Problem, grid: Grid) -> str:
         if name.partition(".")[0] not in CUT:
             continue
         shape = tuple(map(sum, chunks))
-        if chunks_like(grid, axes_of(name, shape, len(problem.batch)), shape) != chunks:
+        if chunks_like(grid, axes_of(name, shape, problem), shape) != chunks:
             names.append(name)
     return f"after a rechunk of {', '.join(names)}" if names else "no rechunk"

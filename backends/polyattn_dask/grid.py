@@ -143,6 +143,7 @@ _NAMED: dict[str, tuple[str | None, ...]] = {
     "query": (*_ROWS, None),
     "key": (*_KEYS, None),
     "value": (*_KEYS, None),
+    "query_offset": (None, None, None),
     "known_logsumexp": _ROWS,
     "output": (*_ROWS, None),
     "output_gradient": (*_ROWS, None),
@@ -150,8 +151,8 @@ _NAMED: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def axes_of(name: str, shape: tuple[int, ...], batch: int) -> Axes:
-    """Return the axes that an array of a call follows; one of length 1 is not cut.
+def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
+    """Return the axes that an array of a call follows; one along which it broadcasts is not cut.
 
     Parameters
     ----------
@@ -159,10 +160,10 @@ def axes_of(name: str, shape: tuple[int, ...], batch: int) -> Axes:
         The argument, or ``argument.field`` for an array in an expression.
     shape : tuple of int
         Its shape.
-    batch : int
-        The number of batch axes.
+    problem : Problem
+        The facts of the call.
     """
-    rank = len(shape)
+    rank, batch = len(shape), len(problem.batch)
     axes: Axes = ()
     if name in _NAMED:
         axes = (*range(batch), *_NAMED[name])[-rank:] if rank else ()
@@ -170,7 +171,11 @@ def axes_of(name: str, shape: tuple[int, ...], batch: int) -> Axes:
         axes = ("H",)
     elif name != "seed":
         axes = axes_of_array(name.partition(".")[2] or "array", rank, batch)
-    return tuple([None if n == 1 else axis for axis, n in zip(axes, shape, strict=True)])
+    lengths: dict[Any, int] = dict(enumerate(problem.batch))
+    lengths |= {"H": problem.heads, "G": problem.key_heads}
+    lengths |= {"L": problem.query_length, "S": problem.key_length}
+    cut = zip(axes, shape, strict=True)
+    return tuple([None if n == 1 != lengths.get(axis) else axis for axis, n in cut])
 
 
 def chunks_like(grid: Grid, axes: Axes, shape: tuple[int, ...]) -> Chunks:
@@ -191,4 +196,7 @@ def aligned(array: Any, axes: Axes, grid: Grid) -> Any:
             lead = (slice(None),) * place
             array = da.concatenate([array[(*lead, slice(*span))] for span in spans], axis=place)
     wanted = chunks_like(grid, axes, array.shape)
-    return array if array.chunks == wanted else array.rechunk(wanted)
+    if array.chunks == wanted:
+        return array
+    # dask leaves the chunks of an array whose axes are all empty as they are.
+    return da.zeros_like(array, chunks=wanted) if 0 in array.shape else array.rechunk(wanted)

@@ -95,7 +95,7 @@ def template_of(problem: Problem, x: Operands, grid: Grid) -> tuple[Template, li
     def hole(option: str, field: str, array: Any) -> Any:
         if callable(array):
             return array
-        axes = axes_of(f"{option}.{field}" if field else option, array.shape, len(problem.batch))
+        axes = axes_of(f"{option}.{field}" if field else option, array.shape, problem)
         leaves.append(Leaf(option, axes, aligned(array, axes, grid)))
         return Hole(tuple(array.shape), str(array.dtype))
 

@@ -77,16 +77,15 @@ class Visibility:
 
     def _axes_in(self, mask: Mask) -> set[Any]:
         """Return the batch axes and the heads that the answer depends on."""
-        rank = len(self._problem.batch)
         found = {
             axis
             for name, array in mask.carried()
             if _is_numpy(array)
-            for axis in axes_of(f"mask.{name}", array.shape, rank)
+            for axis in axes_of(f"mask.{name}", array.shape, self._problem)
         }
         offset: Any = self._options.query_offset
         if _is_numpy(offset):
-            found |= set(axes_of("mask.array", offset.shape, rank))
+            found |= set(axes_of("query_offset", offset.shape, self._problem))
         return found - {None, "L", "S"}
 
     def _cut(self, mask: Mask, at: Index) -> tuple[Mask, Operands]:
@@ -95,7 +94,7 @@ class Visibility:
         def cut(name: str, array: Any) -> Any:
             if not _is_numpy(array):
                 return array
-            axes = axes_of(name, array.shape, len(self._problem.batch))
+            axes = axes_of(name, array.shape, self._problem)
             every = slice(None)
             return array[
                 tuple(
@@ -104,7 +103,7 @@ class Visibility:
                 )
             ]
 
-        offset = cut("mask.array", self._options.query_offset)
+        offset = cut("query_offset", self._options.query_offset)
         return _mapped(mask, cut), self._options._replace(query_offset=offset)
 
 

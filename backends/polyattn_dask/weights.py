@@ -107,10 +107,11 @@ def _selected(problem: Problem, grid: Grid, rows: Any, heads: Any) -> Grid:
     if heads is not None:
         size = max(1, problem.heads // max(1, problem.key_heads))
         numbers = [head for span in heads for head in range(*span)]
+        read = list(dict.fromkeys(number // size for number in numbers))
         grid = grid._replace(
             heads=tuple([Span(n, n + 1) for n in numbers]),
-            groups=tuple([Span(n // size, n // size + 1) for n in numbers]),
-            group_of=tuple(range(len(numbers))),
+            groups=tuple([Span(n, n + 1) for n in read]),
+            group_of=tuple([read.index(number // size) for number in numbers]),
         )
     return grid
 

@@ -5,6 +5,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.core import flatten
 
 import polyattn
 from polyattn import (
@@ -98,6 +99,60 @@ def test_partials_in_16_bits_are_joined_in_32():
     assert output.dtype == np.float16
     errors = [np.sqrt(np.mean((x - exact) ** 2)) for x in (output.compute(), attention(q, k, v))]
     assert errors[0] < 1.05 * errors[1]
+
+
+def with_empty_chunks(array):
+    """Return a dask array with an empty chunk at the start or the end of each axis, in turn."""
+    return cut(array, *[(n, 0) if axis % 2 else (0, n) for axis, n in enumerate(array.shape)])
+
+
+def assert_blocks(found, expected):
+    """Check each block against the declared chunks, and the whole."""
+    assert found.shape == expected.shape
+    keys = list(flatten(found.__dask_keys__()))
+    for key, block in zip(keys, dask.get(dict(found.dask), keys), strict=True):
+        assert block.shape == tuple(n[at] for n, at in zip(found.chunks, key[1:], strict=True))
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1, 1, 1, 1), (2, 4, 2, 3, 4), (1, 4, 1, 1, 5), (2, 1, 1, 0, 3), (0, 2, 1, 1, 3),
+                (1, 2, 2, 3, 0), (1, 0, 0, 2, 3)], ids=str,
+)  # fmt: skip
+def test_empty_chunks_of_every_axis_of_every_array(lengths):
+    batch, heads, groups, rows, keys = lengths
+    query, key, value, bias, of_output, seen, sinks, slopes, offset, ids, key_ids = (
+        RNG.normal(size=size)
+        for size in (
+            (batch, heads, rows, 2), (batch, groups, keys, 2), (batch, groups, keys, 1),
+            (1, heads, 1, keys), (batch, heads, rows, 1), (batch, 1, rows, keys), (heads,),
+            (heads,), (batch,), (rows,), (batch, keys),
+        )
+    )  # fmt: skip
+
+    def options(place):
+        tokens = [place(x.astype(int)) for x in (ids, key_ids)]
+        return {
+            "bias": place(bias),
+            "mask": masks.segments(*tokens) | masks.dense(place(seen > 0)),
+            "sinks": place(sinks),
+            "is_causal": True,
+            "query_offset": place(offset.astype(int)),
+            "score_mod": scores.alibi(place(slopes)),
+        }
+
+    def results(place):
+        arrays, more = [place(x) for x in (query, key, value)], options(place)
+        output, pullback = attention_vjp(*arrays, **more)
+        gradients = pullback(place(of_output), place(of_output[..., 0]))
+        slopes = gradients.score_mod.carried()[0][1]
+        looks = [{}, {"per_key": True}] + ([{"top": 1, "rows": [0]}] if rows else [])
+        found = [attention_weights(*arrays[:2], **look, **more) for look in looks]
+        found = [x if hasattr(x, "dtype") else x.weights for x in found]
+        return [output, *gradients[:5], slopes, *found]
+
+    for found, expected in zip(results(with_empty_chunks), results(lambda x: x), strict=True):
+        assert_blocks(found, expected)
 
 
 # ---- the graph ----
