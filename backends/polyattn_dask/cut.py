@@ -99,7 +99,7 @@ class Cut(NamedTuple):
 def cut(problem: Problem, x: Operands, grid: Grid | None = None) -> Cut:
     """Return a call, its arrays cut as a grid is, by default that of its own chunks."""
     given = {name: getattr(x, name) for name in ARRAYS if getattr(x, name) is not None}
-    grid = grid or grid_of(problem, {name: array.chunks for name, array in given.items()})
+    grid = grid or grid_of(problem, {n: given[n].chunks for n in ("query", "key", "value")})
     arrays = {}
     for name, array in given.items():
         axes = axes_of(name, array.shape, problem)

@@ -45,8 +45,10 @@ class Layer:
         self._work: Any = {}
 
     def add(self, where: tuple[Any, ...], step: Callable[..., Any], *arguments: Any) -> Key:
-        """Add a task between inputs and results, and return its key."""
+        """Add a task between inputs and results, and return its key, which no other task has."""
         key = (self._name, *where)
+        if key in self._work:
+            raise RuntimeError(f"two tasks of a graph have the key {key}")
         self._work[key] = (step, *arguments)
         return key
 

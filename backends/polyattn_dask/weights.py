@@ -207,7 +207,7 @@ def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
         ]
         rows = items_in(call.grid, at) * call.grid.heads[at.head].length
         size = rows * call.grid.rows[at.row].length * top * 16
-        keys = layer.tree(("join", *where), keys, size, Top(top))
+        keys = layer.tree(("top", "join", *where), keys, size, Top(top))
         found[where] = layer.add(("largest", *where), Top(top), keys)
     chunks, query = (*call.row_chunks, (top,)), call.arrays["query"][1]
     weights, numbers = (

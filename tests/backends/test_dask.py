@@ -21,6 +21,7 @@ from polyattn import (
 )
 from polyattn.dispatch import registry
 from polyattn.threads import thread_count
+from polyattn_dask.layer import Layer
 
 RNG = np.random.default_rng(0)
 B, H, G, L, S, D, E = 2, 8, 4, 60, 70, 16, 5
@@ -182,6 +183,13 @@ def test_equal_calls_have_one_name():
     assert same[0] == same[1] != other
 
 
+def test_two_tasks_of_one_key_are_refused():
+    layer = Layer("call", [])
+    layer.add(("fold", 0), int)
+    with pytest.raises(RuntimeError, match=r"have the key .*'fold', 0"):
+        layer.add(("fold", 0), float)
+
+
 def test_tasks_can_be_sent_to_another_process():
     x = da.from_array(np.ones((2, 8, 4)), chunks=(1, 4, 4))
     output = attention(x, x, x, mask=lambda b, h, i, j: i >= j, dropout=(0.5, 1))
@@ -299,6 +307,15 @@ def test_gradients_without_a_logsumexp():
         np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-12)
 
 
+def test_results_and_gradients_of_numpy():
+    partial = attention_partial(Q, K, V, is_causal=True)
+    expected = attention_backward(Q, K, V, partial, OF_OUTPUT, is_causal=True)
+    _, pullback = attention_vjp(*arrays(), is_causal=True)
+    again = attention_backward(*arrays(), partial, OF_OUTPUT, is_causal=True)
+    for found in (pullback(OF_OUTPUT), again):
+        np.testing.assert_allclose(found.key, expected.key, atol=1e-12)
+
+
 WEIGHTS = [
     {},
     {"rows": [5, 6, 7, 40, 12], "heads": [1, 2, 7]},
@@ -309,11 +326,15 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("look", WEIGHTS, ids=lambda look: ", ".join(look) or "all")
-@pytest.mark.parametrize("options", ["rows without chunks", "whole rows"])
-def test_weights(look, options):
+@pytest.mark.parametrize(
+    ("options", "group"),
+    [("rows without chunks", "64 MiB"), ("offsets", 1), ("whole rows", "64 MiB")],
+)
+def test_weights(look, options, group):
     options = OPTIONS[options]
     expected = attention_weights(Q, K, **look, **options)
-    found = attention_weights(*arrays()[:2], **look, **options)
+    with dask.config.set({"polyattn.group-size": group}):
+        found = attention_weights(*arrays()[:2], **look, **options)
     if "top" not in look:
         assert found.shape == expected.shape
         np.testing.assert_allclose(found, expected, atol=1e-13)
