@@ -131,7 +131,7 @@ def is_namespace(library: str) -> bool:
         module = importlib.import_module(LONG_NAMES.get(library, library))
     except (ImportError, ValueError):  # an empty name is a ValueError
         return False
-    return hasattr(module, "matmul")
+    return hasattr(module, "matmul") and hasattr(module, "asarray")
 
 
 def is_recorded(array: Array) -> bool:

@@ -59,11 +59,9 @@ class Cut(NamedTuple):
 
     def groups(self, at: Index) -> list[list[int]]:
         """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
-        seen = self.seen.of(at)
-        if self.template.whole_rows:
-            return [list(range(seen[0], seen[-1] + 1))] if seen else []
         extras = [Extra(x.axes, x.array.shape, str(x.array.dtype)) for x in self.leaves]
-        return grouped(seen, key_bytes(self.problem, self.grid, at, extras))
+        sizes = key_bytes(self.problem, self.grid, at, extras)
+        return grouped(self.seen.of(at), sizes, self.template.whole_rows)
 
     def pieces(self, at: Index, columns: list[int], sinks: bool = True) -> Pieces:
         """Return the calls of a task."""

@@ -28,21 +28,31 @@ def estimate(problem: Problem) -> str | None:
     whole_rows = problem.normalizer is not None or problem.score_norm is not None
     pairs = tasks = largest = blocks = 0
     for at in grid.row_blocks():
-        near, sizes = seen.of(at), key_bytes(problem, grid, at, extras)
-        groups = [near] if whole_rows and near else grouped(near, sizes)
+        sizes = key_bytes(problem, grid, at, extras)
+        groups = grouped(seen.of(at), sizes, whole_rows)
         partial = partial_bytes(problem, grid, at)
         held = max((sum([sizes[n] for n in group]) for group in groups), default=0)
         largest = max(largest, held + query_bytes(problem, grid, at) + 2 * partial)
         joins = sum(widths(len(groups), partial)[1]) + 1 if len(groups) > 1 else 0
-        pairs, blocks = pairs + len(near), blocks + 1
+        pairs, blocks = pairs + sum(map(len, groups)), blocks + 1
         tasks += max(1, len(groups)) + joins
     if "logsumexp" in problem.features:
         tasks += 2 * blocks
-    most = "at most " if problem.mask_spec is not None and problem.mask_spec.carried() else ""
+    most = "at most " if _may_read(problem) else ""
     return (
         f"{most}{pairs:,} of {blocks * len(grid.columns):,} pairs of chunks, {tasks:,} tasks of up"
         f" to {format_bytes(largest)}, {_rechunked(problem, grid)}"
     )
+
+
+def _may_read(problem: Problem) -> bool:
+    """Return whether an array may hide keys that the graph leaves out: all but those of dask."""
+    hiding = {"mask"} if problem.mask is not None else set()
+    if problem.mask_spec is not None:
+        hiding |= {f"mask.{name}" for name, _ in problem.mask_spec.carried()}
+    if problem.query_offset is None:
+        hiding.add("query_offset")
+    return not hiding <= dict(problem.chunks).keys()
 
 
 def _extras(problem: Problem) -> list[Extra]:

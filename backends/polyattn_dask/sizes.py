@@ -74,11 +74,24 @@ def key_bytes(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) 
     return [each * span.length for span in grid.columns]
 
 
-def grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Put chunks together in groups of at most the limit, or of one chunk."""
+def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list[list[int]]:
+    """Return the chunks of keys that a block of rows reads, by the tasks that read them.
+
+    Parameters
+    ----------
+    seen : sequence of int
+        The chunks that some row sees.
+    sizes : sequence of int
+        The bytes of each chunk.
+    whole_rows : bool
+        Whether a task needs all keys from the first to the last at once. Otherwise it reads at most
+        the limit, or one chunk.
+    """
+    if whole_rows:
+        return [list(range(seen[0], seen[-1] + 1))] if seen else []
     groups: list[list[int]] = []
     room, most = 0, limit()
-    for number in numbers:
+    for number in seen:
         if not groups or sizes[number] > room:
             groups.append([])
             room = most

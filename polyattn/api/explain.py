@@ -100,15 +100,18 @@ def explain(
     dtypes = {"mask": "bool", "bias": dtype, "sinks": dtype, "query_offset": "int64"}
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
     arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
-    call, _ = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
+    call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
     changed = tuple(casts(call._asdict()))
     call = call._replace(**autocast(call._asdict()))
     check_kernel(kernel)
     requested = request(backend)
     if only_shapes:
         check_possible(call.query.library, call.query.device)
+    problem = examine(call)
+    if problem.mask_spec is not None:  # a remark may count the tiles of a compiled mask
+        problem = problem._replace(mask_spec=problem.mask_spec.filled(operands.mask))
     array = None if only_shapes else query
-    explanation = explain_selection(call, examine(call), array, requested, kernel)
+    explanation = explain_selection(call, problem, array, requested, kernel)
     return replace(explanation, autocast=changed)
 
 

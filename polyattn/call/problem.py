@@ -77,7 +77,7 @@ class Problem(NamedTuple):
         Whether the arrays come from another library or device than the kernel's.
     mask_spec, score_spec, similarity_spec : Mask, Score, Similarity or None
         The expressions given for mask, score_mod and similarity, with facts in place of arrays,
-        and compiled masks without their tables.
+        and compiled masks without their tables, except in `explain`.
     score_norm : ByNorm or None
         The rule that divides the scores of each row by their norm.
     normalizer : Normalizer or None

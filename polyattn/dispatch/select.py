@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from polyattn.arrays import Array
+from polyattn.arrays import Array, is_namespace
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
@@ -70,11 +70,16 @@ def default_device(library: str) -> str:
 
 
 def check_possible(library: str, device: str) -> None:
-    """Raise if a library is not installed, or has no arrays on a device."""
+    """Raise if a library is not installed or has no arrays, or none on a device."""
     serving = registry.serving(library)
     if not registry.is_installed(library):
         reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
         raise ValueError(f"there can be no array of {library!r}: {reason}")
+    if not serving and not is_namespace(library):
+        raise ValueError(
+            f"there can be no array of {library!r}: this module has no arrays that follow the array"
+            f" API standard; name a library such as {', '.join(registry.names()[:3])}"
+        )
     specs = [registry.spec_of(name) for name in serving if registry.load(name) is None]
     if specs and not any(device.partition(":")[0] in spec.devices for spec in specs):
         raise ValueError(f"there can be no array of {library} on {device!r}")

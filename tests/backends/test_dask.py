@@ -1,5 +1,7 @@
 """Dask's backend: what is in the graph, and what comes out of it."""
 
+import re
+
 import cloudpickle
 import dask
 import dask.array as da
@@ -228,6 +230,53 @@ def test_explain_shows_pairs_tasks_bytes_and_rechunks():
         output, logsumexp = attention_partial(q, k, v)
     made = sum("attention-" in str(key) for key in {*output.dask, *logsumexp.dask})
     assert f", {made} tasks" in remark
+
+
+BLOCKS = np.repeat(np.arange(8), 8)
+COUNTED = {
+    "all keys": {},
+    "causal": {"is_causal": True},
+    "a window": {"window": (9, 3), "query_offset": -20},
+    "a compiled mask": {"mask": masks.compile(lambda b, h, i, j: (i // 8 - j // 8) % 3 == 0, 64)},
+    "its tiles": {
+        "mask": masks.compile(lambda b, h, i, j: (i // 8 + j // 8) % 8 < 3, 64, tile=8)
+        & masks.causal()
+    },
+    "a pattern": {"mask": masks.global_tokens(3) | masks.window(5, 0)},
+    "outside": {"mask": ~masks.window(20, 20)},
+    "a function": {"mask": lambda b, h, i, j: i >= j},
+    "ids of dask": {"mask": masks.segments(cut(BLOCKS, 8)), "is_causal": True},
+    "an array of dask": {"mask": cut(np.tri(64, dtype=bool), 8, 8)},
+    "whole rows": {
+        "mask": masks.compile(lambda b, h, i, j: j // 8 % 2 == 0, 64, tile=8),
+        "normalizer": scores.sigmoid(),
+    },
+    "whole rows by norm": {"window": (9, 9), "scale": scores.by_norm()},
+    # What follows depends on the contents of arrays of NumPy, which the graph reads.
+    "ids": {"mask": masks.segments(BLOCKS)},
+    "lengths": {"mask": masks.prefix(np.asarray([20])) & masks.causal()},
+    "an array": {"mask": BLOCKS[:, None] == BLOCKS},
+    "offsets": {"is_causal": True, "query_offset": np.asarray([-10])},
+}
+
+
+@pytest.mark.parametrize("group", ["64 MiB", "1 kiB"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_explain_counts_what_the_graph_reads(name, group):
+    options = COUNTED[name]
+    query, key = (da.from_array(RNG.normal(size=(1, 2, 64, 4)), chunks=(1, 2, 8, 4)) for _ in "qk")
+    with dask.config.set({"polyattn.group-size": group}):
+        remark = explain(query, key, key, **options).chosen.remark
+        graph = attention(query, key, key + 0, **options).dask
+    tasks = [k for k in graph.to_dict() if k[0].startswith("attention-")]
+    read = graph.get_all_dependencies()
+    pairs = sum(block[0] == key.name for task in tasks for block in read[task])
+    said = re.match(r"(at most )?(\d+) of 64 pairs of chunks, (\d+) tasks", remark)
+    most, counted, made = said[1], int(said[2]), int(said[3])
+    if most:
+        assert (counted, made) > (pairs, len(tasks))
+    else:
+        assert (counted, made) == (pairs, len(tasks))
 
 
 @pytest.mark.parametrize(

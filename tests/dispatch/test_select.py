@@ -534,9 +534,17 @@ def test_explain_assumes_the_default_device_of_the_library():
         explain(SHAPE, SHAPE, SHAPE, device="cuda")
 
 
-def test_explain_refuses_a_library_that_is_not_installed():
-    with pytest.raises(ValueError, match="no array of 'nunpy': it is not installed"):
-        explain(SHAPE, SHAPE, SHAPE, library="nunpy")
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        ("nunpy", "it is not installed"),
+        ("os", "this module has no arrays"),
+        ("operator", "this module has no arrays"),
+    ],
+)
+def test_explain_refuses_a_library_that_has_no_arrays(library, reason):
+    with pytest.raises(ValueError, match=f"no array of '{library}': {reason}"):
+        explain(SHAPE, SHAPE, SHAPE, library=library)
 
 
 @pytest.mark.parametrize("shape", [(2, -4), (2.0, 4), ("a", 4), (True, None)])
