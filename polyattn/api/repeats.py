@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -19,7 +20,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def with_repeats(function: _F) -> _F:
     """Let `attention` run a call at once if one that was the same at a glance has run.
 
-    What was checked then holds now: whatever a check looks at is in the glance.
+    What was checked then holds now: whatever a check looks at is in the glance. A call whose
+    description converts an argument is described each time.
     """
 
     @functools.wraps(function)
@@ -29,11 +31,14 @@ def with_repeats(function: _F) -> _F:
             return function(*args, **kwargs)
         requested = request(kwargs.get("backend"))
         repeat = recall_repeat(seen, requested)
+        given = _operands(args, kwargs)
         if repeat is not None:
-            return repeat.run(_operands(args, kwargs))
+            return repeat.run(given)
         result = function(*args, **kwargs)
         options = {name: kwargs[name] for name in kwargs if name not in ("backend", "kernel")}
-        remember_repeat(seen, requested, describe(*args, **options)[0], kwargs.get("kernel"))
+        described, operands = describe(*args, **options)
+        if all(map(operator.is_, given, operands)):
+            remember_repeat(seen, requested, described, kwargs.get("kernel"))
         return result
 
     return cast(_F, call)

@@ -140,6 +140,82 @@ def test_what_changes_in_a_call_is_seen(change, repeats):
         np.testing.assert_array_equal(got[2], want[2])
 
 
+class Subclass(np.ndarray):
+    """A class of its own, which NumPy's functions take."""
+
+
+def read_only(array):
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def unaligned(array):
+    memory = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    memory[...] = array
+    return memory
+
+
+#: The forms in which an argument may be given.
+FORMS = {
+    "another byte order": lambda x: x.astype(x.dtype.newbyteorder()),
+    "backwards in memory": lambda x: x[..., ::-1].copy()[..., ::-1],
+    "spaced": lambda x: np.stack([x, x], axis=-1)[..., 0],
+    "by columns": np.asfortranarray,
+    "read-only": read_only,
+    "unaligned": unaligned,
+    "a subclass": lambda x: x.view(Subclass),
+    "masked": np.ma.masked_array,
+    "a list": lambda x: x.tolist(),
+    "a tuple": lambda x: tuple(x.tolist()),
+    "another size": lambda x: x.astype(x.dtype.kind + ("1" if x.dtype.kind == "b" else "8")),
+    "one number": lambda x: x[(0,) * x.ndim],
+}
+FORMED = {
+    "query": X, "key": X, "value": X, "mask": SEEN[None, None], "bias": X[:1, :1, :, :4],
+    "sinks": X[0, 0, 0, :4], "query_offset": np.arange(2, dtype=np.int32),
+}  # fmt: skip
+FUNCTIONS = {
+    "attention": attention,
+    "attention_partial": polyattn.attention_partial,
+    "attention_vjp": lambda *x, **o: polyattn.attention_vjp(*x, **o)[1](X),
+    "attention_jvp": lambda *x, **o: polyattn.attention_jvp(x, x, **o),
+    "attention_weights": lambda q, k, v, **o: polyattn.attention_weights(q, k, **o),
+    "explain": lambda *x, **o: str(polyattn.explain(*x, **o)),
+}
+
+
+def read(function, arguments, options):
+    """Return the bits and classes of the results of a call, or its error."""
+    try:
+        results = function(*arguments, **options)
+    except Exception as error:
+        return type(error), str(error)
+    if not isinstance(results, tuple):
+        results = (results,)
+    return [(type(x), str(np.asarray(x).dtype), np.asarray(x).tobytes()) for x in results]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_repeated_call_takes_each_argument_as_the_first_does(name, form, repeats):
+    for place, plain in FORMED.items():
+        calls = []
+        for given in (FORMS[form](plain), plain):
+            options = {} if place in ("query", "key", "value") else {place: given}
+            arguments = [given if one == place else X for one in ("query", "key", "value")]
+            if place == "query_offset":
+                options["is_causal"] = True
+            calls.append((FUNCTIONS[name], arguments, options))
+        formed, plain_call = calls
+        repeats()
+        first = read(*formed)
+        assert [read(*formed) for _ in range(2)] == [first] * 2, place
+        repeats()
+        known = [read(*plain_call) for _ in range(2)]
+        assert [read(*formed), read(*plain_call)] == [first, known[0]], place
+
+
 def test_a_tensor_that_requires_grad_is_another_call(repeats):
     options = {"softcap": 3.0, "kernel": "tiled"}
     attention(T, T, T, **options)
