@@ -21,6 +21,7 @@ from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
 from polyattn.expressions.expression import Expression
 from polyattn.plugin import Backend, Kernel
+from polyattn.tracing import is_compiling
 
 __all__ = ["Placement", "Plan", "Refusal", "backend_of", "conversion_loss", "convert_like"]
 
@@ -74,12 +75,9 @@ class Plan(NamedTuple):
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
-        if not moved:
-            return self._checked(backend.run(self.kernel, problem, operands))
+        given = self._move(operands, backend) if moved else operands
+        output, logsumexp = self._checked(backend.run(self.kernel, problem, given), given)
         query = operands.query
-        output, logsumexp = self._checked(
-            backend.run(self.kernel, problem, self._move(operands, backend))
-        )
         if "query" not in moved:
             return output, logsumexp
         back = _mover(backend, backend_of(query), self.home, problem.dtype)
@@ -102,6 +100,8 @@ class Plan(NamedTuple):
                 f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
                 f" {type(found).__name__}"
             )
+        if self._is_handed_in:
+            self._check_gradients(found, given)
         if "query" not in moved:
             return found
         back = _mover(backend, backend_of(operands.query), self.home, problem.dtype)
@@ -113,7 +113,7 @@ class Plan(NamedTuple):
 
         return Gradients(*map(home, found))
 
-    def _checked(self, result: Any) -> tuple[Array, Array | None]:
+    def _checked(self, result: Any, operands: Operands) -> tuple[Array, Array | None]:
         """Return the result of the kernel, or raise if it breaks the contract."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
@@ -122,7 +122,44 @@ class Plan(NamedTuple):
             )
         if result[1] is None and "logsumexp" in self.placement.problem.features:
             raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
+        if self._is_handed_in and operands.value is not None:
+            problem = self.placement.problem
+            rows, accumulator = problem.scores[:-1], problem.accumulator
+            dtype = accumulator if "jvp" in problem.features else problem.dtype
+            query = operands.query
+            self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
+            if result[1] is not None:
+                self._check_array("logsumexp", result[1], query, accumulator, rows)
         return result
+
+    @property
+    def _is_handed_in(self) -> bool:
+        """Whether the kernel is the caller's own, whose results nobody has tested."""
+        return self.kernel not in self.placement.kernels and not is_compiling()
+
+    def _check_gradients(self, found: Gradients, operands: Operands) -> None:
+        problem, query = self.placement.problem, operands.query
+        for name in ("query", "key", "value", "bias", "sinks"):
+            argument, gradient = getattr(operands, name), getattr(found, name)
+            if argument is not None and not (gradient is None and name in problem.constants):
+                what, shape = f"gradient of {name}", facts_of(argument).shape
+                self._check_array(what, gradient, query, problem.accumulator, shape)
+
+    def _check_array(
+        self, what: str, array: Any, query: Array, dtype: str, shape: tuple[int | None, ...]
+    ) -> None:
+        """Raise if a result of the kernel is not an array of the query's library, like this."""
+        library, got = library_of(query).name, f"a {type(array).__name__}"
+        if is_array(array):
+            facts = facts_of(array)
+            fits = None in (*shape, *facts.shape) or facts.shape == shape
+            if fits and (facts.library, facts.dtype) == (library, dtype):
+                return
+            got = f"one of {facts.library}, {facts}"
+        raise TypeError(
+            f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
+            f" {shape} {dtype}; it returned {got}"
+        )
 
     def _move(self, operands: Operands, backend: Backend) -> Operands:
         device, dtype = self.placement.problem.device, self.placement.problem.dtype

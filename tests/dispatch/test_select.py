@@ -654,6 +654,71 @@ def test_the_plan_cache_keeps_no_object_of_the_caller_alive(make, options_of):
         gc.unfreeze()
 
 
+class Changed(kernels.Dense):
+    """A kernel whose results are changed."""
+
+    name = "changed"
+
+    def __init__(self, output=lambda x: x, logsumexp=lambda x: x, gradient=lambda x: x):
+        self.changes, self.gradient = (output, logsumexp), gradient
+
+    def _changed(self, results):
+        return tuple(
+            None if x is None else f(x) for f, x in zip(self.changes, results, strict=True)
+        )
+
+    def __call__(self, problem, operands, backend):
+        return self._changed(super().__call__(problem, operands, backend))
+
+    def jvp(self, problem, operands, backend):
+        return self._changed(super().jvp(problem, operands, backend))
+
+    def backward(self, problem, operands, backend):
+        found = super().backward(problem, operands, backend)
+        return found._replace(key=self.gradient(found.key))
+
+
+WRONG = {
+    "None": (lambda x: None, "it returned a NoneType"),
+    "a list": (lambda x: x.tolist(), "it returned a list"),
+    "another shape": (lambda x: x[..., None], r"it returned one of numpy, \(.*, 1\) float32"),
+    "another length": (lambda x: x[:1], r"it returned one of numpy, \(1, .*\) float32"),
+    "another dtype": (lambda x: x.astype("f8"), r"it returned one of numpy, \(.*\) float64"),
+    "another library": (lambda x: torch.asarray(x), r"it returned one of torch, \(.*\) float32"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_result_that_is_not_what_a_kernel_must_return_is_refused(mistake):
+    change, got = WRONG[mistake]
+
+    def refused(what, shape):
+        wanted = rf"the kernel changed must return its {what} as an array of numpy, \({shape}\)"
+        return pytest.raises(TypeError, match=rf"^{wanted} float32; {got}$")
+
+    output, gradient = Changed(output=change), Changed(gradient=change)
+    for _ in range(2):  # a repeated call too
+        with refused("output", "2, 4, 5, 8"):
+            attention(X, X, X, kernel=output)
+        with refused("output", "2, 4, 5, 8"):
+            polyattn.attention_jvp((X, X, X), (X, X, X), kernel=output)
+        with refused("gradient of key", "2, 4, 5, 8"):
+            polyattn.attention_vjp(X, X, X, kernel=gradient)[1](X)
+        if mistake != "None":
+            with refused("logsumexp", "2, 4, 5"):
+                attention_partial(X, X, X, kernel=Changed(logsumexp=change))
+
+
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray, dask.array.from_array])
+def test_a_right_result_of_a_kernel_is_taken(to):
+    given = [to(x) for x in (X, X, X[..., :3])]
+    kernel = Changed()
+    np.testing.assert_allclose(attention(*given, kernel=kernel), attention(*given), atol=1e-6)
+    if to is jnp.asarray:
+        traced = jax.jit(lambda *x: attention(*x, kernel=kernel))(*given)
+        np.testing.assert_allclose(traced, attention(*given), atol=1e-6)
+
+
 def test_a_plan_with_a_kernel_object_is_cached_while_the_object_lives(monkeypatch):
     kernel = Given()
     attention(X, X, X, kernel=kernel)
