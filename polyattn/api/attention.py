@@ -169,7 +169,10 @@ def compute(
 ) -> tuple[Array, Array | None]:
     """Examine a described call, select a kernel, and run it."""
     plan = planned(call, operands.query, backend, kernel)
-    return as_called(call, *plan.run(heads_first(call, operands)))
+    result = plan.run(heads_first(call, operands))
+    if not plan.tried:
+        remember(call, request(backend), kernel, plan)
+    return as_called(call, *result)
 
 
 def planned(
@@ -181,5 +184,4 @@ def planned(
     plan = recall(call, requested, kernel)
     if plan is None:
         plan = select(call, examine(call), query, requested, kernel)
-        remember(call, requested, kernel, plan)
     return plan

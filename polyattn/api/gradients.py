@@ -14,6 +14,8 @@ from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.layout import gradients_as_called, heads_first
+from polyattn.dispatch.plans import remember
+from polyattn.dispatch.request import request
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
 
@@ -121,6 +123,8 @@ def _backward(
     )
     plan = planned(call, operands.query, backend, kernel)
     found = plan.run_backward(heads_first(call, operands))
+    if not plan.tried:
+        remember(call, request(backend), kernel, plan)
     return _finished(call, found, given, into)
 
 

@@ -58,11 +58,11 @@ def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan 
         placement = None if placements is None else placements.get((call, requested))
     except TypeError:  # a symbolic length or a kernel that is not hashable
         return None
-    return None if placement is None else Plan(kernel, placement, call.query.device)
+    return None if placement is None else Plan(kernel, placement, call.query.device, tried=True)
 
 
 def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: Plan) -> None:
-    """Keep a plan for later calls with the same facts."""
+    """Keep a plan that has run for later calls with the same facts."""
     if is_compiling():
         return
     try:
@@ -70,7 +70,7 @@ def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: 
             placements = _placements.setdefault(kernel, Recent(256))
             placements[call, requested] = plan.placement
         else:
-            _plans[call, requested, kernel] = plan
+            _plans[call, requested, kernel] = plan._replace(tried=True)
     except TypeError:
         pass
 
