@@ -16,6 +16,7 @@ from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import check_kernel, check_possible, default_device, explain_selection
+from polyattn.expressions.masks import Mask
 from polyattn.span import Span
 
 __all__ = ["explain"]
@@ -108,7 +109,8 @@ def explain(
     if only_shapes:
         check_possible(call.query.library, call.query.device)
     problem = examine(call)
-    if problem.mask_spec is not None:  # a remark may count the tiles of a compiled mask
+    if problem.mask_spec is not None and isinstance(operands.mask, Mask):
+        # A remark may count the tiles of a compiled mask.
         problem = problem._replace(mask_spec=problem.mask_spec.filled(operands.mask))
     array = None if only_shapes else query
     explanation = explain_selection(call, problem, array, requested, kernel)
