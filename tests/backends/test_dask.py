@@ -138,7 +138,7 @@ def test_empty_chunks_of_every_axis_of_every_array(lengths):
         return {
             "bias": place(bias),
             "mask": masks.segments(*tokens) | masks.dense(place(seen > 0)),
-            "sinks": place(sinks),
+            "sinks": sinks,
             "is_causal": True,
             "query_offset": place(offset.astype(int)),
             "score_mod": scores.alibi(place(slopes)),
