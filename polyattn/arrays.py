@@ -40,6 +40,7 @@ __all__ = [
     "numbers_like",
     "quiet",
     "recorders",
+    "with_rank",
 ]
 
 Array = Any
@@ -337,6 +338,15 @@ def are_one_length(one: Any, other: Any) -> bool:
 def cast(xp: Any, array: Array, dtype: Any) -> Array:
     """Return `array` in `dtype`, without the copy that the standard's astype always makes."""
     return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def with_rank(array: Array, rank: int) -> Array:
+    """Return an array with axes of length 1 before its own, so that it has at least `rank` axes.
+
+    Arrays of one rank broadcast in every library; JAX can be told to refuse others.
+    """
+    missing = rank - len(array.shape)
+    return array if missing <= 0 else array[(*[None] * missing, ...)]
 
 
 def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:

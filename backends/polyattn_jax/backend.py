@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from polyattn.plugin import Array, Backend, native, or_zero
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
+from polyattn_jax.tile import product
 from polyattn_jax.xla import Xla
 
 __all__ = ["JaxBackend"]
@@ -106,7 +107,7 @@ class JaxBackend(Backend):
         return None if analysis is None else int(analysis.temp_size_in_bytes)
 
     def matmul(self, a: Array, b: Array) -> jax.Array:
-        """Return the matrix product of two stacks of matrices, at full precision."""
+        """Return the matrix product of two stacks of matrices."""
         result: jax.Array = _matmul(a, b)
         return result
 
@@ -128,7 +129,7 @@ class JaxBackend(Backend):
 
 @jax.custom_jvp
 def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return product(a, b)
 
 
 _matmul = jax.jit(_product)
@@ -142,13 +143,13 @@ def _matmul_tangent(primals: tuple[Array, Array], tangents: tuple[Any, Any]) -> 
     hidden, the gradient of its score is 0, and 0 · NaN would spoil that of the query.
     """
     (a, b), (moved_a, moved_b) = primals, tangents
-    product = _matmul(a, b)
+    whole = _matmul(a, b)
     parts = []
     if not isinstance(moved_a, SymbolicZero):
         parts.append(_matmul(moved_a, jnp.where(jnp.isfinite(b), b, 0)))
     if not isinstance(moved_b, SymbolicZero):
         parts.append(_matmul(a, moved_b))
-    return product, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(product)
+    return whole, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(whole)
 
 
 @lru_cache

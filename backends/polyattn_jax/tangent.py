@@ -22,6 +22,7 @@ from polyattn.plugin import (
     fold_heads,
     or_zero,
     unfold_heads,
+    with_rank,
 )
 from polyattn_jax.explicit import arrays_of, with_arrays
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
@@ -95,6 +96,7 @@ class _Tangent(Body):
         logsumexp = or_zero(jnp, rows["logsumexp"].astype(dtype))
         moved_query = rows.get("moved query")
         if moved_query is not None:
+            moved_query = with_rank(moved_query, len(problem.batch) + 3)
             moved_query = fold_heads(problem, moved_query, jnp)
         output = rows["output"].astype(dtype)
         query = scaled_query(problem, rows["query"])
@@ -105,7 +107,8 @@ class _Tangent(Body):
         if self.moved.sinks is not None:
             assert self.x.sinks is not None
             sinks, moved = (
-                array.astype(dtype).reshape(-1, 1, 1) for array in (self.x.sinks, self.moved.sinks)
+                with_rank(array.astype(dtype).reshape(-1, 1, 1), mean.ndim)
+                for array in (self.x.sinks, self.moved.sinks)
             )
             mean += jnp.exp(sinks - logsumexp) * moved
         return block, (jnp.zeros_like(output), mean)
@@ -179,9 +182,10 @@ class _Tangent(Body):
         softcap = None if moved.softcap is None else jnp.asarray(self.problem.softcap, s.dtype)
         s, t = push(rest, (s, arrays, softcap), (t, moved.score_mod or [], moved.softcap))
         if indices.operands.bias is not None:
-            s += indices.cut(indices.operands.bias).astype(s.dtype)
+            s += indices.of_scores(indices.operands.bias).astype(s.dtype)
         if "bias" in tile.slices:
-            t = tile.slices["bias"] if t is None else t + tile.slices["bias"]
+            bias = with_rank(tile.slices["bias"], s.ndim)
+            t = bias if t is None else t + bias
         return s, t, seen
 
     def _of_similarity(self, block: _Block, tile: Tile) -> Array | None:

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,6 +21,7 @@ from polyattn.plugin import (
     Span,
     fold_heads,
     unfold_heads,
+    with_rank,
 )
 from polyattn_jax.explicit import Explicit
 
@@ -32,9 +34,6 @@ __all__ = [
     "similarity",
     "tile_scores",
 ]
-
-# Except on a CPU, XLA would otherwise compute float32 products at the precision of TF32.
-HIGHEST = lax.Precision.HIGHEST
 
 
 class TileIndices(Indices):
@@ -68,13 +67,15 @@ class TileIndices(Indices):
 
     @property
     def row(self) -> Array:
-        """The query row, shape (l, 1)."""
-        return super().row + self.first[0]
+        """The query row, shape (..., 1, l, 1)."""
+        row = super().row
+        return row + jnp.asarray(self.first[0], row.dtype)
 
     @property
     def column(self) -> Array:
-        """The key, shape (1, s)."""
-        return super().column + self.first[1]
+        """The key, shape (..., 1, 1, s)."""
+        column = super().column
+        return column + jnp.asarray(self.first[1], column.dtype)
 
     def cut(self, array: Array) -> Array:
         """Return the tile's part of a mask or bias, which may be cut already."""
@@ -96,7 +97,8 @@ class TileIndices(Indices):
             return sum((kept.astype("uint8") << place for place, kept in bits), jnp.uint8(0))
 
         numbers = jnp.concatenate(list(lax.map(packed, blocks)), axis=-1)
-        bits = numbers[..., None] >> jnp.arange(self.decided, dtype="uint8") & 1
+        places = with_rank(jnp.arange(self.decided, dtype="uint8"), numbers.ndim + 1)
+        bits = numbers[..., None] >> places & 1
         kept = bits.reshape(*bits.shape[:-2], -1) != 0
         return lax.dynamic_slice_in_dim(kept, first % self.decided, columns, axis=-1)
 
@@ -118,14 +120,14 @@ class TileIndices(Indices):
         """Return where masks, bias and `new` leave a key; None if they leave all."""
         parts = [] if new is None else [self.column >= new]
         if self.operands.bias is not None:
-            parts.append(self.cut(self.operands.bias) != -math.inf)
+            parts.append(self.of_scores(self.operands.bias) != -math.inf)
         parts += self.visible()
         return functools.reduce(operator.and_, parts) if parts else None
 
 
 def scaled_query(problem: Problem, query: Array) -> Array:
     """Return scale · query in at least float32, the heads of a group folded into its rows."""
-    query = query.astype(problem.accumulator)
+    query = with_rank(query, len(problem.batch) + 3).astype(problem.accumulator)
     # Another similarity is scaled afterwards: it need not be linear in the query.
     return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, jnp)
 
@@ -134,7 +136,7 @@ def tile_scores(indices: TileIndices, query: Array, key: Array) -> Array:
     """Return the scores of a tile, −inf where a key is masked."""
     s = modified(indices, similarity(indices, query, key))
     if indices.operands.bias is not None:
-        bias = indices.cut(indices.operands.bias).astype(s.dtype)
+        bias = indices.of_scores(indices.operands.bias).astype(s.dtype)
         s = jnp.where(bias == -math.inf, -math.inf, s + bias)
     for visible in indices.visible():
         s = jnp.where(visible, s, -math.inf)
@@ -146,7 +148,7 @@ def similarity(
 ) -> Array:
     """Return scale · q·k, or the similarity that replaces q·k: the first step of the formula."""
     problem, rule = indices.problem, indices.operands.similarity
-    key = key.astype(query.dtype)
+    key = with_rank(key, query.ndim).astype(query.dtype)
     if rule is None:
         return unfold_heads(problem, product(query, key.mT), jnp)
     scale = problem.scale if scale is None else scale
@@ -162,8 +164,11 @@ def modified(indices: TileIndices, s: Array, softcap: float | Array | None = Non
 
 
 def product(a: Array, b: Array) -> Array:
-    """Return the matrix product at full precision."""
-    return jnp.matmul(a, b, precision=HIGHEST)
+    """Return the matrix product, at full precision unless the caller has chosen one for JAX."""
+    # Except on a CPU, JAX's own default would be TF32 for float32.
+    chosen: Any = jax.config
+    precision = None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST
+    return jnp.matmul(a, b, precision=precision)
 
 
 def finite(array: Array) -> Array:

@@ -18,6 +18,7 @@ from polyattn.plugin import (
     band,
     length_of,
     one_batch_axis,
+    with_rank,
 )
 from polyattn_onnx.node import Node
 
@@ -262,7 +263,6 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
         whole = (at.row >= 0) & (at.column >= 0)
         zero = xp.asarray(0, dtype=mask.dtype)
         mask = mask & whole if seen is mask else xp.where(whole, mask, zero)
-    mask = mask[(None,) * (3 - len(mask.shape)) + (...,)]
     lead = len(mask.shape) - 3
     if lead == 0 or all(isinstance(n, int) and n == 1 for n in mask.shape[:lead]):
         return mask[(*(0,) * lead, None, ...)]
@@ -291,7 +291,7 @@ def _with_sinks(
     dtype = getattr(xp, problem.accumulator)
     at = Indices(problem, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
     if mask is None or mask.dtype == xp.bool:
-        zero = xp.astype(at.row * 0 + at.column * 0, dtype)[None, None, ...]
+        zero = with_rank(xp.astype(at.row * 0 + at.column * 0, dtype), 4)
         mask = zero if mask is None else xp.where(mask, zero, xp.asarray(-np.inf, dtype=dtype))
     mask = mask + xp.astype(at.head * 0, dtype)  # of all heads
     items = xp.zeros_like(mask[:, :1, :, :1])

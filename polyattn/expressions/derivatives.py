@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array, cast, index_range
+from polyattn.arrays import Array, cast, index_range, with_rank
 
 __all__ = ["finite", "into_heads", "lengths", "sign", "stacked", "unit", "unit_slope", "used"]
 
@@ -36,8 +36,9 @@ def sign(xp: Any, numbers: Array) -> Array:
 
 def into_heads(xp: Any, numbers: Array, heads: Array, count: int) -> Array:
     """Return the numbers (..., h) of some query heads as (..., `count`), 0 for other heads."""
-    place = xp.reshape(heads, (-1, 1)) == index_range(xp, 0, count, numbers)
-    return xp.sum(xp.where(place, numbers[..., None], 0.0), axis=-2)
+    numbers = numbers[..., None]
+    place = xp.reshape(heads, (-1, 1)) == with_rank(index_range(xp, 0, count, numbers), 2)
+    return xp.sum(xp.where(with_rank(place, len(numbers.shape)), numbers, 0.0), axis=-2)
 
 
 def lengths(vectors: Array, xp: Any) -> tuple[Array, Array]:

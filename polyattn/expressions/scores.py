@@ -289,7 +289,9 @@ class RelativeBias(Score):
         xp, bucket = at.xp, self._bucket(at)
         buckets, heads = self.table.shape
         # The standard cannot add at indices, so a pass for each bucket, over as few as can be.
-        each = gradient if math.prod(bucket.shape[:-2]) > 1 else _sum_lead(xp, gradient, 3)
+        each = gradient
+        if math.prod(bucket.shape[:-2]) == 1:  # then all items and heads have the same buckets
+            each, bucket = _sum_lead(xp, gradient, 3), xp.reshape(bucket, (1, *bucket.shape[-2:]))
         sums = [
             _sum_lead(xp, xp.sum(xp.where(bucket == n, each, 0.0), axis=(-2, -1)), 1)
             for n in range(buckets)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, cast
+from polyattn.arrays import Array, cast, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
@@ -165,6 +165,7 @@ def score_tile(
         product = backend.matmul(block.query, xp.matrix_transpose(key))
         product = unfold_heads(problem, product, xp)
     else:
+        key = with_rank(key, len(block.query.shape))
         product = x.similarity.between(block.query, key, backend.matmul, xp)
         product = problem.scale * unfold_heads(problem, product, xp)
     hidden = list(at.visible()) if masked else []
@@ -261,6 +262,7 @@ def _add_tile(
     else:
         if problem.scale:
             total.add_scale(xp.sum(ds * tile.product) / problem.scale)
+        key = with_rank(key, len(block.query.shape))
         query, key = (_finite(problem, xp, one) for one in (block.query, key))
         d_query, d_key, of_similarity = x.similarity.pullback(
             query, key, problem.scale * folded, backend.matmul, xp

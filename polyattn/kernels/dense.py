@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from polyattn.arrays import Array, cast
+from polyattn.arrays import Array, cast, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
@@ -96,6 +96,7 @@ def scores(
         s = backend.matmul(query, xp.matrix_transpose(key))  # 1: scale · q·k
         s = unfold_heads(problem, s, xp)
     else:
+        key = with_rank(key, len(query.shape))
         s = x.similarity.between(query, key, backend.matmul, xp)
         s = problem.scale * unfold_heads(problem, s, xp)
     hidden = list(at.visible()) if masked else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from polyattn.arrays import Array, cast
+from polyattn.arrays import Array, cast, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import RowBlock, Scored, score_tile, visible_tiles
@@ -56,7 +56,7 @@ def _of_rows(
     mean = xp.sum(tangent, axis=-1, keepdims=True)  # 0, also where there are no values
     if x.sinks_tangent is not None:
         sinks, t = (
-            xp.reshape(cast(xp, array, output.dtype), (problem.heads, 1, 1))
+            with_rank(xp.reshape(cast(xp, array, output.dtype), (-1, 1, 1)), len(output.shape))
             for array in (x.sinks, x.sinks_tangent)
         )
         mean = mean + xp.exp(sinks - block.logsumexp) * t
@@ -115,6 +115,7 @@ def _of_scores(
         t = t + backend.matmul(block.query, xp.matrix_transpose(moved_key))
         t = unfold_heads(problem, t, xp)
     else:
+        key, moved_key = (with_rank(one, len(block.query.shape)) for one in (key, moved_key))
         t = x.similarity.pushforward(block.query, key, moved_query, moved_key, backend.matmul, xp)
         t = problem.scale * unfold_heads(problem, t, xp)
     zeros = xp.zeros_like(tile.weights)

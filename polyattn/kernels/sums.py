@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyattn.arguments import Shape
-from polyattn.arrays import Array, cast, is_array
+from polyattn.arrays import Array, cast, is_array, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
@@ -107,6 +107,7 @@ class Sums:
             return
         shape = (self._problem.heads, 1, 1)
         sinks = self._xp.reshape(cast(self._xp, self._x.sinks, delta.dtype), shape)
+        sinks = with_rank(sinks, len(delta.shape))
         found = sum_to(self._xp, -self._xp.exp(sinks - logsumexp) * delta, shape)
         self._sinks = _plus(self._sinks, self._xp.reshape(found, (-1,)))
 

@@ -38,7 +38,7 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, length_of, namespace_of
+from polyattn.arrays import Array, length_of, namespace_of, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
@@ -104,4 +104,5 @@ __all__ = [
     "reason_against_batch",
     "thread_count",
     "unfold_heads",
+    "with_rank",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, cast, index_range, is_array
+from polyattn.arrays import Array, cast, index_range, is_array, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.coverage import Coverage, TileTable
@@ -66,10 +66,10 @@ class TileQuery:
         self, problem: Problem, x: Operands, xp: Any, rows: Span, columns: Span, *, reads: bool
     ) -> None:
         self.rows, self.columns, self.reads = rows, columns, reads
-        self._xp = xp
+        self._xp, self._rank = xp, len(problem.batch) + 3
         self._offset: Any = problem.query_offset
-        if self._offset is None and reads:
-            self._offset = x.query_offset
+        if self._offset is None and reads and x.query_offset is not None:
+            self._offset = with_rank(x.query_offset, self._rank)
 
     def of(self, mask: Mask) -> Coverage:
         """Return the coverage of the tile by a mask.
@@ -118,7 +118,7 @@ class TileQuery:
             return min(numbers, INDEX_LIMIT)
         # In the dtype of indices: a narrow one may not hold the positions it is compared with.
         numbers = cast(self._xp, numbers, self._index_dtype(numbers))
-        return self._xp.reshape(numbers, (*numbers.shape, 1, 1, 1))
+        return with_rank(numbers[..., None, None, None], self._rank)
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
         """Return the least and the greatest number of the rows, from an array (..., L)."""
@@ -145,7 +145,8 @@ class TileQuery:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
         part = numbers[..., slice(*(self.rows, self.columns)[axis])]
         low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
-        return low[..., None, None, None], high[..., None, None, None]
+        low, high = (with_rank(end[..., None, None, None], self._rank) for end in (low, high))
+        return low, high
 
 
 class TileGrid(TileQuery):
@@ -181,15 +182,12 @@ class TileGrid(TileQuery):
         self._like, self._shape = like, (*problem.batch, problem.heads)
         blocks = tuple(-(-length // n) for length, n in zip(self.lengths, size, strict=True))
         self._blocks = blocks
-        rows, columns = (self._edges(xp, axis) for axis in range(2))
-        super().__init__(
-            problem,
-            x,
-            xp,
-            tuple(xp.reshape(edge, (-1, 1)) for edge in rows),  # type: ignore[arg-type]
-            columns,  # type: ignore[arg-type]
-            reads=reads,
+        rank = len(problem.batch) + 3
+        rows, columns = (
+            tuple([with_rank(xp.reshape(edge, shape), rank) for edge in self._edges(xp, axis)])
+            for axis, shape in enumerate(((-1, 1), (1, -1)))
         )
+        super().__init__(problem, x, xp, rows, columns, reads=reads)  # type: ignore[arg-type]
         # A picture has no query, only the facts of one.
         self._like_query = like
 
@@ -224,7 +222,7 @@ class TileGrid(TileQuery):
     def any_and_all(self, seen: Array) -> tuple[Array, Array]:
         """Return whether any and whether all of each block of a mask array holds."""
         xp = self._xp
-        seen = xp.reshape(seen, (1,) * (2 - len(seen.shape)) + tuple(seen.shape))
+        seen = with_rank(seen, self._rank)
         found: list[Array] = []
         for reduce in (xp.any, xp.all):
             rows = [seen]
@@ -249,7 +247,7 @@ class TileGrid(TileQuery):
             rows, columns = (
                 -(-edges[1] // size) - edges[0] // size for edges in (self.rows, self.columns)
             )
-            return rows * columns
+            return xp.reshape(rows * columns, (1, 1, *self._blocks))
 
         some, every = count(table.any_visible) > 0, count(table.all_visible) == area()
         batch = self._shape[:-1]
@@ -271,7 +269,8 @@ class TileGrid(TileQuery):
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
         xp = self._xp
         low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
-        return low[..., None, None, :], high[..., None, None, :]
+        low, high = (with_rank(end[..., None, None, :], self._rank) for end in (low, high))
+        return low, high
 
     def fold_blocks(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
         """Reduce each block of the last axis of an array.

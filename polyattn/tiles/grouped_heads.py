@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array, cast, numbers_like
+from polyattn.arrays import Array, cast, numbers_like, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 
@@ -107,8 +107,9 @@ def scaled(problem: Problem, query: Array, xp: Any) -> Array:
     Returns
     -------
     Array
-        Shape (..., G, H/G · l, D).
+        Shape (..., G, H/G · l, D), with all batch axes of the call, so that the scores have them.
     """
+    query = with_rank(query, len(problem.batch) + 3)
     query = cast(xp, query, getattr(xp, problem.accumulator))
     # Another similarity need not be linear in the query, so its result is scaled.
     return fold_heads(problem, query if problem.similarity_spec else query * problem.scale, xp)

@@ -1,7 +1,7 @@
 """The indices of a tile, and the parts of masks, scores and bias for it.
 
-Index arrays broadcast to (..., H, l, s) and live where the query lives. They are made on demand:
-most calls need none.
+Index arrays broadcast to (..., H, l, s), have all of its axes, and live where the query lives. They
+are made on demand: most calls need none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from polyattn.arrays import (
     facts_of,
     index_range,
     length_of,
+    with_rank,
 )
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
@@ -71,9 +72,11 @@ class Indices:
         self._some_heads = heads is not None
         self._items = items
         self._heads = heads or Span(0, problem.heads)
+        self._rank = len(self._batch) + 3
 
     def _range(self, start: int, stop: Any, *shape: int) -> Array:
-        return self.xp.reshape(index_range(self.xp, start, stop, self._x.query), shape)
+        numbers = self.xp.reshape(index_range(self.xp, start, stop, self._x.query), shape)
+        return with_rank(numbers, self._rank)
 
     def _along(self, span: Span, array: Array, *shape: int) -> Array:
         """Return the numbers of a span, which an axis of the array has at least."""
@@ -90,17 +93,17 @@ class Indices:
 
     @property
     def head(self) -> Array:
-        """The query head, shape (H, 1, 1)."""
+        """The query head, shape (..., H, 1, 1)."""
         return self._range(*self._heads, self._heads.length, 1, 1)
 
     @property
     def row(self) -> Array:
-        """The query row, shape (l, 1)."""
+        """The query row, shape (..., 1, l, 1)."""
         return self._along(self._rows, self._x.query, -1, 1)
 
     @property
     def column(self) -> Array:
-        """The key, shape (1, s)."""
+        """The key, shape (..., 1, 1, s)."""
         return self._along(self._columns, self._x.key, 1, -1)
 
     # ---- the tile's part of an array ----
@@ -146,7 +149,8 @@ class Indices:
     def _of_items(self, array: Array) -> Array:
         """Cut (..., H, l, s) down to the tile's batch items."""
         items = self._items
-        return array if items is None else cut_items(array, self._problem.batch, items)
+        array = array if items is None else cut_items(array, self._problem.batch, items)
+        return with_rank(array, self._rank)
 
     def per_item(self, numbers: Any) -> Any:
         """Return the number of each batch item, shape (..., 1, 1, 1), or the number for all."""
@@ -157,8 +161,9 @@ class Indices:
         return self._of_items(numbers[..., None, None, None])
 
     def per_head(self, numbers: Array) -> Array:
-        """Return the number of each query head, shape (H, 1, 1)."""
-        return self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads), ...]
+        """Return the number of each query head, shape (..., H, 1, 1)."""
+        numbers = self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads), ...]
+        return with_rank(numbers, self._rank)
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each row from an array (..., L), shape (..., 1, l, 1)."""
@@ -202,7 +207,7 @@ class Indices:
         Returns
         -------
         Array
-            Shape (l, 1), or (..., 1, l, 1) where the query offset is an array.
+            Shape (..., 1, l, 1).
         """
         row = self.row
         return row + saturating_sum(self._offset(), shift, self.xp, row.dtype)
@@ -259,8 +264,8 @@ class Indices:
             For each index in a block, shape (..., H, l, n).
         """
         item, head, row, _ = self.dropout_start
-        at = self.batch + item, self.head + head, self.row + row
-        return keep_mask_by_word(self.xp, self._x.seed, self._problem.dropout, *at, blocks)
+        at = self.batch + item, self.head + head, self.row + row, with_rank(blocks, self._rank)
+        return keep_mask_by_word(self.xp, self._x.seed, self._problem.dropout, *at)
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
         """Yield bool arrays; a key takes part where all of them hold.
@@ -385,7 +390,7 @@ class Indices:
                 "the mask function must return a bool array, True where a key takes part; it"
                 f" returned dtype {facts.dtype}"
             )
-        return seen
+        return with_rank(seen, self._rank)
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
         facts = facts_of(result, f"the result of {name}")

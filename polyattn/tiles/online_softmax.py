@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, cast, index_range
+from polyattn.arrays import Array, cast, index_range, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
 from polyattn.span import Span
@@ -81,7 +81,8 @@ def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> Softmax
         maximum = xp.reshape(cast(xp, x.sinks, accumulator), (problem.heads, 1, 1))
         total = cast(xp, maximum != -math.inf, accumulator)
     if problem.is_symbolic:  # `combine` broadcasts
-        return SoftmaxState(zero, maximum, total)
+        rank = len(problem.batch) + 3
+        return SoftmaxState(*(with_rank(array, rank) for array in (zero, maximum, total)))
     output = (*problem.batch, problem.heads, rows.length, problem.value_size)
     row = (*problem.batch, problem.heads, rows.length, 1)
     return SoftmaxState(

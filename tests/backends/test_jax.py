@@ -317,6 +317,56 @@ def test_an_offset_that_moves_is_compiled_once():
     assert compiled._cache_size() == 1
 
 
+PROMOTED = {
+    "arrays": OPTIONS["mask"] | OPTIONS["bias"] | OPTIONS["sinks"] | OPTIONS["softcap"],
+    "an offset an item": OPTIONS["offset an item"] | OPTIONS["window"],
+    "functions": OPTIONS["mask_mod"]
+    | {"score_mod": lambda s, b, h, i, j: s - (abs(i - j) * (h + b)).astype(s.dtype)},
+}
+
+
+@pytest.mark.parametrize("options", PROMOTED.values(), ids=PROMOTED)
+def test_neither_ranks_nor_dtypes_are_promoted(options):
+    """In 16 bits: gradients, tangents and weights, where JAX refuses both."""
+    options = in_jax(options)
+    q, k, v = (jnp.asarray(x, "bfloat16") for x in (Q, K[0], V))  # keys without a batch axis
+
+    def loss(kernel, *arrays):
+        return jnp.sum(attention(*arrays, kernel=kernel, **options).astype("float32"))
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        slopes = jax.jit(lambda *x: jax.grad(functools.partial(loss, "dense"), (0, 1, 2))(*x))
+        found = slopes(q, k, v)
+        own = jax.jvp(functools.partial(loss, "xla"), (q, k, v), (q, k, v))[1]
+        weights = polyattn.attention_weights(q, k, top=3, **options)
+    # The tangent along the arrays is their product with the gradient.
+    along = sum(
+        np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64))
+        for a, b in zip((q, k, v), found, strict=True)
+    )
+    assert float(own) == pytest.approx(along, rel=0.02, abs=2)
+    assert weights.weights.shape == (2, 4, 37, 3)
+
+
+def test_precision_and_weak_types_are_those_of_jax_nn():
+    x = jnp.full((1, 4, 2, 8), 0.5)
+    assert x.weak_type
+    assert not attention(x, x, x).weak_type
+    with pytest.raises(TypeError, match="one dtype; got query bfloat16, key float32"):
+        attention(x.astype("bfloat16"), x, x)
+
+    def products(function, precision):
+        with jax.default_matmul_precision(precision):
+            return set(re.findall(r" precision=[^\n]*", str(jax.make_jaxpr(function)(x, x, x))))
+
+    for precision in ("bfloat16", "highest", "BF16_BF16_F32"):
+        theirs = products(jax.nn.dot_product_attention, precision)
+        assert len(theirs) == 1
+        for kernel in ("xla", "dense"):
+            assert products(functools.partial(attention, kernel=kernel), precision) == theirs
+    assert products(attention, None) == products(attention, "highest")
+
+
 @pytest.mark.slow
 def test_without_jit():
     arrays = Q[:1, :, :5], K[:1, :, :7], V[:1, :, :7]

@@ -67,7 +67,7 @@ class TestStrict(BackendSuite):
 
 
 class TestJax(BackendSuite):
-    """With and without jit: `test_lazy` is under it.
+    """With and without jit: `test_lazy` is under it. Whatever JAX can be told to refuse, it is.
 
     A covering choice is not slow: the plugin's kernel compiles itself, and the core's do under jit,
     without which each of their operations is compiled for each shape.
@@ -91,7 +91,8 @@ class TestJax(BackendSuite):
 
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):
-        with jax.enable_x64(True):
+        refused = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+        with jax.enable_x64(True), refused[0], refused[1]:
             yield
 
 
