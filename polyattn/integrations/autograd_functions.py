@@ -16,7 +16,7 @@ from autograd import numpy as anp
 from autograd.extend import defjvp, defvjp, notrace_primitive, primitive
 
 from polyattn.arrays import Array
-from polyattn.nn.erf import erf as erf_of_numbers
+from polyattn.nn.erf import erfc as erfc_of_numbers
 
 F = TypeVar("F", bound=Callable[..., Any])
 Axes = int | tuple[int, ...] | None
@@ -242,13 +242,13 @@ defjvp(tanh, lambda g, ans, x: g * (1 - ans * ans))
 
 
 @recorded
-def erf(x: Array) -> Array:
-    """Return the error function."""
-    return erf_of_numbers(x)
+def erfc(x: Array) -> Array:
+    """Return 1 less the error function."""
+    return erfc_of_numbers(x)
 
 
-defvjp(erf, lambda ans, x: lambda g: g * (2 / math.sqrt(math.pi)) * anp.exp(-x * x))
-defjvp(erf, lambda g, ans, x: g * (2 / math.sqrt(math.pi)) * anp.exp(-x * x))
+defvjp(erfc, lambda ans, x: lambda g: g * (-2 / math.sqrt(math.pi)) * anp.exp(-x * x))
+defjvp(erfc, lambda g, ans, x: g * (-2 / math.sqrt(math.pi)) * anp.exp(-x * x))
 
 
 # ---- products ----------------------------------------------------------------------------------

@@ -1,14 +1,19 @@
-"""Define the layers around attention: linear maps, norms, feed-forward layers, embeddings."""
+"""Define the layers around attention: linear maps, norms, feed-forward layers, embeddings.
+
+Norms and activations compute in float32 at least, and round their result once.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
+from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, with_rank
 from polyattn.autocast import autocast
-from polyattn.nn.erf import normal_cdf
+from polyattn.nn.erf import gelu
 from polyattn.nn.ids import look_up
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
@@ -129,11 +134,12 @@ class LayerNorm(Module):
 
     def _normalised(self, x: Array) -> Array:
         xp = library_of(x).xp
-        wide = _widened(x, xp)
+        wide = widened(x, xp)
         wide = wide - _mean(wide, xp)
         variance = _mean(wide * wide, xp)
-        y = cast(xp, wide / xp.sqrt(variance + self.epsilon), x.dtype) * self.weight
-        return y if self.bias is None else y + self.bias
+        y = wide / xp.sqrt(variance + self.epsilon) * _beside(wide, self.weight, xp)
+        y = y if self.bias is None else y + _beside(wide, self.bias, xp)
+        return cast(xp, y, x.dtype) if self.weight.dtype == x.dtype else y
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -170,17 +176,25 @@ class RMSNorm(Module):
 
     def _normalised(self, x: Array) -> Array:
         xp = library_of(x).xp
-        wide = _widened(x, xp)
+        wide = widened(x, xp)
         square = _mean(wide * wide, xp)
-        y = cast(xp, wide / xp.sqrt(square + self.epsilon), x.dtype)
-        return y * (self.weight + self.offset if self.offset else self.weight)
+        weight = _beside(wide, self.weight, xp)
+        weight = weight + self.offset if self.offset else weight
+        y = wide / xp.sqrt(square + self.epsilon) * weight
+        return cast(xp, y, x.dtype) if self.weight.dtype == x.dtype else y
 
 
 Norm = LayerNorm | RMSNorm
 
 
-def _widened(x: Array, xp: Any) -> Array:
+def widened(x: Array, xp: Any) -> Array:
+    """Return an array in float32, or as it is in float64."""
     return x if x.dtype == xp.float64 else cast(xp, x, xp.float32)
+
+
+def _beside(x: Array, parameter: Array, xp: Any) -> Array:
+    """Return a parameter (size,) widened, with as many axes as `x`."""
+    return with_rank(widened(parameter, xp), len(x.shape))
 
 
 def _mean(x: Array, xp: Any) -> Array:
@@ -188,23 +202,45 @@ def _mean(x: Array, xp: Any) -> Array:
     return xp.sum(x, axis=-1, keepdims=True) / x.shape[-1]
 
 
-def _relu(x: Array) -> Array:
-    xp = library_of(x).xp
+def _rounded_once(function: Callable[[Array, Any], Array]) -> Callable[[Array], Array]:
+    """Return a function of an array, from one of a widened array and its namespace."""
+
+    @functools.wraps(function)
+    def activate(x: Array) -> Array:
+        xp = library_of(x).xp
+        return cast(xp, function(widened(x, xp), xp), x.dtype)
+
+    return activate
+
+
+@_rounded_once
+def _relu(x: Array, xp: Any) -> Array:
     return xp.where(x < 0, xp.zeros_like(x), x)
 
 
-def _gelu(x: Array) -> Array:
-    return x * normal_cdf(x)
+@_rounded_once
+def _gelu(x: Array, xp: Any) -> Array:
+    return gelu(x)
 
 
-def _gelu_tanh(x: Array) -> Array:
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
-    return x * (library_of(x).xp.tanh(inner) + 1) / 2
+@_rounded_once
+def _gelu_tanh(x: Array, xp: Any) -> Array:
+    # (1 + tanh(u)) / 2 is the logistic function of 2 u, which keeps its digits far below 0.
+    return x * _logistic(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x), xp)
 
 
-def _silu(x: Array) -> Array:
-    # x times the logistic function of x, by tanh, which never overflows.
-    return x * (library_of(x).xp.tanh(x / 2) + 1) / 2
+@_rounded_once
+def _silu(x: Array, xp: Any) -> Array:
+    return x * _logistic(x, xp)
+
+
+def _logistic(x: Array, xp: Any) -> Array:
+    """Return 1 / (1 + exp(−x)), and exact derivatives, to a few roundings however small it is."""
+    if hasattr(xp, "sigmoid"):  # in one step: torch and MLX
+        return xp.sigmoid(x)
+    # From 40 on it is 1 in float64 too, and no exponential overflows.
+    power = xp.exp(xp.minimum(x, 40.0))
+    return power / (power + 1)
 
 
 #: Activations by name. ``gelu`` is exact, ``gelu_tanh`` the approximation of GPT-2.
