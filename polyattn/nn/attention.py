@@ -8,14 +8,13 @@ from typing import Any
 from polyattn.api.attention import attention
 from polyattn.api.weights import attention_weights
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, is_array, length_of, library_of
+from polyattn.arrays import Array, index_range, length_of, library_of
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import Rotary
 from polyattn.nn.shapes import with_last_axes
-from polyattn.tracing import is_compiling
 
 __all__ = ["MultiHeadAttention"]
 
@@ -304,13 +303,9 @@ class MultiHeadAttention(Module):
         context = x if context is None else context
         query, key, value = self._apply_maps(x, context, context if values is None else values)
         if self.rotary is not None:
-            known = None
             if positions is None:
-                first, rows = 0 if cache is None else cache.next_position, length_of(query, -2)
-                positions = index_range(library_of(query).xp, 0, rows, query) + first
-                # torch.compile would make a program for each length that is a constant of it.
-                known = None if is_array(first + rows) or is_compiling() else first + rows
-            tables = self.rotary.tables(positions, like=query, length=known)
+                positions = _following(query, cache)
+            tables = self.rotary.tables(positions, like=query)
             query, key = self.rotary.rotate(query, *tables), self.rotary.rotate(key, *tables)
         return query, key, value
 
@@ -352,6 +347,14 @@ class MultiHeadAttention(Module):
         x = xp.permute_dims(heads, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
         flat = with_last_axes(x, 2, x.shape[-2] * x.shape[-1])
         return flat if self.output is None else self.output(flat)
+
+
+def _following(query: Array, cache: KVCache | None) -> Array | range:
+    """Return the positions after those of a cache, as a range where they are known."""
+    length, start = length_of(query, -2), 0 if cache is None else cache.next_position
+    if isinstance(length, int) and isinstance(start, int):
+        return range(start, start + length)
+    return index_range(library_of(query).xp, 0, length, query) + start
 
 
 def _columns(linear: Linear, start: int, stop: int | None) -> Linear:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, length_of, library_of
+from polyattn.arrays import Array, cast, index_range, length_of, library_of, with_rank
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
-from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer
+from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Sinusoidal
 
@@ -234,7 +234,8 @@ class Transformer(Module):
                 if isinstance(before, int) and isinstance(length, int):
                     self.positions.check(before + length)
                 positions = positions + before
-            x = x + self.positions(for_each_token("positions", positions, x), like=x)
+            vectors = self.positions(for_each_token("positions", positions, x), like=x)
+            x = x + with_rank(vectors, len(x.shape))
         if self.segments is not None:
             segments = ids * 0 if segments is None else for_each_token("segments", segments, x)
             x = x + look_up(self.segments.weight, segments, "segment")
@@ -260,7 +261,10 @@ class Transformer(Module):
         else:
             return x
         softcap = self.logits_softcap
-        return y if softcap is None else library_of(y).xp.tanh(y / softcap) * softcap
+        if softcap is None:
+            return y
+        xp = library_of(y).xp
+        return cast(xp, xp.tanh(widened(y, xp) / softcap) * softcap, y.dtype)
 
     def caches(
         self, capacity: int | str, *, batch: tuple[int | str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, is_recorded, library_of, namespace_of
+from polyattn.arrays import Array, is_recorded, library_of, namespace_of, with_rank
 from polyattn.dispatch.transfer import backend_of
 
 __all__ = ["affine", "by_rows"]
@@ -43,7 +43,7 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     parameters = (weight,) if bias is None else (weight, bias)
     if few or x.dtype != weight.dtype or not all(map(_is_numpys, parameters)):
         y = matmul(x, weight)
-        return y if bias is None else y + bias
+        return y if bias is None else y + with_rank(bias, len(y.shape))
 
     def write(rows: Array, out: Array) -> None:
         matmul(rows, weight, out=out)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from polyattn import scores
-from polyattn.arrays import Array, cast, library_of, numbers_like
+from polyattn.arrays import Array, cast, index_range, library_of, numbers_like, with_rank
 from polyattn.expressions.scores import Score
+from polyattn.nn.angles import Angles
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.layers import initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.scaling import frequencies_of, ntk_scaling
 from polyattn.nn.shapes import with_last_axes
+from polyattn.tracing import is_compiling
 
 __all__ = ["LearnedPositions", "RelativeBias", "Rotary", "Sinusoidal"]
 
@@ -46,6 +49,11 @@ class Sinusoidal(Module):
 
     def __post_init__(self) -> None:
         _check_even(self.size)
+        vars(self)["_angles"] = self._angles  # computed now, and not while torch traces
+
+    @functools.cached_property
+    def _angles(self) -> Angles:
+        return Angles(frequencies_of(self.size, self.base))
 
     def check(self, length: int) -> None:
         """Accept any length.
@@ -72,7 +80,7 @@ class Sinusoidal(Module):
             Shape (..., size): sines at even indices, cosines at odd ones.
         """
         xp = library_of(positions, "positions").xp
-        angles = _angles(xp, positions, frequencies_of(self.size, self.base), like.dtype, positions)
+        angles = self._angles.of(xp, positions, like.dtype, positions)
         both = xp.stack((xp.sin(angles), xp.cos(angles)), axis=-1)
         return cast(xp, with_last_axes(both, 2, self.size), like.dtype)
 
@@ -204,7 +212,8 @@ class Rotary(Module):
     dynamic : tuple of float and int, optional
         In place of `frequencies`, a factor and the length of training: `ntk_scaling` by
         ``1 + factor * (length / trained - 1)`` for each call whose length, the largest position
-        and 1, is above that of training. Keys in a cache keep the angles of their own call.
+        and 1, is above that of training. Keys in a cache keep the angles of their own call. Where
+        the largest position is an array, far angles are rounded as products in float32.
 
     References
     ----------
@@ -227,6 +236,11 @@ class Rotary(Module):
         if self.frequencies is not None and len(self.frequencies) != self.size // 2:
             given = len(self.frequencies)
             raise ValueError(f"there must be size / 2 = {self.size // 2} frequencies; got {given}")
+        vars(self)["_angles"] = self._angles  # computed now, and not while torch traces
+
+    @functools.cached_property
+    def _angles(self) -> Angles:
+        return Angles(self.frequencies or frequencies_of(self.size, self.base))
 
     def __call__(self, x: Array, positions: Array) -> Array:
         """Rotate vectors.
@@ -246,19 +260,15 @@ class Rotary(Module):
         tokens = x[..., 0, :, :] if len(x.shape) > 2 else x
         return self.rotate(x, *self.tables(for_each_token("positions", positions, tokens), like=x))
 
-    def tables(
-        self, positions: Array, *, like: Array, length: int | None = None
-    ) -> tuple[Array, Array]:
+    def tables(self, positions: Array | range, *, like: Array) -> tuple[Array, Array]:
         """Return the cosines and sines of positions, which queries and keys share.
 
         Parameters
         ----------
-        positions : Array of int
-            As in a call.
+        positions : Array of int, or range
+            As in a call; a range is short or long by itself, so that less is computed.
         like : Array
             An array of the library, device and dtype of the result.
-        length : int, optional
-            The largest position and 1, if it is known.
 
         Returns
         -------
@@ -266,28 +276,41 @@ class Rotary(Module):
             The arguments of `rotate`.
         """
         xp = library_of(like).xp
-        angles = _angles(xp, positions, self._at(positions, length, like), like.dtype, like)
-        if len(positions.shape) > 1:
+        angles = self._angles_of(xp, positions, like)
+        if len(angles.shape) > 2:
             angles = angles[..., None, :, :]
         cosine, sine = xp.cos(angles) * self.magnitude, xp.sin(angles) * self.magnitude
         return cast(xp, cosine, like.dtype), cast(xp, sine, like.dtype)
 
-    def _at(self, positions: Array, length: int | None, like: Array) -> tuple[float, ...] | Array:
-        """Return the frequencies at the length of a call, as an array if only the graph knows."""
-        frequencies = self.frequencies or frequencies_of(self.size, self.base)
-        if self.dynamic is None or 0 in positions.shape:
-            return frequencies
+    def _angles_of(self, xp: Any, positions: Array | range, like: Array) -> Array:
+        """Return the angles, shape (..., size / 2)."""
+        if self.dynamic is None:
+            return self._angles.of(xp, positions, like.dtype, like)
+        if isinstance(positions, range):
+            # torch.compile would make a program for each length that is a constant of it.
+            if not is_compiling():
+                factor, trained = self.dynamic
+                stretch = 1 + factor * (max(positions.stop, trained) / trained - 1)
+                angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
+                return angles.of(xp, positions, like.dtype, like)
+            positions = index_range(xp, positions.start, positions.stop, like)
+        if 0 in positions.shape:  # no position is the largest
+            return self._angles.of(xp, positions, like.dtype, like)
+        rates = self._rates(xp, positions, like)
+        return cast(xp, positions, rates.dtype)[..., None] * with_rank(
+            rates, len(positions.shape) + 1
+        )
+
+    def _rates(self, xp: Any, positions: Array, like: Array) -> Array:
+        """Return the frequencies by dynamic scaling to the largest of the positions."""
+        assert self.dynamic is not None
         factor, trained = self.dynamic
-        if length is not None:
-            stretch = 1 + factor * (max(length, trained) / trained - 1)
-            return ntk_scaling(self.size, stretch, base=self.base)
-        xp = library_of(like).xp
-        wide = _wide(xp, like.dtype)
+        wide = like.dtype if like.dtype == xp.float64 else xp.float32
         longest = cast(xp, xp.max(positions), wide) + 1
         beyond = xp.where(longest > trained, longest / trained - 1, xp.zeros_like(longest))
         powers = [-2 * n / max(self.size - 2, 1) for n in range(self.size // 2)]
         stretched = (beyond * factor + 1) ** numbers_like(xp, powers, wide, like)
-        return numbers_like(xp, frequencies, wide, like) * stretched
+        return numbers_like(xp, frequencies_of(self.size, self.base), wide, like) * stretched
 
     def rotate(self, x: Array, cosine: Array, sine: Array) -> Array:
         """Rotate vectors by the angles of `tables`.
@@ -307,6 +330,7 @@ class Rotary(Module):
         xp = library_of(x).xp
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
+        cosine, sine = (with_rank(table, len(x.shape)) for table in (cosine, sine))
         half, adjacent = self.size // 2, self.pairing == "neighbours"
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
@@ -319,17 +343,3 @@ class Rotary(Module):
 def _check_even(size: int) -> None:
     if size % 2 or size < 2:
         raise ValueError(f"size must be even and at least 2; got {size}")
-
-
-def _angles(
-    xp: Any, positions: Array, frequencies: tuple[float, ...] | Array, dtype: Any, like: Array
-) -> Array:
-    """Return positions times frequencies, shape (..., size / 2), in float32 at least."""
-    wide = _wide(xp, dtype)
-    if isinstance(frequencies, tuple):
-        frequencies = numbers_like(xp, frequencies, wide, like)
-    return cast(xp, positions, wide)[..., None] * frequencies
-
-
-def _wide(xp: Any, dtype: Any) -> Any:
-    return dtype if dtype == xp.float64 else xp.float32

@@ -1,4 +1,4 @@
-"""Compute the angles of rotary positions, and scale them to sequences longer than in training."""
+"""Compute the frequencies of positions, and scale them to sequences longer than in training."""
 
 from __future__ import annotations
 

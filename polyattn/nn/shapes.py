@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, index_range, library_of, namespace_of
+from polyattn.arrays import Array, index_range, library_of, namespace_of, with_rank
 from polyattn.dispatch.transfer import backend_of
 from polyattn.tracing import is_compiling
 
@@ -36,4 +36,4 @@ def with_rows(memory: Array, rows: Array, at: int | Array) -> Array:
     indices = index_range(xp, 0, memory.shape[-2], memory) - at
     new = (indices >= 0) & (indices < rows.shape[-2])
     spread = xp.take(rows, xp.where(new, indices, xp.zeros_like(indices)), axis=-2)
-    return xp.where(new[:, None], spread, memory)
+    return xp.where(with_rank(new[:, None], len(memory.shape)), spread, memory)

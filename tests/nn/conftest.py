@@ -1,7 +1,15 @@
 """Tiny models of transformers, made once for all tests of layers."""
 
+import jax
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def careful_jax():
+    """Have JAX refuse to broadcast other ranks, and to mix dtypes."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,8 @@
 """Positions: sines, learned vectors, rotary pairs and their scalings, relative biases."""
 
+from fractions import Fraction
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turn_
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_halves
 
 from polyattn import attention, nn, scores
+from polyattn.arrays import library_of
+from polyattn.nn.angles import FAR
 
 RNG = np.random.default_rng(6)
 X = RNG.normal(size=(2, 3, 5, 16))
@@ -98,6 +103,67 @@ def test_16_bit_vectors_are_turned_by_angles_of_float32():
     found = nn.Rotary(16)(x, positions).float()
     exact = nn.Rotary(16)(x.double(), positions)
     assert (found - exact).abs().max() < 0.04
+
+
+FREQUENCIES = {
+    "plain": plain(16),
+    "linear": nn.linear_scaling(16, 4.0),
+    "ntk": nn.ntk_scaling(16, 4.0),
+    "yarn": nn.yarn_scaling(16, 8.0)[0],
+}
+FAR_POSITIONS = [8192, 10**6, 10**6 + 1, 2**24 - 1, 2**24 + 1, 123_456_789, 2**31 - 1]
+
+
+def exact_angles(positions, frequencies):
+    """Angles modulo 2π, by integers."""
+    turns = [Fraction(f) / Fraction("6.283185307179586476925286766559005768") for f in frequencies]
+    return 2 * np.pi * np.asarray([[float(p * turn % 1) for turn in turns] for p in positions])
+
+
+@pytest.mark.parametrize("frequencies", FREQUENCIES.values(), ids=FREQUENCIES)
+def test_angles_of_far_positions_are_exact(library, frequencies):
+    to, back = library
+    like, positions = to(np.zeros(1, np.float32)), to(np.asarray(FAR_POSITIONS))
+    angles = exact_angles(FAR_POSITIONS, frequencies)
+    found = nn.Rotary(16, frequencies=tuple(frequencies)).tables(positions, like=like)
+    for table, function in zip(found, (np.cos, np.sin), strict=True):
+        np.testing.assert_allclose(back(table), function(angles), rtol=0, atol=1e-6)
+    both = np.stack((np.sin(angles), np.cos(angles)), axis=-1).reshape(-1, 16)
+    if frequencies == plain(16):
+        found = back(nn.Sinusoidal(16)(positions, like=like))
+        np.testing.assert_allclose(found, both, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint8", "int32", "int64", "uint32"])
+def test_near_positions_have_the_angles_of_products(library, dtype):
+    to, _ = library
+    like = to(np.zeros(1, np.float32))
+    positions = np.arange(256) if dtype == "uint8" else np.arange(FAR - 1, 0, -31)
+    found = nn.Rotary(16).tables(to(positions.astype(dtype)), like=like)
+    products = to(positions.astype(np.float32)[:, None] * np.asarray(plain(16), np.float32))
+    xp = library_of(like).xp
+    for table, function in zip(found, (xp.cos, xp.sin), strict=True):
+        assert (table == function(products)).all()
+
+
+def test_positions_that_are_traced_have_exact_angles_too():
+    rotary, positions = nn.Rotary(16), np.asarray(FAR_POSITIONS, np.int32)
+    expected = rotary.tables(positions, like=np.zeros(1, np.float32))
+    found = jax.jit(lambda p: rotary.tables(p, like=jnp.zeros(1)))(positions)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    compiled = torch.compile(
+        lambda p: rotary.tables(p, like=torch.zeros(1)), backend="aot_eager", dynamic=True
+    )
+    found = np.stack(compiled(torch.tensor(positions)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_layer_depends_on_distances_only_however_far_its_positions():
+    x = np.float32(RNG.normal(size=(1, 3, 8)))
+    layer = nn.MultiHeadAttention.init(8, 2, like=x, rotary=nn.Rotary(4))
+    start = 2**24 + 1
+    later = layer(x, positions=np.arange(start, start + 3))
+    np.testing.assert_allclose(later, layer(x), rtol=0, atol=1e-5)
 
 
 def config(kind, **parameters):
