@@ -344,6 +344,18 @@ def with_rank(array: Array, rank: int) -> Array:
     """Return an array with axes of length 1 before its own, so that it has at least `rank` axes.
 
     Arrays of one rank broadcast in every library; JAX can be told to refuse others.
+
+    Parameters
+    ----------
+    array : Array
+        The array.
+    rank : int
+        The number of axes.
+
+    Returns
+    -------
+    Array
+        The array itself if it has as many axes.
     """
     missing = rank - len(array.shape)
     return array if missing <= 0 else array[(*[None] * missing, ...)]

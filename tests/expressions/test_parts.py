@@ -95,8 +95,9 @@ def test_a_mask_shows_in_a_part_what_it_shows_there(name, part):
 
 @pytest.mark.parametrize("name", [n for n in MASKS if "rule" not in n])
 def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
-    part, offset = PARTS[0], SimpleNamespace(query_offset=OFFSET)
-    mask, inside = over(MASKS[name], part), SimpleNamespace(query_offset=OFFSET + part.away)
+    part, mask = PARTS[0], over(MASKS[name], PARTS[0])
+    offset = SimpleNamespace(query_offset=OFFSET, batch=part.batch)
+    inside = SimpleNamespace(query_offset=OFFSET + part.away, batch=part.batch)
     empty = 0
     for rows in part.rows.split(4):
         for columns in part.columns.split(4):
