@@ -168,6 +168,14 @@ def _loses_an_empty_logsumexp(problem: Problem, device: DeviceInfo) -> bool:
     )
 
 
+def _hides_before_it_scales(problem: Problem, device: DeviceInfo) -> bool:
+    return device.kind == "cpu" and problem.scale <= 0 and is_square_causal(problem)
+
+
+def _scale_below_0(problem: Problem, device: DeviceInfo) -> bool:
+    return device.kind != "cpu" and problem.scale <= 0
+
+
 def _cpu_sizes(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "cpu"
@@ -286,6 +294,20 @@ QUIRKS = (
         "the logsumexp of a row without keys is not -inf",
         Workaround.CLEAR_EMPTY_ROWS,
         "seen in torch 2.13",
+    ),
+    Quirk(
+        "CPU, flash",
+        _hides_before_it_scales,
+        "with is_causal, a scale of 0 or below turns the -inf of hidden keys into NaN or +inf",
+        Workaround.EXPLICIT_MASK,
+        "seen in torch 2.13",
+    ),
+    Quirk(
+        "CUDA, flash and memory-efficient; unknown on other accelerators",
+        _scale_below_0,
+        "a scale of 0 or below turns the -inf of hidden keys into NaN or +inf",
+        Workaround.REFUSE,
+        "read in torch 2.13",
     ),
     Quirk(
         "CPU",

@@ -246,6 +246,23 @@ ROWS = {
             (problem(mask=(64, 64), logsumexp=True), MPS),
         ],
     ),
+    ("seen in torch 2.13", Workaround.EXPLICIT_MASK): (
+        [
+            (problem(is_causal=True, scale=0.0), CPU),
+            (problem(is_causal=True, scale=-0.4, dtype="float32"), CPU),
+            (problem(is_causal=True, scale=-0.4, logsumexp=True, requires_grad=True), CPU),
+        ],
+        [
+            (problem(is_causal=True, scale=0.4), CPU),
+            (problem(scale=0.0), CPU),
+            (problem(window=(3, 0), scale=0.0), CPU),
+            (problem(is_causal=True, scale=0.0), HOPPER),
+        ],
+    ),
+    ("read in torch 2.13", Workaround.REFUSE): (
+        [(problem(scale=0.0), AMPERE), (problem(is_causal=True, scale=-0.4), HOPPER)],
+        [(problem(scale=0.4), AMPERE), (problem(is_causal=True, scale=0.0), CPU)],
+    ),
     ("seen in torch 2.13", Workaround.PAD): (
         [
             (problem(value=(2, 4, 64, 8), dtype="float32"), CPU),

@@ -143,6 +143,8 @@ ALONE: Group = {
     },
     "scale 0": {"scale": 0.0},
     "scale below 0": {"scale": -0.4},
+    "scale 0, causal": {"scale": 0.0, "is_causal": True},
+    "scale below 0, causal": {"scale": -0.4, "is_causal": True},
     "softcap 50": {"softcap": 50.0},
     "one key/value head": {"H": 4, "G": 1},
     "groups of three heads": {"H": 6, "G": 2},

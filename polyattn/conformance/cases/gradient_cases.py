@@ -63,7 +63,7 @@ NAMES = (
     "bias as mask",
     "sink of -inf",
     "offset below 0",
-    "scale below 0",
+    "scale below 0, causal",
     "one key/value head",
     "key without batch axes",
     "value alone in a batch",
