@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from polyattn.plugin import Problem, Span, band, column_span
 from polyattn_torch.attn_mask import as_bias, is_square_causal, masks_by_position_only
 from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.onnx_export import exported_opset
-from polyattn_torch.workarounds import EngineInputs
+from polyattn_torch.workarounds import EngineInputs, padded
 
 __all__ = [
     "CUDNN",
@@ -153,7 +152,7 @@ def _call_flash(problem: Problem, x: EngineInputs) -> Result:
     size = _round_up(max(problem.head_size, problem.value_size), 8)
     keys = slice(*window.keys)
     query, key, value = (
-        in_rows(_padded(array, size)).transpose(1, 2)
+        in_rows(padded(array, size)).transpose(1, 2)
         for array in (x.query, x.key[:, :, keys], x.value[:, :, keys])
     )
     output, logsumexp, *_ = _flash(
@@ -225,7 +224,7 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
 def _call_efficient(problem: Problem, x: EngineInputs) -> Result:
     step = 4 if problem.dtype == "float32" else 8
     query, key, value = (
-        _padded(array, _round_up(array.shape[-1], step)).contiguous() for array in x[:3]
+        padded(array, _round_up(array.shape[-1], step)).contiguous() for array in x[:3]
     )
     if key.shape[1] < problem.heads:  # copies, since expanded keys go wrong (pytorch#191937)
         groups = problem.heads // key.shape[1]
@@ -245,7 +244,7 @@ def _whole_bias(problem: Problem, mask: torch.Tensor, query: torch.Tensor) -> to
     """Return the mask as a bias with all axes expanded and rows that start at multiples of 16."""
     length = problem.key_length
     bias = as_bias(mask, query.dtype).expand(*mask.shape[:-1], length)
-    bias = _padded(bias.contiguous(), _round_up(length, 16))[..., :length]
+    bias = padded(bias.contiguous(), _round_up(length, 16))[..., :length]
     return bias.expand(query.shape[0], *problem.scores[-3:])
 
 
@@ -259,10 +258,6 @@ def in_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
-
-
-def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    return F.pad(x, (0, size - x.shape[-1])) if size != x.shape[-1] else x
 
 
 FLASH_CPU = Engine("flash", _against_cpu, _call_cpu)

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from polyattn.plugin import Backend, Gradients, Operands, Problem
 from polyattn_torch.attn_mask import as_bias
 from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_recorded
 from polyattn_torch.engines import in_rows, operator
-from polyattn_torch.workarounds import EngineInputs
+from polyattn_torch.workarounds import EngineInputs, padded
 
 __all__ = ["recorded", "takes"]
 
@@ -54,8 +53,7 @@ def recorded(
     size, value_size = x.query.shape[-1], x.value.shape[-1]
     if size != value_size:
         size = max(size, value_size)
-        query, key, value = (F.pad(one, (0, size - one.shape[-1])) for one in x[:3])
-        x = EngineInputs(query, key, value, x.mask)
+        x = EngineInputs(*[padded(one, size) for one in x[:3]], x.mask)
     tensors = [in_rows(x.query), in_rows(x.key), in_rows(x.value)]
     if x.mask is not None:
         tensors.append(as_bias(x.mask, x.query.dtype))

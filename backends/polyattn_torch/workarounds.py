@@ -11,7 +11,7 @@ from polyattn.plugin import Problem
 from polyattn_torch.attn_mask import as_bias, empty_rows
 from polyattn_torch.quirks import Workaround
 
-__all__ = ["EngineInputs", "apply_workarounds", "undo_workarounds"]
+__all__ = ["EngineInputs", "apply_workarounds", "padded", "undo_workarounds"]
 
 
 class EngineInputs(NamedTuple):
@@ -38,13 +38,20 @@ def apply_workarounds(
         mask = mask.expand(*query.shape[:-1], key.shape[-2]).contiguous()
     if Workaround.PAD in workarounds:
         size = max(problem.head_size, problem.value_size)
-        query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
+        query, key, value = (padded(x, size) for x in (query, key, value))
     if Workaround.REPEAT_HEADS in workarounds:
         groups = problem.heads // problem.key_heads
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     if Workaround.CONTIGUOUS in workarounds:
         query, key, value = (x.contiguous() for x in (query, key, value))
     return EngineInputs(query, key, value, mask), empty
+
+
+def padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Return a tensor with vectors of a size, as it is if they have it."""
+    # A pad of 0 keeps the strides, and torch.compile takes its result for contiguous where the 0 is
+    # a symbol, so that an engine reads other numbers (pytorch#144187).
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def undo_workarounds(
