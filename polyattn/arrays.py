@@ -33,6 +33,7 @@ __all__ = [
     "index_range",
     "is_array",
     "is_namespace",
+    "is_one_of",
     "is_recorded",
     "length_of",
     "library_of",
@@ -102,8 +103,9 @@ _INTEGRATED = {
 
 # Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
 _libraries: dict[type, Library] = {}
-_tensors: dict[type, Library] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
+#: The library of torch's tensors, by whether their class has its own dispatch.
+_tensors: dict[bool, Library] = {}
 #: The recorder of each class of arrays that has one, once an array of it was seen.
 recorders: dict[type, Recorder] = {}
 
@@ -119,7 +121,8 @@ def library_of(array: Array, name: str = "array") -> Library:
         reason = _reason_against(cls)
         if reason is not None:
             raise TypeError(f"{name} {reason.format(name)}")
-        library = _tensors[cls] if _is_tensor(cls) else _standard_library(array, name)
+        dispatches = _tensor_dispatches(cls)
+        library = _standard_library(array, name) if dispatches is None else _tensors[dispatches]
         if library.recorder is not None:
             recorders[cls] = library.recorder
         _libraries[cls] = library
@@ -180,19 +183,20 @@ def _reason_against(cls: type) -> str | None:
 
 
 @constant_when_traced
-def _is_tensor(cls: type) -> bool:
+def _tensor_dispatches(cls: type) -> bool | None:
+    """Return whether a class of tensors has its own dispatch; None if it is no class of tensors."""
     # Decided by the class, and stored in a dict that the traced code has not read before, so that
-    # even the first call of a program may be traced by torch.compile.
+    # even the first call of a program may be traced by torch.compile. It sees no later change of
+    # the dict, so that it must be complete.
     if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
-        return False
+        return None
     xp = importlib.import_module("array_api_compat.torch")
     know_torch()
     torch = sys.modules["torch"]
     # A class with its own dispatch, such as FakeTensor, has no numbers in its own memory.
+    _tensors.update({own: Library("torch", xp, own, torch.strided) for own in (False, True)})
     tensor_class: Any = cls
-    dispatches = tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    _tensors[cls] = Library("torch", xp, dispatches, torch.strided)
-    return True
+    return tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _standard_library(array: Array, name: str) -> Library:
@@ -302,9 +306,20 @@ def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
         for axis, length in enumerate(shape, start=rank - len(shape)):
             if common[axis] == 1 or (common[axis] is None and length != 1):
                 common[axis] = length
-            elif length not in (1, None, common[axis]):
+            elif not is_one_of(length, 1, None, common[axis]):
                 return None
     return tuple(common)
+
+
+def is_one_of(length: int | None, *lengths: int | None) -> bool:
+    """Return whether a length is one of some, any of which torch.compile may hold as a symbol.
+
+    It takes ``5 in (1, symbol)`` for False, whatever the symbol is (pytorch#153366).
+    """
+    for one in lengths:  # noqa: SIM110 -- torch.compile has no `any` of symbols
+        if length == one:
+            return True
+    return False
 
 
 def length_of(array: Array, axis: int) -> Any:

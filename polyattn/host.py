@@ -66,6 +66,8 @@ def native(array: Any) -> Any:
     Array
         The same numbers; a copy only if the order differs.
     """
+    if isinstance(array, int) or is_unreadable(array):  # torch.compile may hold a number as symbol
+        return array
     dtype: Any = getattr(array, "dtype", None)
     return array if getattr(dtype, "isnative", True) else array.astype(dtype.newbyteorder("="))
 

@@ -92,20 +92,22 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
     return rate, number, start
 
 
+_WRONG_START = (
+    "the start of dropout must be four integers of at least 0, the first batch item, head, row and"
+    " key of this part of a call, or an array of them; "
+)
+
+
 def _check_start(value: Any) -> Any:
-    wrong = (
-        "the start of dropout must be four integers of at least 0, the first batch item, head, row"
-        f" and key of this part of a call, or an array of them; {got(value)}"
-    )
     if is_array(value):
         if tuple(value.shape) != (4,) or "int" not in str(value.dtype):
-            raise TypeError(wrong)
+            raise TypeError(_WRONG_START + got(value))
         if type(value).__module__ != "numpy":
             return value
         value = value.tolist()
     if not isinstance(value, (tuple, list)) or len(value) != 4:
-        raise TypeError(wrong)
+        raise TypeError(_WRONG_START + got(value))
     item, head, row, key = (check_int("the start of dropout", number) for number in value)
     if min(item, head, row, key) < 0:
-        raise ValueError(wrong)
+        raise ValueError(_WRONG_START + got(value))
     return item, head, row, key

@@ -11,7 +11,15 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, cast, facts_of, library_of
+from polyattn.arrays import (
+    Array,
+    ArrayFacts,
+    broadcast_shapes,
+    cast,
+    facts_of,
+    is_one_of,
+    library_of,
+)
 
 __all__ = [
     "INDEX_LIMIT",
@@ -93,7 +101,7 @@ class ScoreDims(NamedTuple):
     def check_per_token(self, name: str, facts: ArrayFacts, letter: str, length: int) -> None:
         """Raise unless an array holds an integer for each token of each batch item."""
         _check_integers(name, facts)
-        if not facts.shape or facts.shape[-1] not in (length, None):
+        if not facts.shape or not is_one_of(facts.shape[-1], length, None):
             raise ValueError(f"{name} must have {letter} = {length} ids; got {facts.shape}")
         self._check_batch(name, facts.shape[:-1], facts.shape, f"(..., {letter})")
 
@@ -226,11 +234,11 @@ class PointIndices:
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each query row, from an array (..., L)."""
-        return self._of_item(numbers, (self.row,))
+        return cast(self.xp, self._of_item(numbers, (self.row,)), self._dtype)
 
     def per_key(self, numbers: Array) -> Array:
         """Return the number of each key, from an array (..., S)."""
-        return self._of_item(numbers, (self.column,))
+        return cast(self.xp, self._of_item(numbers, (self.column,)), self._dtype)
 
     def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
         """Index an array whose leading axes are the batch's."""

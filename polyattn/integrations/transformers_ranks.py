@@ -19,6 +19,7 @@ from transformers.masking_utils import (
 )
 
 from polyattn import masks, parallel
+from polyattn.arrays import is_one_of
 from polyattn.parallel.over import communicator_of
 
 __all__ = ["Ranks"]
@@ -62,7 +63,7 @@ class Ranks(NamedTuple):
                 f"attention_mask must be that of the whole sequence, ({batch_size}, {whole}), on"
                 f" every rank; got {tuple(padding.shape)}"
             )
-        if row_offset or key_offset or keys not in (length, whole):
+        if row_offset or key_offset or not is_one_of(keys, length, whole):
             raise NotImplementedError(
                 "with over= there is no cache: call the model with use_cache=False"
             )

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arguments import check_signature
-from polyattn.arrays import Array, broadcast_shapes, facts_of, index_range, is_array, library_of
+from polyattn.arrays import (
+    Array,
+    broadcast_shapes,
+    facts_of,
+    index_range,
+    is_array,
+    is_one_of,
+    library_of,
+)
 from polyattn.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn.expressions.masks import Mask
@@ -68,7 +76,7 @@ class Compiled(Mask):
                 " compile it for those"
             )
         items, heads = self.shape[:2]
-        if items not in (1, dims.items) or heads not in (1, dims.heads):
+        if not (is_one_of(items, 1, dims.items) and is_one_of(heads, 1, dims.heads)):
             raise ValueError(
                 f"this mask was compiled for {items} batch items and {heads} heads, and the call"
                 f" has {dims.items} and {dims.heads}"
