@@ -261,7 +261,8 @@ def moved_along(
     places = [
         (n, m) for n, group in enumerate(moved) for m, one in enumerate(group) if one is not None
     ]
-    primals = [groups[n][m] for n, m in places]
+    # torch gives a tangent the strides of its primal, but cannot write to an expanded one.
+    primals = [groups[n][m].contiguous() for n, m in places]  # type: ignore[union-attr]
     tangents = [moved[n][m].to(groups[n][m].dtype) for n, m in places]  # type: ignore[union-attr]
 
     def of_moved(*numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:

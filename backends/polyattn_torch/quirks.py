@@ -176,6 +176,14 @@ def _scale_below_0(problem: Problem, device: DeviceInfo) -> bool:
     return device.kind != "cpu" and problem.scale <= 0
 
 
+def _cuts_off_the_bias(problem: Problem, device: DeviceInfo) -> bool:
+    return (
+        problem.bias is not None
+        and 0 in (*problem.scores, problem.value_size)
+        and (problem.requires_grad or "grad" in problem.transforms)
+    )
+
+
 def _cpu_sizes(problem: Problem, device: DeviceInfo) -> bool:
     return (
         device.kind == "cpu"
@@ -308,6 +316,13 @@ QUIRKS = (
         "a scale of 0 or below turns the -inf of hidden keys into NaN or +inf",
         Workaround.REFUSE,
         "read in torch 2.13",
+    ),
+    Quirk(
+        "all devices",
+        _cuts_off_the_bias,
+        "an empty output does not depend on the bias, whose gradient is 0",
+        Workaround.REFUSE,
+        "seen in torch 2.13",
     ),
     Quirk(
         "CPU",

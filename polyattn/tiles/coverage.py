@@ -116,9 +116,15 @@ class TileQuery:
         """Return the number of each batch item, from one for all or an array (...,)."""
         if isinstance(numbers, int):
             return min(numbers, INDEX_LIMIT)
-        # In the dtype of indices: a narrow one may not hold the positions it is compared with.
-        numbers = cast(self._xp, numbers, self._index_dtype(numbers))
-        return with_rank(numbers[..., None, None, None], self._rank)
+        return with_rank(self._as_index(numbers)[..., None, None, None], self._rank)
+
+    def _as_index(self, numbers: Array) -> Array:
+        """Return integers in the dtype of indices.
+
+        A narrow one may not hold the positions that it is compared with, and torch has no minimum
+        of unsigned ones.
+        """
+        return cast(self._xp, numbers, self._index_dtype(numbers))
 
     def per_row(self, numbers: Array) -> tuple[Array, Array]:
         """Return the least and the greatest number of the rows, from an array (..., L)."""
@@ -143,7 +149,7 @@ class TileQuery:
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
-        part = numbers[..., slice(*(self.rows, self.columns)[axis])]
+        part = self._as_index(numbers[..., slice(*(self.rows, self.columns)[axis])])
         low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
         low, high = (with_rank(end[..., None, None, None], self._rank) for end in (low, high))
         return low, high
@@ -267,7 +273,7 @@ class TileGrid(TileQuery):
 
     def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
         """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
-        xp = self._xp
+        xp, numbers = self._xp, self._as_index(numbers)
         low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
         low, high = (with_rank(end[..., None, None, :], self._rank) for end in (low, high))
         return low, high

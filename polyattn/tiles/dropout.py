@@ -129,6 +129,7 @@ def _key(xp: Any, seed: Any, dtype: Any) -> tuple[Any, Any]:
     # At least one axis, because arithmetic on such an array wraps without a warning.
     word = xp.reshape(seed, (1,))
     if xp.iinfo(word.dtype).bits > 32:
+        word = cast(xp, word, xp.int64)  # torch cannot shift unsigned integers
         return cast(xp, word & _MASK, dtype), cast(xp, (word >> 32) & _MASK, dtype)
     low = cast(xp, word, dtype)
     return low & _as(low, _MASK), low & 0

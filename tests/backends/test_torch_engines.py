@@ -263,6 +263,18 @@ ROWS = {
         [(problem(scale=0.0), AMPERE), (problem(is_causal=True, scale=-0.4), HOPPER)],
         [(problem(scale=0.4), AMPERE), (problem(is_causal=True, scale=0.0), CPU)],
     ),
+    ("seen in torch 2.13", Workaround.REFUSE): (
+        [
+            (problem((2, 4, 5, 16), (2, 4, 0, 16), bias=(5, 0), requires_grad=True), CPU),
+            (problem((2, 4, 0, 16), bias=(0, 0), requires_grad=True), AMPERE),
+            (problem((0, 4, 5, 16), bias=(5, 5))._replace(transforms={"grad"}), CPU),
+        ],
+        [
+            (problem((2, 4, 0, 16), bias=(0, 0)), CPU),
+            (problem((2, 4, 0, 16), requires_grad=True), CPU),
+            (problem(bias=(64, 64), requires_grad=True), CPU),
+        ],
+    ),
     ("seen in torch 2.13", Workaround.PAD): (
         [
             (problem(value=(2, 4, 64, 8), dtype="float32"), CPU),
