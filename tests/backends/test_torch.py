@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import polyattn
-from polyattn import attention, attention_partial, explain, use_backend
+from polyattn import attention, attention_partial, explain, masks, use_backend
+from polyattn.arrays import is_one_of
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -244,6 +245,52 @@ def test_attention_compiles_without_a_break(case, dynamic):
         close(function(q), attention(q, q, q, **options))
 
 
+IDS = [0, 0, 1, 1, 1, 2, 2]
+TABLE = np.linspace(-1, 1, 49, dtype=np.float32).reshape(7, 7)
+#: Calls with what torch.compile holds as symbols or traces, and the arguments of each call.
+SYMBOLS = {
+    "ids of a list": (lambda q: attention(q, q, q, mask=masks.segments(IDS)), [()]),
+    "a compiled mask": (lambda q: attention(q, q, q, mask=TABULATED), [()]),
+    "a mask that grows": (
+        lambda q, mask: attention(q, q, q, mask=mask),
+        [(TABLE[:1] > 0,), (TABLE > 0,), (TABLE[None, None] > 0,)],
+    ),
+    "offsets": (
+        lambda q, offset: attention(q, q, q, is_causal=True, query_offset=offset),
+        [(np.array([1]),), (np.array([1, 2]),)],
+    ),
+    "a length": (lambda q, n: attention(q, q, q, mask=masks.prefix(n)), [(3,), (4,), (5,)]),
+    "a start of dropout": (
+        lambda q, n: attention(q, q, q, dropout=(0.3, 5, (0, n, 1, q.shape[2]))),
+        [(3,), (4,), (5,)],
+    ),
+    "a bias of NumPy": (lambda q: attention(q, q, q, bias=TABLE), [()]),
+    "offsets of NumPy": (
+        lambda q: attention(q, q, q, is_causal=True, query_offset=np.array([1, 2])),
+        [()],
+    ),
+}
+TABULATED = masks.compile(lambda b, h, i, j: (i >= j) | (b == 1), 7, 7, batch=2, heads=2, tile=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYMBOLS)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_call_takes_symbols(name, dynamic):
+    call, arguments = SYMBOLS[name]
+    function, q = compiled(call, dynamic=dynamic), randn(2, 2, 7, 4)
+    for given in arguments:
+        # Tensors, so that their lengths are symbols.
+        given = [torch.asarray(x) if isinstance(x, np.ndarray) else x for x in given]
+        close(function(q, *given), call(q, *given))
+
+
+@pytest.mark.parametrize("length", [1, 5, 7])
+def test_a_symbol_is_one_of_some_lengths(length):
+    function = compiled(lambda x: x + is_one_of(length, None, 1, x.shape[0]), dynamic=True)
+    assert function(torch.zeros(7))[0] == float(length != 5)
+
+
 @pytest.mark.slow
 def test_a_growing_cache_is_compiled_once():
     import torch._dynamo.testing
@@ -351,9 +398,19 @@ assert torch.equal(f(q), q)
 """
 
 
+WITH_PARAMETER = """
+import torch, polyattn
+q, sinks = torch.ones(1, 2, 4, 8), torch.nn.Parameter(torch.full((2,), -torch.inf))
+f = lambda q: polyattn.attention(q, q, q, sinks=sinks)
+f = torch.compile(f, fullgraph=True, backend="eager")
+assert torch.equal(f(q), q)
+"""
+
+
 @pytest.mark.slow
-def test_the_first_call_of_all_may_be_a_compiled_one(run_python):
-    run_python(FIRST_CALL)
+@pytest.mark.parametrize("program", [FIRST_CALL, WITH_PARAMETER], ids=["tensors", "a parameter"])
+def test_the_first_call_of_all_may_be_a_compiled_one(program, run_python):
+    run_python(program)
 
 
 # ---- torch's own modes ----

@@ -196,3 +196,39 @@ def test_a_batch_of_calls_keeps_no_weights():
     torch.testing.assert_close(
         torch.autograd.grad(output, query, along), torch.autograd.grad(expected, query, along)
     )
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "dense", "tiled"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "bias"])
+def test_a_second_derivative_by_an_expanded_tensor(kernel, name):
+    torch.manual_seed(0)
+    shapes = {
+        "query": (2, 2, 4, 3),
+        "key": (2, 2, 4, 3),
+        "value": (2, 2, 4, 3),
+        "bias": (2, 2, 4, 4),
+    }
+    arrays = {one: torch.randn(shape, dtype=torch.float64) for one, shape in shapes.items()}
+    arrays[name] = arrays[name][:1, :, :1].expand(shapes[name])
+
+    def second(arrays):
+        leaves = [array.detach().requires_grad_() for array in arrays]
+        *qkv, bias = leaves
+        output = attention(*qkv, bias=bias, kernel=kernel)
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), leaves)
+
+    plain = [array.contiguous() for array in arrays.values()]
+    torch.testing.assert_close(second(arrays.values()), second(plain))
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "query", "key", "value"])
+def test_an_empty_output_depends_on_its_bias(empty):
+    sizes = dict.fromkeys(("batch", "heads", "query", "key", "value"), 2) | {empty: 0}
+    batch, heads, rows, keys, size = sizes.values()
+    query, key = torch.randn(batch, heads, rows, 2), torch.randn(batch, heads, keys, 2)
+    bias = torch.randn(batch, heads, rows, keys, requires_grad=True)
+    output = attention(query, key, torch.randn(batch, heads, keys, size), bias=bias)
+    (gradient,) = torch.autograd.grad(output.sum(), bias)
+    assert gradient.shape == bias.shape
+    assert not gradient.any()

@@ -248,6 +248,19 @@ def test_lengths_and_ids_may_have_a_dtype_that_positions_do_not_fit(name, kernel
     np.testing.assert_array_equal(np.asarray(called(TO[name])), np.asarray(wide))
 
 
+@pytest.mark.parametrize("dtypes", [("uint16",) * 2, ("uint32",) * 2, ("uint64", "int64")], ids=str)
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_ids_may_be_unsigned_and_of_two_dtypes(name, kernel, dtypes):
+    # float64 has no odd number as large.
+    ids = np.array([0, 0, 200, 2**16 - 1, 2**53, 2**53 + 1])
+    ids = ids if "int64" in dtypes else np.minimum(ids, 2**16 - 1)
+    rows, keys = (TO[name](ids.astype(dtype)) for dtype in dtypes)
+    found = run(TO[name](X), mask=masks.segments(rows, keys), kernel=kernel)
+    expected = run(mask=masks.dense(ids[:, None] == ids), kernel="dense")
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-12)
+
+
 # Offset, window, and the keys that row i sees: from i + the first to i + the second.
 FAR_CALLS = [
     (2**31 - 1, (2**40, 0), (-99, 99)),

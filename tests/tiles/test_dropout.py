@@ -92,6 +92,15 @@ def test_the_same_weights_are_dropped_everywhere_and_for_every_tile(library, til
     np.testing.assert_allclose(output, expected(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_seed_and_a_start_may_be_unsigned(dtype, kernel):
+    arrays = [torch.tensor(x) for x in (QUERY, KEY, VALUE)]
+    seed, start = torch.tensor(12345, dtype=dtype), torch.zeros(4, dtype=dtype)
+    output = attention(*arrays, dropout=(RATE, seed, start), kernel=kernel).numpy()
+    np.testing.assert_array_equal(output != 0, expected(12345) != 0)
+
+
 @pytest.mark.parametrize("library", EVERY, ids=str)
 def test_a_seed_may_be_an_array(library):
     arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
