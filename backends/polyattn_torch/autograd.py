@@ -274,7 +274,7 @@ def moved_along(
     if getattr(forward_mode, "_current_level", -1) < 0 or in_transform():
         found = torch.func.jvp(of_moved, tuple(primals), tuple(tangents))[1]
         return tuple(found)
-    return _at_this_level(of_moved, primals, tangents)  # type: ignore[arg-type]
+    return _at_this_level(of_moved, primals, tangents)
 
 
 def _at_this_level(

@@ -53,7 +53,8 @@ def recorded(
     size, value_size = x.query.shape[-1], x.value.shape[-1]
     if size != value_size:
         size = max(size, value_size)
-        x = EngineInputs(*[padded(one, size) for one in x[:3]], x.mask)
+        query, key, value = (padded(one, size) for one in x[:3])
+        x = EngineInputs(query, key, value, x.mask)
     tensors = [in_rows(x.query), in_rows(x.key), in_rows(x.value)]
     if x.mask is not None:
         tensors.append(as_bias(x.mask, x.query.dtype))

@@ -1,0 +1,69 @@
+"""Random calls under torch.compile with lengths and sizes that change, whatever the strides are."""
+
+import random
+
+import pytest
+import torch
+
+from polyattn import attention, attention_partial, masks
+
+pytestmark = [
+    pytest.mark.slow,
+    # torch imports what it deprecates.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+]
+OPTIONS = [{"mask": masks.causal() | masks.prefix(2)}, {}, {"is_causal": True}, {"window": (2, 1)}]
+
+
+def draw(shape, order, step):
+    """Return an array whose axes lie in memory in an order, and the last of them in steps."""
+    stored = [shape[axis] for axis in order]
+    stored[-1] *= step
+    array = torch.randn(stored, dtype=torch.float64)[..., ::step]
+    return array.permute([order.index(axis) for axis in range(4)])
+
+
+def results(function, arrays, has_gradients):
+    """Return the output of a function, and its gradients."""
+    arrays = [array.detach().requires_grad_(has_gradients) for array in arrays]
+    output = function(*arrays)
+    return [output, *(torch.autograd.grad(output.square().sum(), arrays) if has_gradients else ())]
+
+
+# The array-API kernels, above all tiles of unknown lengths, take many seconds to compile.
+@pytest.mark.parametrize(
+    ("backend", "kernel", "seed"),
+    [("aot_eager", "sdpa", seed) for seed in range(12)]
+    + [("inductor", "sdpa", seed) for seed in range(12, 14)]
+    + [("aot_eager", "dense", 14), ("aot_eager", "tiled", 15)],
+)
+def test_a_compiled_call_reads_any_memory(backend, kernel, seed):
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    options = rng.choice(OPTIONS)
+    is_partial = kernel == "sdpa" and rng.random() < 0.3
+    heads, key_heads = rng.choice([(2, 2), (4, 2)])
+    orders = [rng.choice([(0, 1, 2, 3), (0, 1, 3, 2), (0, 2, 1, 3), (3, 2, 0, 1)]) for _ in "qkv"]
+    steps = [rng.choice([1, 1, 2]) for _ in "qkv"]
+
+    def call(query, key, value):
+        if is_partial:
+            return attention_partial(query, key, value, kernel=kernel, **options).output
+        return attention(query, key, value, kernel=kernel, **options)
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
+    for _ in range(2):
+        rows, keys = rng.sample(range(3, 12), 2)
+        size, value_size = rng.sample(range(2, 10), 2)
+        shapes = (
+            (2, heads, rows, size), (2, key_heads, keys, size), (2, key_heads, keys, value_size)
+        )  # fmt: skip
+        arrays = list(map(draw, shapes, orders, steps))
+        plain = [array.contiguous() for array in arrays]
+        # The engine's logsumexp has no derivative.
+        found, expected = (
+            results(function, given, not is_partial)
+            for function, given in ((compiled, arrays), (call, plain))
+        )
+        torch.testing.assert_close(found, expected)
