@@ -678,7 +678,7 @@ BANDS = {
     "window to the left alone": {"window": (1, None)},
     "window to the right alone": {"window": (None, 2)},
     "window from the first": {"window": (2, 1), "query_offset": 0},
-    "window of one": {"window": (0, 0), "scale": -0.4},
+    "window of one": {"window": (0, 0), "scale": 0.4},
 }
 
 
