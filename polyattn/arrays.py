@@ -316,7 +316,7 @@ def is_one_of(length: int | None, *lengths: int | None) -> bool:
 
     It takes ``5 in (1, symbol)`` for False, whatever the symbol is (pytorch#153366).
     """
-    for one in lengths:  # noqa: SIM110 -- torch.compile has no `any` of symbols
+    for one in lengths:  # noqa: SIM110 -- which torch.compile traces
         if length == one:
             return True
     return False
