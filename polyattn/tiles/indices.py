@@ -75,8 +75,8 @@ class Indices:
         self._rank = len(self._batch) + 3
 
     def _range(self, start: int, stop: Any, *shape: int) -> Array:
-        numbers = self.xp.reshape(index_range(self.xp, start, stop, self._x.query), shape)
-        return with_rank(numbers, self._rank)
+        numbers, lead = index_range(self.xp, start, stop, self._x.query), self._rank - len(shape)
+        return self.xp.reshape(numbers, (1,) * lead + shape)
 
     def _along(self, span: Span, array: Array, *shape: int) -> Array:
         """Return the numbers of a span, which an axis of the array has at least."""
