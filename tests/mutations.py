@@ -38,6 +38,7 @@ BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sw
 PATTERNS, TILES = "polyattn/expressions/patterns.py", "polyattn/tiles/coverage.py"
 PLACES = "polyattn/expressions/indices.py"
 STEPS, DROPOUT = "polyattn/expressions/scores.py", "polyattn/tiles/dropout.py"
+TILE_SCORES = "backends/polyattn_numpy/tile_scores.py"
 NUMPY_TILED = "backends/polyattn_numpy/tiled.py"
 NUMPY_SOFTMAX = "backends/polyattn_numpy/online_softmax.py"
 NUMPY_SMALL = "backends/polyattn_numpy/small.py"
@@ -158,7 +159,8 @@ MUTATIONS = (
              "return self._xp.any(seen), self._xp.all(seen)",
              "return self._xp.any(seen[..., :1]), self._xp.all(seen[..., :1])"),
     mutation("lengths of other items", INDICES,
-             "numbers[..., None, None, None]", "self.xp.flip(numbers)[..., None, None, None]"),
+             "self._as_index(numbers)[..., None, None, None]",
+             "self._as_index(self.xp.flip(numbers))[..., None, None, None]"),
     mutation("positions without the offset", INDICES,
              "row + saturating_sum(self._offset(), shift, self.xp, row.dtype)", "row + shift"),
     mutation("an offset limited before it is shifted", PLACES,
@@ -244,7 +246,7 @@ MUTATIONS = (
     mutation("a sink in every part", SWEEP, "self.piece.part == 0", "True"),
     mutation("small sums trusted", SWEEP, "LEAST = 2.0**-20", "LEAST = 0.0"),
     mutation("overflowing sums trusted", SWEEP, "total.min() >= LEAST and total.max() < math.inf:",
-             "total.min() >= LEAST:", "enough & (total < math.inf) &", "enough &"),
+             "total.min() >= LEAST:", "enough & (total <= most) &", "enough &"),
     mutation("an output of a running maximum not shrunk", SWEEP, "output *= shrink", "pass"),
     mutation("a total of a running maximum not shrunk", SWEEP, "total *= shrink", "pass"),
     mutation("a part of nothing counts", NUMPY_SOFTMAX,
@@ -272,13 +274,13 @@ MUTATIONS = (
              "kinds[:1], first"),
     mutation("a table of the first item", MASK_TABLE, "piece.view(self.kinds,",
              "piece.view(self.kinds[:1],"),
-    mutation("softcap not divided by, in tiles", SWEEP, "factor = problem.scale / problem.softcap",
-             "factor = problem.scale"),
+    mutation("softcap not divided by, in tiles", TILE_SCORES,
+             "self.problem.scale / cap", "self.problem.scale"),
     mutation("rows of nothing divided", NUMPY_TILED,
              "np.copyto(total, 1, where=total == 0)", "pass"),
     mutation("rows kept that are not reliable", NUMPY_TILED, "partial(np.where, reliable)",
              "partial(np.where, True)"),
-    mutation("parts of keys forgotten", NUMPY_TILED, "reduce(combine, states)", "states[0]"),
+    mutation("parts of keys forgotten", NUMPY_TILED, "reduce(partial(combine, self.call.exp), states)", "states[0]"),
     *(mutation(*one, in_gradients=True) for one in gradient_mutations.MUTATIONS),
     *(mutation(*one, test=test) for test, *one in other_mutations.MUTATIONS),
 )  # fmt: skip
