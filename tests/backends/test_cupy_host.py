@@ -144,9 +144,9 @@ def slow_if_long(name):
 
 
 def of_gradients(features):
-    """Return the names of the cases of gradients for a kernel."""
+    """Return the names of the cases of gradients for a kernel that may round more than once."""
     return [
         name
         for name, case in BACKWARD_CASES.items()
-        if case.features <= features and case.poison is None
+        if case.features <= features and case.poison is None and not case.rounded_once
     ]

@@ -53,7 +53,7 @@ def test_causal_rows_need_no_mask_array(asked):
     attention(q, k, k, is_causal=True)
     assert asked[0][1] == "causal"
     attention(k, q, q, is_causal=True)  # the first rows see no key
-    assert asked[1][1].shape == (5, 3)
+    assert asked[1][1].shape[-2:] == (5, 3)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
