@@ -12,6 +12,7 @@ References
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, is_array
@@ -29,6 +30,8 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
+# The integers that hold a product of two words. By default JAX has none of 64 bits.
+_WIDE = {"array_api_compat.numpy": "uint64", "array_api_compat.torch": "int64"}
 
 
 def keep_mask(xp: Any, by_word: ByWord, blocks: Array) -> Array:
@@ -73,20 +76,22 @@ def keep_mask_by_word(
     """Return which weights are kept, for the first, second, third and fourth keys of blocks."""
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
-    words = philox(counter, _key(xp, seed, dtype))
+    words = philox(xp, counter, _key(xp, seed, dtype))
     threshold = _as(words[0], min(round(rate * 2**32), _MASK))
     return tuple([word >= threshold for word in words])
 
 
-def philox(counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...]:
+def philox(xp: Any, counter: tuple[Array, ...], key: tuple[Any, Any]) -> tuple[Array, ...]:
     """Return the four words of Philox 4×32-10."""
+    wide = _WIDE.get(xp.__name__)
+    product = _product_by_halves if wide is None else partial(_product, xp, getattr(xp, wide))
     a, b, c, d = counter
     for number in range(_ROUNDS):
         if number:
             key = _raised(key[0], _WEYL[0], a), _raised(key[1], _WEYL[1], a)
         first, second = _as(a, key[0]), _as(a, key[1])
-        high, low = _product(_MULTIPLIERS[0], a)
-        other_high, other_low = _product(_MULTIPLIERS[1], c)
+        high, low = product(_MULTIPLIERS[0], a)
+        other_high, other_low = product(_MULTIPLIERS[1], c)
         a, b, c, d = other_high ^ b ^ first, other_low, high ^ d ^ second, low
     return a, b, c, d
 
@@ -103,7 +108,15 @@ def _as(like: Array, number: Any) -> Any:
     return getattr(like.dtype, "type", int)(number) if isinstance(number, int) else number
 
 
-def _product(multiplier: int, word: Array) -> tuple[Array, Array]:
+def _product(xp: Any, wide: Any, multiplier: int, word: Array) -> tuple[Array, Array]:
+    """Return the high and low word of a product, by integers of 64 bits."""
+    product = cast(xp, word, wide) * multiplier
+    if word.dtype == wide:  # signed: the product may be negative
+        return (product >> 32) & _MASK, product & _MASK
+    return cast(xp, product >> 32, word.dtype), cast(xp, product, word.dtype)
+
+
+def _product_by_halves(multiplier: int, word: Array) -> tuple[Array, Array]:
     """Return the high and low word of a product, by half words, so that no sum exceeds 32 bits."""
     low, high = multiplier & 0xFFFF, multiplier >> 16
     word_low, word_high = word & 0xFFFF, word >> 16

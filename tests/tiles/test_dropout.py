@@ -10,6 +10,7 @@ import torch
 from libraries import LIBRARIES, Library, tiles_of
 
 from polyattn import attention, attention_partial, masks
+from polyattn.arrays import namespace_of
 from polyattn.tiles.dropout import keep_mask, keep_mask_by_word, philox
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
@@ -72,7 +73,8 @@ def expected(seed=SEED, rate=RATE):
 @pytest.mark.parametrize("to", [np.uint32, torch.tensor, jnp.uint32], ids=["numpy", "torch", "jax"])
 def test_philox_gives_the_published_words(to, counter, key, words):
     arrays = tuple(to([word]) for word in counter)
-    assert tuple(int(word[0]) for word in philox(arrays, key)) == words
+    found = philox(namespace_of(*arrays), arrays, key)
+    assert tuple(int(word[0]) for word in found) == words
     assert reference(counter, key) == words
 
 
