@@ -14,6 +14,7 @@ from jax import lax
 
 from polyattn.plugin import (
     Array,
+    BackendPrimitives,
     Indices,
     Mask,
     Operands,
@@ -152,7 +153,7 @@ def similarity(
     if rule is None:
         return unfold_heads(problem, product(query, key.mT), jnp)
     scale = problem.scale if scale is None else scale
-    return scale * unfold_heads(problem, rule.between(query, key, product, jnp), jnp)
+    return scale * unfold_heads(problem, rule.between(query, key, _PRIMITIVES), jnp)
 
 
 def modified(indices: TileIndices, s: Array, softcap: float | Array | None = None) -> Array:
@@ -176,3 +177,11 @@ def finite(array: Array) -> Array:
     clean = jnp.where(jnp.isfinite(array), array, 0)
     # Otherwise XLA fuses the choice and the product into one slow loop on a CPU.
     return lax.optimization_barrier(clean)  # type: ignore[no-untyped-call]
+
+
+class _Primitives(BackendPrimitives):
+    def matmul(self, a: Array, b: Array) -> Array:
+        return product(a, b)
+
+
+_PRIMITIVES = _Primitives(jnp)

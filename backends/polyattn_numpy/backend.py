@@ -61,6 +61,13 @@ class NumpyBackend(Backend):
         np.exp(weights, out=weights)
         return weights, maximum, weights.sum(axis=-1, keepdims=True)
 
+    def sigmoid(self, scores: Array) -> Array:
+        """Return the sigmoid of each score, in one array as large as the scores."""
+        weights = np.negative(scores)
+        np.exp(weights, out=weights)  # an exponential that overflows gives the weight 0
+        weights += 1
+        return np.reciprocal(weights, out=weights)
+
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
         """Allocate the result of a call."""
         return empty_result(problem, like.dtype)

@@ -23,7 +23,7 @@ from typing import Literal
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array
+from polyattn.plugin import Array, BackendPrimitives
 from polyattn_numpy.blocks import Piece, Tile
 from polyattn_numpy.half import convert
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
@@ -36,6 +36,7 @@ __all__ = ["Sweep"]
 
 # Sums of weights below this may lack weights below float32's range.
 LEAST = 2.0**-20
+PRIMITIVES = BackendPrimitives(xp)
 
 
 class Sweep(TileScores):
@@ -170,7 +171,7 @@ class Sweep(TileScores):
         s = self.scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
         similarity = self.call.x.similarity
         if similarity is not None:
-            np.multiply(similarity.between(query, key, np.matmul, xp), self.score_factor, out=s)
+            np.multiply(similarity.between(query, key, PRIMITIVES), self.score_factor, out=s)
         else:
             self._multiply(query, key, s)
         return s

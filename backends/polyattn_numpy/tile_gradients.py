@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Backend
@@ -140,7 +139,7 @@ class TileGradients(TileScores):
         if similarity is None:
             self._multiply(query, key, s)
         else:
-            similar = similarity.between(query, key, np.matmul, xp)
+            similar = similarity.between(query, key, self.backend)
             np.multiply(similar, self.score_factor, out=s)
         if self.problem.softcap is not None:
             self._cap(s)
@@ -232,7 +231,7 @@ class TileGradients(TileScores):
         query, key = step.query, step.key
         if exact:
             query, key = (np.where(np.isfinite(x), x, 0) for x in (query, key))
-        found = similarity.pullback(query, key, gradient, np.matmul, xp)
+        found = similarity.pullback(query, key, gradient, self.backend)
         return found[0], found[1], scale, found[2]
 
 

@@ -129,6 +129,11 @@ def attend_at_once(call: PreparedCall, result: Result, piece: Piece, scratch: Sc
 
 def attend(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:
     """Compute a piece by a fast pass, and its unreliable rows by the slower kinds."""
+    similarity = call.problem.similarity_spec
+    if similarity is not None and similarity.entrywise:
+        # Beside such scores maxima cost little, and distances are often too large without them.
+        result.write(piece, Sweep(call, piece, scratch, "stable").run())
+        return
     sweep = Sweep(call, piece, scratch)
     state = sweep.run()
     reliable = sweep.reliable_rows(state)

@@ -101,6 +101,11 @@ class TorchBackend(Backend):
         self.synchronize(device)
         return int(memory.max_memory_allocated(device) - before - output.nbytes)
 
+    @property
+    def block(self) -> int:
+        """The number of scores that stay in the caches of torch's threads, which share them."""
+        return super().block * torch.get_num_threads()
+
     def matmul(self, a: Array, b: Array) -> torch.Tensor:
         """Return the matrix product of two stacks of matrices."""
         return torch.matmul(a, b)
@@ -110,6 +115,10 @@ class TorchBackend(Backend):
         maximum = scores.amax(dim=-1, keepdim=True)
         weights = (scores - maximum.masked_fill(maximum == -torch.inf, 0)).exp_()
         return weights, maximum, weights.sum(dim=-1, keepdim=True)
+
+    def sigmoid(self, scores: Array) -> torch.Tensor:
+        """Return the sigmoid of each score."""
+        return torch.sigmoid(scores)
 
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
         """Allocate the result of a call, unless autograd records it."""

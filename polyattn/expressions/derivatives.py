@@ -7,11 +7,27 @@ place, so that torch and JAX can differentiate the derivatives again.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, with_rank
 
-__all__ = ["finite", "into_heads", "lengths", "sign", "stacked", "unit", "unit_slope", "used"]
+__all__ = [
+    "Primitives",
+    "by_rows",
+    "finite",
+    "into_heads",
+    "joined",
+    "lengths",
+    "over_size",
+    "sign",
+    "stacked",
+    "unit",
+    "unit_slope",
+    "used",
+]
+
+Primitives = Any  # `BackendPrimitives`, whose module imports the expressions
 
 
 def used(xp: Any, numbers: Array, gradient: Array) -> Array:
@@ -75,3 +91,41 @@ def stacked(
         rows, columns = gradient[..., :, :1], xp.matrix_transpose(gradient[..., :1, :])
         return rows[..., :0], columns[..., :0]
     return xp.stack(of_query, axis=-1), xp.stack(of_key, axis=-1)
+
+
+def over_size(
+    xp: Any, step: Callable[[int, Array, Array], Array], query: Array, key: Array
+) -> Array:
+    """Sum over D, one entry at a time, with memory for l · s numbers and not D times as many."""
+    total = None
+    for d in range(query.shape[-1]):
+        term = step(d, query[..., :, d, None], key[..., None, :, d])
+        total = term if total is None else total + term
+    if total is None:
+        return xp.sum(query[..., :, None, :] + key[..., None, :, :], axis=-1)
+    return total
+
+
+def by_rows(
+    backend: Primitives, function: Callable[..., Any], query: Array, key: Array, *more: Array
+) -> list[Any]:
+    """Return a function of queries, keys and what else has rows, for each block of rows."""
+    blocks = backend.row_blocks(query, key)
+    if len(blocks) == 1:
+        return [function(query, key, *more)]
+    # A pass reads one entry of all keys, which must be next to one another.
+    key = _entries_apart(key, backend.xp)
+    cut = [[array[..., i.start : i.stop, :] for array in (query, *more)] for i in blocks]
+    return [function(query, key, *more) for query, *more in cut]
+
+
+def joined(xp: Any, blocks: Sequence[Array]) -> Array:
+    """Return blocks of rows as one array."""
+    return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=-2)
+
+
+def _entries_apart(vectors: Array, xp: Any) -> Array:
+    """Return vectors (..., n, D) in memory with the axes (..., D, n)."""
+    size = vectors.shape[-1]
+    entries = [vectors[..., d] for d in range(size)]
+    return xp.matrix_transpose(xp.stack(entries, axis=-2)) if size else vectors

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, cast
-from polyattn.expressions.derivatives import finite, lengths, sign, stacked, unit, unit_slope, used
+from polyattn.expressions.derivatives import (
+    Primitives,
+    by_rows,
+    finite,
+    joined,
+    lengths,
+    over_size,
+    sign,
+    stacked,
+    unit,
+    unit_slope,
+    used,
+)
 from polyattn.expressions.expression import Expression
 
 __all__ = [
@@ -24,8 +38,6 @@ __all__ = [
     "Sparsemax",
 ]
 
-MatMul = Callable[..., Array]
-
 
 class Similarity(Expression):
     """A replacement for q·k. Its scale is 1 by default."""
@@ -35,7 +47,7 @@ class Similarity(Expression):
     # for each score.
     entrywise: ClassVar[bool] = True
 
-    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
         """Return the similarity of queries and keys.
 
         Parameters
@@ -44,10 +56,8 @@ class Similarity(Expression):
             Queries, shape (..., l, D).
         key : Array
             Keys, shape (..., s, D).
-        matmul : callable
-            The product of two stacks of matrices.
-        xp : module
-            The standard's namespace of the library.
+        backend : BackendPrimitives
+            The operations of the library.
 
         Returns
         -------
@@ -57,7 +67,7 @@ class Similarity(Expression):
         raise NotImplementedError
 
     def pullback(
-        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
     ) -> tuple[Array, Array, list[Array]]:
         """Return the gradients of the queries, the keys, and the arrays that are carried.
 
@@ -68,9 +78,7 @@ class Similarity(Expression):
         gradient : Array
             The gradient of the similarity, shape (..., l, s), in the dtype of the query. It is 0
             where a key is absent, whatever the key holds.
-        matmul : callable
-            As of `between`.
-        xp : module
+        backend : BackendPrimitives
             As of `between`.
 
         Returns
@@ -82,13 +90,7 @@ class Similarity(Expression):
         raise NotImplementedError
 
     def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        matmul: MatMul,
-        xp: Any,
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
         """Return the forward derivative along tangents of queries and keys, shape (..., l, s).
 
@@ -96,11 +98,9 @@ class Similarity(Expression):
         ----------
         query, key : Array
             As of `between`.
-        query_tangent, key_tangent : Array
+        moved_query, moved_key : Array
             The tangents, of the shapes of the query and the key.
-        matmul : callable
-            As of `between`.
-        xp : module
+        backend : BackendPrimitives
             As of `between`.
 
         Returns
@@ -125,43 +125,27 @@ class Cosine(Similarity):
     name: ClassVar[str] = "cosine"
     entrywise: ClassVar[bool] = False
 
-    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
-        return matmul(unit(query, xp), xp.matrix_transpose(unit(key, xp)))
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp = backend.xp
+        return backend.matmul(unit(query, xp), xp.matrix_transpose(unit(key, xp)))
 
     def pullback(
-        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
     ) -> tuple[Array, Array, list[Array]]:
+        xp, matmul = backend.xp, backend.matmul
         query, key = finite(xp, query), finite(xp, key)
         of_query = matmul(gradient, unit(key, xp))
         of_key = matmul(xp.matrix_transpose(gradient), unit(query, xp))
         return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
 
     def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        matmul: MatMul,
-        xp: Any,
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
+        xp, matmul = backend.xp, backend.matmul
         first, second = unit(query, xp), unit(key, xp)
-        of_first = unit_slope(query, query_tangent, xp)
-        turned = xp.matrix_transpose(unit_slope(key, key_tangent, xp))
+        of_first = unit_slope(query, moved_query, xp)
+        turned = xp.matrix_transpose(unit_slope(key, moved_key, xp))
         return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
-
-
-def _over_size(
-    xp: Any, step: Callable[[int, Array, Array], Array], query: Array, key: Array
-) -> Array:
-    """Sum over D, one entry at a time, with memory for l · s numbers and not D times as many."""
-    total = None
-    for d in range(query.shape[-1]):
-        term = step(d, query[..., :, d, None], key[..., None, :, d])
-        total = term if total is None else total + term
-    if total is None:
-        return xp.sum(query[..., :, None, :] + key[..., None, :, :], axis=-1)
-    return total
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,55 +153,64 @@ class Distance(Similarity):
     name: ClassVar[str] = "distance"
     p: int = 2
 
-    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp = backend.xp
+        return joined(xp, by_rows(backend, partial(self._between, xp), query, key))
+
+    def _between(self, xp: Any, query: Array, key: Array) -> Array:
         if self.p == 1:
-            return -_over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
-        square = _over_size(xp, lambda d, q, k: (q - k) * (q - k), query, key)
+            return -over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
+        square = over_size(xp, lambda d, q, k: (q - k) ** 2, query, key)
         # The root has no slope at 0, so its gradient is defined as 0 there.
         far = square > 0
         root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
         return -xp.where(far, root, square)
 
     def pullback(
-        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
     ) -> tuple[Array, Array, list[Array]]:
+        xp, matmul = backend.xp, backend.matmul
         if self.p == 1:
-            of_query, of_key = [], []
-            for d in range(query.shape[-1]):
-                slope = gradient * sign(xp, query[..., :, d, None] - key[..., None, :, d])
-                of_query.append(-xp.sum(slope, axis=-1))
-                of_key.append(xp.sum(slope, axis=-2))
-            return *stacked(xp, of_query, of_key, gradient), []
-        share = gradient * used(xp, self._over_root(query, key, xp), gradient)
+            found = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
+            of_query, of_key = zip(*found, strict=True)
+            return joined(xp, of_query), reduce(add, of_key), []
+        share = gradient * used(xp, self._over_root(query, key, backend), gradient)
         query, key = finite(xp, query), finite(xp, key)
         across = xp.matrix_transpose(share)
         of_query = matmul(share, key) - query * xp.sum(share, axis=-1, keepdims=True)
         of_key = matmul(across, query) - key * xp.sum(across, axis=-1, keepdims=True)
         return of_query, of_key, []
 
-    def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        matmul: MatMul,
-        xp: Any,
-    ) -> Array:
-        def step(d: int, q: Array, k: Array) -> Array:
-            change = query_tangent[..., :, d, None] - key_tangent[..., None, :, d]
-            return (sign(xp, q - k) if self.p == 1 else q - k) * change
-
-        slope = _over_size(xp, step, query, key)
-        return -slope if self.p == 1 else -slope * self._over_root(query, key, xp)
-
     @staticmethod
-    def _over_root(query: Array, key: Array, xp: Any) -> Array:
+    def _slopes(xp: Any, query: Array, key: Array, gradient: Array) -> tuple[Array, Array]:
+        """Return the gradients of queries and keys for p = 1."""
+        of_query, of_key = [], []
+        for d in range(query.shape[-1]):
+            slope = gradient * sign(xp, query[..., :, d, None] - key[..., None, :, d])
+            of_query.append(-xp.sum(slope, axis=-1))
+            of_key.append(xp.sum(slope, axis=-2))
+        return stacked(xp, of_query, of_key, gradient)
+
+    def pushforward(
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+    ) -> Array:
+        xp = backend.xp
+
+        def block(query: Array, key: Array, moved_query: Array) -> Array:
+            def step(d: int, q: Array, k: Array) -> Array:
+                change = moved_query[..., :, d, None] - moved_key[..., None, :, d]
+                return (sign(xp, q - k) if self.p == 1 else q - k) * change
+
+            return over_size(xp, step, query, key)
+
+        slope = joined(xp, by_rows(backend, block, query, key, moved_query))
+        return -slope if self.p == 1 else -slope * self._over_root(query, key, backend)
+
+    def _over_root(self, query: Array, key: Array, backend: Primitives) -> Array:
         """Return 1 over the distance of each query and key, 0 where they are the same."""
-        square = _over_size(xp, lambda d, q, k: (q - k) * (q - k), query, key)
-        same = square == 0
-        root = xp.sqrt(xp.where(same, xp.ones_like(square), square))
-        return xp.where(same, square, 1 / root)
+        xp, root = backend.xp, -self.between(query, key, backend)
+        same = root == 0
+        return xp.where(same, root, 1 / xp.where(same, xp.ones_like(root), root))
 
     def __repr__(self) -> str:
         return f"scores.distance({self.p})"
@@ -228,14 +221,26 @@ class Additive(Similarity):
     name: ClassVar[str] = "additive"
     weight: Any
 
-    def between(self, query: Array, key: Array, matmul: MatMul, xp: Any) -> Array:
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
-        return _over_size(xp, lambda d, q, k: weight[d] * xp.tanh(q + k), query, key)
+        block = partial(over_size, xp, lambda d, q, k: weight[d] * xp.tanh(q + k))
+        return joined(xp, by_rows(backend, block, query, key))
 
     def pullback(
-        self, query: Array, key: Array, gradient: Array, matmul: MatMul, xp: Any
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
     ) -> tuple[Array, Array, list[Array]]:
+        xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
+        found = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
+        of_query, of_key, of_weight = zip(*found, strict=True)
+        return joined(xp, of_query), reduce(add, of_key), [reduce(add, of_weight)]
+
+    @staticmethod
+    def _slopes(
+        xp: Any, weight: Array, query: Array, key: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return the gradients of queries, keys and weight."""
         of_query, of_key, of_weight = [], [], []
         for d in range(query.shape[-1]):
             total = query[..., :, d, None] + key[..., None, :, d]
@@ -245,25 +250,23 @@ class Additive(Similarity):
             of_key.append(weight[d] * xp.sum(slope, axis=-2))
             of_weight.append(xp.sum(gradient * bent))
         carried = xp.stack(of_weight) if of_weight else weight
-        return *stacked(xp, of_query, of_key, gradient), [carried]
+        return *stacked(xp, of_query, of_key, gradient), carried
 
     def pushforward(
-        self,
-        query: Array,
-        key: Array,
-        query_tangent: Array,
-        key_tangent: Array,
-        matmul: MatMul,
-        xp: Any,
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
+        xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
 
-        def step(d: int, q: Array, k: Array) -> Array:
-            bent = xp.tanh(q + k)
-            change = query_tangent[..., :, d, None] + key_tangent[..., None, :, d]
-            return weight[d] * (1 - bent * bent) * change
+        def block(query: Array, key: Array, moved_query: Array) -> Array:
+            def step(d: int, q: Array, k: Array) -> Array:
+                bent = xp.tanh(q + k)
+                change = moved_query[..., :, d, None] + moved_key[..., None, :, d]
+                return weight[d] * (1 - bent * bent) * change
 
-        return _over_size(xp, step, query, key)
+            return over_size(xp, step, query, key)
+
+        return joined(xp, by_rows(backend, block, query, key, moved_query))
 
     def check(self, head_size: int) -> None:
         facts: ArrayFacts = self.weight
@@ -322,15 +325,15 @@ class Normalizer(Expression):
 
     module: ClassVar[str] = "scores"
 
-    def weights(self, scores: Array, xp: Any) -> Array:
+    def weights(self, scores: Array, backend: Primitives) -> Array:
         """Return the weights of rows of scores, 0 where a key is absent.
 
         Parameters
         ----------
         scores : Array
             Scores, −inf where a key is absent.
-        xp : module
-            The standard's namespace of the library.
+        backend : BackendPrimitives
+            The operations of the library.
         """
         raise NotImplementedError
 
@@ -356,13 +359,8 @@ class Normalizer(Expression):
 class Sigmoid(Normalizer):
     name: ClassVar[str] = "sigmoid"
 
-    def weights(self, scores: Array, xp: Any) -> Array:
-        # Each half uses the exponential that cannot overflow. For −inf, weight and slope are 0.
-        zeros = xp.zeros_like(scores)
-        seen, negative = scores != -math.inf, scores < 0
-        low = xp.exp(xp.where(seen & negative, scores, zeros))
-        high = xp.exp(-xp.where(negative, zeros, scores))
-        return xp.where(seen, xp.where(negative, low / (1 + low), 1 / (1 + high)), zeros)
+    def weights(self, scores: Array, backend: Primitives) -> Array:
+        return backend.sigmoid(scores)
 
     def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
         return xp.where(weights == 0, 0.0, gradient) * weights * (1 - weights)
@@ -372,7 +370,8 @@ class Sigmoid(Normalizer):
 class Sparsemax(Normalizer):
     name: ClassVar[str] = "sparsemax"
 
-    def weights(self, scores: Array, xp: Any) -> Array:
+    def weights(self, scores: Array, backend: Primitives) -> Array:
+        xp = backend.xp
         highest = xp.max(scores, axis=-1, keepdims=True)
         empty = highest == -math.inf
         seen = scores != -math.inf

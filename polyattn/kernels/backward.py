@@ -166,7 +166,7 @@ def score_tile(
         product = unfold_heads(problem, product, xp)
     else:
         key = with_rank(key, len(block.query.shape))
-        product = x.similarity.between(block.query, key, backend.matmul, xp)
+        product = x.similarity.between(block.query, key, backend)
         product = problem.scale * unfold_heads(problem, product, xp)
     hidden = list(at.visible()) if masked else []
     normed = product
@@ -183,7 +183,7 @@ def score_tile(
         s = hide(xp, s, one)
     seen = s != -math.inf
     if problem.normalizer is not None:
-        weights = problem.normalizer.weights(s, xp)
+        weights = problem.normalizer.weights(s, backend)
     else:
         weights = xp.exp(s - block.logsumexp)
     nothing = xp.zeros_like(weights)
@@ -265,7 +265,7 @@ def _add_tile(
         key = with_rank(key, len(block.query.shape))
         query, key = (_finite(problem, xp, one) for one in (block.query, key))
         d_query, d_key, of_similarity = x.similarity.pullback(
-            query, key, problem.scale * folded, backend.matmul, xp
+            query, key, problem.scale * folded, backend
         )
         total.add_similarity(of_similarity)
         total.add_query(unfold_heads(problem, d_query, xp), block.rows)

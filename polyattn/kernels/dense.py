@@ -97,7 +97,7 @@ def scores(
         s = unfold_heads(problem, s, xp)
     else:
         key = with_rank(key, len(query.shape))
-        s = x.similarity.between(query, key, backend.matmul, xp)
+        s = x.similarity.between(query, key, backend)
         s = problem.scale * unfold_heads(problem, s, xp)
     hidden = list(at.visible()) if masked else []
     if problem.score_norm is not None:
@@ -143,7 +143,7 @@ def attend(
     if problem.normalizer is None:
         weights, maximum, total = backend.softmax(s)  # 7
     else:
-        weights = problem.normalizer.weights(s, xp)
+        weights = problem.normalizer.weights(s, backend)
         total = xp.ones_like(s[..., :1])
         maximum = xp.zeros_like(total)
     if problem.dropout:

@@ -116,7 +116,7 @@ def _of_scores(
         t = unfold_heads(problem, t, xp)
     else:
         key, moved_key = (with_rank(one, len(block.query.shape)) for one in (key, moved_key))
-        t = x.similarity.pushforward(block.query, key, moved_query, moved_key, backend.matmul, xp)
+        t = x.similarity.pushforward(block.query, key, moved_query, moved_key, backend)
         t = problem.scale * unfold_heads(problem, t, xp)
     zeros = xp.zeros_like(tile.weights)
     if problem.score_norm is not None:

@@ -132,7 +132,7 @@ def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Sp
     at = Indices(problem, xp, x, rows, columns, heads=heads)
     s = scores(problem, x, backend, query, at, columns)
     if problem.normalizer is not None:
-        weights = problem.normalizer.weights(s, xp)
+        weights = problem.normalizer.weights(s, backend)
     elif x.known_logsumexp is not None:
         known = cast(xp, at.of_scores(x.known_logsumexp[..., None]), s.dtype)
         weights = xp.exp(s - or_zero(xp, known))  # if it is −inf, so are all scores

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from polyattn import arrays
 from polyattn.arrays import Array
 from polyattn.call.problem import Problem
+from polyattn.span import Span
 
 __all__ = ["BackendPrimitives"]
 
@@ -23,6 +25,11 @@ class BackendPrimitives:
 
     def __init__(self, xp: Any) -> None:
         self.xp = xp
+
+    @property
+    def block(self) -> int:
+        """The number of scores that stay in the cache from one operation to the next."""
+        return 2**15
 
     def matmul(self, a: Array, b: Array) -> Array:
         """Multiply two stacks of matrices of one dtype.
@@ -63,6 +70,47 @@ class BackendPrimitives:
         shift = xp.where(maximum == -float("inf"), xp.zeros_like(maximum), maximum)
         weights = xp.exp(scores - shift)
         return weights, maximum, xp.sum(weights, axis=-1, keepdims=True)
+
+    def sigmoid(self, scores: Array) -> Array:
+        """Return the sigmoid of each score.
+
+        Parameters
+        ----------
+        scores : Array
+            Scores, −inf where a key is absent. Do not write to them: they are needed again.
+
+        Returns
+        -------
+        Array
+            ``1 / (1 + exp(−scores))``, 0 with a derivative of 0 for −inf.
+        """
+        xp = self.xp
+        # The exponential that cannot overflow: neither it nor its derivative is infinite.
+        negative = scores < 0
+        small = xp.exp(xp.where(negative, scores, -scores))
+        return xp.where(negative, small, xp.ones_like(small)) / (1 + small)
+
+    def row_blocks(self, query: Array, key: Array) -> list[Span]:
+        """Cut the rows of scores for a function that passes over its scores many times.
+
+        Parameters
+        ----------
+        query : Array
+            Queries, shape (..., l, D).
+        key : Array
+            Keys, shape (..., s, D).
+
+        Returns
+        -------
+        list of Span
+            Rows whose scores stay in the cache; all rows unless the arrays are eager.
+        """
+        whole = Span(0, query.shape[-2])
+        if not self.is_eager(query):
+            return [whole]
+        batch = arrays.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+        per_row = max(1, math.prod(batch or ()) * key.shape[-2])
+        return list(whole.split(max(1, self.block // per_row))) or [whole]
 
     def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
         """Return the gradient of an array from that of a function of it.

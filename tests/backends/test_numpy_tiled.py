@@ -17,7 +17,8 @@ import pytest
 
 import polyattn
 import polyattn_numpy.tiled as module
-from polyattn import attention, attention_partial
+from polyattn import attention, attention_partial, scores
+from polyattn.expressions.replacements import Distance
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
 from polyattn_numpy import threads
@@ -724,3 +725,21 @@ def test_the_sums_of_parts_of_the_keys_do_not_overflow_together():
     output, logsumexp = attention_partial(query, 85 * value, value, kernel=kernel)
     np.testing.assert_allclose(output, 1, rtol=1e-6)
     np.testing.assert_allclose(logsumexp, 85 + math.log(64), rtol=1e-6)
+
+
+def test_distances_that_underflow_are_computed_once(monkeypatch):
+    # Without maxima exp(-distance) is 0 here, and a second pass would compute all distances again.
+    count, between = [], Distance.between
+
+    def counted(self, *arguments):
+        count.append(1)
+        return between(self, *arguments)
+
+    query, key = 100 * np.random.default_rng(2).random((2, 1, 1, 256, 16), dtype=np.float32)
+    with polyattn.use_threads(1):
+        monkeypatch.setattr(Distance, "between", counted)
+        found = attention(query, key, key, similarity=scores.distance(), kernel=KERNEL)
+        tiles_computed = len(count)
+        expected = attention(query, key, key, similarity=scores.distance(), kernel="dense")
+    assert tiles_computed == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

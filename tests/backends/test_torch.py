@@ -3,14 +3,18 @@
 import asyncio
 import threading
 
+import array_api_compat.torch
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
-from polyattn import attention, attention_partial, explain, masks, use_backend
+from polyattn import attention, attention_partial, explain, masks, scores, use_backend
 from polyattn.arrays import is_one_of
+from polyattn.tiles.dropout import philox
+from polyattn_torch.backend import TorchBackend
 
 RNG = torch.Generator().manual_seed(0)
 
@@ -492,3 +496,43 @@ def test_bits_of_numpy_memory_are_not_written():
     x.flags.writeable = False
     attention(x, x, x, backend="torch")
     assert (x == 1).all()
+
+
+# ---- work ----
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_word_of_dropout_is_one_product():
+    words = tuple(torch.arange(3) + n for n in range(4))
+    with Operations() as found:
+        philox(array_api_compat.torch, words, (1, 2))
+    assert found.names.count("mul") == 2 * 10  # two in each round
+    assert len(found.names) <= 12 * 10
+
+
+def test_a_sigmoid_is_one_operation():
+    with Operations() as found:
+        attention(Q, K, V, normalizer=scores.sigmoid())
+    assert found.names.count("sigmoid") == 1
+    assert "exp" not in found.names
+
+
+def test_blocks_of_rows_fit_the_caches_of_the_threads(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    backend, query = TorchBackend(), torch.zeros(2, 600, 4)
+    blocks = backend.row_blocks(query, query)
+    assert sum(block.length for block in blocks) == 600
+    assert {block.length * 2 * 600 <= backend.block for block in blocks} == {True}
+    assert backend.block == 3 * 2**15
+    assert len(backend.row_blocks(query.to("meta"), query.to("meta"))) == 1

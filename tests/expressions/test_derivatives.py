@@ -9,8 +9,11 @@ from polyattn import explain, scores
 from polyattn.arrays import is_array, library_of
 from polyattn.call.describe import Operands
 from polyattn.expressions.scores import as_score
+from polyattn.plugin import BackendPrimitives
 from polyattn.span import Span
 from polyattn.tiles.indices import Indices
+from polyattn_numpy.backend import NumpyBackend
+from polyattn_torch.backend import TorchBackend
 
 B, H, L, S, D = 2, 6, 5, 7, 4
 RNG = np.random.default_rng(7)
@@ -244,7 +247,7 @@ SIMILAR = {
 
 def pulled(library, name, query, key, gradient):
     similarity, xp = SIMILAR[name](library.to), library_of(library.to(query)).xp
-    found = similarity.pullback(*map(library.to, (query, key, gradient)), xp.matmul, xp)
+    found = similarity.pullback(*map(library.to, (query, key, gradient)), BackendPrimitives(xp))
     return numbers(library, [found[0], found[1], *found[2]])
 
 
@@ -257,7 +260,7 @@ def test_the_pullback_of_a_similarity_is_its_gradient(name, library):
     xp = library_of(TORCH.to(query)).xp
 
     def forward(q, k, *arrays):
-        return with_arrays(SIMILAR[name](TORCH.to), arrays).between(q, k, xp.matmul, xp)
+        return with_arrays(SIMILAR[name](TORCH.to), arrays).between(q, k, BackendPrimitives(xp))
 
     carried = arrays_of(SIMILAR[name](np.asarray))
     expected = torch_gradients(forward, [query, key, *carried], GRADIENT)
@@ -269,11 +272,11 @@ def test_the_pullback_of_a_similarity_is_its_gradient(name, library):
 def test_the_pushforward_of_a_similarity_is_its_forward_derivative(name, library):
     given = QUERY, KEY, QUERY_TANGENT, KEY_TANGENT
     similarity, xp = SIMILAR[name](library.to), library_of(library.to(QUERY)).xp
-    found = similarity.pushforward(*map(library.to, given), xp.matmul, xp)
+    found = similarity.pushforward(*map(library.to, given), BackendPrimitives(xp))
     theirs, xp = SIMILAR[name](TORCH.to), library_of(TORCH.to(QUERY)).xp
     query, key, *tangents = map(TORCH.to, given)
     _, expected = torch.func.jvp(
-        lambda q, k: theirs.between(q, k, xp.matmul, xp), (query, key), tuple(tangents)
+        lambda q, k: theirs.between(q, k, BackendPrimitives(xp)), (query, key), tuple(tangents)
     )
     np.testing.assert_allclose(library.back(found), expected, **CLOSE)
 
@@ -298,7 +301,7 @@ def test_the_pullback_of_a_similarity_has_derivatives_itself(name):
 
     def forward(q, k, g, *arrays):
         similarity = with_arrays(SIMILAR[name](TORCH.to), arrays)
-        of_query, of_key, of_arrays = similarity.pullback(q, k, g, xp.matmul, xp)
+        of_query, of_key, of_arrays = similarity.pullback(q, k, g, BackendPrimitives(xp))
         return of_query, of_key, *of_arrays
 
     given = [QUERY, KEY, GRADIENT, *arrays_of(SIMILAR[name](np.asarray))]
@@ -312,10 +315,37 @@ def test_vectors_of_no_numbers_have_gradients_of_none(name, library):
     made = {**SIMILAR, "additive": lambda to: scores.additive(to(WEIGHT[:0]))}
     similarity, xp = made[name](library.to), library_of(library.to(QUERY)).xp
     given = [library.to(x) for x in (QUERY[..., :0], KEY[..., :0], GRADIENT)]
-    of_query, of_key, of_arrays = similarity.pullback(*given, xp.matmul, xp)
+    of_query, of_key, of_arrays = similarity.pullback(*given, BackendPrimitives(xp))
     assert of_query.shape == (B, H, L, 0)
     assert of_key.shape == (B, H, S, 0)
     assert [x.shape for x in of_arrays] == [(0,)] * len(of_arrays)
+
+
+class InBlocks(BackendPrimitives):
+    """Primitives that take every array for eager, and blocks of two rows of this file's scores."""
+
+    block = 2 * B * H * S
+
+    def is_eager(self, array):
+        return True
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("name", SIMILAR)
+def test_blocks_of_rows_give_what_all_rows_give(name, library):
+    similarity, xp = SIMILAR[name](library.to), library_of(library.to(QUERY)).xp
+    given = [library.to(x) for x in (QUERY, KEY, GRADIENT, QUERY_TANGENT, KEY_TANGENT)]
+
+    def found(backend):
+        query, key, gradient, *tangents = given
+        of_query, of_key, of_arrays = similarity.pullback(query, key, gradient, backend)
+        forward = similarity.between(query, key, backend)
+        moved = similarity.pushforward(query, key, *tangents, backend)
+        return numbers(library, [forward, of_query, of_key, *of_arrays, moved])
+
+    blocks = InBlocks(xp)
+    assert len(blocks.row_blocks(*given[:2])) == -(-L // 2)
+    assert_all_close(found(blocks), found(BackendPrimitives(xp)))
 
 
 # ---- norms and normalizers ---------------------------------------------------------------------
@@ -329,18 +359,29 @@ SEEN[2] = False
 def test_the_pullback_of_a_normalizer_is_its_gradient(normalizer, library):
     hidden = np.where(SEEN, SCORES / 4, -np.inf)
     xp = library_of(library.to(hidden)).xp
-    weights = normalizer.weights(library.to(hidden), xp)
+    weights = normalizer.weights(library.to(hidden), BackendPrimitives(xp))
     gradient = np.where(SEEN, GRADIENT, np.nan)
     found = library.back(normalizer.pullback(weights, library.to(gradient), xp))
     xp = library_of(TORCH.to(hidden)).xp
-    expected = torch_gradients(lambda s: normalizer.weights(s, xp), [hidden], GRADIENT)
+    expected = torch_gradients(
+        lambda s: normalizer.weights(s, BackendPrimitives(xp)), [hidden], GRADIENT
+    )
     np.testing.assert_allclose(found, expected[0], **CLOSE)
     assert np.all(found[..., ~SEEN] == 0)
 
 
+@pytest.mark.parametrize("backend", [BackendPrimitives(np), NumpyBackend(), TorchBackend()])
+def test_a_sigmoid_is_exact_to_the_ends_of_the_range(backend):
+    s = np.array([-np.inf, -200, -86, -20, -1e-3, 0, 1e-3, 3, 200, np.inf, np.nan], np.float32)
+    with np.errstate(over="ignore"):
+        expected = 1 / (1 + np.exp(-s.astype(np.float64)))
+        found = np.asarray(backend.sigmoid(torch.tensor(s) if type(backend) is TorchBackend else s))
+    np.testing.assert_allclose(found, expected, rtol=4e-7, atol=1e-38)
+
+
 @pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()], ids=repr)
 def test_a_weight_that_is_nan_has_no_other_gradient(normalizer):
-    weights = normalizer.weights(SCORES, np)
+    weights = normalizer.weights(SCORES, BackendPrimitives(np))
     weights[0, 0, 0, 0] = np.nan
     assert np.isnan(normalizer.pullback(weights, GRADIENT, np)[0, 0, 0, 0])
 
@@ -365,7 +406,7 @@ def test_the_pullbacks_of_norms_and_normalizers_have_derivatives_themselves():
     for forward in (
         lambda s, g: scores.by_norm(3.0).pullback(s, [seen], g, xp),
         *(
-            lambda s, g, n=n: n.pullback(n.weights(s, xp), g, xp)
+            lambda s, g, n=n: n.pullback(n.weights(s, BackendPrimitives(xp)), g, xp)
             for n in (scores.sigmoid(), scores.sparsemax())
         ),
     ):
