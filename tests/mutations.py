@@ -280,7 +280,8 @@ MUTATIONS = (
              "np.copyto(total, 1, where=total == 0)", "pass"),
     mutation("rows kept that are not reliable", NUMPY_TILED, "partial(np.where, reliable)",
              "partial(np.where, True)"),
-    mutation("parts of keys forgotten", NUMPY_TILED, "reduce(partial(combine, self.call.exp), states)", "states[0]"),
+    mutation("parts of keys forgotten", NUMPY_TILED,
+             "reduce(partial(combine, self.call.exp), states)", "states[0]"),
     *(mutation(*one, in_gradients=True) for one in gradient_mutations.MUTATIONS),
     *(mutation(*one, test=test) for test, *one in other_mutations.MUTATIONS),
 )  # fmt: skip

@@ -21,6 +21,7 @@ UNROUNDED = "tests/api/test_gradients.py::test_the_output_is_not_rounded_before_
 NN = "tests/nn/test_layers.py::"
 ANGLES = "tests/nn/test_positions.py::"
 STRICT = "tests/backends/test_jax.py::"
+RULES = "tests/expressions/test_derivatives.py::"
 
 MUTATIONS = (
     # calls over many ranks
@@ -232,4 +233,21 @@ MUTATIONS = (
      "a precision that is not followed", "backends/polyattn_jax/tile.py",
      "precision = None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST",
      "precision = lax.Precision.HIGHEST"),
+    # rules of scores
+    ("tests/tiles/test_dropout.py::test_philox_gives_the_published_words",
+     "a signed product that is not masked", "polyattn/tiles/dropout.py",
+     "return (product >> 32) & _MASK, product & _MASK",
+     "return product >> 32, product & _MASK"),
+    (RULES + "test_blocks_of_rows_give_what_all_rows_give",
+     "gradients of keys from the first block", "polyattn/expressions/replacements.py",
+     "return joined(xp, of_query), reduce(add, of_key), []",
+     "return joined(xp, of_query), of_key[0], []"),
+    (RULES + "test_a_sigmoid_is_exact_to_the_ends_of_the_range",
+     "the exponential that overflows", "polyattn/plugin/primitives.py",
+     "negative = scores < 0",
+     "negative = scores > 0"),
+    ("tests/backends/test_numpy_tiled.py::test_distances_that_underflow_are_computed_once",
+     "distances without maxima first", "backends/polyattn_numpy/tiled.py",
+     "similarity is not None and similarity.entrywise",
+     "False"),
 )  # fmt: skip
