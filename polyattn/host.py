@@ -141,7 +141,8 @@ class Home(NamedTuple):
                         f"{name} holds {number}, which {dtype} cannot: that is the dtype of"
                         f" integers in {self.library} at the moment"
                     )
-        return numpy.require(array, dtype, ["C", "W"])
+        with numpy.errstate(over="ignore"):  # float64's finfo.min in a bias becomes −inf
+            return numpy.require(array, dtype, ["C", "W"])
 
 
 def home_of(query: Array) -> Home | None:

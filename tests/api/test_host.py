@@ -27,6 +27,7 @@ OPTIONS = {
     "mask": lambda: {"mask": np.broadcast_to(np.arange(6) > 1, (6, 6))},
     "mask of lists": lambda: {"mask": np.tri(6, dtype=bool).tolist()},
     "bias": lambda: {"bias": np.linspace(0, 1, 36).reshape(6, 6)[:, ::-1]},
+    "bias beyond float32": lambda: {"bias": np.where(np.tri(6) > 0, 0, np.finfo(float).min)},
     "sinks": lambda: {"sinks": SLOPES},
     "query_offset": lambda: {"query_offset": [0, 2], "is_causal": True},
     "alibi": lambda: {"score_mod": scores.softcap(5.0) >> scores.alibi(SLOPES)},
