@@ -275,7 +275,9 @@ def tiles_of(mask, kernel, length=256, **options):
     visited = []
 
     def noted(score, b, h, i, j):
-        jax.debug.callback(lambda i, j: visited.append((int(i), int(j))), i[0, 0], j[0, 0])
+        jax.debug.callback(
+            lambda i, j: visited.append((int(i), int(j))), i.ravel()[0], j.ravel()[0]
+        )
         return score
 
     options = {"mask": mask, "score_mod": noted, **options}
