@@ -87,18 +87,19 @@ def weighted_sum(
     weights = fold_heads(problem, weights, jnp)
     if not masked:
         return unfold_heads(problem, product(weights, value), jnp)
-    # Values that are not finite reach only the rows that see them; most often there are none.
-    result = product(weights, finite(value))
+    result = product(weights, value)
 
-    def not_finite() -> Array:
+    def of_visible() -> Array:
         # The scores are computed again: keeping them would take memory, and this is rare.
         visible = fold_heads(problem, scores() != -math.inf, jnp).astype(value.dtype)
         # NaN counts as both infinities, whose sum it is.
-        spoilt = jnp.zeros_like(result)
+        whole = product(weights, finite(value))
         for infinity in (math.inf, -math.inf):
             spoils = ((value == infinity) | jnp.isnan(value)).astype(value.dtype)
-            spoilt += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
-        return spoilt
+            whole += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
+        return whole
 
-    spoilt = lax.cond(all_finite(value, key), lambda: jnp.zeros_like(result), not_finite)
-    return unfold_heads(problem, result + spoilt, jnp)
+    # A value that is not finite spoils its column in every row, even with weight 0; most often
+    # there is none.
+    result = lax.cond(all_finite(result, key, value), lambda: result, of_visible)
+    return unfold_heads(problem, result, jnp)

@@ -1,7 +1,8 @@
 """Layout of the loops: which tiles of the scores each loop over blocks of rows visits.
 
 Static facts about the masks decide which tiles are listed. Masks given as arrays are a
-table in the graph, by which a listed tile can still be skipped at run time.
+table in the graph, by which a listed tile can still be skipped at run time. Where the offset is one
+number in an array, the tiles of a window follow the position of the rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
 
-__all__ = ["Loop", "block_sizes", "loops", "tiles_to_compute", "visible_tiles"]
+__all__ = [
+    "Loop",
+    "block_sizes",
+    "has_one_offset",
+    "loops",
+    "tiles_to_compute",
+    "visible_tiles",
+]
 
 # The smallest area of a tile for each head, however many heads there are.
 MIN_AREA = 2**12
@@ -31,6 +39,8 @@ THREADED_AREA, LARGEST_TILE = 2**17, 2**23
 FEWEST_VISITED, LOOPS = 0.5, 8
 # The most rows and keys of a tile where masks may leave tiles empty: smaller tiles skip more.
 MAX_MASKED_SIDE = 512
+# The fewest keys of such a tile in a narrow window: a table has an entry for each tile.
+MIN_MASKED_SIDE = 128
 
 
 class Loop(NamedTuple):
@@ -40,11 +50,17 @@ class Loop(NamedTuple):
     columns: int
     first_rows: tuple[int, ...]  # of each block
     first_keys: tuple[tuple[int, ...], ...]  # of each tile of each block; S stands for no tile
+    follows: bool = False  # whether keys are counted from the position of the block's first row
 
     @property
     def steps(self) -> int:
         """Number of tiles that each block of rows visits."""
         return len(self.first_keys[0])
+
+    @property
+    def width(self) -> int:
+        """Number of keys that each block of rows visits."""
+        return self.steps * self.columns
 
 
 def masks_tiles(problem: Problem) -> bool:
@@ -52,19 +68,48 @@ def masks_tiles(problem: Problem) -> bool:
     return problem.mask_spec is not None
 
 
-def loops(problem: Problem, tile: int) -> list[Loop]:
+def has_one_offset(problem: Problem, x: Operands) -> bool:
+    """Return whether an array gives the position of the first row, the same for all items."""
+    offset: Any = x.query_offset
+    return problem.query_offset is None and math.prod(offset.shape) == 1
+
+
+def loops(problem: Problem, tile: int, one_offset: bool = False) -> list[Loop]:
     """Cut the rows into blocks, and group consecutive blocks that visit about as many tiles."""
-    size = rows, columns = block_sizes(problem, tile)
+    size = rows, columns = block_sizes(problem, tile, one_offset)
     blocks = list(Span(0, problem.query_length).split(rows))
-    find = _by_tiles if masks_tiles(problem) else _by_spans
-    keys = find(problem, blocks, size)
+    window = _two_sided_window(problem) if one_offset else None
+    whole = -(-_most_keys(problem, rows, one_offset) // columns) * columns
+    follows = window is not None and whole < problem.key_length
+    if window is not None and follows:
+        keys = [tuple(range(-window[0], whole - window[0], columns))] * len(blocks)
+    else:
+        find = _by_tiles if masks_tiles(problem) else _by_spans
+        keys = find(problem, blocks, size)
     result = []
     for group in _grouped(blocks, [len(firsts) for firsts in keys]):
         steps = max(len(keys[n]) for n in group)
         padded = tuple(keys[n] + (problem.key_length,) * (steps - len(keys[n])) for n in group)
         first_rows = tuple(blocks[n].start for n in group)
-        result.append(Loop(blocks[group[0]].length, columns, first_rows, padded))
+        result.append(Loop(blocks[group[0]].length, columns, first_rows, padded, follows))
     return result
+
+
+def _two_sided_window(problem: Problem) -> tuple[int, int] | None:
+    """Return how far a row sees to either side of its position, if it is bounded on both."""
+    band = problem.band
+    if band is None or band.left is None or band.right is None:
+        return None
+    return band.left, band.right
+
+
+def _most_keys(problem: Problem, rows: int, one_offset: bool) -> int:
+    """Return the most keys from the first to the last that some block of rows may see."""
+    window = _two_sided_window(problem) if one_offset else None
+    if window is not None:
+        return min(sum(window) + rows, problem.key_length)
+    blocks = Span(0, problem.query_length).split(rows)
+    return max(1, *(column_span(problem, block).length for block in blocks))
 
 
 def _by_spans(problem: Problem, blocks: list[Span], size: tuple[int, int]) -> list[tuple[int, ...]]:
@@ -148,7 +193,7 @@ def _any_under_vmap(size: int, batched: list[bool], table: Array) -> tuple[Array
     return any_under_vmap(jnp.any(table, axis=0)), False
 
 
-def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
+def block_sizes(problem: Problem, tile: int, one_offset: bool = False) -> tuple[int, int]:
     """Return how many rows and how many keys make a tile: wider where there are few rows."""
     heads = math.prod(problem.batch) * problem.heads
     if problem.similarity_spec is not None and problem.similarity_spec.entrywise:
@@ -157,6 +202,10 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     if masks_tiles(problem):
         area = min(area, MAX_MASKED_SIDE**2)
     rows = even_size(problem.query_length, math.isqrt(area))
+    most = _most_keys(problem, rows, one_offset)
+    if most < problem.key_length:
+        most = max(most, MIN_MASKED_SIDE) if masks_tiles(problem) else most
+        return rows, even_size(min(most, problem.key_length), area // rows)
     columns = even_size(problem.key_length, area // rows)
     return even_size(problem.query_length, area // columns), columns
 

@@ -48,41 +48,41 @@ def _along(array: Array, axes: set[str]) -> Any:
 
 
 @jax.custom_batching.custom_vmap
-def all_finite(value: Array, key: Array) -> Array:
-    """Return whether all values are finite; under vmap, those of all items that are mapped over.
+def all_finite(result: Array, key: Array, value: Array) -> Array:
+    """Return whether a product with values is finite; under vmap, those of all items together.
 
     vmap turns a condition that differs between items into the computation of both branches. If the
-    batch or the heads of key and value are sharded, each device learns it of its own values, so
-    that none waits for another.
+    batch or the heads of result, key and value are sharded, each device learns it of its own part,
+    so that none waits for another.
     """
-    if _axes(value) or _axes(key):  # inside jax.shard_map there are own values only
-        return jnp.all(jnp.isfinite(value))
-    found: Array = _own_finite(value, key)
+    if _axes(result) or _axes(key) or _axes(value):  # inside jax.shard_map there are own ones only
+        return jnp.all(jnp.isfinite(result))
+    found: Array = _own_finite(result, key, value)
     return found
 
 
 @all_finite.def_vmap
 def _all_finite_under_vmap(
-    size: int, batched: list[bool], value: Array, key: Array
+    size: int, batched: list[bool], result: Array, key: Array, value: Array
 ) -> tuple[Array, bool]:
-    return all_finite(value, key), False
+    return all_finite(result, key, value), False
 
 
 @custom_partitioning
-def _own_finite(value: Array, key: Array) -> Array:
-    return jnp.all(jnp.isfinite(value))
+def _own_finite(result: Array, key: Array, value: Array) -> Array:
+    return jnp.all(jnp.isfinite(result))
 
 
 def _partitioned(mesh: Any, shapes: Any, result: Any) -> Any:
-    """Return the check of one device, for the shardings that key and value have."""
+    """Return the check of one device, for the shardings that the arrays have."""
     shardings = tuple(shape.sharding for shape in shapes)
     specs = [tuple(s.spec) + (None,) * len(x.shape) for s, x in zip(shardings, shapes, strict=True)]
     # Devices may differ in the branch that they take only if none of it communicates.
     whole = [spec[len(x.shape) - 2 : len(x.shape)] for spec, x in zip(specs, shapes, strict=True)]
     local = all(axes == (None, None) for axes in whole)
 
-    def check(value: Array, key: Array) -> Array:
-        own = jnp.all(jnp.isfinite(value))
+    def check(result: Array, key: Array, value: Array) -> Array:
+        own = jnp.all(jnp.isfinite(result))
         return own if local else lax.pmin(own.astype(jnp.int32), mesh.axis_names) == 1
 
     return mesh, check, NamedSharding(mesh, Spec()), shardings
@@ -91,5 +91,5 @@ def _partitioned(mesh: Any, shapes: Any, result: Any) -> Any:
 _own_finite.def_partition(  # type: ignore[no-untyped-call]
     partition=_partitioned,
     infer_sharding_from_operands=lambda mesh, shapes, _: NamedSharding(mesh, Spec()),
-    sharding_rule="..., ...2 ->",
+    sharding_rule="..., ...2, ...3 ->",
 )

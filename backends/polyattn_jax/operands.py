@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyattn.plugin import Array, Operands, Problem, Span
+from polyattn.plugin import Array, Operands, Problem, Span, band
 from polyattn_jax.explicit import Explicit, arrays_of, with_arrays
-from polyattn_jax.layout import block_sizes
+from polyattn_jax.layout import block_sizes, has_one_offset
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
@@ -30,8 +30,16 @@ def prepared(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operand
         # The tables of a mask, which its spec lacks, decide which tiles are visited.
         mask: Any = x.mask
         problem = problem._replace(mask_spec=problem.mask_spec.filled(mask))
-    problem, x = offset_as_array(problem, x, tile)
+    problem, x = offset_as_array(without_idle_band(problem), x, tile)
     return problem, x._replace(seed=split_seed(x.seed))
+
+
+def without_idle_band(problem: Problem) -> Problem:
+    """Return a call without causal and window if they hide no key."""
+    if problem.query_offset is None or band(problem) != (None, None):
+        return problem
+    features = problem.features - {"causal", "window"}
+    return problem._replace(is_causal=False, window=(None, None), features=features)
 
 
 def offset_as_array(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operands]:
@@ -88,7 +96,7 @@ def explicit(problem: Problem, x: Operands, tile: int) -> Operands:
     """Return operands with explicit functions in place of functions, for the tiles of a call."""
     sizes = []
     if 0 not in problem.scores:
-        rows, columns = block_sizes(problem, tile)
+        rows, columns = block_sizes(problem, tile, has_one_offset(problem, x))
         heights = {span.length for span in Span(0, problem.query_length).split(rows)}
         sizes = [(height, columns) for height in sorted(heights)]
 

@@ -6,6 +6,7 @@ They are `lax.map` over blocks of rows and, inside, `lax.scan` over tiles of key
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,14 @@ import numpy as np
 from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem
-from polyattn_jax.layout import Loop, block_sizes, loops, tiles_to_compute, visible_tiles
+from polyattn_jax.layout import (
+    Loop,
+    block_sizes,
+    has_one_offset,
+    loops,
+    tiles_to_compute,
+    visible_tiles,
+)
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
@@ -86,8 +94,11 @@ def sweep(
     if 0 in problem.scores:
         block, state = body.start(rows | moved, problem.query_length)
         return body.finish(state, block)
-    visible = visible_tiles(problem, x, block_sizes(problem, tile))
-    laid_out = loops(problem, tile)
+    one_offset = has_one_offset(problem, x)
+    laid_out = loops(problem, tile, one_offset)
+    visible = None
+    if not laid_out[0].follows:
+        visible = visible_tiles(problem, x, block_sizes(problem, tile, one_offset))
     lengths = [len(loop.first_rows) * loop.rows for loop in laid_out]
     # In one operation: the gradient of one part by itself would be as large as the array.
     parts = {name: lax.split(array, lengths, axis=array.ndim - 2) for name, array in moved.items()}
@@ -112,12 +123,18 @@ def _over_blocks(
 ) -> tuple[Array, ...]:
     """Return the results for the rows of a loop, in order; `moved` has these rows only."""
     last = problem.key_length - loop.columns
-    overlaps = any(last < key < problem.key_length for keys in loop.first_keys for key in keys)
+    firsts = () if loop.follows else itertools.chain(*loop.first_keys)
+    overlaps = any(last < key < problem.key_length for key in firsts)
 
     def of_block(block: tuple[Any, Any, Any, Rows]) -> tuple[Array, ...]:
         first_row, new, is_needed, given = block
         for name, array in rows.items():
             given[name] = lax.dynamic_slice_in_dim(array, first_row, loop.rows, axis=-2)
+        if loop.follows:
+            # All tiles of the block move together to where they are within the keys.
+            at = TileIndices(problem, x, first_row, loop.rows, 0, loop.columns).position()
+            start = jnp.clip(at.reshape(-1)[0] + new[0], 0, problem.key_length - loop.width)
+            new = start + (new - new[0])
         # A tile that would end beyond the last key begins earlier; its keys before `new` are not
         # new.
         first = jnp.minimum(new, last)
