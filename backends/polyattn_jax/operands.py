@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,9 +28,13 @@ OFFSET_LIMIT = 2**29
 def prepared(problem: Problem, x: Operands, tile: int) -> tuple[Problem, Operands]:
     """Return a call with facts for its arrays to be compiled for, and its numbers as arrays."""
     if problem.mask_spec is not None:
-        # The tables of a mask, which its spec lacks, decide which tiles are visited.
         mask: Any = x.mask
-        problem = problem._replace(mask_spec=problem.mask_spec.filled(mask))
+        spec = problem.mask_spec
+        if not problem.traced:
+            mask = mask.with_lengths(length_as_array)
+            spec = mask.spec()
+        # The tables of a mask, which its spec lacks, decide which tiles are visited.
+        problem, x = problem._replace(mask_spec=spec.filled(mask)), x._replace(mask=mask)
     problem, x = offset_as_array(without_idle_band(problem), x, tile)
     return problem, x._replace(seed=split_seed(x.seed))
 
@@ -47,12 +52,38 @@ def offset_as_array(problem: Problem, x: Operands, tile: int) -> tuple[Problem, 
     offset = problem.query_offset
     if offset is None:
         return problem, x
-    tiles = math.prod(problem.scores) > tile
     expressions = problem.mask_spec is not None or problem.score_spec is not None
-    if tiles or expressions or not problem.masks_by_position or abs(offset) > OFFSET_LIMIT:
+    if not (problem.masks_by_position or expressions):
+        features = problem.features - {"query_offset"}
+        return problem._replace(query_offset=0, features=features), x._replace(query_offset=None)
+    tiles = math.prod(problem.scores) > tile or (expressions and problem.traced)
+    if tiles or abs(offset) > OFFSET_LIMIT:
         return problem, x._replace(query_offset=None)
     array = jax.device_put(np.full((1, 1, 1), offset, np.int32))
     return problem._replace(query_offset=None), x._replace(query_offset=array)
+
+
+def length_as_array(length: int) -> Array:
+    """Return a length of a mask as an array, so that a new length compiles nothing."""
+    return on_device(min(length, OFFSET_LIMIT), "int32")
+
+
+def without_numbers(problem: Problem) -> tuple[Problem, dict[str, Array]]:
+    """Return a call without scale and softcap, and these as arrays, outside of a traced program."""
+    if problem.traced:
+        return problem, {}
+    numbers = {"scale": on_device(problem.scale, problem.accumulator)}
+    if problem.softcap is not None:
+        numbers["softcap"] = on_device(problem.softcap, problem.accumulator)
+        problem = problem._replace(softcap=1.0)
+    return problem._replace(scale=1.0, features=problem.features - {"scale"}), numbers
+
+
+@functools.lru_cache
+def on_device(number: float, dtype: str) -> Array:
+    """Return a number as an array, also where a program is traced that it is a constant of."""
+    with jax.ensure_compile_time_eval():
+        return jax.device_put(np.asarray(number, dtype))
 
 
 def split_seed(seed: int | Array | None) -> Any:

@@ -1,7 +1,8 @@
 """Kernel for XLA to compile: a loop over tiles of the scores, which needs memory for one of them.
 
 Gradients are computed by tiles too, again from the scores. All of it can be traced by `jit`,
-`vmap`, `grad` and the other transforms; a call outside of them is compiled once for each problem.
+`vmap`, `grad` and the other transforms; a call outside of them is compiled once for each problem,
+for all scales, softcaps, lengths and, where the scores fit a tile, offsets.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import jax
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_jax.differentiate import attend_backward, attend_differentiably, attend_jvp
-from polyattn_jax.operands import explicit, prepared, specs, without_expressions
+from polyattn_jax.operands import (
+    explicit,
+    prepared,
+    specs,
+    without_expressions,
+    without_numbers,
+)
 
 __all__ = ["Xla"]
 
@@ -69,10 +76,14 @@ def run(function: Any, problem: Problem, tile: int, x: Operands) -> Any:
     if problem.features & {"mask_mod", "score_mod"}:
         x = explicit(problem, x, tile)
         return function(problem, tile, without_expressions(x), x)
-    return compiled(function, problem, tile, without_expressions(x))
+    problem, numbers = without_numbers(problem)
+    return compiled(function, problem, tile, numbers, without_expressions(x))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def compiled(function: Any, problem: Problem, tile: int, x: Operands) -> Any:
-    """Run a function of arrays, compiled once for each problem."""
-    return function(problem, tile, x, specs(problem))
+def compiled(
+    function: Any, problem: Problem, tile: int, numbers: dict[str, Array], x: Operands
+) -> Any:
+    """Run a function of arrays, compiled once for each problem without its numbers."""
+    given: Any = problem._replace
+    return function(given(**numbers), tile, x, specs(problem))

@@ -117,6 +117,21 @@ class Expression:
         """Return an equal expression in which an array follows one axis of the scores only."""
         return self._rebuilt(lambda field: field.apart())
 
+    def with_lengths(self: V, change: Callable[[int], Any]) -> V:
+        """Return the expression with each length replaced that is one number for all batch items.
+
+        Parameters
+        ----------
+        change : callable
+            Takes the number, and returns the number or array that replaces it.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
+        return self._rebuilt(lambda field: field.with_lengths(change))
+
     def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
 
@@ -142,12 +157,12 @@ class Expression:
 
         return type(self)(*[changed(getattr(self, name)) for name in self.__match_args__])
 
-    def spec(self: V, facts: Callable[[Any, str], ArrayFacts]) -> V:
+    def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
         """Return the expression with facts for arrays, and without functions and tables.
 
         Parameters
         ----------
-        facts : callable
+        facts : callable, optional
             Takes an array and its name, and returns its facts.
 
         Returns

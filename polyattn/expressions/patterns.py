@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -128,11 +129,18 @@ class Prefix(Mask):
         length = block.per_item(self.lengths)
         return Coverage(block.columns[0] < length, block.columns[1] <= length)
 
+    def with_lengths(self, change: Callable[[int], Any]) -> Prefix:
+        return Prefix(_changed(self.lengths, change))
+
     def part(self, part: Part) -> Prefix:
         return Prefix(part.counted(self.lengths, part.columns.start))
 
     def check(self, dims: ScoreDims) -> None:
         dims.check_per_item("masks.prefix: lengths", self.lengths)
+
+
+def _changed(lengths: Any, change: Callable[[int], Any]) -> Any:
+    return change(lengths) if isinstance(lengths, int) else lengths
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,6 +166,9 @@ class Padding(Mask):
                 length = block.per_item(lengths)
                 some, every = some & (first < length), every & (stop <= length)
         return Coverage(some, every)
+
+    def with_lengths(self, change: Callable[[int], Any]) -> Padding:
+        return type(self)(_changed(self.key_lengths, change), _changed(self.query_lengths, change))
 
     def part(self, part: Part) -> Padding:
         return Padding(

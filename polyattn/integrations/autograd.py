@@ -21,7 +21,7 @@ from autograd.core import make_jvp, make_vjp
 from autograd.extend import defjvp_argnums, defvjp_argnums, vspace
 from autograd.tracer import getval, isbox
 
-from polyattn.arrays import Array, Library, RecordedError, facts_of, is_array, quiet
+from polyattn.arrays import Array, Library, RecordedError, is_array, quiet
 from polyattn.expressions.expression import Expression, has_function
 from polyattn.expressions.scores import Chain, Function, Score, as_score
 from polyattn.integrations import autograd_functions
@@ -73,13 +73,13 @@ _one_at_a_time = threading.RLock()
 def _with_derivatives(plan: Any, operands: Operands) -> tuple[Any, Operands]:
     """Return a call whose functions in ``score_mod`` know their derivatives, by autograd."""
     given = operands.score_mod
-    if given is None or not has_function(as_score(given).spec(facts_of)):
+    if given is None or not has_function(as_score(given).spec()):
         return plan, operands
     score_mod = _differentiable(as_score(given))
     placement = plan.placement
     problem = placement.problem._replace(
         features=placement.problem.features | {"score_expression"},
-        score_spec=score_mod.spec(facts_of),
+        score_spec=score_mod.spec(),
     )
     plan = plan._replace(placement=placement._replace(problem=problem))
     return plan, operands._replace(score_mod=score_mod)

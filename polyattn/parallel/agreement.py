@@ -12,7 +12,7 @@ import json
 import numbers
 from typing import Any
 
-from polyattn.arrays import Array, facts_of, is_array
+from polyattn.arrays import Array, is_array
 from polyattn.expressions.expression import Expression
 from polyattn.host import is_host, is_sequence
 from polyattn.parallel.communicator import Communicator
@@ -58,7 +58,7 @@ def _shown(given: Any) -> str:
     if is_sequence(given):
         return f"({', '.join(map(_shown, given))})"
     if isinstance(given, Expression):
-        return repr(given.spec(facts_of))
+        return repr(given.spec())
     if is_host(given) and given.shape == ():
         given = given.item()
     if is_array(given):

@@ -10,7 +10,6 @@ from polyattn.arguments import check_signature
 from polyattn.arrays import (
     Array,
     broadcast_shapes,
-    facts_of,
     index_range,
     is_array,
     is_one_of,
@@ -119,7 +118,7 @@ def _check_fits(mask: Mask, dims: ScoreDims) -> None:
         if not is_array(thing):
             check_signature("the mask function", thing, "b, h, i, j")
     try:
-        mask.spec(facts_of).check(dims)
+        mask.spec().check(dims)
     except ValueError as error:
         raise ValueError(
             f"{error}; masks.compile was called with batch={dims.batch}, heads={dims.heads}"

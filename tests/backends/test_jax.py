@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import polyattn
-from polyattn import attention, attention_partial, explain
+from polyattn import attention, attention_partial, explain, masks
 from polyattn_jax import cudnn
 from polyattn_jax.backend import JaxBackend
 from polyattn_jax.layout import block_sizes, loops
@@ -139,6 +139,61 @@ def test_keys_that_no_row_sees_are_not_gone_over():
     assert steps(whole._replace(is_causal=True)) < 0.6 * steps(whole)
     window = whole._replace(is_causal=True, window=(256, 0))
     assert steps(window) <= 2 * (8192 // rows)
+
+
+BANDS = {
+    "static": {},
+    "one offset": {"query_offset": jnp.asarray(8000)},
+    "one offset, a mask": {"query_offset": jnp.asarray(8000), "mask": masks.padding(8191)},
+    "a mask": {"mask": masks.padding(8191)},
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_a_token_with_a_window_reads_the_keys_of_the_window(name):
+    query, key = np.ones((1, 2, 1, 8), np.float32), np.ones((1, 2, 8192, 8), np.float32)
+
+    def bytes_read(tile, **options):
+        kernel = small_tiles(tile)
+        call = jax.jit(lambda q, k: attention(q, k, k, kernel=kernel, **options))
+        return call.lower(query, key).compile().cost_analysis()["bytes accessed"]
+
+    window = {"window": (127, 0)} | BANDS[name]
+    for tile in (2**21, 2**13):  # all scores in a tile, and fewer
+        assert bytes_read(tile, **window) < bytes_read(tile) / 8
+
+
+@pytest.mark.parametrize("tile", [pytest.param(150, marks=pytest.mark.slow), Xla.tile])
+def test_a_window_follows_an_offset(tile):
+    """Before the first key and beyond the last too; under vmap and in gradients."""
+    q, k, v = jnp.asarray(Q[0, :, :6]), jnp.asarray(K[0]), jnp.asarray(V[0])
+    bias = jnp.asarray(draw(4, 6, 41))
+
+    def loss(kernel, offset, *x):
+        options = {"window": (4, 3), "query_offset": offset, "bias": bias, "kernel": kernel}
+        return jnp.sum(jnp.sin(attention(*x, **options)))
+
+    offsets = jnp.asarray([-20, -5, -1, 0, 11, 34, 40, 60])
+    ours, theirs = (
+        jax.jit(
+            jax.vmap(
+                jax.value_and_grad(functools.partial(loss, kernel), (1, 2, 3)), (0, *[None] * 3)
+            )
+        )(offsets, q, k, v)
+        for kernel in (small_tiles(tile), "dense")
+    )
+    for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_values_are_read_once_unless_one_is_not_finite():
+    x = [jax.ShapeDtypeStruct((1, 2, length, 8), "float32") for length in (1, 4096, 4096)]
+    mask = jax.ShapeDtypeStruct((1, 4096), "bool")
+    call = jax.jit(lambda q, k, v, mask: attention(q, k, v, mask=mask))
+    entry = call.lower(*x, mask).compile().as_text().partition("ENTRY")[2]
+    of_values = [line for line in entry.splitlines() if ",4096,8]{" in line.partition("(")[0]]
+    assert of_values
+    assert not [line for line in of_values if "fusion(" in line]
 
 
 @pytest.mark.parametrize(("length", "keys"), [(1, 1), (1, 1000), (1000, 1), (37, 41), (512, 513)])
@@ -309,12 +364,41 @@ def test_arrays_that_were_put_somewhere_join_those_that_were_not():
         attention(free[0], placed[1], free[2], backend=backend)
 
 
-def test_an_offset_that_moves_is_compiled_once():
+NUMBERS = {
+    "offset": lambda n: {"is_causal": True, "query_offset": n},
+    "offset of a window": lambda n: {"window": (3, 2), "query_offset": n},
+    "scale": lambda n: {"scale": n / 20},
+    "softcap": lambda n: {"softcap": n / 5},
+    "lengths": lambda n: {"mask": masks.padding(n + 20, n) | masks.prefix(n), "query_offset": n},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_changes_is_compiled_once(name):
     q, k, v = map(jnp.asarray, (Q, K, V))
     compiled._clear_cache()
-    for offset in range(5, 12):
-        attention(q, k, v, is_causal=True, query_offset=offset)
+    for number in (5, 6, 11):
+        options = NUMBERS[name](number)
+        found = attention(q, k, v, kernel="xla", **options)
+        np.testing.assert_allclose(found, attention(Q, K, V, **options), atol=2e-6)
     assert compiled._cache_size() == 1
+
+
+def test_masks_that_hide_nothing_are_not_compiled():
+    q, k, v = jnp.asarray(Q[:, :, :1]), jnp.asarray(K), jnp.asarray(V)
+    compiled._clear_cache()
+    for options in ({}, {"is_causal": True}, {"window": (40, 0)}, {"window": (99, 99)}):
+        attention(q, k, v, **options)
+    attention(q, k, v, is_causal=True, query_offset=50)
+    assert compiled._cache_size() == 1
+
+
+def test_a_bias_beyond_float32_masks_and_warns_of_nothing():
+    bias = np.where(np.tri(37, 41) > 0, 0, np.finfo(float).min)
+    expected = attention(Q, K, V, is_causal=True, query_offset=0)
+    for arrays, backend in ((map(jnp.asarray, (Q, K, V)), None), ((Q, K, V), "jax")):
+        found = attention(*arrays, bias=bias, backend=backend)
+        np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 PROMOTED = {
