@@ -13,7 +13,17 @@ import operator
 import array_api_compat.torch as xp
 import torch
 
-from polyattn.plugin import Backend, Indices, Mask, Operands, Problem, Span, band, is_full
+from polyattn.plugin import (
+    Backend,
+    Indices,
+    Mask,
+    Operands,
+    Problem,
+    Span,
+    band,
+    column_span,
+    is_full,
+)
 
 __all__ = [
     "as_bias",
@@ -24,7 +34,10 @@ __all__ = [
     "masks_by_position_only",
     "may_have_empty_rows",
     "needs_band",
+    "on_keys",
+    "seen_keys",
     "takes_mask",
+    "visible_scores",
 ]
 
 
@@ -50,6 +63,43 @@ def needs_band(problem: Problem) -> bool:
     return not (is_full(problem, *whole) or is_square_causal(problem))
 
 
+def seen_keys(problem: Problem) -> Span:
+    """Return the keys that causal and window leave to some row; all keys if they leave none."""
+    whole = Span(0, problem.key_length)
+    if problem.is_symbolic or band(problem) == (None, None):
+        return whole
+    keys = column_span(problem, Span(0, problem.query_length))
+    return keys if keys.length > 0 else whole
+
+
+def on_keys(problem: Problem, keys: Span) -> Problem:
+    """Return the problem of some of the keys, whose masks hide the others."""
+    if keys == (0, problem.key_length):
+        return problem
+    offset = problem.query_offset
+    assert offset is not None
+    return problem._replace(key_length=keys.length, query_offset=offset - keys.start)
+
+
+def visible_scores(problem: Problem) -> int:
+    """Return how many of the scores of a head causal and window leave."""
+    rows, keys = problem.query_length, problem.key_length
+    if problem.query_offset is None:
+        return rows * keys
+    low, high = band(problem)
+    before = 0 if low is None else _triangle(rows - 1 + low, rows, keys)
+    after = 0 if high is None else _triangle(keys - 1 - high, rows, keys)
+    return rows * keys - before - after
+
+
+def _triangle(longest: int, rows: int, keys: int) -> int:
+    """Return the sum of `longest`, `longest` - 1, … over the rows, each from 0 to `keys`."""
+    whole = min(max(0, longest - keys), rows)
+    longest = max(0, longest - whole)
+    count = min(longest, rows - whole)
+    return whole * keys + count * (2 * longest - count + 1) // 2
+
+
 def takes_mask(problem: Problem) -> bool:
     """Return whether scaled_dot_product_attention needs an attn_mask."""
     return not masks_by_position_only(problem) or needs_band(problem)
@@ -69,24 +119,24 @@ def may_have_empty_rows(problem: Problem) -> bool:
     return below or (high is not None and high < 0)
 
 
-def made_mask(problem: Problem, *, banded: bool) -> int:
-    """Return the most elements of a mask built for the call.
+def made_mask(problem: Problem, keys: Span, *, banded: bool) -> int:
+    """Return the most elements of a mask built for the call on some keys.
 
     0 if the mask exists already, or is of unknown size: other kernels would hold as many scores.
     """
     if problem.is_symbolic:
         return 0
-    scores = problem.query_length * problem.key_length
+    scores = problem.query_length * keys.length
     if "mask_mod" in problem.features:
         return scores * math.prod(problem.batch) * problem.heads
     if problem.mask_spec is not None:
-        return math.prod(_made_shape(problem, problem.mask_spec, banded=banded))
+        return math.prod(_made_shape(problem, problem.mask_spec, keys, banded=banded))
     if not banded:
         return 0
     return scores * (math.prod(problem.batch) if problem.query_offset is None else 1)
 
 
-def _made_shape(problem: Problem, spec: Mask, *, banded: bool) -> torch.Size:
+def _made_shape(problem: Problem, spec: Mask, keys: Span, *, banded: bool) -> torch.Size:
     """Return the shape of the mask that an expression without functions gives, by meta tensors."""
 
     def stand_in(*shape: int, dtype: str = "int64") -> torch.Tensor:
@@ -95,23 +145,22 @@ def _made_shape(problem: Problem, spec: Mask, *, banded: bool) -> torch.Size:
     mask = spec.map(lambda _, facts: stand_in(*facts.shape, dtype=facts.dtype))
     like, offset = stand_in(0), stand_in(*problem.batch, 1, 1, 1)
     x = Operands(like, like, like, mask, None, offset, None, None)
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    parts = Indices(problem, xp, x, rows, columns).visible(banded=banded)
+    rows = Span(0, problem.query_length)
+    parts = Indices(problem, xp, x, rows, keys).visible(banded=banded)
     made: torch.Tensor = functools.reduce(operator.and_, parts)
     return made.shape
 
 
 def attn_mask(
-    problem: Problem, x: Operands, backend: Backend, *, banded: bool
+    problem: Problem, x: Operands, backend: Backend, keys: Span, *, banded: bool
 ) -> torch.Tensor | None:
-    """Return mask and bias as one tensor (b, H, L, S), each axis whole or 1; None without them."""
+    """Return mask and bias of some keys as one tensor (b, H, L, S), each axis whole or 1."""
     mask: torch.Tensor | None = None
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    indices = Indices(problem, backend.xp, x, rows, columns)
+    indices = Indices(problem, backend.xp, x, Span(0, problem.query_length), keys)
     for visible in indices.visible(banded=banded):
         mask = visible if mask is None else mask & visible
     if x.bias is not None:
-        bias = _as_scores(problem, x.bias)
+        bias = _as_scores(problem, indices.of_scores(x.bias))
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
     return None if mask is None else _whole_score_axes(problem, mask)
 

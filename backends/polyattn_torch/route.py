@@ -7,8 +7,14 @@ from typing import Any, NamedTuple
 
 from torch.compiler import is_compiling
 
-from polyattn.plugin import Problem
-from polyattn_torch.attn_mask import is_square_causal, masks_by_position_only, needs_band
+from polyattn.plugin import Problem, Span
+from polyattn_torch.attn_mask import (
+    is_square_causal,
+    masks_by_position_only,
+    needs_band,
+    on_keys,
+    seen_keys,
+)
 from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, Engine
 from polyattn_torch.quirks import Workaround, workarounds_for
@@ -19,6 +25,7 @@ __all__ = ["Route", "plain_options", "route_of", "why_no_engine"]
 class Route(NamedTuple):
     """The way in which torch computes a problem."""
 
+    keys: Span  # those that torch gets
     engine: Engine | None  # None: scaled_dot_product_attention chooses
     workarounds: frozenset[Workaround]
     banded: bool  # causal and window go into attn_mask
@@ -29,6 +36,7 @@ class Route(NamedTuple):
     def passes_as_given(self, problem: Problem) -> bool:
         """Return whether torch's function takes the tensors as they are, and records nothing."""
         changes = self.engine is not None or self.workarounds or self.masked
+        changes = changes or on_keys(problem, self.keys) is not problem
         one_axis = len(problem.batch) == 1 and "batch_broadcast" not in problem.features
         return one_axis and not (changes or problem.requires_grad or problem.transforms)
 
@@ -66,6 +74,9 @@ _latest: tuple[Problem | None, dict[str, Any] | None] = None, None
 
 def _route(problem: Problem) -> Route:
     device = describe_device(problem.device)
+    # On other devices engines and their bugs depend on the number of keys: not measured there.
+    keys = seen_keys(problem) if device.kind == "cpu" else Span(0, problem.key_length)
+    problem = on_keys(problem, keys)
     workarounds = workarounds_for(problem, device)
     engine = _engine(problem, device, workarounds)
     if engine is FLASH:  # the quirks concern other engines, and masks
@@ -76,7 +87,7 @@ def _route(problem: Problem) -> Route:
     masked = banded or not masks_by_position_only(problem)
     is_causal = True if not masked and is_square_causal(problem) else False  # noqa: SIM210
     grouped = "grouped_heads" in problem.features and Workaround.REPEAT_HEADS not in workarounds
-    return Route(engine, workarounds, banded, masked, is_causal, grouped)
+    return Route(keys, engine, workarounds, banded, masked, is_causal, grouped)
 
 
 _cached_route = functools.lru_cache(maxsize=4096)(_route)

@@ -12,7 +12,7 @@ from polyattn.call.describe import describe
 from polyattn.call.layout import heads_first
 from polyattn.call.problem import examine
 from polyattn.kernels.tiled import Tiled
-from polyattn.plugin import combined_mask
+from polyattn.plugin import Span, combined_mask
 from polyattn_torch import block_mask as tiles
 from polyattn_torch.attn_mask import attn_mask, made_mask
 from polyattn_torch.backend import TorchBackend
@@ -100,8 +100,8 @@ def test_sdpa_takes_mask_values(case):
 @pytest.mark.parametrize("case", MASKS)
 def test_a_mask_is_counted_as_it_is_made(case):
     problem, operands = described(Q, K, V, mask=MASKS[case])
-    made = attn_mask(problem, operands, TORCH, banded=True)
-    counted = made_mask(problem, banded=True)
+    made = attn_mask(problem, operands, TORCH, Span(0, S), banded=True)
+    counted = made_mask(problem, Span(0, S), banded=True)
     if "mask_mod" in problem.features:  # what a function depends on is not known beforehand
         assert counted == 2 * 4 * L * S >= made.numel()
     else:
@@ -111,8 +111,8 @@ def test_a_mask_is_counted_as_it_is_made(case):
 def test_the_offset_of_each_item_is_counted_too():
     options = {"mask": masks.segments(ROWS[0], KEYS[0]) & masks.causal()}
     problem, _ = described(Q, K, V, query_offset=LENGTHS, **options)
-    assert made_mask(problem, banded=True) == 2 * L * S
-    assert made_mask(problem, banded=False) == L * S
+    assert made_mask(problem, Span(0, S), banded=True) == 2 * L * S
+    assert made_mask(problem, Span(0, S), banded=False) == L * S
 
 
 def test_a_padding_mask_stays_as_small_as_its_lengths(monkeypatch):
@@ -221,7 +221,7 @@ def tables(q, k, v, **options):
     wide = told.kv_indices.shape[-1]
     some = dense(told.kv_num_blocks, told.kv_indices, wide).bool()
     full = dense(told.full_kv_num_blocks, told.full_kv_indices, wide).bool()
-    seen = attn_mask(problem, operands, TORCH, banded=True)
+    seen = attn_mask(problem, operands, TORCH, Span(0, S), banded=True)
     return some, full, seen.expand(*seen.shape[:2], problem.query_length, problem.key_length)
 
 
