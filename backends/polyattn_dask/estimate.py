@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dask.utils import format_bytes
 
 from polyattn.plugin import Operands, Problem
 from polyattn_dask.grid import Grid, axes_of, chunks_like, grid_of
-from polyattn_dask.sizes import Extra, grouped, key_bytes, partial_bytes, query_bytes, widths
+from polyattn_dask.sizes import (
+    Extra,
+    RunsOfChunks,
+    bytes_of_a_key,
+    grouped,
+    limit,
+    partial_bytes,
+    query_bytes,
+    widths,
+)
 from polyattn_dask.visibility import Visibility
 
 __all__ = ["estimate"]
 
+#: With more pairs of chunks to look at, masks are not asked: about a second.
+MOST_LOOKS = 100_000
 #: The arguments whose arrays are worth a word if they are cut otherwise.
 CUT = ("query", "key", "value", "mask", "bias", "score_mod")
 
@@ -24,25 +36,56 @@ def estimate(problem: Problem) -> str | None:
         return None
     grid = grid_of(problem, chunks)
     x: Any = Operands(None, None, None, problem.mask_spec, None, None, None, None)
-    seen, extras = Visibility(problem, x, grid), _extras(problem)
-    whole_rows = problem.normalizer is not None or problem.score_norm is not None
+    visible, extras = Visibility(problem, x, grid, MOST_LOOKS), _extras(problem)
+    groups = _Groups(problem, grid)
     pairs = tasks = largest = blocks = 0
     for at in grid.row_blocks():
-        sizes = key_bytes(problem, grid, at, extras)
-        groups = grouped(seen.of(at), sizes, whole_rows)
+        each = bytes_of_a_key(problem, grid, at, extras)
+        seen, count, keys = groups.of(visible.of(at), each)
         partial = partial_bytes(problem, grid, at)
-        held = max((sum([sizes[n] for n in group]) for group in groups), default=0)
-        largest = max(largest, held + query_bytes(problem, grid, at) + 2 * partial)
-        joins = sum(widths(len(groups), partial)[1]) + 1 if len(groups) > 1 else 0
-        pairs, blocks = pairs + sum(map(len, groups)), blocks + 1
-        tasks += max(1, len(groups)) + joins
+        largest = max(largest, keys * each + query_bytes(problem, grid, at) + 2 * partial)
+        joins = sum(widths(count, partial)[1]) + 1 if count > 1 else 0
+        pairs, blocks = pairs + seen, blocks + 1
+        tasks += max(1, count) + joins
     if "logsumexp" in problem.features:
         tasks += 2 * blocks
-    most = "at most " if _may_read(problem) else ""
+    most = "at most " if _may_read(problem) or not visible.is_exact else ""
     return (
         f"{most}{pairs:,} of {blocks * len(grid.columns):,} pairs of chunks, {tasks:,} tasks of up"
         f" to {format_bytes(largest)}, {_rechunked(problem, grid)}"
     )
+
+
+class _Groups:
+    """The groups of the chunks of keys that blocks see."""
+
+    def __init__(self, problem: Problem, grid: Grid) -> None:
+        self._columns, self._all = grid.columns, problem.key_length
+        self._lengths = [span.length for span in grid.columns]
+        self._whole_rows = problem.normalizer is not None or problem.score_norm is not None
+        self._runs: dict[int, RunsOfChunks] = {}
+        self._sizes: dict[int, list[int]] = {}
+
+    def of(self, seen: Sequence[int], each: int) -> tuple[int, int, int]:
+        """Return how many chunks and groups a block has, and the keys of its largest group.
+
+        Parameters
+        ----------
+        seen : sequence of int
+            The chunks that it sees.
+        each : int
+            The bytes of a key.
+        """
+        if isinstance(seen, range):
+            if each not in self._runs:
+                keys = self._all if self._whole_rows or not each else limit() // each
+                self._runs[each] = RunsOfChunks(self._columns, keys)
+            return len(seen), *self._runs[each].groups(seen)
+        if each not in self._sizes:
+            self._sizes[each] = [each * length for length in self._lengths]
+        groups = grouped(seen, self._sizes[each], self._whole_rows)
+        keys = max((sum([self._lengths[n] for n in group]) for group in groups), default=0)
+        return sum(map(len, groups)), len(groups), keys
 
 
 def _may_read(problem: Problem) -> bool:

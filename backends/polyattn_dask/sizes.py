@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from dask import config
 from dask.utils import parse_bytes
 
-from polyattn.plugin import Problem
+from polyattn.plugin import Problem, Span
 from polyattn_dask.grid import Axes, Grid, Index
 
 __all__ = [
     "BYTES",
     "Extra",
+    "RunsOfChunks",
+    "bytes_of_a_key",
     "grouped",
     "items_in",
     "key_bytes",
@@ -59,6 +62,12 @@ def partial_bytes(problem: Problem, grid: Grid, at: Index) -> int:
 
 def key_bytes(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) -> list[int]:
     """Return the bytes of each chunk of keys, its values, and what of the options follows it."""
+    each = bytes_of_a_key(problem, grid, at, extras)
+    return [each * span.length for span in grid.columns]
+
+
+def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) -> int:
+    """Return the bytes that one key adds to a block, its value and the options' part included."""
     group = grid.groups[grid.group_of[at.head]].length
     each = items_in(grid, at) * group * (problem.head_size + problem.value_size)
     each *= BYTES[problem.dtype]
@@ -71,7 +80,7 @@ def key_bytes(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) 
             for axis, n, place in zip(extra.axes, extra.shape, places, strict=True)
         ]
         each += math.prod(count) * BYTES.get(extra.dtype, 8)
-    return [each * span.length for span in grid.columns]
+    return each
 
 
 def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list[list[int]]:
@@ -98,6 +107,42 @@ def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list
         groups[-1].append(number)
         room -= sizes[number]
     return groups
+
+
+class RunsOfChunks:
+    """The groups that `grouped` makes of consecutive chunks, counted without a look at each.
+
+    Parameters
+    ----------
+    columns : sequence of Span
+        The chunks of keys, of which no one is empty.
+    keys : int
+        The number of keys that a group may have; one chunk may have more.
+    """
+
+    def __init__(self, columns: Sequence[Span], keys: int) -> None:
+        self._columns, count = columns, len(columns)
+        stops = [span.stop for span in columns]
+        # The first chunk after the group that begins with each, and the keys of that group.
+        after = [max(n + 1, bisect_right(stops, x.start + keys)) for n, x in enumerate(columns)]
+        most = [stops[end - 1] - x.start for x, end in zip(columns, after, strict=True)]
+        after, most = [*after, count], [*most, 0]
+        self._levels = [(after, most)]
+        while after[0] < count:  # twice as many groups from level to level
+            most = [max(own, most[end]) for own, end in zip(most, after, strict=True)]
+            after = [after[end] for end in after]
+            self._levels.append((after, most))
+
+    def groups(self, seen: range) -> tuple[int, int]:
+        """Return the number of groups of some chunks, and the keys of the largest group."""
+        if not seen:
+            return 0, 0
+        first, count, largest = seen.start, 1, 0
+        for level, (after, most) in reversed([*enumerate(self._levels)]):
+            if after[first] < seen.stop:
+                count, largest, first = count + 2**level, max(largest, most[first]), after[first]
+        last = self._columns[seen[-1]].stop - self._columns[first].start
+        return count, max(largest, last)
 
 
 def widths(count: int, size: int) -> tuple[int, list[int]]:

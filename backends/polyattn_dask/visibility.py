@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -27,9 +28,19 @@ class Visibility:
         The arguments of a kernel; of the operands, mask and query offset count.
     grid : Grid
         The grid.
+    most_looks : int, optional
+        If the masks would be asked about more pairs of chunks, they are not: then a block sees all
+        chunks that causal and window leave.
+
+    Attributes
+    ----------
+    is_exact : bool
+        Whether the masks are asked.
     """
 
-    def __init__(self, problem: Problem, x: Operands, grid: Grid) -> None:
+    def __init__(
+        self, problem: Problem, x: Operands, grid: Grid, most_looks: int | None = None
+    ) -> None:
         self._problem, self._options, self._grid = problem, x, grid
         mask: Any = combined(problem, x)
         # The parts of masks that are joined by &: those with dask arrays are not read.
@@ -42,26 +53,45 @@ class Visibility:
         ]
         self._starts = [span.start for span in grid.columns]
         self._stops = [span.stop for span in grid.columns]
-        self._found: dict[tuple[Any, ...], list[int]] = {}
+        self._no_empty = all(span.length for span in grid.columns)
+        self._found: dict[tuple[Any, ...], Sequence[int]] = {}
+        self.is_exact = most_looks is None or self._looks() <= most_looks
+        if not self.is_exact:
+            self._masks = []
 
-    def of(self, at: Index) -> list[int]:
-        """Return the numbers of the chunks that some row of a block may see."""
-        grid = self._grid
-        axes = {axis for one in self._masks for axis in self._axes_in(one)}
+    def of(self, at: Index) -> Sequence[int]:
+        """Return the numbers of the chunks that some row of a block may see.
+
+        They are a range if no mask is asked and no chunk is empty.
+        """
+        axes = self._axes()
         items = tuple([n if axis in axes else 0 for axis, n in enumerate(at.items)])
         known = Index(items, at.head if "H" in axes else 0, at.row)
         if known not in self._found:
-            self._found[known] = self._look(grid.rows[at.row], known)
+            self._found[known] = self._look(self._grid.rows[at.row], known)
         return self._found[known]
 
-    def _look(self, rows: Span, at: Index) -> list[int]:
-        if not rows.length:
-            return []
+    def _looks(self) -> int:
+        """Return how many pairs of chunks the masks are asked about, at most."""
+        if not self._masks:
+            return 0
+        each = math.prod([len(self._grid.spans(axis)) for axis in self._axes()])
+        return each * len(self._masks) * sum([len(self._near(rows)) for rows in self._grid.rows])
+
+    def _axes(self) -> set[Any]:
+        return {axis for one in self._masks for axis in self._axes_in(one)}
+
+    def _near(self, rows: Span) -> range:
+        """Return the chunks that causal and window leave, by an offset that is a number."""
         seen = column_span(self._problem, rows)
-        first, stop = bisect_right(self._stops, seen.start), bisect_left(self._starts, seen.stop)
-        near = [n for n in range(first, stop) if self._grid.columns[n].length]
-        if not seen.length:
-            return []
+        if not rows.length or not seen.length:
+            return range(0)
+        return range(bisect_right(self._stops, seen.start), bisect_left(self._starts, seen.stop))
+
+    def _look(self, rows: Span, at: Index) -> Sequence[int]:
+        near: Sequence[int] = self._near(rows)
+        if not self._no_empty:
+            near = [n for n in near if self._grid.columns[n].length]
         for mask in self._masks:
             cut, x = self._cut(mask, at)
             reads = not _has_lazy(mask) and not (

@@ -23,7 +23,10 @@ from polyattn import (
 )
 from polyattn.dispatch import registry
 from polyattn.threads import thread_count
+from polyattn_dask import estimate
+from polyattn_dask.grid import spans_of
 from polyattn_dask.layer import Layer
+from polyattn_dask.sizes import RunsOfChunks, grouped
 
 RNG = np.random.default_rng(0)
 B, H, G, L, S, D, E = 2, 8, 4, 60, 70, 16, 5
@@ -277,6 +280,41 @@ def test_explain_counts_what_the_graph_reads(name, group):
         assert (counted, made) > (pairs, len(tasks))
     else:
         assert (counted, made) == (pairs, len(tasks))
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({}, lambda row: 4096),
+        ({"is_causal": True}, lambda row: row + 1),
+        ({"window": (2**22, 0)}, lambda row: min(row, 1024) + 1),
+    ],
+)
+def test_explain_of_bands_looks_at_no_single_pair_of_chunks(options, seen, monkeypatch):
+    monkeypatch.setattr(estimate, "grouped", None)
+    shape, pairs = (1, 2**24, 64), sum(map(seen, range(4096)))
+    remark = explain(shape, shape, shape, library="dask", chunks=4096, **options).chosen.remark
+    assert remark.startswith(f"{pairs:,} of 16,777,216 pairs of chunks, ")
+
+
+def test_explain_asks_masks_about_a_bounded_number_of_pairs():
+    shape, mask = (1, 2**19, 64), masks.window(5, 0) | masks.global_tokens(3)
+    options = {"library": "dask", "chunks": 2**10, "mask": mask}
+    remark = explain(shape, shape, shape, **options).chosen.remark
+    assert remark.startswith("at most 262,144 of 262,144 pairs of chunks")
+    remark = explain(shape, shape, shape, window=(9999, 0), **options).chosen.remark
+    assert remark.startswith("1,032 of 262,144 pairs of chunks")
+
+
+@pytest.mark.parametrize("keys", [0, 1, 7, 20, 1000])
+def test_groups_of_consecutive_chunks_are_counted_as_they_are_made(keys):
+    columns = spans_of(tuple(RNG.integers(1, 9, 40).tolist()))
+    lengths, runs = [span.length for span in columns], RunsOfChunks(columns, keys)
+    with dask.config.set({"polyattn.group-size": keys}):
+        for start, stop in RNG.integers(0, 41, (60, 2)).tolist():
+            groups = grouped(range(start, stop), lengths, whole_rows=False)
+            most = max((sum(lengths[n] for n in group) for group in groups), default=0)
+            assert runs.groups(range(start, stop)) == (len(groups), most)
 
 
 @pytest.mark.parametrize(
