@@ -520,15 +520,19 @@ def calls_of(
         yield chosen, [ours, formula]
 
 
-def sweep(lib: Library, size: str, shape: Any, paired: bool, rounds: int) -> Iterator[Row]:
+def sweep(
+    lib: Library, size: str, shape: Any, paired: bool, rounds: int, window: float
+) -> Iterator[Row]:
     """Time the calls of a library at a size in turns."""
     calls: dict[Any, Callable[[], Array]] = {}
+    expected: dict[Any, float] = {}
     for chosen, (ours, formula) in calls_of(lib, shape, cases(size, paired)):
-        calls[chosen, False], calls[chosen, True] = ours, formula
+        for case, call in (((chosen, False), ours), ((chosen, True), formula)):
+            calls[case], expected[case] = call, timing.window(call, 0.0, 1.0, time.process_time)
         say(f"{lib.name}, {size}: {len(calls) // 2} calls ready", passing=True)
 
     def measure(case: Any) -> float:
-        return timing.window(calls[case], WINDOW, 0.0, time.process_time)
+        return timing.window(calls[case], window, expected[case], time.process_time)
 
     turns = timing.rounds(calls, measure, rounds)
     for done in range(1, rounds + 1):
@@ -539,9 +543,9 @@ def sweep(lib: Library, size: str, shape: Any, paired: bool, rounds: int) -> Ite
     for chosen, formula in calls:
         if chosen and not formula:
             own, other = seconds[chosen, False], seconds[chosen, True]
-            expected = plain + max(0.0, other - bare)
+            least = plain + max(0.0, other - bare)
             names = ", ".join(o.name for o in chosen)
-            yield Row(lib.name, size, names, own, own / plain, own / other, own / expected)
+            yield Row(lib.name, size, names, own, own / plain, own / other, own / least)
 
 
 def say(text: str, *, passing: bool = False) -> None:
@@ -559,21 +563,22 @@ def main(arguments: list[str] | None = None) -> int:
         "--library", action="append", choices=LIBRARIES, help="(default: all that are installed)"
     )
     parser.add_argument("--size", action="append", choices=list(SHAPES), help="(default: all)")
+    parser.add_argument("--alone", action="store_true", help="leave out the pairs")
     parser.add_argument("--worst", type=int, default=20, help="rows (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows")
     script.add_quick(parser.add_argument)
     options = parser.parse_args(arguments)
-    shapes, rounds = (QUICK, 1) if options.quick else (SHAPES, options.rounds)
+    shapes, rounds, window = (QUICK, 1, 0.0) if options.quick else (SHAPES, options.rounds, WINDOW)
     rows: list[Row] = []
-    with polyattn.use_threads(1):
+    with polyattn.use_threads(1), np.errstate(all="ignore"):
         for name in options.library or LIBRARIES:
             try:
                 lib = library(name)
             except ImportError:
                 continue
             for size in options.size or shapes:
-                paired = size == PAIRED and not options.quick
-                rows += sweep(lib, size, shapes[size], paired, rounds)
+                paired = size == PAIRED and not (options.quick or options.alone)
+                rows += sweep(lib, size, shapes[size], paired, rounds, window)
     print(f"{script.machine(1)}; processor time, {rounds} rounds, {len(rows)} calls")
     if options.json:
         script.write_json(options.json, [row._asdict() for row in rows])

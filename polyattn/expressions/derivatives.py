@@ -59,28 +59,37 @@ def into_heads(xp: Any, numbers: Array, heads: Array, count: int) -> Array:
 
 def lengths(vectors: Array, xp: Any) -> tuple[Array, Array]:
     """Return two factors of the lengths of vectors, which are 1 for a vector of zeros."""
-    ones = xp.ones_like(vectors[..., :1])
-    largest = xp.max(xp.abs(vectors), axis=-1, keepdims=True)
-    size = xp.where(largest == 0, ones, largest)  # so that no square overflows, or is 0
-    square = xp.sum((vectors / size) * (vectors / size), axis=-1, keepdims=True)
-    return size, xp.sqrt(xp.where(square == 0, ones, square))
+    _, size, root = _scaled(vectors, xp)
+    return size, root
 
 
 def unit(vectors: Array, xp: Any) -> Array:
     """Divide vectors by their lengths, by way of their largest entries, whose squares may be 0."""
     if not vectors.shape[-1]:
         return vectors
-    size, root = lengths(vectors, xp)
-    return vectors / size / root
+    scaled, _, root = _scaled(vectors, xp)
+    return scaled / root
 
 
 def unit_slope(vectors: Array, change: Array, xp: Any) -> Array:
     """Multiply changes by the derivative of `unit`, a symmetric matrix."""
     if not vectors.shape[-1]:
         return change
-    size, root = lengths(vectors, xp)
-    along = vectors / size / root
+    scaled, size, root = _scaled(vectors, xp)
+    along = scaled / root
     return (change - along * xp.sum(along * change, axis=-1, keepdims=True)) / size / root
+
+
+def _scaled(vectors: Array, xp: Any) -> tuple[Array, Array, Array]:
+    """Return vectors over their largest entries, these, and the lengths of the first."""
+    # Each array as large as the vectors costs more time than its numbers: there are two.
+    highest, lowest = (f(vectors, axis=-1, keepdims=True) for f in (xp.max, xp.min))
+    largest = xp.maximum(highest, -lowest)
+    ones = xp.ones_like(largest)
+    size = xp.where(largest == 0, ones, largest)  # so that no square overflows, or is 0
+    scaled = vectors / size
+    square = xp.sum(scaled * scaled, axis=-1, keepdims=True)
+    return scaled, size, xp.sqrt(xp.where(square == 0, ones, square))
 
 
 def stacked(

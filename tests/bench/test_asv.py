@@ -385,6 +385,16 @@ def test_the_comparison_with_the_kernel_of_mlx_runs():
 
 
 @pytest.mark.slow
+def test_every_option_is_timed_and_agrees_with_the_formula():
+    command = [sys.executable, str(BENCH / "peers" / "every_option.py"), "--quick"]
+    command += ["--library", "numpy", "--worst", "3"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    rows = [row for row in lines.splitlines() if row.startswith("| numpy | 1")]
+    assert len(rows) == 3
+    assert all(re.search(r"\| `.+` \| \S+ \| \S+ \| \S+ \| \*\*\S+\*\* \|$", row) for row in rows)
+
+
+@pytest.mark.slow
 def test_the_bounds_of_long_arrays_are_checked():
     command = [sys.executable, str(BENCH / "peers" / "scale.py"), "--quick"]
     line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

@@ -1,5 +1,7 @@
 """The derivatives of expressions, against torch's derivatives of the expressions."""
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from libraries import LIBRARIES, TORCH
 from polyattn import explain, scores
 from polyattn.arrays import is_array, library_of
 from polyattn.call.describe import Operands
+from polyattn.expressions.derivatives import unit
 from polyattn.expressions.scores import as_score
 from polyattn.plugin import BackendPrimitives
 from polyattn.span import Span
@@ -411,3 +414,21 @@ def test_the_pullbacks_of_norms_and_normalizers_have_derivatives_themselves():
         ),
     ):
         assert torch.autograd.gradcheck(forward, (s, gradient), atol=1e-5, fast_mode=True)
+
+
+class Counted(np.ndarray):
+    """An array that notes the results as large as itself."""
+
+    large: ClassVar[list[str]] = []
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        result = getattr(ufunc, method)(*(np.asarray(x) for x in inputs), **options)
+        if result.shape == self.shape and result.shape[-1] > 1:
+            self.large.append(ufunc.__name__)
+        return result.view(Counted)
+
+
+def test_unit_vectors_take_three_passes_that_write_arrays_of_their_size(monkeypatch):
+    monkeypatch.setattr(Counted, "large", [])
+    unit(QUERY.view(Counted), np)
+    assert Counted.large == ["divide", "multiply", "divide"]
