@@ -2,8 +2,8 @@
 
 A call is expected to take the time of the plain call, plus what its options add to the textbook's
 formula in the same library. The rows with the largest ratio of time to expected time are printed.
-Times are of the processor, on one thread, the libraries one after another in one process. The
-formula also checks the results.
+Times are of the processor, on one thread, the least of the rounds; the libraries run one after
+another in one process. The formula also checks the results.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import math
 import operator
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -41,7 +40,7 @@ SIZE = 64
 SHAPES = {"1 on 8192": (8, 1, 8192), "1024": (4, 1024, 1024), "8192": (1, 8192, 8192)}
 QUICK = {"1 on 8192": (4, 1, 64), "1024": (4, 32, 32)}
 PAIRED = "1024"
-WINDOW = 0.03  # seconds
+WINDOW = 0.01  # seconds
 LOGSUMEXP = "logsumexp"  # in place of an argument: `attention_partial`
 
 
@@ -497,8 +496,11 @@ def same(lib: Library, results: list[Array], near: float) -> bool:
 
 def calls_of(
     lib: Library, shape: tuple[int, int, int], options: list[tuple[Option, ...]]
-) -> Iterator[tuple[tuple[Option, ...], list[Callable[[], Array]]]]:
-    """Yield the calls that are taken: polyattn's, and the formula's, checked against each other."""
+) -> Iterator[tuple[tuple[Option, ...], list[tuple[Callable[[], Array], float]]]]:
+    """Yield the calls that are taken, polyattn's and the formula's, and their first time.
+
+    They are checked against each other.
+    """
     given = {n: lib.put(array) for n, array in arrays(*shape).items()}
     x = SimpleNamespace(xp=lib.xp, **given)
     for chosen in options:
@@ -508,16 +510,22 @@ def calls_of(
             continue
         try:
             ours = call_of(lib, given, chosen, formula=False)
-            result = ours()
+            result, own = timed(ours)
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
             say(f"{lib.name}: {names} is left out: {str(error).splitlines()[0][:90]}")
             continue
         formula = call_of(lib, given, chosen, formula=True)
-        expected = formula()
+        expected, other = timed(formula)
         near = 2e-2 if "float16" in names else 2e-3
         if "dropout" not in names and not same(lib, [result, expected], near):
             raise AssertionError(f"{lib.name}: {names} differs from the formula")
-        yield chosen, [ours, formula]
+        yield chosen, [(ours, own), (formula, other)]
+
+
+def timed(call: Callable[[], Array]) -> tuple[Array, float]:
+    """Return the result of a call, and its processor time."""
+    start = time.process_time()
+    return call(), time.process_time() - start
 
 
 def sweep(
@@ -526,9 +534,9 @@ def sweep(
     """Time the calls of a library at a size in turns."""
     calls: dict[Any, Callable[[], Array]] = {}
     expected: dict[Any, float] = {}
-    for chosen, (ours, formula) in calls_of(lib, shape, cases(size, paired)):
-        for case, call in (((chosen, False), ours), ((chosen, True), formula)):
-            calls[case], expected[case] = call, timing.window(call, 0.0, 1.0, time.process_time)
+    for chosen, pair in calls_of(lib, shape, cases(size, paired)):
+        for formula, (call, first) in enumerate(pair):
+            calls[chosen, bool(formula)], expected[chosen, bool(formula)] = call, first
         say(f"{lib.name}, {size}: {len(calls) // 2} calls ready", passing=True)
 
     def measure(case: Any) -> float:
@@ -538,7 +546,7 @@ def sweep(
     for done in range(1, rounds + 1):
         times = next(turns)
         say(f"{lib.name}, {size}: {done} of {rounds} rounds of {len(calls) // 2} calls")
-    seconds = {case: statistics.median(each) for case, each in times.items()}
+    seconds = {case: min(each) for case, each in times.items()}
     plain, bare = seconds[PLAIN, False], seconds[PLAIN, True]
     for chosen, formula in calls:
         if chosen and not formula:

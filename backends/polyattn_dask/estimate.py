@@ -60,7 +60,7 @@ class _Groups:
     """The groups of the chunks of keys that blocks see."""
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
-        self._columns, self._all = grid.columns, problem.key_length
+        self._chunks, self._all = grid.columns, problem.key_length
         self._lengths = [span.length for span in grid.columns]
         self._whole_rows = problem.normalizer is not None or problem.score_norm is not None
         self._runs: dict[int, RunsOfChunks] = {}
@@ -79,7 +79,7 @@ class _Groups:
         if isinstance(seen, range):
             if each not in self._runs:
                 keys = self._all if self._whole_rows or not each else limit() // each
-                self._runs[each] = RunsOfChunks(self._columns, keys)
+                self._runs[each] = RunsOfChunks(self._chunks, keys)
             return len(seen), *self._runs[each].groups(seen)
         if each not in self._sizes:
             self._sizes[each] = [each * length for length in self._lengths]

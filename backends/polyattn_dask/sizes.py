@@ -121,7 +121,7 @@ class RunsOfChunks:
     """
 
     def __init__(self, columns: Sequence[Span], keys: int) -> None:
-        self._columns, count = columns, len(columns)
+        self._chunks, count = columns, len(columns)
         stops = [span.stop for span in columns]
         # The first chunk after the group that begins with each, and the keys of that group.
         after = [max(n + 1, bisect_right(stops, x.start + keys)) for n, x in enumerate(columns)]
@@ -141,7 +141,7 @@ class RunsOfChunks:
         for level, (after, most) in reversed([*enumerate(self._levels)]):
             if after[first] < seen.stop:
                 count, largest, first = count + 2**level, max(largest, most[first]), after[first]
-        last = self._columns[seen[-1]].stop - self._columns[first].start
+        last = self._chunks[seen[-1]].stop - self._chunks[first].start
         return count, max(largest, last)
 
 
