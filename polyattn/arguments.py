@@ -100,8 +100,8 @@ def check_window(value: Any) -> WindowSize:
         except TypeError:
             if is_array(end) and library_of(end).traced:
                 hint = (
-                    "a window's ends must be numbers while it is traced: make them static"
-                    " arguments, or pass mask=lambda b, h, i, j: (i + offset - left <= j) & (j <= i"
+                    "the end of a window has no number while it is traced: make it a static"
+                    " argument, or pass mask=lambda b, h, i, j: (i + offset - left <= j) & (j <= i"
                     " + offset + right), with offset = S - L"
                 )
             raise TypeError(f"{hint}; {got(value)}") from None

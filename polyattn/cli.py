@@ -22,7 +22,7 @@ from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError
 from polyattn.files import check_file, write_file
 from polyattn.progress import progress
-from polyattn.streams import complain, naming, open_streams, settle, show
+from polyattn.streams import complain, naming, open_streams, reason, settle, show
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"{name}: {error}")
         return 2
     except OSError as error:
-        about = error if error.filename is None else f"{error.filename}: {error.strerror}"
+        about = error if error.filename is None else f"{error.filename}: {reason(error)}"
         if not isinstance(error, BrokenPipeError):  # the reader, such as head, has stopped
             complain(f"{name}: {about}")
         return 1

@@ -78,6 +78,8 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True).shape
     (2, 8, 5, 64)
     """
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be at least 0 and below 1; got {dropout_p!r}")
     dropout = None if dropout_p == 0 else (dropout_p, _seed(query, dropout_p))
     if attn_mask is not None and is_causal:
         raise ValueError("give attn_mask or is_causal, not both")

@@ -70,10 +70,10 @@ def replacing(folder: Path, names: Sequence[str], *, removed: Sequence[str] = ()
 
 def _finish(file: Path, example: Path) -> None:
     """Give a file the permissions of any new file, and wait until the disk has it."""
+    with file.open("r+b") as stream:  # Windows waits for files that may be written only
+        os.fsync(stream.fileno())
     example.touch()  # whose permissions are those that the umask gives
     file.chmod(example.stat().st_mode & 0o777)
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def _exchange(

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from polyattn.text_table import printable
 
-__all__ = ["complain", "naming", "open_streams", "settle", "show"]
+__all__ = ["complain", "naming", "open_streams", "reason", "settle", "show"]
 
 
 def open_streams() -> None:
@@ -42,6 +42,11 @@ def complain(text: str) -> None:
     """Print to standard error, unless that is full."""
     with suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)
+
+
+def reason(error: OSError) -> str:
+    """Return what went wrong, also of an error that is not the system's."""
+    return error.strerror or ", ".join(map(str, error.args)) or type(error).__name__
 
 
 @contextmanager

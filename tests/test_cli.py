@@ -21,7 +21,7 @@ from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
 from polyattn.dispatch import listing
 from polyattn.progress import progress
-from polyattn.streams import complain, show
+from polyattn.streams import complain, reason, show
 
 
 def test_backends(capsys):
@@ -289,6 +289,11 @@ def test_output_that_fits_on_no_disk_is_an_error(command, unbuffered, tmp_path):
 
 def test_errors_that_fit_on_no_disk_change_no_exit_code(tmp_path):
     assert started("explain", tmp_path, "exec >/dev/full 2>/dev/full; exec").returncode == 1
+
+
+def test_an_error_that_is_not_of_the_system_keeps_its_words():
+    assert reason(OSError("cannot load library libfoo.so")) == "cannot load library libfoo.so"
+    assert reason(FileNotFoundError(2, "No such file", "a")) == "No such file"
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path):

@@ -102,12 +102,12 @@ def explain(
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
     arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
     call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
+    if only_shapes:
+        check_possible(call.query.library, call.query.device)
     changed = tuple(casts(call._asdict()))
     call = call._replace(**autocast(call._asdict()))
     check_kernel(kernel)
     requested = request(backend)
-    if only_shapes:
-        check_possible(call.query.library, call.query.device)
     problem = examine(call)
     if problem.mask_spec is not None and isinstance(operands.mask, Mask):
         # A remark may count the tiles of a compiled mask.

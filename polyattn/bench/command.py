@@ -19,7 +19,7 @@ from polyattn.call.features import DTYPES
 from polyattn.extras import require_matplotlib
 from polyattn.files import check_file, replacing, write_file
 from polyattn.progress import progress
-from polyattn.streams import complain, show
+from polyattn.streams import complain, reason, show
 
 __all__ = ["add_options", "run"]
 
@@ -234,7 +234,7 @@ def _write(report: Any, options: argparse.Namespace) -> bool:
                 write(report, file)
         except OSError as error:
             failed.append(name)
-            complain(f"polyattn bench: --{name} {file}: {error.strerror}")
+            complain(f"polyattn bench: --{name} {file}: {reason(error)}")
     return not failed
 
 

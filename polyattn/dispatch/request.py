@@ -50,8 +50,8 @@ class Request(NamedTuple):
 class _Here(ModuleType):
     """The names that `use_backend` chooses for the code that reads them.
 
-    torch.compile cannot trace ContextVar.get (pytorch#186449). But it takes an attribute of a
-    module by getattr, as a constant, and so does its guard, in the task that calls the program.
+    torch.compile cannot trace ContextVar.get (pytorch#186449). It reads an attribute of a module as
+    a constant, and its guard reads it again in the task that calls the program.
     """
 
     @property

@@ -150,13 +150,14 @@ class Plan(NamedTuple):
         self, what: str, array: Any, query: Array, dtype: str, shape: tuple[int | None, ...]
     ) -> None:
         """Raise if a result of the kernel is not an array of the query's library, like this."""
-        library, got = library_of(query).name, f"a {type(array).__name__}"
+        library = library_of(query).name
+        got = "None" if array is None else f"a {type(array).__name__}"
         if is_array(array):
             facts = facts_of(array)
             fits = None in (*shape, *facts.shape) or facts.shape == shape
             if fits and (facts.library, facts.dtype) == (library, dtype):
                 return
-            got = f"one of {facts.library}, {facts}"
+            got = f"an array of {facts.library}, {facts}"
         raise TypeError(
             f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
             f" {shape} {dtype}; it returned {got}"

@@ -54,8 +54,16 @@ def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
             model.graph.initializer.extend(_written(weights, made / data))
         (made / file.name).write_bytes(model.SerializeToString())
         path = str(made / file.name)
-        if is_large and path.isprintable():  # onnx opens no path that is not UTF-8
+        if is_large and _is_utf8(path):  # onnx opens no other path
             require_onnx("onnx.checker").check_model(path)
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _held(weights: Mapping[str, Any]) -> Iterator[Any]:

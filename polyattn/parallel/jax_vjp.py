@@ -60,8 +60,8 @@ def _varying(task: Task, arrays: list[jax.Array], others: list[jax.Array]) -> An
 def _like(array: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
     """Return a gradient as one that differs along the mesh axes of its array.
 
-    What each device has whole, of an array that JAX takes to differ, it must have a share of only:
-    JAX adds up the gradients of arrays that differ.
+    JAX adds up the gradients of an array that differs between devices, so each device returns its
+    share.
     """
     if gradient is None:
         return None

@@ -241,7 +241,7 @@ def explain(
         if not isinstance(given, (tuple, list)):
             return given
         shape = check_shape(given)
-        return ArrayFacts(library, dtype, "", (1, *shape) if len(shape) == 2 else shape)
+        return ArrayFacts(library, dtype, "cpu", (1, *shape) if len(shape) == 2 else shape)
 
     size = over if isinstance(over, int) else communicator_of(over).size
     arrays = {"query": facts(query), "key": facts(key), "value": facts(value)}

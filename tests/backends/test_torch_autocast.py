@@ -154,10 +154,13 @@ def test_explain_says_what_is_cast():
         of_arrays = explain(Q, K.to(BRAIN), V, bias=BIAS)
         of_shapes = explain(Q.shape, K.shape, V.shape, library="torch")
         others = explain(Q.shape, K.shape, V.shape), explain(Q.double(), K.double(), V.double())
+        of_ranks = parallel.explain(Q.shape, Q.shape, Q.shape, over=2, library="torch")
+        with pytest.raises(ValueError, match="no array of torch on 'foo'"):
+            explain(Q.shape, K.shape, V.shape, library="torch", device="foo")
     assert "bfloat16, torch on cpu\nautocast:  query, value, bias to bfloat16\n" in str(of_arrays)
     assert of_arrays.as_dict()["autocast"] == ["query", "value", "bias"]
     assert of_shapes.autocast == ("query", "key", "value")
-    assert of_shapes.problem.dtype == "bfloat16"
+    assert of_shapes.problem.dtype == of_ranks.call.problem.dtype == "bfloat16"
     assert all(other.autocast == () and "autocast" not in str(other) for other in others)
 
 
