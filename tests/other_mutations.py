@@ -22,6 +22,7 @@ NN = "tests/nn/test_layers.py::"
 ANGLES = "tests/nn/test_positions.py::"
 STRICT = "tests/backends/test_jax.py::"
 RULES = "tests/expressions/test_derivatives.py::"
+BANDS = "tests/backends/test_torch_bands.py::"
 
 MUTATIONS = (
     # calls over many ranks
@@ -271,4 +272,17 @@ MUTATIONS = (
      "lengths that stay numbers", "polyattn/expressions/patterns.py",
      "return change(lengths) if isinstance(lengths, int) else lengths",
      "return lengths"),
+    # bands on torch
+    (BANDS + "test_torch_gets_the_keys_of_the_band[one token-10-None]",
+     "torch gets all keys of a band", "backends/polyattn_torch/route.py",
+     "seen_keys(problem) if cuts else Span(0, problem.key_length)",
+     "Span(0, problem.key_length)"),
+    (BANDS + "test_torch_gets_the_keys_of_the_band[one token-10-None]",
+     "an offset not moved with the keys", "backends/polyattn_torch/attn_mask.py",
+     "query_offset=offset - keys.start)",
+     "query_offset=offset)"),
+    (BANDS + "test_a_mask_that_hides_much_goes_to_tiled[8192-8192-options11-tiled]",
+     "expressions counted as full", "backends/polyattn_torch/sdpa.py",
+     "visible = min(visible, computed // 2)",
+     "pass"),
 )  # fmt: skip
