@@ -285,4 +285,13 @@ MUTATIONS = (
      "expressions counted as full", "backends/polyattn_torch/sdpa.py",
      "visible = min(visible, computed // 2)",
      "pass"),
+    # explain on dask
+    (DASK + "test_groups_of_consecutive_chunks_are_counted_as_they_are_made",
+     "groups one too many", "backends/polyattn_dask/sizes.py",
+     "if after[first] < seen.stop:",
+     "if after[first] <= seen.stop:"),
+    (DASK + "test_explain_asks_masks_about_a_bounded_number_of_pairs",
+     "masks asked without a bound", "backends/polyattn_dask/estimate.py",
+     "problem, x, grid, MOST_LOOKS)",
+     "problem, x, grid)"),
 )  # fmt: skip
