@@ -17,6 +17,7 @@ from polyattn.plugin import (
     Problem,
     Score,
     Span,
+    unrounded,
 )
 from polyattn_torch.autograd import (
     Optionals,
@@ -63,12 +64,11 @@ class KernelStep:
         )
 
     def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
-        """Return output and logsumexp, the output before it is rounded: its gradient needs that."""
-        problem = self._problem(by_operations)
-        exact, operands = getattr(torch, problem.accumulator), self._operands(tensors)
-        query, key, value = (x.to(exact) for x in (operands.query, operands.key, operands.value))
+        """Return output and logsumexp; the output before it is rounded, if the kernel can."""
+        problem = unrounded(self._kernel, self._problem(by_operations))
+        dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
+        query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
-        problem = problem._replace(dtype=problem.accumulator)
         output, logsumexp = self._kernel(problem, operands, self._backend)
         assert logsumexp is not None
         return output, logsumexp

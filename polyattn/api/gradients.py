@@ -18,6 +18,7 @@ from polyattn.dispatch.plans import remember
 from polyattn.dispatch.request import request
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
+from polyattn.plugin import unrounded
 
 __all__ = ["attention_backward", "attention_jvp", "attention_vjp", "unrounded_partial"]
 
@@ -192,8 +193,11 @@ def unrounded_partial(
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(query, key, value, logsumexp=True, **arguments)
     if call.query.dtype in ("float16", "bfloat16"):
-        plan = planned(call, query, backend, kernel).with_feature("backward")
-        if plan.kernel.rounds_once:
+        plan = planned(call, query, backend, kernel)
+        if kernel is None:  # the gradient may be another kernel's
+            plan = plan.with_feature("backward")
+        problem = plan.placement.problem
+        if unrounded(plan.kernel, problem) is not problem:
             return attention_partial(query, key, value, dtype="float32", **options)
     return Partial(*compute(call, operands, backend, kernel))
 

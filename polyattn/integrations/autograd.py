@@ -26,7 +26,7 @@ from polyattn.expressions.expression import Expression, has_function
 from polyattn.expressions.scores import Chain, Function, Score, as_score
 from polyattn.integrations import autograd_functions
 from polyattn.kernels.dense import Dense
-from polyattn.plugin import Backend, Gradients, Operands
+from polyattn.plugin import Backend, Gradients, Operands, unrounded
 
 __all__ = ["LIBRARY"]
 
@@ -199,13 +199,13 @@ class _Recorded:
 
 
 def _unrounded(plan: Any, operands: Operands) -> Any:
-    """Run a plan for the output in the dtype of sums, and the logsumexp."""
-    problem = plan.placement.problem
-    changed: dict[str, Any] = {
-        n: np.asarray(getattr(operands, n), problem.accumulator) for n in ARRAYS[:3]
-    }
-    exact = plan.placement._replace(problem=problem._replace(dtype=problem.accumulator))
-    return plan._replace(placement=exact).run(operands._replace(**changed))
+    """Run a plan for the output before it is rounded, if its kernel can, and the logsumexp."""
+    problem = unrounded(plan.kernel, plan.placement.problem)
+    if problem is not plan.placement.problem:
+        changed = {n: np.asarray(getattr(operands, n), problem.dtype) for n in ARRAYS[:3]}
+        operands = operands._replace(**changed)
+        plan = plan._replace(placement=plan.placement._replace(problem=problem))
+    return plan.run(operands)
 
 
 @autograd_functions.recorded

@@ -50,7 +50,7 @@ from polyattn.expressions.parts import Part, axes_of_array
 from polyattn.expressions.patterns import Filled
 from polyattn.expressions.scores import Score
 from polyattn.host import native
-from polyattn.plugin.backend import Backend, Kernel
+from polyattn.plugin.backend import Backend, Kernel, unrounded
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.spec import API_VERSION, BackendSpec
 from polyattn.plugin.tools import BackendTools
@@ -104,5 +104,6 @@ __all__ = [
     "reason_against_batch",
     "thread_count",
     "unfold_heads",
+    "unrounded",
     "with_rank",
 ]

@@ -13,7 +13,7 @@ from polyattn.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
 
-__all__ = ["Backend", "Kernel"]
+__all__ = ["Backend", "Kernel", "unrounded"]
 
 
 class Kernel:
@@ -173,6 +173,28 @@ class Kernel:
             That of the logsumexp, shape (..., H, L).
         """
         raise NotImplementedError
+
+
+def unrounded(kernel: Kernel, problem: Problem) -> Problem:
+    """Return the problem whose output a kernel gives to its own gradient.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        The kernel that computes both.
+    problem : Problem
+        The facts of the call.
+
+    Returns
+    -------
+    Problem
+        The problem in the dtype of sums, if the kernel rounds once and has no reason against it;
+        otherwise the problem itself.
+    """
+    if not kernel.rounds_once or problem.dtype == problem.accumulator:
+        return problem
+    exact = problem._replace(dtype=problem.accumulator)
+    return problem if kernel.reasons_against(exact) else exact
 
 
 class Backend(BackendPrimitives, BackendTools):

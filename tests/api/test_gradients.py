@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from autograd.core import make_vjp
 
 import polyattn
 from polyattn import (
@@ -26,7 +27,7 @@ from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.reference.gradients import cotangent
-from polyattn.kernels import Tiled
+from polyattn.kernels import Dense, Tiled
 
 RNG = np.random.default_rng(0)
 SHAPES = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 5))
@@ -405,3 +406,38 @@ def test_the_output_is_not_rounded_before_its_gradient(library, way):
     given = *ALIKE.arguments()[0], cotangent(ALIKE)
     found = map(target.back, way(*map(target.to, given)))
     compare(ALIKE, dict(zip(("query", "key", "value"), found, strict=True)))
+
+
+class Narrow(Dense):
+    """Computes calls of 16 bits only."""
+
+    def reasons_against(self, problem):
+        return [] if problem.dtype == "float16" else [f"it does not compute {problem.dtype}"]
+
+
+class Rounding(Dense):
+    """Does not promise gradients that are rounded once."""
+
+    rounds_once = False
+
+
+def of_boxes(query, key, value, along, **options):
+    pullback, _ = make_vjp(lambda x: attention(x, key, value, **options), query)
+    return pullback(along)
+
+
+@pytest.mark.parametrize("kind", [Narrow, Rounding])
+@pytest.mark.parametrize(
+    ("library", "way"), [("numpy", of_vjp), ("torch", of_torch), ("numpy", of_boxes)]
+)
+def test_a_kernel_gets_the_dtype_of_sums_only_if_it_takes_it(library, way, kind):
+    seen = set()
+
+    class Seen(kind):
+        def __call__(self, problem, operands, backend):
+            seen.add(problem.dtype)
+            return super().__call__(problem, operands, backend)
+
+    target = Target("array-api", library)
+    way(*(target.to(np.ones((2, 3, 4), "float16")) for _ in range(4)), kernel=Seen())
+    assert seen == {"float16"}
