@@ -130,8 +130,10 @@ class Scored(NamedTuple):
 
     Attributes
     ----------
+    similar : Array or None
+        The similarity of query and key, before the scale; None for the product q·k.
     product : Array
-        scale · q·k.
+        scale · q·k, or scale · similar.
     normed, capped : Array
         The scores before and after the softcap.
     seen : Array of bool
@@ -142,6 +144,7 @@ class Scored(NamedTuple):
         The masks of the tile.
     """
 
+    similar: Array | None
     product: Array
     normed: Array
     capped: Array
@@ -160,14 +163,15 @@ def score_tile(
     masked: bool,
 ) -> Scored:
     """Return the scores of a tile and its weights, by the logsumexp that is known."""
-    xp = backend.xp
+    xp, similar = backend.xp, None
     if x.similarity is None:
         product = backend.matmul(block.query, xp.matrix_transpose(key))
         product = unfold_heads(problem, product, xp)
     else:
         key = with_rank(key, len(block.query.shape))
-        product = x.similarity.between(block.query, key, backend)
-        product = problem.scale * unfold_heads(problem, product, xp)
+        similar = x.similarity.between(block.query, key, backend)
+        similar = unfold_heads(problem, similar, xp)
+        product = problem.scale * similar
     hidden = list(at.visible()) if masked else []
     normed = product
     if problem.score_norm is not None:
@@ -194,7 +198,9 @@ def score_tile(
         # The norm of a row counts the keys that the bias hides.
         for one in hidden if problem.score_norm else [seen]:
             product = xp.where(one, product, nothing)
-    return Scored(product, normed, capped, seen, weights, hidden)
+        if similar is not None:
+            similar = xp.where(seen, similar, nothing)
+    return Scored(similar, product, normed, capped, seen, weights, hidden)
 
 
 def _add_tile(
@@ -260,8 +266,7 @@ def _add_tile(
             d_key = visible_product(problem, backend, by_key, over_keys, block.query)
             total.add_key(d_key, columns)
     else:
-        if problem.scale:
-            total.add_scale(xp.sum(ds * tile.product) / problem.scale)
+        total.add_scale(xp.sum(ds * tile.similar))
         key = with_rank(key, len(block.query.shape))
         query, key = (_finite(problem, xp, one) for one in (block.query, key))
         d_query, d_key, of_similarity = x.similarity.pullback(

@@ -73,6 +73,7 @@ OPTIONS = {
     },
     "cosine": {"similarity": scores.cosine(), "scale": 3.0, "is_causal": True},
     "distance": {"similarity": scores.distance(2)},
+    "distance, scale of 0": {"similarity": scores.distance(2), "scale": 0.0, "is_causal": True},
     "additive": {"similarity": scores.additive(RNG.standard_normal(8))},
     "long sequence": {"scale": scores.long_sequence(), "mask": masks.causal() | masks.prefix(3)},
     "sigmoid": {"normalizer": scores.sigmoid(), "is_causal": True},
@@ -163,6 +164,11 @@ def test_by_differences(name):
 @pytest.mark.parametrize("name", IN_TILES)
 def test_by_differences_in_tiles(name):
     check(OPTIONS[name], SHAPES, small_tiles())
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_gradient_of_a_scale_of_0_in_tiles_of_numpy(softcap):
+    check(OPTIONS["distance, scale of 0"] | {"softcap": softcap}, SHAPES, "tiled")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
