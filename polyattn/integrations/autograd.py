@@ -202,7 +202,9 @@ def _unrounded(plan: Any, operands: Operands) -> Any:
     """Run a plan for the output before it is rounded, if its kernel can, and the logsumexp."""
     problem = unrounded(plan.kernel, plan.placement.problem)
     if problem is not plan.placement.problem:
-        changed = {n: np.asarray(getattr(operands, n), problem.dtype) for n in ARRAYS[:3]}
+        changed: dict[str, Any] = {
+            name: np.asarray(getattr(operands, name), problem.dtype) for name in ARRAYS[:3]
+        }
         operands = operands._replace(**changed)
         plan = plan._replace(placement=plan.placement._replace(problem=problem))
     return plan.run(operands)
