@@ -171,17 +171,18 @@ def compute(
     plan = planned(call, operands.query, backend, kernel)
     result = plan.run(heads_first(call, operands))
     if not plan.tried:
-        remember(call, request(backend), kernel, plan)
+        remember(call, request(backend), kernel, plan._replace(tried=True))
     return as_called(call, *result)
 
 
 def planned(
     call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
 ) -> Plan:
-    """Examine a described call and select a kernel, unless one like it has run."""
+    """Examine a described call and select a kernel, unless it was selected before."""
     check_kernel(kernel)
     requested = request(backend)
     plan = recall(call, requested, kernel)
     if plan is None:
         plan = select(call, examine(call), query, requested, kernel)
+        remember(call, requested, kernel, plan)
     return plan

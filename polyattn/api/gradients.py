@@ -125,7 +125,7 @@ def _backward(
     plan = planned(call, operands.query, backend, kernel)
     found = plan.run_backward(heads_first(call, operands))
     if not plan.tried:
-        remember(call, request(backend), kernel, plan)
+        remember(call, request(backend), kernel, plan._replace(tried=True))
     return _finished(call, found, given, into)
 
 

@@ -42,7 +42,8 @@ class Repeat(NamedTuple):
 
 # The values are plans, by the facts of a call, and repeats, by its glance.
 _plans: Recent[tuple[Hashable, ...], Any] = Recent(4096)
-_Placements = Recent[tuple[Call, Request], Placement]
+# A plan would keep its kernel alive: its placement, and whether it was tried.
+_Placements = Recent[tuple[Call, Request], tuple[Placement, bool]]
 _placements: WeakKeyDictionary[Kernel, _Placements] = WeakKeyDictionary()
 
 
@@ -55,22 +56,25 @@ def recall(call: Call, requested: Request, kernel: str | Kernel | None) -> Plan 
             plan: Plan | None = _plans.get((call, requested, kernel))
             return plan
         placements = _placements.get(kernel)
-        placement = None if placements is None else placements.get((call, requested))
+        found = None if placements is None else placements.get((call, requested))
     except TypeError:  # a symbolic length or a kernel that is not hashable
         return None
-    return None if placement is None else Plan(kernel, placement, call.query.device, tried=True)
+    if found is None:
+        return None
+    placement, tried = found
+    return Plan(kernel, placement, call.query.device, tried)
 
 
 def remember(call: Call, requested: Request, kernel: str | Kernel | None, plan: Plan) -> None:
-    """Keep a plan that has run for later calls with the same facts."""
+    """Keep a plan for later calls with the same facts."""
     if is_compiling():
         return
     try:
         if isinstance(kernel, Kernel):
             placements = _placements.setdefault(kernel, Recent(256))
-            placements[call, requested] = plan.placement
+            placements[call, requested] = plan.placement, plan.tried
         else:
-            _plans[call, requested, kernel] = plan._replace(tried=True)
+            _plans[call, requested, kernel] = plan
     except TypeError:
         pass
 

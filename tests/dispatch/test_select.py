@@ -23,6 +23,7 @@ import polyattn
 from polyattn import (
     attention,
     attention_partial,
+    attention_vjp,
     explain,
     kernels,
     masks,
@@ -575,6 +576,19 @@ def test_a_plan_is_remembered_by_facts_not_by_values():
         x = np.random.default_rng(seed).standard_normal((3, 11, 13))
         attention(x, x, x, softcap=1.5)
     assert len(plans._plans) == before + 2  # by its description and by its glance
+
+
+@pytest.mark.parametrize("kernel", [None, kernels.Dense()])
+def test_gradients_of_16_bits_select_once(kernel, monkeypatch):
+    x = np.ones((3, 7, 11), "float16")
+
+    def differentiate():
+        output, pullback = attention_vjp(x, x, x, softcap=1.5, kernel=kernel)
+        pullback(output)
+
+    differentiate()
+    monkeypatch.setattr(front_door, "select", lambda *_: 1 / 0)
+    differentiate()
 
 
 def test_the_plan_cache_keeps_entries_in_use_and_the_newest(monkeypatch):
