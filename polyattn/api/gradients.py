@@ -195,7 +195,7 @@ def unrounded_partial(
     if call.query.dtype in ("float16", "bfloat16"):
         plan = planned(call, query, backend, kernel)
         if kernel is None:  # the gradient may be another kernel's
-            plan = plan.with_feature("backward")
+            plan = plan.with_feature("backward") or plan
         problem = plan.placement.problem
         if unrounded(plan.kernel, problem) is not problem:
             return attention_partial(query, key, value, dtype="float32", **options)

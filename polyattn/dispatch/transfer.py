@@ -55,18 +55,15 @@ class Plan(NamedTuple):
     home: str  # the device of the query
     tried: bool = False  # whether it has run: what a kernel returns depends on static facts
 
-    def with_feature(self, feature: str) -> Plan:
-        """Return the plan with one feature more, by its kernel or by the first that has it."""
+    def with_feature(self, feature: str) -> Plan | None:
+        """Return the plan with one feature more, by the first kernel that has it, or None."""
         problem = self.placement.problem
         problem = problem._replace(features=problem.features | {feature})
-        # The array-API kernels at the end of the list compute everything of known lengths.
-        able = (
-            kernel
-            for kernel in (self.kernel, *self.placement.kernels)
-            if problem.features <= kernel.features and not kernel.reasons_against(problem)
-        )
-        kernel = next(able, self.kernel)
-        return self._replace(kernel=kernel, placement=self.placement._replace(problem=problem))
+        placement = self.placement._replace(problem=problem)
+        for kernel in (self.kernel, *placement.kernels):
+            if problem.features <= kernel.features and not kernel.reasons_against(problem):
+                return self._replace(kernel=kernel, placement=placement)
+        return None
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return the result in the query's library and on its device."""

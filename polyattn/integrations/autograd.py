@@ -21,6 +21,7 @@ from autograd.core import make_jvp, make_vjp
 from autograd.extend import defjvp_argnums, defvjp_argnums, vspace
 from autograd.tracer import getval, isbox
 
+from polyattn import UnsupportedError
 from polyattn.arrays import Array, Library, RecordedError, is_array, quiet
 from polyattn.expressions.expression import Expression, has_function
 from polyattn.expressions.scores import Chain, Function, Score, as_score
@@ -170,7 +171,7 @@ class _Recorded:
     def forward(self, arrays: Sequence[Array]) -> Any:
         """Run the plan; keep the logsumexp if its kernel computes one."""
         operands, softmax = self.operands(arrays), self.plan.placement.problem.normalizer is None
-        plan = self.plan.with_feature("logsumexp")
+        plan = _with_feature(self.plan, "logsumexp") if softmax else self.plan
         self.logsumexp = None
         if softmax and plan.kernel is self.plan.kernel:
             self.output, self.logsumexp = _unrounded(plan, operands)
@@ -194,8 +195,20 @@ class _Recorded:
         if "query" in moved:
             moved |= {n for n in (*RESULTS, *TANGENTS) if getattr(operands, n) is not None}
         plan = plan._replace(placement=plan.placement._replace(moved=moved))
-        plan = plan.with_feature(feature)
+        plan = _with_feature(plan, feature)
         return plan.run_backward(operands) if feature == "backward" else plan.run(operands)
+
+
+def _with_feature(plan: Any, feature: str) -> Any:
+    """Return a plan with one feature more, or raise if no kernel of its backend has it."""
+    able = plan.with_feature(feature)
+    if able is None:
+        names = ", ".join(kernel.name for kernel in plan.placement.kernels)
+        raise UnsupportedError(
+            f"kernel={plan.kernel.name!r} does not compute {feature} for this call, nor does any"
+            f" kernel of its backend, which has {names}: name a backend that computes gradients"
+        )
+    return able
 
 
 def _unrounded(plan: Any, operands: Operands) -> Any:

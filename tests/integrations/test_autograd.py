@@ -15,6 +15,7 @@ from polyattn.conformance import Target, deviation
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES, POISONED_GRADIENT_CASES
 from polyattn.conformance.checks.autodiff import differentiable
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
+from polyattn.dispatch import registry
 from polyattn.integrations import autograd_functions as functions
 from polyattn.kernels import Dense
 
@@ -400,3 +401,12 @@ def test_the_library_of_a_box_is_numpy():
         return total(x)
 
     grad(loss)(X)
+
+
+def test_a_backend_without_a_kernel_that_has_a_derivative(monkeypatch):
+    class Forward(Dense):
+        features = Dense.features - {"backward"}
+
+    monkeypatch.setattr(registry, "kernels_of", lambda backend: (Forward(),))
+    with pytest.raises(polyattn.UnsupportedError, match=r"does not compute backward .* has dense"):
+        grad(lambda x: anp.sum(attention(x, KEY, VALUE, kernel=Forward())))(QUERY)
