@@ -22,11 +22,11 @@ from polyattn_torch.batched_gradients import item_by_item
 __all__ = [
     "Step",
     "apply",
+    "autocast_disabled",
     "in_transform",
-    "is_autocast_on",
+    "is_autocast_enabled",
     "is_recorded",
     "moved_along",
-    "without_autocast",
 ]
 
 Tensors = Sequence[torch.Tensor]
@@ -121,7 +121,7 @@ class _Compiled(torch.autograd.Function):
                 return _Gradients.forward(asked, *given)
             return _applied(_Gradients, asked, *given)
 
-        with without_autocast(output.device.type):
+        with autocast_disabled(output.device.type):
             return None, *_placed(item_by_item(gradients, of_results), wanted)
 
 
@@ -131,7 +131,7 @@ class _Attention(_Compiled):
     @staticmethod
     def jvp(ctx: Any, _: None, *moved: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         *tensors, output, logsumexp = ctx.saved_tensors
-        with without_autocast(output.device.type):
+        with autocast_disabled(output.device.type):
             return tuple(ctx.step.tangents(tensors, (output, logsumexp), moved))
 
 
@@ -192,7 +192,7 @@ class _Gradients(torch.autograd.Function):
             by_logsumexp = by_results[1] if ctx.has_logsumexp else None
             return [by_results[0], by_logsumexp, None, None, *_placed(found, wanted)]
 
-        with without_autocast(results[0].device.type):
+        with autocast_disabled(results[0].device.type):
             return None, *item_by_item(moved_by, moved_gradients)
 
     @staticmethod
@@ -207,7 +207,7 @@ class _Gradients(torch.autograd.Function):
             )
             return found
 
-        with without_autocast(results[0].device.type):
+        with autocast_disabled(results[0].device.type):
             return moved_along(
                 gradients, (of_results, results, tensors), (moved[1:3], moved[3:5], moved[5:])
             )
@@ -233,12 +233,14 @@ def _placed(found: Optionals, wanted: Sequence[bool]) -> list[torch.Tensor | Non
     return [next(rest) if is_wanted else None for is_wanted in wanted]
 
 
-def without_autocast(kind: str) -> AbstractContextManager[Any]:
+def autocast_disabled(kind: str) -> AbstractContextManager[Any]:
     """Turn autocast off, which may be at work in a backward pass too."""
-    return torch.autocast(kind, enabled=False) if is_autocast_on(kind) else contextlib.nullcontext()
+    if not is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
-def is_autocast_on(kind: str) -> bool:
+def is_autocast_enabled(kind: str) -> bool:
     """Return whether autocast is at work on a kind of device."""
     is_available = kind == "cpu" or torch.amp.is_autocast_available(kind)
     return is_available and torch.is_autocast_enabled(kind)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
-from polyattn_torch.autograd import is_autocast_on, without_autocast
+from polyattn_torch.autograd import autocast_disabled, is_autocast_enabled
 from polyattn_torch.flex import Flex
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
@@ -156,7 +156,7 @@ class TorchBackend(Backend):
     ) -> tuple[Array, Array | None]:
         """Run a kernel with autocast off, as one step of autograd where it has derivatives."""
         kind = problem.device_kind
-        if is_autocast_on(kind):
+        if is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self.run(kernel, problem, operands)
         if "jvp" in problem.features:
@@ -169,7 +169,7 @@ class TorchBackend(Backend):
 
     def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
         """Run the backward pass of a kernel with autocast off."""
-        with without_autocast(problem.device_kind):
+        with autocast_disabled(problem.device_kind):
             return kernel.backward(problem, operands, self)
 
 
