@@ -59,6 +59,7 @@ def recorded(
     if x.mask is not None:
         tensors.append(as_bias(x.mask, x.query.dtype))
     output, _ = apply(FusedStep(problem, is_causal, backend), tensors)
+    output = output.to(x.query.dtype)
     return output if size == value_size else output[..., :value_size]
 
 
@@ -70,12 +71,14 @@ class FusedStep:
         self._is_causal, self._backend = is_causal, backend
 
     def result(self, tensors: Tensors, *, by_operations: bool = False) -> Tensors:
-        """Return output and logsumexp."""
+        """Return output and logsumexp; unrounded if the gradient of the mask will need that."""
         if by_operations:
             problem = self._in_letters(tensors, "logsumexp", by_operations)
             operands = _operands(tensors)
             return self._backend.tiled(problem, operands, self._backend)  # type: ignore[return-value]
         query, key, value, *mask = tensors
+        if mask and mask[0].requires_grad and self.problem.dtype != self.problem.accumulator:
+            return self._unrounded(tensors)
         return _forward(  # type: ignore[no-any-return]
             query, key, value, 0.0, self._is_causal,
             attn_mask=mask[0] if mask else None, scale=self.problem.scale,
@@ -91,7 +94,8 @@ class FusedStep:
         by_operations: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
-        if by_operations or of_results[1] is not None or any(wanted[3:]):
+        is_unrounded = results[0].dtype != tensors[0].dtype
+        if by_operations or is_unrounded or of_results[1] is not None or any(wanted[3:]):
             found: Sequence[Any] = self._by_tiles(
                 tensors, results, of_results, wanted, by_operations
             )[:4]

@@ -9,6 +9,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from polyattn import attention, attention_partial, merge, scores
 from polyattn.kernels import Tiled
+from polyattn_torch import fused
 
 pytestmark = [
     # torch imports what it deprecates.
@@ -232,3 +233,15 @@ def test_an_empty_output_depends_on_its_bias(empty):
     (gradient,) = torch.autograd.grad(output.sum(), bias)
     assert gradient.shape == bias.shape
     assert not gradient.any()
+
+
+def test_a_bias_of_16_bits_with_a_gradient_needs_one_forward_pass(monkeypatch):
+    query, key, value = (torch.ones(1, 2, 5, 8, dtype=torch.bfloat16) for _ in range(3))
+    bias = torch.zeros(5, 5, dtype=torch.bfloat16, requires_grad=True)
+    unrounded, calls = fused.FusedStep._unrounded, []
+    monkeypatch.setattr(fused.FusedStep, "_unrounded", lambda *x: calls.append(0) or unrounded(*x))
+    monkeypatch.setattr(fused, "_forward", lambda *_, **options: 1 / 0)
+    output = attention(query, key, value, bias=bias)
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert len(calls) == 1
