@@ -97,7 +97,7 @@ def generate(
     if model.positions is not None:
         model.positions.check(length + steps - 1)  # nothing follows the last token
     if isinstance(model.embedding, Embedding):  # now, because a compiled step reads no numbers
-        check_range("token id", ids, range(model.embedding.weight.shape[0]))
+        check_range("token id", ids, range(model.embedding.weight.shape[0]), may_wait=True)
     caches = model.caches(length + steps, batch=batch)
 
     def run(model: Transformer, new: Array, caches: Any) -> tuple[Array, Any]:

@@ -15,7 +15,7 @@ __all__ = ["check_range", "for_each_token", "look_up"]
 
 
 def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
-    """Return the rows of a table at integers, of which 0 is the row `offset`; `name` is of one."""
+    """Return the rows ids + offset of a table; `name` is what messages call an id."""
     library, expected = library_of(ids, "ids"), library_of(table)
     if library.name != expected.name or not expected.xp.isdtype(ids.dtype, "integral"):
         raise TypeError(
@@ -26,9 +26,12 @@ def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
     return rows_of(table, ids + offset if offset else ids)
 
 
-def check_range(name: str, ids: Array, allowed: range) -> None:
-    """Raise if an integer that can be read at no cost is not among those allowed."""
-    if not _is_readable(ids):
+def check_range(name: str, ids: Array, allowed: range, *, may_wait: bool = False) -> None:
+    """Raise if an integer is not allowed, where the host can read it.
+
+    Arrays of JAX are read only if the check may wait until they are computed.
+    """
+    if not _is_readable(ids, may_wait):
         return
     numbers = np.asarray(ids)
     if not numbers.size or (allowed.start <= numbers.min() and numbers.max() < allowed.stop):
@@ -41,14 +44,16 @@ def check_range(name: str, ids: Array, allowed: range) -> None:
     )
 
 
-def _is_readable(array: Array) -> bool:
-    """Return whether the numbers are in the host's memory now, so that a look costs no wait."""
+def _is_readable(array: Array, may_wait: bool) -> bool:
+    """Return whether the numbers are in the host's memory, now or after a wait."""
     if is_transformed():
         return False
     library = library_of(array)
     if library.traced or library.recorder is not None:
         return False
-    if library.name == "jax":  # which does not say where an array is until it is asked
+    if library.name == "jax":  # which computes an array while the caller goes on
+        if not may_wait:
+            return False
         platforms = {device.platform for device in array.devices()}
         return platforms == {"cpu"} and bool(array.is_fully_addressable)
     return str(getattr(array, "device", "")) == "cpu"

@@ -55,6 +55,7 @@ def test_there_is_an_integer_for_each_token(to, shape, name):
             layer.rotary(to(np.zeros((2, 3, 5, 4), np.float32)), **given)
 
 
+@pytest.mark.parametrize("to", ["numpy", "torch"], indirect=True)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -86,3 +87,12 @@ def test_numbers_of_a_graph_or_a_device_are_not_read():
     run = torch.compile(nn.Embedding(table), backend="eager", fullgraph=True)
     assert run(torch.asarray([0, 2])).shape == (2, 2)
     torch.func.vmap(nn.Embedding(table))(torch.asarray([[0], [2]]))
+
+
+def test_only_generate_waits_for_numbers_of_jax():
+    jax = pytest.importorskip("jax")
+    table, ids = jax.numpy.zeros((3, 2)), jax.numpy.asarray([0, 3])
+    assert nn.Embedding(table)(ids).shape == (2, 2)  # which would raise if it read the 3
+    model = nn.Transformer(nn.Embedding(table), nn.Stack(()), tied=True)
+    with pytest.raises(ValueError, match=r"the token id 3 at \(1,\) is out of range: there are 3"):
+        nn.generate(model, ids, 1)
