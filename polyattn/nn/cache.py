@@ -29,7 +29,7 @@ from polyattn.expressions.masks import as_mask
 from polyattn.expressions.patterns import Filled
 from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
-from polyattn.tracing import is_autocast_on, is_compiling, torch_transforms
+from polyattn.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
 
 __all__ = ["KVCache"]
 
@@ -199,7 +199,7 @@ class KVCache:
         ----------
         key, value : Array
             Keys and values of n tokens, shapes (..., G, n, D) and (..., G, n, E). Under
-            torch.autocast they are cast to the dtype of the cache.
+            torch.autocast for the cache's kind of device they are cast to the dtype of the cache.
         query : Array, optional
             The queries that attend to them. If these need a gradient, nothing is overwritten.
 
@@ -220,9 +220,9 @@ class KVCache:
                 f"a cache of the shape {self.key.shape} has no memory, because a string names a"
                 " length: give numbers, or pass it to polyattn.export.onnx"
             )
+        may_differ = is_autocast_on() and _is_cast(self.key)
         for name, new, memory in (("key", key, self.key), ("value", value, self.value)):
             libraries = library_of(memory).name, library_of(new, name).name
-            may_differ = libraries[0] == "torch" and is_autocast_on()
             if libraries[0] != libraries[1] or not (may_differ or memory.dtype == new.dtype):
                 raise TypeError(
                     f"{name} must be {memory.dtype} of {libraries[0]}, as the cache is; got"
@@ -377,6 +377,13 @@ def _known(length: Any) -> Any:
         return operator.index(length)
     except (TypeError, ValueError):  # a tracer of JAX raises it, and an input of a graph
         return length
+
+
+def _is_cast(memory: Array) -> bool:
+    """Return whether torch.autocast is at work where this memory is."""
+    facts = facts_of(memory)
+    kind = facts.device.partition(":")[0]
+    return facts.library == "torch" and autocast_dtype(kind) is not None
 
 
 def _is_writable(new: list[Array], memory: list[Array]) -> bool:

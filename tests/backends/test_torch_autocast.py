@@ -77,6 +77,8 @@ def test_autocast_of_another_device_does_nothing():
     try:
         assert attention(Q, K, V).dtype == torch.float32
         assert attention(Q, K, V).dtype == torch.float32
+        with pytest.raises(TypeError, match=r"key must be torch\.float32 of torch"):
+            nn.KVCache(K, V).append(K.to(BRAIN), V.to(BRAIN))
     finally:
         torch.set_autocast_enabled("xpu", False)
 

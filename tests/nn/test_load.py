@@ -489,8 +489,16 @@ def test_a_tied_output_map_that_is_another_is_refused(gpt2):
 def test_a_tied_model_may_be_stored_under_the_name_of_its_output_map(gpt2):
     state = gpt2.state_dict()
     state["lm_head.weight"] = state.pop("transformer.wte.weight")
-    model = nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
+    config = gpt2.config.to_dict()
+    model = nn.load.gpt2(state, config, like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
+    del config["tie_word_embeddings"]  # whose default is true
+    bare = nn.load.gpt2(state, config, like=FLOAT32, logits=False)
+    np.testing.assert_array_equal(bare.embedding.weight, model.embedding.weight)
+    assert not bare.tied
+    config["tie_word_embeddings"] = False
+    with pytest.raises(ValueError, match=r"wte\.weight: missing"):
+        nn.load.gpt2(state, config, like=FLOAT32, logits=False)
 
 
 def test_a_base_model_is_told_how_it_is_loaded(transformers):

@@ -183,7 +183,7 @@ def _plan_decoder(row: Decoder, settings: Settings, blocks: Blocks, wanted: Want
     make_feed_forward = _feed_forward(row, settings, size)
     windows = _windows(row, settings)
     turns = _rotary(row, settings, _head_size(settings, size, heads), wanted.length)
-    output, tied = output_map(settings, wanted, size, tokens, tied=False)
+    output, tied = output_map(settings, wanted, size, tokens)
     softcap = _softcap(row, settings, "final_logit_softcapping")
 
     def norm(*names: str | None) -> RMSNorm | None:
@@ -318,7 +318,7 @@ def _plan_gpt2(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
     activation = settings.activation("activation_function", "gelu_new")
     layers = settings.whole("n_layer")
     tokens, positions = settings.whole("vocab_size"), settings.whole("n_positions", 1024)
-    output, tied = output_map(settings, wanted, size, tokens, tied=True)
+    output, tied = output_map(settings, wanted, size, tokens)
 
     def conv(name: str, inputs: int, outputs: int) -> Linear:
         # GPT-2's Conv1D stores (inputs, outputs), like our Linear.
@@ -355,6 +355,7 @@ DECODERS = {
         _plan_gpt2,
         prefix="transformer.",
         skip=r"h\.\d+\.attn\.(bias|masked_bias)|(score|multiple_choice_head)\..*",
+        defaults={"tie_word_embeddings": True},
         refused={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,

@@ -184,7 +184,7 @@ def _load(
         return block_names(read, source, prefix, count, setting)
 
     plan = family.plan(settings, blocks, wanted)
-    _use_or_drop_head(read, plan)
+    _use_or_drop_head(read, plan, settings)
     advice = {HEAD: "a base model has no output map: pass logits=False for hidden states"}
     origin = f"{family.title} of this config"
     model = fill(plan.model, read, like=like, origin=origin, source=source, advice=advice)
@@ -242,7 +242,7 @@ def _base_name(family: Family, name: str) -> str | None:
     return None if re.fullmatch(family.skip, name) else name
 
 
-def _use_or_drop_head(weights: dict[str, Array], plan: Plan) -> None:
+def _use_or_drop_head(weights: dict[str, Array], plan: Plan, settings: Settings) -> None:
     """Remove an output map that is not used, and check that tied weights are equal.
 
     Tied weights may be stored under either name.
@@ -251,10 +251,10 @@ def _use_or_drop_head(weights: dict[str, Array], plan: Plan) -> None:
         return
     embedding = embedding_name(plan.model)
     head, known = weights.pop(HEAD), weights.get(embedding)
-    if not plan.model.tied:
-        return
-    if known is None:
+    if known is None and settings.flag("tie_word_embeddings"):
         weights[embedding] = head
+    elif known is None or not plan.model.tied:
+        return
     elif head.shape != known.shape or not bool((head == known).all()):
         raise ValueError(
             f"config says that {HEAD} and {embedding} are tied, but they are not equal; if they are"

@@ -87,12 +87,12 @@ class Family:
 
 
 def output_map(
-    settings: Settings, wanted: Wanted, size: int, tokens: int, *, tied: bool
+    settings: Settings, wanted: Wanted, size: int, tokens: int
 ) -> tuple[Linear | None, bool]:
     """Return the output map, and whether the embedding computes the logits instead."""
     if not wanted.logits:
         return None, False
-    if settings.flag("tie_word_embeddings", tied):
+    if settings.flag("tie_word_embeddings"):
         return None, True
     return linear("lm_head", size, tokens, bias=False), False
 
