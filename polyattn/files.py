@@ -14,10 +14,11 @@ __all__ = ["check_file", "replacing", "write_file"]
 
 def check_file(name: str, file: Path) -> None:
     """Raise if a file cannot be written or replaced, before any work."""
-    if file.is_dir() or not file.parent.is_dir():
+    if not file.parent.is_dir():
         raise ValueError(f"{name} needs a file in an existing folder; got {file}")
     if file.exists() and not file.is_file():
-        raise ValueError(f"{name} needs a regular file; {file} is a device, a pipe or a socket")
+        kind = "folder" if file.is_dir() else "device, a pipe or a socket"
+        raise ValueError(f"{name} needs a regular file; {file} is a {kind}")
     if not os.access(file.parent, os.W_OK | os.X_OK):
         raise ValueError(f"{name} cannot write {file}: the folder {file.parent} is read-only")
     if file.exists() and not os.access(file, os.W_OK):

@@ -180,8 +180,12 @@ def test_what_is_no_regular_file_is_refused(tmp_path, capsys):
                 f"a regular file; {tmp_path / name} is a device, a pipe" in capsys.readouterr().err
             )
     (tmp_path / "config.json").symlink_to("/dev/null")
-    with pytest.raises(ValueError, match=r"folder needs a regular file; .*config\.json is a dev"):
+    with pytest.raises(ValueError, match=r"nn\.save needs a regular file; .*config\.json is a dev"):
         nn.save(gpt2(), tmp_path, CONFIG)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ValueError, match=r"nn\.save needs a regular file; .*tensors is a folder"):
+        nn.save(gpt2(), tmp_path, CONFIG)
+    (tmp_path / "model.safetensors").rmdir()
     assert {file.name for file in tmp_path.iterdir()} == {"pipe", "device", "config.json"}
 
 

@@ -78,7 +78,7 @@ def save(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     for name in (*FILES, INDEX):
-        check_file("folder", path / name)
+        check_file("nn.save", path / name)
     with replacing(path, FILES, removed=[INDEX]) as made:
         try:
             safetensors.save_file(arrays, made / FILES[0], metadata={"format": "pt"})

@@ -100,7 +100,7 @@ def test_a_page_that_needs_nothing_beside_itself(tmp_path, capsys):
             "numpy has no kernel 'desne'; it has small, tiled, dense",
         ),
         (["numpy", "--html", "/no/such/folder/x.html"], 2, "in an existing folder; got /no"),
-        (["numpy", "--html", "/tmp"], 2, "--html needs a file"),
+        (["numpy", "--html", "/tmp"], 2, "--html needs a regular file"),
         (["auto"], 2, "one backend is checked at a time"),
         (["array-api", "--library", "nothing"], 2, "there is no module 'nothing'"),
         (["array-api", "--library", "json"], 2, "'json' makes no arrays"),
