@@ -1,4 +1,4 @@
-"""Compute the angles of positions."""
+"""Compute the angles of positions, for rotary and sinusoidal encodings."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Angles:
 
     def __init__(self, frequencies: tuple[float, ...]) -> None:
         self.frequencies = frequencies
-        # The turns of each digit's unit, without whole ones, as many bits as a digit has and the
-        # rest. Not in `of`: torch.compile may compute % and round of floats wrongly there.
+        # By how many turns the unit of each digit rotates, less the whole turns. `_coarse` has as
+        # many bits of them as a digit has, `_rest` the others. They are computed here because
+        # torch.compile may compute % and round of floats wrongly in `of`.
         turns = [[rate / (2 * math.pi) * BASE**n % 1 for rate in frequencies] for n in range(3)]
         self._coarse = tuple(
             [tuple([round(turn * BASE) / BASE for turn in line]) for line in turns]

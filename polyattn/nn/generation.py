@@ -62,7 +62,7 @@ def generate(
         for each length.
     **options : Any
         Further options of the model, such as ``backend``; not caches, positions and segments,
-        which are others at each step.
+        which differ at each step.
 
     Returns
     -------
@@ -119,14 +119,14 @@ def generate(
 
 
 def _listed(stop: Any) -> list[Any]:
-    """Return the tokens of `stop`: of none, of one, or of several."""
+    """Return `stop` as a list."""
     if stop is None:
         return []
     return list(stop) if getattr(stop, "shape", True) and isinstance(stop, Iterable) else [stop]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise for an option of the model that is of one step."""
+    """Raise for an option that differs from step to step."""
     if "caches" in options or "cache" in options:
         raise TypeError(
             "generate makes its own caches: pass all tokens so far as ids, or call the model with"

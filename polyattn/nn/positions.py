@@ -212,7 +212,7 @@ class Rotary(Module):
     dynamic : tuple of float and int, optional
         In place of `frequencies`, a factor and the length of training: `ntk_scaling` by
         ``1 + factor * (length / trained - 1)`` for each call whose length, the largest position
-        and 1, is above that of training. Keys in a cache keep the angles of their own call. Where
+        plus 1, is above that of training. Keys in a cache keep the angles of their own call. Where
         the largest position is an array, far angles are rounded as products in float32.
 
     References
@@ -266,7 +266,7 @@ class Rotary(Module):
         Parameters
         ----------
         positions : Array of int, or range
-            As in a call; a range is short or long by itself, so that less is computed.
+            As in a call; for a range the largest position is known, so that less is computed.
         like : Array
             An array of the library, device and dtype of the result.
 

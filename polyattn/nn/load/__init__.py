@@ -4,7 +4,7 @@ Each function takes the weights as a mapping of names to arrays of any library, 
 dict; the functions for models also take a ``.safetensors`` file, or a folder that
 ``save_pretrained`` of transformers wrote. The parameters are copies, in the library, device and
 dtype of `like`. All names and shapes are checked before anything is copied; one ValueError lists
-what does not fit, the first of it if it is much.
+the first twenty that do not fit.
 """
 
 from polyattn.nn.load.layers import keras_attention, torch_attention, torch_encoder_layer
