@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, with_rank
+from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
 from polyattn.autocast import autocast
 from polyattn.nn.erf import gelu
 from polyattn.nn.ids import look_up
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
+from polyattn.nn.shapes import beside
+from polyattn.tracing import is_autocast_on
 
 __all__ = [
     "ACTIVATIONS",
@@ -93,8 +95,10 @@ class Linear(Module):
     def __call__(self, x: Array) -> Array:
         """Map the last axis of `x`, shape (..., inputs), to (..., outputs)."""
         _check("this map", x, self.weight)
-        given = {"x": x, "weight": self.weight, "bias": self.bias}
-        x, weight, bias = autocast(given, tuple(given)).values()
+        weight, bias = self.weight, self.bias
+        if is_autocast_on():  # asked first, because this takes as long as a small product
+            given = {"x": x, "weight": weight, "bias": bias}
+            x, weight, bias = autocast(given, tuple(given)).values()
         if x.dtype != weight.dtype:
             raise TypeError(
                 f"this map has {facts_of(self.weight).dtype} parameters; got x in"
@@ -137,8 +141,8 @@ class LayerNorm(Module):
         wide = widened(x, xp)
         wide = wide - _mean(wide, xp)
         variance = _mean(wide * wide, xp)
-        y = wide / xp.sqrt(variance + self.epsilon) * _beside(wide, self.weight, xp)
-        y = y if self.bias is None else y + _beside(wide, self.bias, xp)
+        y = wide / xp.sqrt(variance + self.epsilon) * beside(wide, widened(self.weight, xp))
+        y = y if self.bias is None else y + beside(wide, widened(self.bias, xp))
         return cast(xp, y, x.dtype) if self.weight.dtype == x.dtype else y
 
 
@@ -178,7 +182,7 @@ class RMSNorm(Module):
         xp = library_of(x).xp
         wide = widened(x, xp)
         square = _mean(wide * wide, xp)
-        weight = _beside(wide, self.weight, xp)
+        weight = beside(wide, widened(self.weight, xp))
         weight = weight + self.offset if self.offset else weight
         y = wide / xp.sqrt(square + self.epsilon) * weight
         return cast(xp, y, x.dtype) if self.weight.dtype == x.dtype else y
@@ -190,11 +194,6 @@ Norm = LayerNorm | RMSNorm
 def widened(x: Array, xp: Any) -> Array:
     """Return an array in float32, or as it is in float64."""
     return x if x.dtype == xp.float64 else cast(xp, x, xp.float32)
-
-
-def _beside(x: Array, parameter: Array, xp: Any) -> Array:
-    """Return a parameter (size,) widened, with as many axes as `x`."""
-    return with_rank(widened(parameter, xp), len(x.shape))
 
 
 def _mean(x: Array, xp: Any) -> Array:

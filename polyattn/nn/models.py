@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, cast, index_range, length_of, library_of, with_rank
+from polyattn.arrays import Array, cast, index_range, length_of, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token, look_up
@@ -18,6 +18,7 @@ from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Sinusoidal
+from polyattn.nn.shapes import beside
 
 __all__ = ["Transformer"]
 
@@ -235,7 +236,7 @@ class Transformer(Module):
                     self.positions.check(before + length)
                 positions = positions + before
             vectors = self.positions(for_each_token("positions", positions, x), like=x)
-            x = x + with_rank(vectors, len(x.shape))
+            x = x + beside(x, vectors)
         if self.segments is not None:
             segments = ids * 0 if segments is None else for_each_token("segments", segments, x)
             x = x + look_up(self.segments.weight, segments, "segment")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, is_recorded, library_of, namespace_of, with_rank
+from polyattn.arrays import Array, is_recorded, library_of, namespace_of
 from polyattn.dispatch.transfer import backend_of
+from polyattn.nn.shapes import beside
 
 __all__ = ["affine", "by_rows"]
 
@@ -43,7 +44,7 @@ def affine(x: Array, weight: Array, bias: Array | None) -> Array:
     parameters = (weight,) if bias is None else (weight, bias)
     if few or x.dtype != weight.dtype or not all(map(_is_numpys, parameters)):
         y = matmul(x, weight)
-        return y if bias is None else y + with_rank(bias, len(y.shape))
+        return y if bias is None else y + beside(y, bias)
 
     def write(rows: Array, out: Array) -> None:
         matmul(rows, weight, out=out)

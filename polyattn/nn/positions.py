@@ -15,7 +15,7 @@ from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.layers import initializer
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.scaling import frequencies_of, ntk_scaling
-from polyattn.nn.shapes import with_last_axes
+from polyattn.nn.shapes import beside, with_last_axes
 from polyattn.tracing import is_compiling
 
 __all__ = ["LearnedPositions", "RelativeBias", "Rotary", "Sinusoidal"]
@@ -330,7 +330,7 @@ class Rotary(Module):
         xp = library_of(x).xp
         whole = x.shape[-1] == self.size
         rotated = x if whole else x[..., : self.size]
-        cosine, sine = (with_rank(table, len(x.shape)) for table in (cosine, sine))
+        cosine, sine = (beside(x, table) for table in (cosine, sine))
         half, adjacent = self.size // 2, self.pairing == "neighbours"
         a = rotated[..., ::2] if adjacent else rotated[..., :half]
         b = rotated[..., 1::2] if adjacent else rotated[..., half:]
