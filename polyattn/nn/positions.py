@@ -49,7 +49,7 @@ class Sinusoidal(Module):
 
     def __post_init__(self) -> None:
         _check_even(self.size)
-        vars(self)["_angles"] = self._angles  # computed now, and not while torch traces
+        self._angles  # noqa: B018 -- computed now, and not while torch traces
 
     @functools.cached_property
     def _angles(self) -> Angles:
@@ -236,7 +236,7 @@ class Rotary(Module):
         if self.frequencies is not None and len(self.frequencies) != self.size // 2:
             given = len(self.frequencies)
             raise ValueError(f"there must be size / 2 = {self.size // 2} frequencies; got {given}")
-        vars(self)["_angles"] = self._angles  # computed now, and not while torch traces
+        self._angles  # noqa: B018 -- computed now, and not while torch traces
 
     @functools.cached_property
     def _angles(self) -> Angles:
@@ -290,8 +290,10 @@ class Rotary(Module):
             # torch.compile would make a program for each length that is a constant of it.
             if not is_compiling():
                 factor, trained = self.dynamic
-                stretch = 1 + factor * (max(positions.stop, trained) / trained - 1)
-                angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
+                angles = self._angles
+                if positions.stop > trained:
+                    stretch = 1 + factor * (positions.stop / trained - 1)
+                    angles = Angles(ntk_scaling(self.size, stretch, base=self.base))
                 return angles.of(xp, positions, like.dtype, like)
             positions = index_range(xp, positions.start, positions.stop, like)
         if 0 in positions.shape:  # no position is the largest

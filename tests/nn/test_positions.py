@@ -218,3 +218,12 @@ def test_a_relative_bias_is_t5s_and_a_parameter():
     )
     assert list(relative.parameters()) == ["weight"]
     assert np.abs(found - layer(x)).max() > 1e-6
+
+
+def test_dynamic_scaling_starts_beyond_the_length_of_training(monkeypatch):
+    plain, rotary, like = nn.Rotary(8), nn.Rotary(8, dynamic=(2.0, 6)), np.zeros(1)
+    monkeypatch.setattr("polyattn.nn.positions.Angles", lambda frequencies: 1 / 0)
+    near = range(2, 6)
+    np.testing.assert_array_equal(rotary.tables(near, like=like), plain.tables(near, like=like))
+    with pytest.raises(ZeroDivisionError):
+        rotary.tables(range(2, 7), like=like)
