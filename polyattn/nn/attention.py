@@ -13,7 +13,7 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.positions import Rotary
+from polyattn.nn.positions import Placed, Rotary
 from polyattn.nn.shapes import with_last_axes
 
 __all__ = ["MultiHeadAttention"]
@@ -284,7 +284,7 @@ class MultiHeadAttention(Module):
     def _project(
         self,
         tokens: tuple[Array, Array | None, Array | None],
-        positions: Array | None,
+        positions: Array | Placed | None,
         cache: KVCache | None,
     ) -> tuple[Array, Array, Array]:
         """Return queries, keys and values, normalised and rotated."""
@@ -298,7 +298,7 @@ class MultiHeadAttention(Module):
             )
         if len(x.shape) < 2:
             raise ValueError(f"x must have the shape (..., L, size); got {tuple(x.shape)}")
-        if positions is not None:
+        if positions is not None and not isinstance(positions, Placed):
             positions = for_each_token("positions", positions, x)
         context = x if context is None else context
         query, key, value = self._apply_maps(x, context, context if values is None else values)

@@ -17,7 +17,7 @@ from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
 from polyattn.nn.layers import Embedding, LayerNorm, Linear, Norm, initializer, widened
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.positions import LearnedPositions, RelativeBias, Sinusoidal
+from polyattn.nn.positions import LearnedPositions, Placed, RelativeBias, Sinusoidal
 from polyattn.nn.shapes import beside
 
 __all__ = ["Transformer"]
@@ -196,7 +196,9 @@ class Transformer(Module):
         """
         x = self.embed(ids, caches=caches, segments=segments, positions=positions)
         if positions is not None:
-            options["positions"] = for_each_token("positions", positions, x)
+            positions = for_each_token("positions", positions, x)
+            rotaries = [block.attention.rotary for block in self.stack.blocks]
+            options["positions"] = Placed.of(positions, rotaries, x)
         if self.relative is not None:
             given = options.get("score_mod")
             own = self.relative()

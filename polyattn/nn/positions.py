@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from polyattn import scores
 from polyattn.arrays import Array, cast, index_range, library_of, numbers_like, with_rank
@@ -260,12 +261,12 @@ class Rotary(Module):
         tokens = x[..., 0, :, :] if len(x.shape) > 2 else x
         return self.rotate(x, *self.tables(for_each_token("positions", positions, tokens), like=x))
 
-    def tables(self, positions: Array | range, *, like: Array) -> tuple[Array, Array]:
+    def tables(self, positions: Array | range | Placed, *, like: Array) -> tuple[Array, Array]:
         """Return the cosines and sines of positions, which queries and keys share.
 
         Parameters
         ----------
-        positions : Array of int, or range
+        positions : Array of int, range or Placed
             As in a call; for a range the largest position is known, so that less is computed.
         like : Array
             An array of the library, device and dtype of the result.
@@ -282,8 +283,10 @@ class Rotary(Module):
         cosine, sine = xp.cos(angles) * self.magnitude, xp.sin(angles) * self.magnitude
         return cast(xp, cosine, like.dtype), cast(xp, sine, like.dtype)
 
-    def _angles_of(self, xp: Any, positions: Array | range, like: Array) -> Array:
+    def _angles_of(self, xp: Any, positions: Array | range | Placed, like: Array) -> Array:
         """Return the angles, shape (..., size / 2)."""
+        if isinstance(positions, Placed):
+            return next(angles for rotary, angles in positions.angles if rotary == self)
         if self.dynamic is None:
             return self._angles.of(xp, positions, like.dtype, like)
         if isinstance(positions, range):
@@ -340,6 +343,21 @@ class Rotary(Module):
         result = (xp.stack if adjacent else xp.concat)(pairs, axis=-1)
         result = with_last_axes(result, 2, self.size) if adjacent else result
         return result if whole else xp.concat((result, x[..., self.size :]), axis=-1)
+
+
+class Placed(NamedTuple):
+    """Positions that were checked, as the angles that the layers of a model share."""
+
+    angles: tuple[tuple[Rotary, Array], ...]
+
+    @classmethod
+    def of(cls, positions: Array, rotaries: Sequence[Rotary | None], like: Array) -> Placed:
+        """Return the angles of positions, once for equal encodings."""
+        xp, distinct = library_of(like).xp, []
+        for rotary in rotaries:
+            if rotary is not None and rotary not in distinct:
+                distinct.append(rotary)
+        return cls(tuple([(one, one._angles_of(xp, positions, like)) for one in distinct]))
 
 
 def _check_even(size: int) -> None:

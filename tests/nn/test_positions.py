@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as tur
 
 from polyattn import attention, nn, scores
 from polyattn.arrays import library_of
+from polyattn.nn.positions import Placed
 
 RNG = np.random.default_rng(6)
 X = RNG.normal(size=(2, 3, 5, 16))
@@ -227,3 +228,23 @@ def test_dynamic_scaling_starts_beyond_the_length_of_training(monkeypatch):
     np.testing.assert_array_equal(rotary.tables(near, like=like), plain.tables(near, like=like))
     with pytest.raises(ZeroDivisionError):
         rotary.tables(range(2, 7), like=like)
+
+
+@pytest.mark.parametrize("dynamic", [None, (2.0, 4)])
+def test_the_layers_of_a_model_share_angles(monkeypatch, dynamic):
+    near, far = (nn.Rotary(4, base, dynamic=dynamic) for base in (10.0, 100.0))
+    like, ids, positions = np.zeros(1), np.asarray([[1, 2, 3]] * 2), [[0, 1, 9], [2, 3, 4]]
+    made = [nn.EncoderBlock.init(8, 2, like=like, rotary=one) for one in (near, far, near)]
+    stack = nn.Stack(made)
+    model = nn.Transformer(nn.Embedding.init(5, 8, like=like), stack)
+    expected = stack(model.embed(ids), positions=positions)
+    model, calls = model.with_parameters(model.parameters()), []  # whose encodings are equal
+    inner = nn.Rotary._angles_of
+
+    def count(rotary, xp, positions, like):
+        calls.append(isinstance(positions, Placed))
+        return inner(rotary, xp, positions, like)
+
+    monkeypatch.setattr(nn.Rotary, "_angles_of", count)
+    np.testing.assert_array_equal(model(ids, positions=positions), expected)
+    assert calls == [False, False, True, True, True]
