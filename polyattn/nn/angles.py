@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyattn.arrays import Array, cast, index_range, numbers_like, with_rank
+from polyattn.arrays import Array, cast, index_range, numbers_like
+from polyattn.nn.shapes import beside
 
 __all__ = ["FAR", "Angles"]
 
@@ -49,7 +50,8 @@ class Angles:
             positions = index_range(xp, positions.start, positions.stop, like)
         wide = dtype if dtype == xp.float64 else xp.float32
         rates = numbers_like(xp, self.frequencies, wide, like)
-        near = cast(xp, positions, wide)[..., None] * with_rank(rates, len(positions.shape) + 1)
+        places = cast(xp, positions, wide)[..., None]
+        near = places * beside(places, rates)
         if is_near or wide == xp.float64 or "int" not in str(positions.dtype):
             return near
         positions = cast(xp, positions, xp.asarray(0).dtype)  # which holds the divisors
@@ -66,7 +68,7 @@ class Angles:
 
         def summed(table: Table) -> Array:
             turns = numbers_like(xp, table, xp.float32, like)
-            return xp.sum(numbers * with_rank(turns, len(numbers.shape)), axis=-2)
+            return xp.sum(numbers * beside(numbers, turns), axis=-2)
 
         coarse = summed(self._coarse)
         turn = coarse - xp.floor(coarse) + summed(self._rest)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from polyattn import scores
-from polyattn.arrays import Array, cast, index_range, library_of, numbers_like, with_rank
+from polyattn.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn.expressions.scores import Score
 from polyattn.nn.angles import Angles
 from polyattn.nn.ids import for_each_token, look_up
@@ -302,9 +302,8 @@ class Rotary(Module):
         if 0 in positions.shape:  # no position is the largest
             return self._angles.of(xp, positions, like.dtype, like)
         rates = self._rates(xp, positions, like)
-        return cast(xp, positions, rates.dtype)[..., None] * with_rank(
-            rates, len(positions.shape) + 1
-        )
+        places = cast(xp, positions, rates.dtype)[..., None]
+        return places * beside(places, rates)
 
     def _rates(self, xp: Any, positions: Array, like: Array) -> Array:
         """Return the frequencies by dynamic scaling to the largest of the positions."""
