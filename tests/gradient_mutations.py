@@ -45,7 +45,7 @@ MUTATIONS = (
     ("scale missing in the key's gradient", BACKWARD, "by_key, over_keys, block.query)",
      "by_key, over_keys, block.query / problem.scale)"),
     ("scale missing in a similarity's gradient", BACKWARD, "problem.scale * folded", "folded"),
-    ("a similarity's scale not divided by", BACKWARD, "xp.sum(ds * tile.product) / problem.scale",
+    ("the scale's gradient with the scale, of a similarity", BACKWARD, "xp.sum(ds * tile.similar)",
      "xp.sum(ds * tile.product)"),
     # sums.py
     ("scale missing in the query's gradient", SUMS, "query * problem.scale if", "query if"),
