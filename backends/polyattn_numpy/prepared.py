@@ -76,5 +76,5 @@ def counts_in_bits(problem: Problem, tile: int) -> bool:
     if not problem.features.isdisjoint(("bias", "score_mod", "score_expression")):
         return False
     # The gradient of so few scores is that of the dense kernel, which counts in nats.
-    few = math.prod(problem.scores[-3:]) <= min(TINY, tile)
-    return not few and fast_exp2(np.dtype(problem.accumulator))
+    few = problem.heads * problem.query_length * problem.key_length <= min(TINY, tile)
+    return not few and fast_exp2(problem.accumulator)
