@@ -340,7 +340,7 @@ def test_what_is_advised_for_a_softcap_or_a_window_that_is_traced():
     def within(left, right, offset=0):
         return lambda b, h, i, j: (i + offset - left <= j) & (j <= i + offset + right)
 
-    match = r"static arguments, or pass mask=lambda b, h, i, j: \(i \+ offset - left <= j\)"
+    match = r"static argument, or pass mask=lambda b, h, i, j: \(i \+ offset - left <= j\)"
     for window in (lambda end: (end, 0), lambda end: (None, end)):
         with pytest.raises(TypeError, match=match):
             jax.jit(lambda end, window=window: attention(q, k, v, window=window(end)))(2)

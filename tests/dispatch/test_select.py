@@ -696,9 +696,9 @@ WRONG = {
     "None": (lambda x: None, "it returned None"),
     "a list": (lambda x: x.tolist(), "it returned a list"),
     "another shape": (lambda x: x[..., None], r"it returned an array of numpy, \(.*, 1\) float32"),
-    "another length": (lambda x: x[:1], r"returned an array of numpy, \(1, .*\) float32"),
-    "another dtype": (lambda x: x.astype("f8"), r"returned an array of numpy, \(.*\) float64"),
-    "another library": (lambda x: torch.asarray(x), r"returned an array of torch, \(.*\) float32"),
+    "another length": (lambda x: x[:1], r"it returned an array of numpy, \(1, .*\) float32"),
+    "another dtype": (lambda x: x.astype("f8"), r"it returned an array of numpy, .* float64"),
+    "another library": (lambda x: torch.asarray(x), r"it returned an array of torch, .* float32"),
 }
 
 
