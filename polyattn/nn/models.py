@@ -152,7 +152,7 @@ class Transformer(Module):
         *context : Array
             The tokens that `DecoderBlock` attends to, shape (..., S, size).
         caches : tuple of KVCache, optional
-            A cache for each block, with the tokens before `ids`.
+            A cache for each block, with the tokens before ``ids``.
         segments : Array or sequence of int, optional
             The segment of each token, shape (L,) or (..., L); 0 by default.
         positions : Array or sequence of int, optional

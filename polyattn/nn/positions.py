@@ -211,7 +211,7 @@ class Rotary(Module):
     magnitude : float
         Multiplies the rotated components, for YaRN.
     dynamic : tuple of float and int, optional
-        In place of `frequencies`, a factor and the length of training: `ntk_scaling` by
+        In place of ``frequencies``, a factor and the length of training: `ntk_scaling` by
         ``1 + factor * (length / trained - 1)`` for each call whose length, the largest position
         plus 1, is above that of training. Keys in a cache keep the angles of their own call. Where
         the largest position is an array, far angles are rounded as products in float32.
