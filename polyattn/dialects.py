@@ -47,8 +47,8 @@ def scaled_dot_product_attention(
         translated into the mask that it describes.
     dropout_p : float
         The rate at which weights are dropped, of tensors. The seed comes from torch's generator on
-        the device of `query`, so ``torch.manual_seed`` repeats a call. Other weights are dropped than
-        by torch's function: those that `polyattn.attention` drops for this seed.
+        the device of `query`, so ``torch.manual_seed`` repeats a call. Torch's function drops other
+        weights: these are those that `polyattn.attention` drops for the seed.
     is_causal : bool
         Whether row i sees the keys j <= i.
     scale : float, optional
