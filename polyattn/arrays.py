@@ -104,7 +104,7 @@ _INTEGRATED = {
 # Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
 _libraries: dict[type, Library] = {}
 _dtype_names: dict[str, dict[Any, str]] = {}
-#: The library of torch's tensors, by whether their class has its own dispatch.
+#: The library of tensors of torch, by whether their class has its own dispatch.
 _tensors: dict[bool, Library] = {}
 #: The recorder of each class of arrays that has one, once an array of it was seen.
 recorders: dict[type, Recorder] = {}

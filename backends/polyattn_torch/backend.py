@@ -103,7 +103,7 @@ class TorchBackend(Backend):
 
     @property
     def block(self) -> int:
-        """The number of scores that stay in the caches of torch's threads, which share them."""
+        """The number of scores that stay in the caches of the threads, which share the scores."""
         return super().block * torch.get_num_threads()
 
     def matmul(self, a: Array, b: Array) -> torch.Tensor:

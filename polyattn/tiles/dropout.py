@@ -30,7 +30,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-# The integers that hold a product of two words. By default JAX has none of 64 bits.
+# The integers that hold a product of two words. JAX has no integers of 64 bits by default.
 _WIDE = {"array_api_compat.numpy": "uint64", "array_api_compat.torch": "int64"}
 
 

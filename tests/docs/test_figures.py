@@ -1,4 +1,4 @@
-"""What pages say of figures, extras, kernels and folders is what the tables and the code have."""
+"""Figures, extras, kernels and folders in sentences agree with the tables and the code."""
 
 import re
 import tomllib
