@@ -254,6 +254,7 @@ RUNS = {
     "check": QUICK,
     "bench": ["bench", "--backends=numpy", "--lengths=16", "--seconds=0.1"],
     "export": ["export", "model.onnx", "--shape=2,8,64"],
+    "demo": ["demo", "--output=attention.png"],
     "--help": ["--help"],
 }
 WITHOUT_ANY = "exec 0<&- 1>&- 2>&-; exec"
@@ -301,7 +302,8 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("check", "--html"), ("bench", "--json"), ("export", None)]
+    ("command", "option"),
+    [("check", "--html"), ("bench", "--json"), ("export", None), ("demo", "--output")],
 )
 def test_a_file_that_fits_on_no_disk_is_named(command, option, tmp_path, monkeypatch, capsys):
     resource = pytest.importorskip("resource")
@@ -340,6 +342,8 @@ MOMENTS = [
     ("check", "tqdm"),
     ("bench", "polyattn.bench.workload"),
     ("export", "spox"),
+    ("demo", "minilm.encoder"),
+    ("demo", "matplotlib.style"),
 ]
 
 

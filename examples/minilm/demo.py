@@ -94,6 +94,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if not arguments.output.parent.is_dir():
         parser.error(f"--output {arguments.output}: there is no folder {arguments.output.parent}")
+    if arguments.output.exists() and not arguments.output.is_file():
+        parser.error(f"--output needs a regular file; {arguments.output} is none")
     return arguments
 
 

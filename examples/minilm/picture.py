@@ -61,7 +61,22 @@ def save(figure: "Figure", file: Path) -> None:
     figure.savefig(pixels, format="png")
     # A palette takes a third of the size; with k-means the difference is invisible.
     picture = Image.open(pixels).convert("RGB").quantize(256, kmeans=1)
-    picture.save(file, format="png", optimize=True)
+    small = BytesIO()
+    picture.save(small, format="png", optimize=True)
+    write(small.getvalue(), file)
+
+
+def write(content: bytes, file: Path) -> None:
+    """Write a file whole, or leave what was there as it was."""
+    beside = file.with_name(f".{file.name}.part")
+    try:
+        beside.write_bytes(content)
+        beside.replace(file)
+    except OSError as error:
+        error.filename = str(file)  # that of a full disk names none
+        raise
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 class Page:
