@@ -44,7 +44,7 @@ def contenders(threads: int) -> dict[str, Callable[[], Any]]:
     folder = weights.find_model()
     sentences = SENTENCES.read_text(encoding="utf-8").splitlines()
     ids, keep = weights.tokenize(weights.load_tokenizer(folder), sentences)
-    model = nn.load.bert(folder, like=np.zeros(1, dtype=np.float32))
+    model = nn.load.model(folder, like=np.zeros(1, dtype=np.float32))
     packed = encoder.Encoder(model)
     theirs = transformers.BertModel.from_pretrained(folder, dtype=torch.float32).eval()
     batch = {

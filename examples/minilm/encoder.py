@@ -16,7 +16,7 @@ from polyattn import masks, nn
 class Encoder:
     """Apply six post-norm transformer blocks, then average the tokens of each sentence.
 
-    The model comes from `polyattn.nn.load.bert`; `backend` is an option of `polyattn.attention`.
+    The model comes from `polyattn.nn.load.model`; `backend` is an option of `polyattn.attention`.
 
     References
     ----------

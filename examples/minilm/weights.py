@@ -66,7 +66,7 @@ def load_model(folder: Path, like: Any) -> nn.Transformer:
     """Load the model from the folder of `find_model`, in the library and dtype of `like`."""
     file = folder / "model.safetensors"
     verify(file)
-    return nn.load.bert(file, like=like)
+    return nn.load.model(file, like=like)
 
 
 def load_tokenizer(folder: Path) -> "Tokenizer":

@@ -16,7 +16,7 @@ from polyattn.arrays import Array, facts_of, library_of
 from polyattn.dispatch.transfer import convert_like
 from polyattn.files import check_file, replacing
 from polyattn.nn.load.files import imported, read_config
-from polyattn.nn.load.models import FAMILIES, family_of
+from polyattn.nn.load.models import family_of
 from polyattn.nn.load.plan import Family, Wanted
 from polyattn.nn.load.stored import Stored
 from polyattn.nn.models import Transformer
@@ -89,7 +89,7 @@ def save(
 
 def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return a model's parameters as its family stores them, in NumPy."""
-    family, settings = family_of(tuple(FAMILIES), config, origin)
+    family, settings = family_of(config, origin)
     count = len(model.stack.blocks)
 
     def blocks(prefix: str, number: int, setting: str) -> list[str]:

@@ -265,6 +265,7 @@ LLAMA = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 16,
 }  # fmt: skip
+TYPED = LLAMA | {"model_type": "llama"}
 ROPES = {
     "plain": {"rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -351,7 +352,7 @@ def test_bert_is_transformers_own(bert, tmp_path, library):
         bert, attention_mask=torch.from_numpy(keep), token_type_ids=torch.from_numpy(kinds).long()
     )
     for weights, config in sources(bert, tmp_path):
-        model = nn.load.bert(weights, config, like=to(FLOAT32))
+        model = nn.load.model(weights, config, like=to(FLOAT32))
         ids, mask = to(IDS.astype(np.int32)), to(keep[:, None, None, :])
         found = back(model(ids, segments=to(kinds), mask=mask))
         held(found[keep], expected[keep])
@@ -362,7 +363,7 @@ def test_gpt2_is_transformers_own(gpt2, tmp_path, library):
     to, back = library
     expected = logits_of(gpt2)
     for weights, config in sources(gpt2, tmp_path):
-        model = nn.load.gpt2(weights, config, like=to(FLOAT32))
+        model = nn.load.model(weights, config, like=to(FLOAT32))
         held(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected)
 
 
@@ -372,7 +373,7 @@ def test_llama_is_transformers_own(transformers, tmp_path, library, rope):
     theirs = made(transformers, "llama", **LLAMA, rope_parameters=dict(ROPES[rope]))
     expected = logits_of(theirs)
     for weights, config in sources(theirs, tmp_path):
-        model = nn.load.llama(weights, config, like=to(FLOAT32))
+        model = nn.load.model(weights, config, like=to(FLOAT32))
         held(back(model(to(IDS.astype(np.int32)), is_causal=True)), expected)
 
 
@@ -384,7 +385,7 @@ def test_rotary_scaling_is_transformers_own(transformers, rope, length, told):
     ids = np.random.default_rng(5).integers(0, 50, (1, length))
     expected = logits_of(theirs, ids)
     longer = {"length": length} if rope == "dynamic" and told else {}
-    model = nn.load.llama(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
     close(model(ids, is_causal=True), expected, scale=8)
     close(model(ids, is_causal=True, positions=range(length)), expected, scale=8)
 
@@ -404,7 +405,7 @@ def compiled(kind, function):
 def test_dynamic_scaling_follows_the_length_in_a_compiled_function(dynamic, kind):
     to, back = tiny_models.library(kind)
     config = dynamic.config.to_dict()
-    model = nn.load.llama(dynamic.state_dict(), config, like=to(FLOAT32))
+    model = nn.load.model(dynamic.state_dict(), config, like=to(FLOAT32))
     run = compiled(kind, lambda ids: model(ids, is_causal=True))
     for length in (9, 23, 40):
         ids = np.random.default_rng(5).integers(0, 50, (1, length))
@@ -412,7 +413,7 @@ def test_dynamic_scaling_follows_the_length_in_a_compiled_function(dynamic, kind
 
 
 def test_dynamic_scaling_follows_a_cache_as_in_transformers(dynamic):
-    model = nn.load.llama(dynamic.state_dict(), dynamic.config.to_dict(), like=FLOAT32)
+    model = nn.load.model(dynamic.state_dict(), dynamic.config.to_dict(), like=FLOAT32)
     caches, theirs = model.caches(40, batch=(2,)), None
     for ids in np.split(np.random.default_rng(5).integers(0, 50, (2, 32)), [13, 15, 20, 21], 1):
         with torch.no_grad():
@@ -427,7 +428,7 @@ def test_rotary_scaling_under_its_old_names_is_understood(transformers):
     config = theirs.config.to_dict()
     del config["rope_parameters"]
     config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
-    model = nn.load.llama(theirs.state_dict(), config, like=FLOAT32)
+    model = nn.load.model(theirs.state_dict(), config, like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
 
 
@@ -437,19 +438,19 @@ def test_llama_of_other_sizes_biases_and_tied_is_transformers_own(transformers):
         transformers, "llama", **config, attention_bias=True, mlp_bias=True,
         tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-2,
     )  # fmt: skip
-    model = nn.load.llama(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
     assert model.tied
     close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
 
 
 def test_hidden_states_take_the_place_of_logits_where_none_are_asked_for(gpt2, transformers):
     config = gpt2.config.to_dict()
-    model = nn.load.gpt2(gpt2.state_dict(), config, like=FLOAT32, logits=False)
+    model = nn.load.model(gpt2.state_dict(), config, like=FLOAT32, logits=False)
     close(model(IDS, is_causal=True), logits_of(gpt2.transformer), scale=4)
-    bare = nn.load.gpt2(gpt2.transformer.state_dict(), config, like=FLOAT32)
+    bare = nn.load.model(gpt2.transformer.state_dict(), config, like=FLOAT32)
     close(bare(IDS, is_causal=True), logits_of(gpt2), scale=4)
     llama = made(transformers, "llama", **LLAMA)
-    model = nn.load.llama(
+    model = nn.load.model(
         llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32, logits=False
     )
     close(model(IDS, is_causal=True), logits_of(llama.model), scale=4)
@@ -465,7 +466,7 @@ def test_heads_prefixes_buffers_and_old_names_of_bert_are_known(bert, transforme
     }
     assert old.keys() != state.keys()
     for weights in (state, old):
-        model = nn.load.bert(weights, bert.config.to_dict(), like=FLOAT32)
+        model = nn.load.model(weights, bert.config.to_dict(), like=FLOAT32)
         close(model(IDS), logits_of(bert), scale=4)
 
 
@@ -474,37 +475,37 @@ def test_buffers_of_gpt2_and_llama_are_known(gpt2, transformers):
         "transformer.h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool),
         "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
     }
-    nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
+    nn.load.model(state, gpt2.config.to_dict(), like=FLOAT32)
     llama = made(transformers, "llama", **LLAMA)
     state = llama.state_dict() | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    nn.load.llama(state, llama.config.to_dict(), like=FLOAT32)
+    nn.load.model(state, llama.config.to_dict(), like=FLOAT32)
 
 
 def test_a_tied_output_map_that_is_another_is_refused(gpt2):
     state = gpt2.state_dict() | {"lm_head.weight": torch.ones(50, 32)}
     with pytest.raises(ValueError, match=r"lm_head\.weight and wte\.weight are tied"):
-        nn.load.gpt2(state, gpt2.config.to_dict(), like=FLOAT32)
+        nn.load.model(state, gpt2.config.to_dict(), like=FLOAT32)
 
 
 def test_a_tied_model_may_be_stored_under_the_name_of_its_output_map(gpt2):
     state = gpt2.state_dict()
     state["lm_head.weight"] = state.pop("transformer.wte.weight")
     config = gpt2.config.to_dict()
-    model = nn.load.gpt2(state, config, like=FLOAT32)
+    model = nn.load.model(state, config, like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
     del config["tie_word_embeddings"]  # whose default is true
-    bare = nn.load.gpt2(state, config, like=FLOAT32, logits=False)
+    bare = nn.load.model(state, config, like=FLOAT32, logits=False)
     np.testing.assert_array_equal(bare.embedding.weight, model.embedding.weight)
     assert not bare.tied
     config["tie_word_embeddings"] = False
     with pytest.raises(ValueError, match=r"wte\.weight: missing"):
-        nn.load.gpt2(state, config, like=FLOAT32, logits=False)
+        nn.load.model(state, config, like=FLOAT32, logits=False)
 
 
 def test_a_base_model_is_told_how_it_is_loaded(transformers):
     llama = made(transformers, "llama", **LLAMA)
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
-        nn.load.llama(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
+        nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
 
 
 def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
@@ -512,14 +513,15 @@ def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
         transformers, "gpt2", vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16,
         n_inner=20, tie_word_embeddings=False,
     )  # fmt: skip
-    model = nn.load.gpt2(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
 
 
 @pytest.mark.parametrize(
     ("family", "change", "said"),
     [
-        ("bert", {"model_type": "roberta"}, "model_type is 'roberta'; this function reads 'bert'"),
+        ("bert", {"model_type": "t5"}, "model_type is 't5'; this function reads 'gpt2'"),
+        ("bert", {"model_type": None}, "model_type is None; add it to the config; this"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'rel"),
         ("bert", {"hidden_act": "mish"}, "hidden_act must be one of gelu.*; got 'mish'"),
         ("bert", {"num_attention_heads": None}, "config has no num_attention_heads"),
@@ -547,12 +549,12 @@ def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
 def test_a_config_that_is_not_understood_is_refused_by_name(family, change, said):
     sizes = LLAMA | {"n_embd": 32, "n_layer": 2, "n_head": 4}
     with pytest.raises(ValueError, match=said):
-        getattr(nn.load, family)({}, sizes | change, like=FLOAT32)
+        nn.load.model({}, sizes | {"model_type": family} | change, like=FLOAT32)
 
 
 def test_a_length_is_for_dynamic_scaling_alone():
     with pytest.raises(ValueError, match=r"length needs dynamic scaling .* positive; got 40"):
-        nn.load.llama({}, LLAMA, like=FLOAT32, length=40)
+        nn.load.model({}, TYPED, like=FLOAT32, length=40)
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -561,7 +563,7 @@ def test_a_length_is_for_dynamic_scaling_alone():
 def test_a_model_in_many_files_is_read_by_its_index(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    model = nn.load.gpt2(tmp_path, like=FLOAT32)
+    model = nn.load.model(tmp_path, like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
 
 
@@ -570,7 +572,7 @@ def test_a_whole_file_precedes_an_index_as_in_transformers(gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path, max_shard_size="20KB", state_dict=doubled)
     gpt2.save_pretrained(tmp_path / "whole")
     (tmp_path / "whole" / "model.safetensors").rename(tmp_path / "model.safetensors")
-    model = nn.load.gpt2(tmp_path, like=FLOAT32)
+    model = nn.load.model(tmp_path, like=FLOAT32)
     close(model(IDS, is_causal=True), logits_of(gpt2), scale=4)
 
 
@@ -583,7 +585,7 @@ def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, library):
     (tmp_path / "config.json").write_text(json.dumps(gpt2.config.to_dict()))
     expected = state["wte.weight"].float().numpy()
     for like in (FLOAT32, FLOAT32.astype(ml_dtypes.bfloat16)):
-        model = nn.load.gpt2(tmp_path, like=to(like))
+        model = nn.load.model(tmp_path, like=to(like))
         assert model.embedding.weight.dtype == to(like).dtype
         np.testing.assert_array_equal(back(model.embedding.weight).astype(np.float32), expected)
 
@@ -591,18 +593,18 @@ def test_a_file_of_bfloat16_is_read_bit_for_bit(gpt2, tmp_path, library):
 def test_what_is_no_source_is_said(tmp_path, gpt2):
     config = gpt2.config.to_dict()
     with pytest.raises(FileNotFoundError, match=r"there is no .*model\.safetensors"):
-        nn.load.gpt2(tmp_path, config, like=FLOAT32)
+        nn.load.model(tmp_path, config, like=FLOAT32)
     with pytest.raises(FileNotFoundError, match=r"there is no .*config\.json: pass config="):
-        nn.load.gpt2(tmp_path, like=FLOAT32)
+        nn.load.model(tmp_path, like=FLOAT32)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"is not a \.safetensors file"):
-        nn.load.gpt2(tmp_path / "pytorch_model.bin", config, like=FLOAT32)
+        nn.load.model(tmp_path / "pytorch_model.bin", config, like=FLOAT32)
     with pytest.raises(TypeError, match="pass config="):
-        nn.load.gpt2(gpt2.state_dict(), like=FLOAT32)
+        nn.load.model(gpt2.state_dict(), like=FLOAT32)
     with pytest.raises(TypeError, match=r"pass config\.to_dict\(\)"):
-        nn.load.gpt2(gpt2.state_dict(), gpt2.config, like=FLOAT32)
+        nn.load.model(gpt2.state_dict(), gpt2.config, like=FLOAT32)
     with pytest.raises(TypeError, match="weights is a GPT2LMHeadModel; pass a mapping"):
-        nn.load.gpt2(gpt2, config, like=FLOAT32)
+        nn.load.model(gpt2, config, like=FLOAT32)
 
 
 def test_what_is_there_in_place_of_weights_is_said_with_what_to_do(tmp_path, gpt2):
@@ -611,21 +613,21 @@ def test_what_is_there_in_place_of_weights_is_said_with_what_to_do(tmp_path, gpt
         nn.load.model("openai/gpt2", like=FLOAT32)
     packed = {"h.0.attn.c_attn.qweight": np.zeros((4, 4), np.int32)}
     with pytest.raises(ValueError, match=r"c_attn\.qweight is quantized, as GPTQ and AWQ"):
-        nn.load.gpt2(packed, config, like=FLOAT32)
+        nn.load.model(packed, config, like=FLOAT32)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     for given in (None, config):
         with pytest.raises(FileNotFoundError, match=r"there is pytorch_model\.bin, a pickle"):
-            nn.load.gpt2(tmp_path, given, like=FLOAT32)
+            nn.load.model(tmp_path, given, like=FLOAT32)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"an adapter of PEFT, .*merge_and_unload"):
-        nn.load.gpt2(tmp_path, like=FLOAT32)
+        nn.load.model(tmp_path, like=FLOAT32)
 
 
 def test_a_missing_package_is_named_with_the_command(monkeypatch, gpt2, tmp_path):
     gpt2.save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
-        nn.load.gpt2(tmp_path, like=FLOAT32)
+        nn.load.model(tmp_path, like=FLOAT32)
 
 
 # ---- files and settings of anyone --------------------------------------------------------------
@@ -679,10 +681,10 @@ def with_setting(config, name, value):
     return text.replace(f'"{name}": "here"', f'"{name}": {value}')
 
 
-def refused(family, folder):
+def refused(folder):
     """Return what is said of a model, or None if it is loaded."""
     try:
-        getattr(nn.load, family)(folder, like=FLOAT32)
+        nn.load.model(folder, like=FLOAT32)
     except ValueError as error:
         return str(error)
     return None
@@ -692,11 +694,11 @@ def refused(family, folder):
 def test_every_setting_is_understood_or_refused_by_name(family, folders, tmp_path):
     folder = copied(folders[family], tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    assert refused(family, folder) is None
+    assert refused(folder) is None
     for name in READ[family].split():
         for value in VALUES:
             (folder / "config.json").write_text(with_setting(config, name, value))
-            said = refused(family, folder)
+            said = refused(folder)
             assert said is None or name in said or "do not fit" in said, (name, value, said)
             assert said is None or len(said) < 10_000
 
@@ -712,7 +714,7 @@ def test_every_setting_of_rotary_positions_is_understood_or_refused_by_name(
         for value in [*VALUES, "1", "1e-300", "1e-37", "3e38"]:
             text = with_setting(config, "rope_parameters", with_setting(given, name, value))
             (folder / "config.json").write_text(text)
-            said = refused("llama", folder)
+            said = refused(folder)
             assert said is None or name.removeprefix("rope_") in said, (name, value, said)
 
 
@@ -759,7 +761,7 @@ def test_settings_are_held_to_their_range_and_to_the_weights(
         config["rope_parameters"] = ROPES["linear"]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=said):
-        getattr(nn.load, family)(folder, like=FLOAT32)
+        nn.load.model(folder, like=FLOAT32)
 
 
 def test_a_head_of_two_numbers_has_one_frequency_however_it_is_scaled():
@@ -767,11 +769,11 @@ def test_a_head_of_two_numbers_has_one_frequency_however_it_is_scaled():
 
 
 def test_a_length_and_an_epsilon_are_numbers(transformers):
-    config = LLAMA | {"rope_parameters": ROPES["dynamic"]}
+    config = TYPED | {"rope_parameters": ROPES["dynamic"]}
     with pytest.raises(TypeError, match="length must be an integer"):
-        nn.load.llama({}, config, like=FLOAT32, length="40")
+        nn.load.model({}, config, like=FLOAT32, length="40")
     with pytest.raises(ValueError, match=r"length needs dynamic scaling and must be positive"):
-        nn.load.llama({}, config, like=FLOAT32, length=10**400)
+        nn.load.model({}, config, like=FLOAT32, length=10**400)
     state = torch.nn.TransformerEncoderLayer(16, 4, 24).state_dict()
     for epsilon in (float("inf"), float("nan"), -1.0, "1e-5"):
         with pytest.raises(ValueError, match="epsilon must be 0 or a positive number"):
@@ -783,7 +785,7 @@ def test_a_length_and_an_epsilon_are_numbers(transformers):
 def test_weights_have_names_of_text_each_once(gpt2):
     config = gpt2.config.to_dict()
     for load in (
-        lambda weights: nn.load.gpt2(weights, config, like=FLOAT32),
+        lambda weights: nn.load.model(weights, config, like=FLOAT32),
         lambda weights: nn.load.torch_attention(weights, 4, like=FLOAT32),
     ):
         with pytest.raises(ValueError, match="weights are arrays by name; got the name 0"):
@@ -792,7 +794,7 @@ def test_weights_have_names_of_text_each_once(gpt2):
             load({"lm_head.weight": 3, "wte.weight": 4})
     state = gpt2.state_dict() | {"wte.weight": torch.ones(50, 32)}
     with pytest.raises(ValueError, match=r"transformer\.wte\.weight and wte\.weight are one"):
-        nn.load.gpt2(state, config, like=FLOAT32)
+        nn.load.model(state, config, like=FLOAT32)
 
 
 def indexed(folder, name="model-1.safetensors", **more):
@@ -813,25 +815,25 @@ def test_an_index_names_no_file_outside_its_folder(folders, tmp_path):
     good = index.read_text()
     for name in (f"../other/{shard.name}", f"..\\other\\{shard.name}", str(other), "C:x", "a/../b"):
         index.write_text(good.replace(shard.name, json.dumps(name)[1:-1]))
-        said = refused("gpt2", folder)
+        said = refused(folder)
         assert said is not None
         assert str(index) in said
         assert f"{name!r}, which is outside the folder" in said
     # The Hugging Face cache: names in the folder, links to files elsewhere.
     index.write_text(good)
     (folder / shard.name).symlink_to(other)
-    assert refused("gpt2", folder) is None
+    assert refused(folder) is None
     # A folder of the folder.
     (folder / "sub").mkdir()
     (folder / shard.name).rename(folder / "sub" / shard.name)
     index.write_text(good.replace(shard.name, f"sub/{shard.name}"))
-    assert refused("gpt2", folder) is None
+    assert refused(folder) is None
 
 
 def test_an_index_says_which_file_has_a_weight(folders, tmp_path):
     folder = copied(folders["gpt2"], tmp_path)
     shard, index = indexed(folder, extra="model-1.safetensors")
-    said = refused("gpt2", folder)
+    said = refused(folder)
     assert said == f"{shard} has no extra, which {index} says it has"
     # The same name in another file, of other numbers, is not the model's.
     save_file = pytest.importorskip("safetensors.numpy").save_file
@@ -839,13 +841,13 @@ def test_an_index_says_which_file_has_a_weight(folders, tmp_path):
     del names["extra"]
     save_file({"extra": FLOAT32, next(iter(names)): FLOAT32}, folder / "z")
     index.write_text(json.dumps({"weight_map": names | {"lm_head.weight": "z"}}))
-    assert "z has no lm_head.weight" in refused("gpt2", folder)
+    assert "z has no lm_head.weight" in refused(folder)
     save_file(dict.fromkeys([*names, "h.0.attn.bias"], FLOAT32), folder / "z")
     index.write_text(json.dumps({"weight_map": names | {"h.0.attn.bias": "z"}}))
-    assert refused("gpt2", folder) is None
+    assert refused(folder) is None
     (folder / "z").unlink()
     with pytest.raises(FileNotFoundError, match=r"z, which .*index\.json names"):
-        nn.load.gpt2(folder, like=FLOAT32)
+        nn.load.model(folder, like=FLOAT32)
 
 
 TEXTS = (b"", b"{", b"[]", b"3", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 10_000, b'{"a":' * 10_000)
@@ -860,7 +862,7 @@ def test_a_file_of_settings_that_is_damaged_is_named(name, folders, tmp_path):
     index = (b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}')
     for text in (*TEXTS, *(index if "index" in name else ())):
         file.write_bytes(text)
-        assert str(file) in refused("gpt2", folder), text
+        assert str(file) in refused(folder), text
 
 
 def test_weights_that_are_damaged_are_refused_with_their_files_name(folders, tmp_path):
@@ -882,13 +884,13 @@ def test_weights_that_are_damaged_are_refused_with_their_files_name(folders, tmp
     headers = [len(text).to_bytes(8, "little") + text + b"\0" * 4 for text in headers]
     for data in (*cuts, *lengths, *headers, good + b"\0"):
         file.write_bytes(data)
-        assert str(file) in refused("gpt2", folder), data[:80]
+        assert str(file) in refused(folder), data[:80]
     rng = np.random.default_rng(0)
     for _ in range(100):
         flipped = bytearray(good)
         flipped[rng.integers(header)] ^= 1 << rng.integers(8)
         file.write_bytes(flipped)
-        said = refused("gpt2", folder)  # A name that is another one, at least.
+        said = refused(folder)  # A name that is another one, at least.
         assert said is None or str(file) in said or "weights" in said
 
 
@@ -898,13 +900,13 @@ def test_a_folder_in_a_files_place_is_no_file(name, folders, tmp_path):
     (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(FileNotFoundError, match=rf"there is no .*{name}: a folder has this name"):
-        nn.load.gpt2(folder, like=FLOAT32)
+        nn.load.model(folder, like=FLOAT32)
     (folder / name).rmdir()
     if os.name != "posix":
         return
     os.mkfifo(folder / name)
     with pytest.raises(FileNotFoundError, match=rf"there is no .*{name}: a device or pipe has"):
-        nn.load.gpt2(folder, like=FLOAT32)
+        nn.load.model(folder, like=FLOAT32)
 
 
 def hostile_folders():
@@ -939,7 +941,7 @@ def test_a_message_is_short_and_printable_and_names_the_path(content, said, fold
         else:
             save_file(value, folder / name)
     with pytest.raises((ValueError, FileNotFoundError)) as caught:
-        nn.load.gpt2(folder, like=FLOAT32)
+        nn.load.model(folder, like=FLOAT32)
     message = str(caught.value)
     assert said in message
     assert str(folder) in message

@@ -8,13 +8,10 @@ the first twenty that do not fit.
 """
 
 from polyattn.nn.load.layers import keras_attention, torch_attention, torch_encoder_layer
-from polyattn.nn.load.models import bert, gpt2, llama, model
+from polyattn.nn.load.models import model
 
 __all__ = [
-    "bert",
-    "gpt2",
     "keras_attention",
-    "llama",
     "model",
     "torch_attention",
     "torch_encoder_layer",

@@ -23,7 +23,7 @@ from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import block_names, fill, renamed
 from polyattn.nn.models import Transformer
 
-__all__ = ["FAMILIES", "bert", "gpt2", "llama", "model"]
+__all__ = ["FAMILIES", "model"]
 
 #: The weight of an output map, whose name is the same with and without the prefix of a family.
 HEAD = "lm_head.weight"
@@ -74,107 +74,8 @@ def model(
     FileNotFoundError, ImportError
         If there is no file, or safetensors is not installed to read it.
     """
-    return _load(tuple(FAMILIES), weights, config, like, Wanted(logits, length))
-
-
-def bert(weights: Weights, config: Mapping[str, Any] | None = None, *, like: Array) -> Transformer:
-    """Load a BERT, which `model` does too; a config without ``model_type`` is one.
-
-    Parameters
-    ----------
-    weights, config, like : mapping or path, mapping, Array
-        As for `model`.
-
-    Returns
-    -------
-    Transformer
-        A model from token ids to the last hidden states, without the pooler.
-
-    Raises
-    ------
-    ValueError, FileNotFoundError, ImportError
-        As for `model`.
-
-    References
-    ----------
-    .. [1] Devlin et al., "BERT", 2018, arXiv:1810.04805.
-    """
-    return _load(("bert",), weights, config, like, Wanted())
-
-
-def gpt2(
-    weights: Weights,
-    config: Mapping[str, Any] | None = None,
-    *,
-    like: Array,
-    logits: bool = True,
-) -> Transformer:
-    """Load a GPT-2, which `model` does too; a config without ``model_type`` is one.
-
-    Parameters
-    ----------
-    weights, config, like, logits : mapping or path, mapping, Array, bool
-        As for `model`.
-
-    Returns
-    -------
-    Transformer
-        A model from token ids to logits, to be called with ``is_causal=True``.
-
-    Raises
-    ------
-    ValueError, FileNotFoundError, ImportError
-        As for `model`.
-
-    References
-    ----------
-    .. [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
-    """
-    return _load(("gpt2",), weights, config, like, Wanted(logits))
-
-
-def llama(
-    weights: Weights,
-    config: Mapping[str, Any] | None = None,
-    *,
-    like: Array,
-    logits: bool = True,
-    length: int | None = None,
-) -> Transformer:
-    """Load a Llama, which `model` does too; a config without ``model_type`` is one.
-
-    Parameters
-    ----------
-    weights, config, like, logits, length : mapping or path, mapping, Array, bool, int
-        As for `model`.
-
-    Returns
-    -------
-    Transformer
-        A model from token ids to logits, to be called with ``is_causal=True``.
-
-    Raises
-    ------
-    ValueError, FileNotFoundError, ImportError
-        As for `model`.
-
-    References
-    ----------
-    .. [1] Touvron et al., "LLaMA", 2023, arXiv:2302.13971.
-    """
-    return _load(("llama",), weights, config, like, Wanted(logits, length))
-
-
-def _load(
-    families: tuple[str, ...],
-    weights: Weights,
-    config: Mapping[str, Any] | None,
-    like: Array,
-    wanted: Wanted,
-) -> Transformer:
-    """Load a model of one of the families."""
     check_folder(weights)
-    family, settings = family_of(families, *read_config(weights, config))
+    family, settings = family_of(*read_config(weights, config))
     source = "weights" if isinstance(weights, Mapping) else f"weights of {weights}"
     # The plan reads all settings before it asks for the blocks, and so for the weights.
     read: dict[str, Array] = {}
@@ -183,25 +84,22 @@ def _load(
         read.update(_base_weights(weights, family))
         return block_names(read, source, prefix, count, setting)
 
-    plan = family.plan(settings, blocks, wanted)
+    plan = family.plan(settings, blocks, Wanted(logits, length))
     _use_or_drop_head(read, plan, settings)
     advice = {HEAD: "a base model has no output map: pass logits=False for hidden states"}
     origin = f"{family.title} of this config"
-    model = fill(plan.model, read, like=like, origin=origin, source=source, advice=advice)
-    return plan.finished(model)
+    filled = fill(plan.model, read, like=like, origin=origin, source=source, advice=advice)
+    return plan.finished(filled)
 
 
-def family_of(
-    families: tuple[str, ...], config: Mapping[str, Any], origin: str
-) -> tuple[Family, Settings]:
+def family_of(config: Mapping[str, Any], origin: str) -> tuple[Family, Settings]:
     """Return the family of a config and its settings, or refuse those it does not support."""
     name = config.get("model_type")
-    if name is None and len(families) == 1:
-        name = families[0]
-    if not isinstance(name, str) or name not in families:
-        known = ", ".join(repr(family) for family in families)
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(map(repr, FAMILIES))
+        missing = "; add it to the config" if name is None else ""
         raise ValueError(
-            f"{origin}: model_type is {reprlib.repr(name)}; this function reads {known}"
+            f"{origin}: model_type is {reprlib.repr(name)}{missing}; this function reads {known}"
         )
     family = FAMILIES[name]
     settings = Settings({**family.defaults, **config}, origin)
