@@ -156,7 +156,7 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_numbers(add: Any) -> None:
-    """Add the options of a call that are no arrays."""
+    """Add the options of a call, but for arrays."""
     add("--causal", action="store_true", help="is_causal=True")
     add("--window", type=_window, metavar="LEFT,RIGHT", help="such as 255,0 or none,0")
     add("--query-offset", type=int, metavar="N", help="position of the first query")

@@ -42,7 +42,7 @@ def is_compiling() -> bool:
 
 @constant_when_traced
 def know_torch() -> bool:
-    """Let `is_compiling` answer before the first tensor is seen, and return whether it can."""
+    """Find the parts of torch that `is_compiling` reads, and return whether torch is there."""
     if _torch_parts:
         return True
     torch: Any = sys.modules.get("torch")

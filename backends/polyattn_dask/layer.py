@@ -1,4 +1,4 @@
-"""Tasks under way to a graph, and the dask arrays that they make."""
+"""Collect tasks, and make a graph and dask arrays of them."""
 
 from __future__ import annotations
 

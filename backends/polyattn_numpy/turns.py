@@ -62,14 +62,14 @@ class Turn:
         self._by_key, self._by_row = by_key, by_row
 
     def wait_for_keys(self, columns: Span) -> None:
-        """Return once the pieces before have added some keys to the sums that they share."""
+        """Wait until the earlier pieces have added these keys to the sums that they share."""
         for other in self._by_key:
             own = self._turns.cut[other].columns
             if own.start < columns.stop and columns.start < own.stop:
                 self._wait_for(other, columns.stop)
 
     def wait_for_rows(self) -> None:
-        """Return once the pieces before have ended with which a sum by row is shared."""
+        """Wait until the earlier pieces that share a sum by row have ended."""
         for other in self._by_row:
             self._wait_for(other, math.inf)
 

@@ -19,4 +19,4 @@ def reasons_against_lengths(problem: Problem) -> list[str]:
     if reason is not None:
         return [reason]
     names = ", ".join(sorted(problem.features & NUMBERED))
-    return [f"it computes {names} for lengths that are known only"] if names else []
+    return [f"it computes {names} only for known lengths"] if names else []
