@@ -185,9 +185,7 @@ class BackendSuite:
             many_tiles = derivative is not None and bool(target.own) and variant.small_tiles
             if dear or closing or one_tile or many_tiles or variant.kernel.compiles:
                 cases = checks.covering(target, variant, cases, takes)
-            elif (
-                derivative is not None
-            ):  # to run a case is cheaper than to ask whether it is supported
+            elif derivative is not None:  # a run is cheaper than to ask what is supported
                 features = variant.kernel.features
                 cases = [case for case in cases if case.features <= features]
             elif test != "test_case":
