@@ -15,12 +15,12 @@ from polyattn.arrays import Array
 from polyattn.call.describe import Call, Operands
 from polyattn.call.key import CallKey
 from polyattn.call.layout import as_called, heads_first, keeps_axes
-from polyattn.call.problem import examine
+from polyattn.call.problem import Problem, examine
 from polyattn.dispatch.placement import Placement
 from polyattn.dispatch.plan import Plan
 from polyattn.dispatch.request import Request
 from polyattn.dispatch.select import select
-from polyattn.plugin import Kernel
+from polyattn.plugin import Backend, Kernel
 from polyattn.tracing import is_compiling
 
 __all__ = ["CachedCall", "cached_call", "forget", "planned"]
@@ -33,19 +33,23 @@ class CachedCall(NamedTuple):
 
     call: Call
     plan: Plan
-    is_direct: bool  # whether the kernel takes and returns the arrays of the caller
+    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
+    direct: tuple[Backend, Kernel, Problem] | None
 
     def run(self, operands: Operands) -> Array:
         """Return the output of the call with other arrays of the same classes."""
-        kernel, (backend, _, problem, _), _ = self.plan
-        if self.is_direct and backend is not None:
+        if self.direct is not None:
+            backend, kernel, problem = self.direct
             return backend.run(kernel, problem, operands)[0]
         return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
 
     @classmethod
     def of(cls, call: Call, plan: Plan) -> CachedCall:
         """Return the record of a call that has just run."""
-        return cls(call, plan, not plan.placement.moved and keeps_axes(call))
+        backend, _, problem, moved = plan.placement
+        if backend is None or moved or not keeps_axes(call):
+            return cls(call, plan, None)
+        return cls(call, plan, (backend, plan.kernel, problem))
 
 
 def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
