@@ -25,7 +25,6 @@ GROUND = {
     "host",
     "html_page",
     "progress",
-    "recent",
     "refused",
     "span",
     "streams",

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 import polyattn
+from polyattn.arrays import library_of
 from polyattn.bench import timing
 from polyattn.call.describe import Operands, describe
-from polyattn.call.glance import glance
+from polyattn.call.key import call_key
 from polyattn.call.problem import examine
-from polyattn.dispatch.plans import recall_repeat
+from polyattn.dispatch.cache import cached_call
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import select
 
@@ -47,22 +48,20 @@ def steps(arrays: list[Any]) -> dict[str, float]:
     """Return the medians, in microseconds, of the steps of a repeated call and of a first one."""
     polyattn.attention(*arrays)
     requested, (call, _) = request(None), describe(*arrays)
-    seen, problem = glance(arrays, {}), examine(call)
-    assert seen is not None
-    repeat = recall_repeat(seen, requested)
-    assert repeat is not None
-    backend, kernel = repeat.plan.placement.backend, repeat.plan.kernel
-    chosen = repeat.plan.placement.problem
+    key, problem, xp = call_key(arrays, {}), examine(call), library_of(arrays[0]).xp
+    assert key is not None
+    (known,) = cached_call(key, requested)
+    kernel, (backend, _, chosen, _), _ = known.plan
     plain = Operands(*arrays, None, None, None, None, None)
     calls = {
         "whole call": lambda: polyattn.attention(*arrays),
-        "glance": lambda: glance(arrays, {}),
-        "request, look up": lambda: recall_repeat(seen, request(None)),
-        "backend": lambda: repeat.run(plain),
+        "key": lambda: call_key(arrays, {}),
+        "request, look up": lambda: cached_call(key, request(None)),
+        "backend": lambda: known.run(plain),
         "of which kernel": lambda: kernel(chosen, plain, backend),
         "first: describe": lambda: describe(*arrays),
         "first: examine": lambda: examine(call),
-        "first: select": lambda: select(call, problem, arrays[0], requested, None),
+        "first: select": lambda: select(call, problem, requested, None, xp),
     }
     *_, times = timing.rounds(calls, lambda name: timing.window(calls[name], WINDOW / 4), ROUNDS)
     return {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}

@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from polyattn.api.cached_calls import with_cached_calls
 from polyattn.api.names import with_our_names
-from polyattn.api.repeats import with_repeats
+from polyattn.api.run import compute
 from polyattn.arrays import Array
 from polyattn.autocast import autocast
-from polyattn.call.describe import Call, Operands, describe
-from polyattn.call.layout import as_called, heads_first
+from polyattn.call.describe import describe
 from polyattn.call.options import Start
-from polyattn.call.problem import examine
-from polyattn.dispatch.plans import recall, remember
-from polyattn.dispatch.request import request
-from polyattn.dispatch.select import check_kernel, select
-from polyattn.dispatch.transfer import Plan
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["attention", "compute", "planned"]
+__all__ = ["attention"]
 
 A = TypeVar("A")  # the type of the query, which the result has
 
 
-@with_repeats
+@with_cached_calls
 @with_our_names
 def attention(
     query: A,
@@ -159,30 +154,3 @@ def attention(
     )  # fmt: skip
     result: tuple[A, Array | None] = compute(*described, backend, kernel)
     return result[0]
-
-
-def compute(
-    call: Call,
-    operands: Operands,
-    backend: str | Sequence[str] | None,
-    kernel: str | Kernel | None,
-) -> tuple[Array, Array | None]:
-    """Examine a described call, select a kernel, and run it."""
-    plan = planned(call, operands.query, backend, kernel)
-    result = plan.run(heads_first(call, operands))
-    if not plan.tried:
-        remember(call, request(backend), kernel, plan._replace(tried=True))
-    return as_called(call, *result)
-
-
-def planned(
-    call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
-) -> Plan:
-    """Examine a described call and select a kernel, unless it was selected before."""
-    check_kernel(kernel)
-    requested = request(backend)
-    plan = recall(call, requested, kernel)
-    if plan is None:
-        plan = select(call, examine(call), query, requested, kernel)
-        remember(call, requested, kernel, plan)
-    return plan

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import Shape, check_int, check_shape
-from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
+from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of, library_of
 from polyattn.autocast import autocast, casts
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
@@ -112,8 +112,8 @@ def explain(
     if problem.mask_spec is not None and isinstance(operands.mask, Mask):
         # A remark may count the tiles of a compiled mask.
         problem = problem._replace(mask_spec=problem.mask_spec.filled(operands.mask))
-    array = None if only_shapes else query
-    explanation = explain_selection(call, problem, array, requested, kernel)
+    xp = None if only_shapes else library_of(query).xp
+    explanation = explain_selection(call, problem, requested, kernel, xp)
     return replace(explanation, autocast=changed)
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from polyattn.api.attention import attention, compute, planned
+from polyattn.api.attention import attention
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.partial import Partial, attention_partial
+from polyattn.api.run import compute, plan_of
 from polyattn.arrays import Array, cast, is_array, library_of
 from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.layout import gradients_as_called, heads_first
-from polyattn.dispatch.plans import remember
-from polyattn.dispatch.request import request
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
 from polyattn.plugin import unrounded
@@ -122,10 +121,8 @@ def _backward(
         output_gradient=output_gradient,
         logsumexp_gradient=logsumexp_gradient,
     )
-    plan = planned(call, operands.query, backend, kernel)
+    plan = plan_of(call, operands.query, backend, kernel)
     found = plan.run_backward(heads_first(call, operands))
-    if not plan.tried:
-        remember(call, request(backend), kernel, plan._replace(tried=True))
     return _finished(call, found, given, into)
 
 
@@ -193,7 +190,7 @@ def unrounded_partial(
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(query, key, value, logsumexp=True, **arguments)
     if call.query.dtype in ("float16", "bfloat16"):
-        plan = planned(call, query, backend, kernel)
+        plan = plan_of(call, query, backend, kernel)
         if kernel is None:  # the gradient may be another kernel's
             plan = plan.with_feature("backward") or plan
         problem = plan.placement.problem

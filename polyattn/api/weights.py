@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Unpack
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.arguments import check_int
-from polyattn.arrays import Array
+from polyattn.arrays import Array, library_of
 from polyattn.autocast import autocast
 from polyattn.call.describe import describe
 from polyattn.call.layout import heads_first, is_flat
@@ -121,7 +121,7 @@ def attention_weights(
     )
     if top is not None and per_key:
         raise ValueError("top and per_key cannot be given together")
-    plan = select(call, problem, operands.query, request(backend), kernel)
+    plan = select(call, problem, request(backend), kernel, library_of(operands.query).xp)
     weights, keys = plan.run(heads_first(call, operands))
     if is_flat(call):
         weights, keys = weights[0, ...], None if keys is None else keys[0, ...]

@@ -10,6 +10,7 @@ import numpy as np
 
 from polyattn.api.attention import attention
 from polyattn.api.explain import explain
+from polyattn.arrays import namespace_of
 from polyattn.bench.workload import Workload
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendUnavailableError, UnsupportedError
@@ -107,7 +108,9 @@ def _named(name: str) -> Iterator[Contender]:
     if stem == registry.ARRAY_API:
         if wanted:
             raise ValueError(f"array-api runs on NumPy arrays and takes no device; got {name!r}")
-        yield Contender(stem, stem, "numpy", "cpu", "cpu", registry.array_api_backend(np.zeros(0)))
+        yield Contender(
+            stem, stem, "numpy", "cpu", "cpu", registry.array_api_backend(namespace_of(np.zeros(0)))
+        )
         return
     failure = registry.load(stem)
     if failure is not None:

@@ -6,27 +6,43 @@ traced array is refused before any work. Within one library nothing is lost.
 
 from __future__ import annotations
 
-from polyattn.arrays import LONG_NAMES, Array, ArrayFacts
+from typing import Any, NamedTuple
+
+from polyattn.arrays import LONG_NAMES, ArrayFacts
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
-from polyattn.dispatch.transfer import Placement, Refusal, conversion_loss
-from polyattn.plugin import BackendSpec
+from polyattn.dispatch.transfer import conversion_loss
+from polyattn.plugin import Backend, BackendSpec, Kernel
 from polyattn.tracing import is_compiling
 
-__all__ = ["check_one_place", "find_placement"]
+__all__ = ["Placement", "Refusal", "check_one_place", "find_placement"]
 
 
-def find_placement(
-    call: Call, problem: Problem, query: Array | None, name: str
-) -> Placement | Refusal:
+class Placement(NamedTuple):
+    """A backend that could run a call, and the operands that must move there."""
+
+    backend: Backend | None  # None for the array-API kernels where only shapes are known
+    kernels: tuple[Kernel, ...]
+    problem: Problem  # with the library and device of the backend
+    moved: frozenset[str]  # the operands of another library or device
+
+
+class Refusal(NamedTuple):
+    """The reason why a backend cannot be loaded, or cannot run this call."""
+
+    status: str  # "unavailable" or "refused"
+    reason: str
+
+
+def find_placement(call: Call, problem: Problem, name: str, xp: Any) -> Placement | Refusal:
     """Return where the backend ``name`` or ``name:device`` would run a call, or why it cannot.
 
-    `query` is None if only its shape is known.
+    `xp` is the namespace of the query, None if only its shape is known.
     """
     stem, _, device = name.partition(":")
     if stem == registry.ARRAY_API:
-        return _array_api_placement(call, problem, query, device)
+        return _array_api_placement(call, problem, device, xp)
     failure = registry.load(stem)
     if failure is not None:
         return Refusal("unavailable", failure)
@@ -42,9 +58,7 @@ def find_placement(
     return Placement(backend, registry.kernels_of(backend), problem, moved)
 
 
-def _array_api_placement(
-    call: Call, problem: Problem, query: Array | None, device: str
-) -> Placement | Refusal:
+def _array_api_placement(call: Call, problem: Problem, device: str, xp: Any) -> Placement | Refusal:
     locations = sorted({(facts.library, facts.device) for _, facts in call.arrays()})
     # An array without a device goes where the others of its library are.
     devices = [device for _, device in locations if device]
@@ -52,7 +66,7 @@ def _array_api_placement(
         listed = " and ".join(f"{library} {where}".strip() for library, where in locations)
         reason = f"it computes where the arrays are and does not move them; they are on {listed}"
         return Refusal("refused", reason)
-    backend = None if query is None else registry.array_api_backend(query)
+    backend = None if xp is None else registry.array_api_backend(xp)
     return Placement(backend, registry.kernels_of(backend), problem, frozenset())
 
 

@@ -11,12 +11,14 @@ import importlib.util
 import threading
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Any
 
-from polyattn.arrays import is_namespace, library_of
+from polyattn.arrays import is_namespace
 from polyattn.dispatch.entries import Entry, entries
 from polyattn.dispatch.standard import StandardBackend
 from polyattn.kernels import Dense, Tiled
-from polyattn.plugin import API_VERSION, FEATURES, Array, Backend, BackendSpec, Kernel
+from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
+from polyattn.plugin.spec import API_VERSION
 from polyattn.tracing import constant_when_traced
 
 __all__ = [
@@ -225,13 +227,11 @@ def spec_of(name: str) -> BackendSpec:
     return spec
 
 
-def array_api_backend(array: Array) -> Backend:
-    """Return the backend that runs the core's kernels on the library of `array`."""
-    library = library_of(array)
-    name = library.xp.__name__
-    backend = _array_api.get(name)
+def array_api_backend(xp: Any) -> Backend:
+    """Return the backend that runs the core's kernels on the arrays of a namespace."""
+    backend = _array_api.get(xp.__name__)
     if backend is None:
-        backend = _array_api[name] = StandardBackend(library.xp)
+        backend = _array_api[xp.__name__] = StandardBackend(xp)
     return backend
 
 

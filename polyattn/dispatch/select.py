@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from polyattn.arrays import Array, is_namespace
+from polyattn.arrays import is_namespace
 from polyattn.call.describe import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
 from polyattn.dispatch.explanation import Candidate, Explanation
-from polyattn.dispatch.placement import check_one_place, find_placement
+from polyattn.dispatch.placement import Placement, Refusal, check_one_place, find_placement
+from polyattn.dispatch.plan import Plan
 from polyattn.dispatch.request import AUTO, Names, Request, check_known
-from polyattn.dispatch.transfer import Placement, Plan, Refusal
 from polyattn.expressions.scores import Chain, Function
 from polyattn.plugin import Backend, Kernel
 
@@ -26,10 +27,13 @@ __all__ = ["check_kernel", "check_possible", "default_device", "explain_selectio
 
 
 def select(
-    call: Call, problem: Problem, query: Array, requested: Request, kernel: str | Kernel | None
+    call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
 ) -> Plan:
-    """Return the plan of a call, or raise with the reasons against every candidate."""
-    plan, candidates = _try_candidates(call, problem, query, requested, kernel)
+    """Return the plan of a call, or raise with the reasons against every candidate.
+
+    `xp` is the namespace of the query. The arguments and the registry decide alone.
+    """
+    plan, candidates = _try_candidates(call, problem, requested, kernel, xp)
     if plan is None:
         explanation = Explanation(call, problem, str(requested), tuple(candidates))
         raise _error(explanation, kernel, requested)
@@ -39,12 +43,12 @@ def select(
 def explain_selection(
     call: Call,
     problem: Problem,
-    query: Array | None,
     requested: Request,
     kernel: str | Kernel | None,
+    xp: Any,
 ) -> Explanation:
-    """Return the decision with all candidates; `query` is None if only shapes are known."""
-    _, candidates = _try_candidates(call, problem, query, requested, kernel, all_candidates=True)
+    """Return the decision with all candidates; `xp` is None if only shapes are known."""
+    _, candidates = _try_candidates(call, problem, requested, kernel, xp, all_candidates=True)
     return Explanation(call, problem, str(requested), tuple(candidates))
 
 
@@ -101,9 +105,9 @@ def _error(
 def _try_candidates(
     call: Call,
     problem: Problem,
-    query: Array | None,
     requested: Request,
     requested_kernel: str | Kernel | None,
+    xp: Any,
     *,
     all_candidates: bool = False,
 ) -> tuple[Plan | None, list[Candidate]]:
@@ -116,7 +120,7 @@ def _try_candidates(
     for name, is_fallback in _expanded(requested.names or (AUTO,), problem.library):
         if is_fallback and plan is not None:
             continue
-        placement = find_placement(call, problem, query, name)
+        placement = find_placement(call, problem, name, xp)
         if isinstance(placement, Refusal):
             candidates.append(Candidate(name, None, placement.status, (placement.reason,)))
             continue

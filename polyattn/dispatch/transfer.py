@@ -1,29 +1,19 @@
-"""Move arrays to the chosen backend, run the kernel, and move the result back."""
+"""Move arrays to the chosen backend, and results back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Set
+from typing import Any
 
-from polyattn.arrays import (
-    Array,
-    ArrayFacts,
-    Recorder,
-    facts_of,
-    is_array,
-    library_of,
-    recorders,
-)
+from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of
 from polyattn.call.describe import Operands
-from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
 from polyattn.expressions.expression import Expression
-from polyattn.plugin import Backend, Kernel
-from polyattn.tracing import is_compiling
+from polyattn.plugin import Backend
 
-__all__ = ["Placement", "Plan", "Refusal", "backend_of", "conversion_loss", "convert_like"]
+__all__ = ["backend_of", "conversion_loss", "convert_like", "move_operands", "mover_back"]
 
 # A library may have no integers above 32 bits.
 _INT32_MAX = 2**31 - 1
@@ -31,175 +21,42 @@ _INT32_MAX = 2**31 - 1
 _Move = Callable[[Array], Array]
 
 
-class Placement(NamedTuple):
-    """A backend that could run a call, and the operands that must move there."""
+def move_operands(
+    operands: Operands, names: Set[str], target: Backend, problem: Problem, query_device: str
+) -> Operands:
+    """Return the operands, with those of these names moved to the device of the problem."""
+    converted: dict[str, Any] = {}
+    for name in names:
+        operand = getattr(operands, name)
+        if name == "seed" and backend_of(operand) is not target:
+            converted[name] = int(operand)  # not every library has integers of 64 bits
+        elif not isinstance(operand, Expression):
+            if name == "query_offset":
+                operand = _clip_to_int32(operand, problem)
+            converted[name] = _mover(backend_of(operand), target, problem)(operand)
 
-    backend: Backend | None  # None for the array-API kernels where only shapes are known
-    kernels: tuple[Kernel, ...]
-    problem: Problem  # with the library and device of the backend
-    moved: frozenset[str]  # the operands of another library or device
-
-
-class Refusal(NamedTuple):
-    """The reason why a backend cannot be loaded, or cannot run this call."""
-
-    status: str  # "unavailable" or "refused"
-    reason: str
-
-
-class Plan(NamedTuple):
-    """The complete decision about a call: a kernel and its placement."""
-
-    kernel: Kernel
-    placement: Placement
-    home: str  # the device of the query
-    tried: bool = False  # whether it has run: what a kernel returns depends on static facts
-
-    def with_feature(self, feature: str) -> Plan | None:
-        """Return the plan with one feature more, by the first kernel that has it, or None."""
-        problem = self.placement.problem
-        problem = problem._replace(features=problem.features | {feature})
-        placement = self.placement._replace(problem=problem)
-        for kernel in (self.kernel, *placement.kernels):
-            if problem.features <= kernel.features and not kernel.reasons_against(problem):
-                return self._replace(kernel=kernel, placement=placement)
-        return None
-
-    def run(self, operands: Operands) -> tuple[Array, Array | None]:
-        """Run the kernel, and return the result in the query's library and on its device."""
-        recorder = _recorder(operands)
-        if recorder is not None:
-            return recorder.run(self, operands)
-        backend, _, problem, moved = self.placement
-        if backend is None:
-            raise RuntimeError("a plan made from shapes only cannot run")
-        given = self._move(operands, backend) if moved else operands
-        output, logsumexp = self._checked(backend.run(self.kernel, problem, given), given)
-        query = operands.query
-        if "query" not in moved:
-            return output, logsumexp
-        back = _mover(backend, backend_of(query), self.home, problem.dtype)
-        output = _on_query_device(query, back(output))
-        return output, None if logsumexp is None else _on_query_device(query, back(logsumexp))
-
-    def run_backward(self, operands: Operands) -> Gradients:
-        """Run the kernel's backward pass, and return gradients on the query's device."""
-        recorder = _recorder(operands)
-        if recorder is not None:
-            recorded: Gradients = recorder.run_backward(self, operands)
-            return recorded
-        backend, _, problem, moved = self.placement
-        if backend is None:
-            raise RuntimeError("a plan made from shapes only cannot run")
-        given = self._move(operands, backend) if moved else operands
-        found = backend.run_backward(self.kernel, problem, given)
-        if not isinstance(found, Gradients):
-            raise TypeError(
-                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
-                f" {type(found).__name__}"
-            )
-        if not self.tried and self._is_handed_in:
-            self._check_gradients(found, given)
-        if "query" not in moved:
-            return found
-        back = _mover(backend, backend_of(operands.query), self.home, problem.dtype)
-
-        def home(one: Any) -> Any:
-            if isinstance(one, list):
-                return [home(array) for array in one]
-            return None if one is None else _on_query_device(operands.query, back(one))
-
-        return Gradients(*map(home, found))
-
-    def _checked(self, result: Any, operands: Operands) -> tuple[Array, Array | None]:
-        """Return the result of the kernel, or raise if it breaks the contract."""
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(
-                f"the kernel {self.kernel.name} must return (output, logsumexp); it returned"
-                f" a {type(result).__name__}"
-            )
-        if result[1] is None and "logsumexp" in self.placement.problem.features:
-            raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
-        if not self.tried and self._is_handed_in and operands.value is not None:
-            problem = self.placement.problem
-            rows, accumulator = problem.scores[:-1], problem.accumulator
-            dtype = accumulator if "jvp" in problem.features else problem.dtype
-            query = operands.query
-            self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
-            if result[1] is not None:
-                self._check_array("logsumexp", result[1], query, accumulator, rows)
-        return result
-
-    @property
-    def _is_handed_in(self) -> bool:
-        """Whether the kernel is the caller's own, whose results nobody has tested."""
-        return self.kernel not in self.placement.kernels and not is_compiling()
-
-    def _check_gradients(self, found: Gradients, operands: Operands) -> None:
-        problem, query = self.placement.problem, operands.query
-        for name in ("query", "key", "value", "bias", "sinks"):
-            argument, gradient = getattr(operands, name), getattr(found, name)
-            if argument is not None and not (gradient is None and name in problem.constants):
-                what, shape = f"gradient of {name}", facts_of(argument).shape
-                self._check_array(what, gradient, query, problem.accumulator, shape)
-
-    def _check_array(
-        self, what: str, array: Any, query: Array, dtype: str, shape: tuple[int | None, ...]
-    ) -> None:
-        """Raise if a result of the kernel is not an array of the query's library, like this."""
-        library = library_of(query).name
-        got = "None" if array is None else f"a {type(array).__name__}"
-        if is_array(array):
-            facts = facts_of(array)
-            fits = None in (*shape, *facts.shape) or facts.shape == shape
-            if fits and (facts.library, facts.dtype) == (library, dtype):
-                return
-            got = f"an array of {facts.library}, {facts}"
-        raise TypeError(
-            f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
-            f" {shape} {dtype}; it returned {got}"
-        )
-
-    def _move(self, operands: Operands, backend: Backend) -> Operands:
-        device, dtype = self.placement.problem.device, self.placement.problem.dtype
-        converted: dict[str, Any] = {}
-        for name in self.placement.moved:
-            operand = getattr(operands, name)
-            if name == "seed" and backend_of(operand) is not backend:
-                converted[name] = int(operand)  # not every library has integers of 64 bits
-            elif not isinstance(operand, Expression):
-                if name == "query_offset":
-                    operand = _clip_to_int32(operand, self.placement.problem)
-                converted[name] = _mover(backend_of(operand), backend, device, dtype)(operand)
-        for name in ("mask", "score_mod", "similarity"):
-            operand = getattr(operands, name)
-            if isinstance(operand, Expression):
-                converted[name] = operand.map(lambda _, leaf: self._move_one(leaf, operands))
-            elif callable(operand):
-                converted[name] = self._move_one(operand, operands)
-        return operands._replace(**converted)
-
-    def _move_one(self, leaf: Any, operands: Operands) -> Any:
-        """Move an array to the backend, or wrap a function so that it can be called there."""
-        backend, problem = self.placement.backend, self.placement.problem
-        assert backend is not None
+    def move_leaf(leaf: Any) -> Any:
+        """Move an array, or wrap a function so that it can be called there."""
         if is_array(leaf):
-            return _mover(backend_of(leaf), backend, problem.device, problem.dtype)(leaf)
-        if "query" not in self.placement.moved:
+            return _mover(backend_of(leaf), target, problem)(leaf)
+        if "query" not in names:
             return leaf
-        back = _mover(backend, backend_of(operands.query), self.home, problem.dtype)
-        return _wrap_callback(leaf, back, backend, problem)
+        back = _mover(target, backend_of(operands.query), problem, query_device)
+        return _wrap_callback(leaf, back, target, problem)
+
+    for name in ("mask", "score_mod", "similarity"):
+        operand = getattr(operands, name)
+        if isinstance(operand, Expression):
+            converted[name] = operand.map(lambda _, leaf: move_leaf(leaf))
+        elif callable(operand):
+            converted[name] = move_leaf(operand)
+    return operands._replace(**converted)
 
 
-def _recorder(operands: Operands) -> Recorder | None:
-    """Return the recorder of the operands, if one of them is an array that has one."""
-    if not recorders:
-        return None
-    things: list[Any] = list(operands)
-    for value in (operands.mask, operands.score_mod, operands.similarity):
-        if isinstance(value, Expression):
-            things += [thing for _, thing in value.carried()]
-    return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)
+def mover_back(query: Array, source: Backend, problem: Problem, device: str) -> _Move:
+    """Return a function that moves a result of `source` to the library and device of the query."""
+    back = _mover(source, backend_of(query), problem, device)
+    return lambda result: _on_query_device(query, back(result))
 
 
 def _clip_to_int32(offset: Array, problem: Problem) -> Array:
@@ -226,7 +83,7 @@ def _wrap_callback(
         lost = conversion_loss("the result of the function", facts, problem.transforms)
         if lost is not None and source is not backend:
             raise UnsupportedError(lost)
-        return _mover(source, backend, problem.device, problem.dtype)(result)
+        return _mover(source, backend, problem)(result)
 
     return wrapped
 
@@ -238,17 +95,19 @@ def _on_query_device(query: Array, result: Array) -> Array:
     return result.to_device(query.device) if hasattr(result, "to_device") else result
 
 
-def _mover(source: Backend, target: Backend, device: str, dtype: str) -> _Move:
-    """Return a function that moves an array of `source` to `device` of `target`.
+def _mover(source: Backend, target: Backend, problem: Problem, device: str | None = None) -> _Move:
+    """Return a function that moves an array of `source` to a device of `target`.
 
-    An array of `dtype`, which is that of the call, or of bools must keep it.
+    By default it is the device of the problem. An array of the problem's dtype or of bools must
+    keep it.
     """
+    device = problem.device if device is None else device
     through_numpy = source is not target and "numpy" in (_root(source), _root(target))
 
     def move(array: Array) -> Array:
         placed = target.place(source.fetch(array) if through_numpy else array, device or None)
         before, after = facts_of(array).dtype, facts_of(placed).dtype
-        if before != after and before in (dtype, "bool"):
+        if before != after and before in (problem.dtype, "bool"):
             raise UnsupportedError(
                 f"{_root(target)} makes {after} of {before}: cast the arrays to {after} first, or"
                 " name another backend. The plugin should say in lacks() that it has no"
@@ -275,7 +134,7 @@ def backend_of(array: Array) -> Backend:
     for name in registry.serving(library_of(array).name):
         if registry.load(name) is None:
             return registry.loaded(name)
-    return registry.array_api_backend(array)
+    return registry.array_api_backend(library_of(array).xp)
 
 
 def conversion_loss(name: str, facts: ArrayFacts, transforms: frozenset[str]) -> str | None:

@@ -52,7 +52,7 @@ from polyattn.expressions.scores import Score
 from polyattn.host import native
 from polyattn.plugin.backend import Backend, Kernel, unrounded
 from polyattn.plugin.primitives import BackendPrimitives
-from polyattn.plugin.spec import API_VERSION, BackendSpec
+from polyattn.plugin.spec import BackendSpec
 from polyattn.plugin.tools import BackendTools
 from polyattn.span import Span
 from polyattn.threads import thread_count
@@ -64,7 +64,6 @@ from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize, or_zero
 
 __all__ = [
-    "API_VERSION",
     "FEATURES",
     "Array",
     "Backend",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyattn.dispatch import plans, registry
+from polyattn.dispatch import cache, registry
 
 
 class _Entry:
@@ -28,6 +28,7 @@ def plugins(monkeypatch):
         more = [_Entry(name, spec) for name, spec in specs.items()]
         monkeypatch.setattr(registry, "entries", lambda: [*more, *installed()])
         monkeypatch.setattr(registry, "_plugins", {})
-        monkeypatch.setattr(plans, "_plans", {})
+        cache.forget()
 
-    return register
+    yield register
+    cache.forget()

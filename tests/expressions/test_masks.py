@@ -397,13 +397,13 @@ def test_explain_shows_what_was_given_in_place_of_its_arrays():
 
 
 def test_a_decision_is_remembered_by_facts_and_not_by_arrays():
-    from polyattn.dispatch import plans
+    from polyattn.dispatch import cache
 
     x = np.ones((2, 4, 6, 8))
     attention(x, x, x, mask=masks.padding(np.array([3, 4])))
-    before = len(plans._plans)
+    before = cache._plan.cache_info().misses
     attention(x, x, x, mask=masks.padding(np.array([5, 6])))
-    assert len(plans._plans) == before
+    assert cache._plan.cache_info().misses == before
 
 
 # ---- refused -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from polyattn import (
     attention_partial,
     merge,
 )
-from polyattn.arrays import facts_of
+from polyattn.arrays import facts_of, library_of
 from polyattn.call.problem import examine
 from polyattn.conformance.cases.case import Case, arrays_in
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
@@ -108,8 +108,8 @@ def differentiates(feature: str, target: Target, variant: KernelVariant, case: C
         known_logsumexp=None if is_without_logsumexp(case) else known,
         tangents=(("query_tangent", query),) if feature == "jvp" else (),
     )
-    like, requested = arguments[0][0], request(target.backend)
-    return explain_selection(call, examine(call), like, requested, kernel).chosen is not None
+    requested, xp = request(target.backend), library_of(arguments[0][0]).xp
+    return explain_selection(call, examine(call), requested, kernel, xp).chosen is not None
 
 
 def is_without_logsumexp(case: Case) -> bool:

@@ -1,14 +1,17 @@
 """A repeated call: it skips the description, and what changes in it is seen."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 import polyattn
 from polyattn import attention, masks, scores
-from polyattn.call.glance import glance
-from polyattn.dispatch import plans
-from polyattn.recent import Recent
+from polyattn.api import cached_calls
+from polyattn.call.describe import describe
+from polyattn.call.key import call_key
+from polyattn.dispatch.cache import forget
 
 SHAPE = (2, 4, 4, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
@@ -25,25 +28,19 @@ def outcome(arguments, options):
     return type(result), result.dtype, np.asarray(result.detach() if result is T else result)
 
 
-@pytest.fixture
-def repeats(monkeypatch):
-    """Forget all calls; return a function that does so again."""
-
-    def forget():
-        monkeypatch.setattr(plans, "_plans", Recent(64))
-
+@pytest.fixture(autouse=True)
+def no_calls():
+    """Forget the calls of other tests."""
     forget()
-    return forget
 
 
 def described(monkeypatch):
     """Return a list that grows with each call that is described."""
     calls = []
-    front_door = __import__("sys").modules["polyattn.api.attention"]
-    describe = front_door.describe
-    monkeypatch.setattr(
-        front_door, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k)
-    )
+    for module in (cached_calls, sys.modules["polyattn.api.attention"]):
+        monkeypatch.setattr(
+            module, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k)
+        )
     return calls
 
 
@@ -61,20 +58,20 @@ PLAIN = [
 
 @pytest.mark.parametrize("options", PLAIN, ids=str)
 @pytest.mark.parametrize("x", [X, T], ids=["numpy", "torch"])
-def test_a_repeated_call_is_not_described_again(x, options, repeats, monkeypatch):
+def test_a_repeated_call_is_not_described_again(x, options, monkeypatch):
     calls = described(monkeypatch)
     results = [np.asarray(attention(x, x, x, **options)) for _ in range(3)]
     assert len(calls) == 1
     other = attention(x + 1, x, x, **options)
     assert len(calls) == 1
-    repeats()
+    forget()
     np.testing.assert_array_equal(np.asarray(attention(x + 1, x, x, **options)), np.asarray(other))
     np.testing.assert_array_equal(results[0], results[2])
 
 
 @pytest.mark.parametrize("name", ["mask", "bias", "sinks", "query_offset"])
 @pytest.mark.parametrize("x", [X, T], ids=["numpy", "torch"])
-def test_each_array_of_a_repeated_call_is_its_own(x, name, repeats, monkeypatch):
+def test_each_array_of_a_repeated_call_is_its_own(x, name, monkeypatch):
     first = {
         "mask": SEEN, "bias": X[0, 0, :, :4], "sinks": X[0, 0, 0, :4],
         "query_offset": np.arange(2),
@@ -87,7 +84,7 @@ def test_each_array_of_a_repeated_call_is_its_own(x, name, repeats, monkeypatch)
     attention(x, x, x, **{name: first}, **more)
     again = attention(x, x, x, **{name: second}, **more)
     assert len(calls) == 1
-    repeats()
+    forget()
     want = attention(x, x, x, **{name: second}, **more)
     np.testing.assert_array_equal(np.asarray(again), np.asarray(want))
 
@@ -126,10 +123,10 @@ CHANGES = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_in_a_call_is_seen(change, repeats):
+def test_what_changes_in_a_call_is_seen(change):
     arguments, options = CHANGES[change]
     want = outcome(arguments, options)
-    repeats()
+    forget()
     for known in ({}, {"is_causal": True}, {"window": (1, 0)}, {"scale": 1}, {"mask": SEEN}):
         attention(X, X, X, **known)
         if "mask" not in known:
@@ -198,7 +195,7 @@ def read(function, arguments, options):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_repeated_call_takes_each_argument_as_the_first_does(name, form, repeats):
+def test_a_repeated_call_takes_each_argument_as_the_first_does(name, form):
     for place, plain in FORMED.items():
         calls = []
         for given in (FORMS[form](plain), plain):
@@ -208,24 +205,24 @@ def test_a_repeated_call_takes_each_argument_as_the_first_does(name, form, repea
                 options["is_causal"] = True
             calls.append((FUNCTIONS[name], arguments, options))
         formed, plain_call = calls
-        repeats()
+        forget()
         first = read(*formed)
         assert [read(*formed) for _ in range(2)] == [first] * 2, place
-        repeats()
+        forget()
         known = [read(*plain_call) for _ in range(2)]
         assert [read(*formed), read(*plain_call)] == [first, known[0]], place
 
 
-def test_a_tensor_that_requires_grad_is_another_call(repeats):
+def test_a_tensor_that_requires_grad_is_another_call():
     options = {"softcap": 3.0, "kernel": "tiled"}
     attention(T, T, T, **options)
     leaf = T.clone().requires_grad_()
-    assert glance((leaf, T, T), {}) != glance((T, T, T), {})
+    assert call_key((leaf, T, T), {}) != call_key((T, T, T), {})
     attention(leaf, T, T, **options).sum().backward()
     assert leaf.grad is not None
 
 
-def test_the_choice_of_a_backend_is_seen(repeats, monkeypatch):
+def test_the_choice_of_a_backend_is_seen(monkeypatch):
     attention(X, X, X)
     with polyattn.use_backend("torch:cuda"), pytest.raises(polyattn.BackendError):
         attention(X, X, X)
@@ -234,11 +231,11 @@ def test_the_choice_of_a_backend_is_seen(repeats, monkeypatch):
         attention(X, X, X)
 
 
-def test_what_torch_transforms_has_no_glance(repeats):
+def test_what_torch_transforms_has_no_key():
     seen = []
 
     def function(x):
-        seen.append(glance((x, x, x), {}))
+        seen.append(call_key((x, x, x), {}))
         return attention(x, x, x)
 
     attention(T[0], T[0], T[0])

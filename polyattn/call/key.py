@@ -1,7 +1,7 @@
-"""See at a glance what decides a call, so that a repeated call needs no description.
+"""The key of a call: what decides it, so that a repeated call needs no description.
 
-A glance has the facts of ordinary arrays, and other arguments with their types: from arguments with
-equal glances `describe` makes equal calls.
+A key has the facts of ordinary arrays, and other arguments with their types: from arguments with
+equal keys `describe` makes equal calls.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from polyattn.arrays import Array
 from polyattn.autocast import casts
 from polyattn.tracing import constant_when_traced, is_autocast_on, is_transformed, know_torch
 
-__all__ = ["Glance", "glance"]
+__all__ = ["CallKey", "call_key"]
 
-Glance = tuple[Any, ...]  # hashable
+CallKey = tuple[Any, ...]  # hashable
 
-# With their types in a glance, because True equals 1 and is not allowed where 1 is.
+# With their types in a key, because True equals 1 and is not allowed where 1 is.
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
-def glance(operands: Sequence[Any], options: Mapping[str, Any]) -> Glance | None:
+def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
     """Return what decides a call, or None if only its description does.
 
     Parameters
@@ -48,20 +48,20 @@ def glance(operands: Sequence[Any], options: Mapping[str, Any]) -> Glance | None
     try:
         if is_autocast_on() and casts({"query": query, "key": key, "value": value, **options}):
             return None
-        seen: Glance = (kind, read(query), read(key), read(value))
+        found: CallKey = (kind, read(query), read(key), read(value))
         for name, option in options.items():
             its_kind = type(option)
             if its_kind in _PLAIN:
-                seen += name, its_kind, option
+                found += name, its_kind, option
             elif its_kind is kind:
-                seen += name, read(option)
+                found += name, read(option)
             elif name == "window" and its_kind is tuple and _PLAIN.issuperset(map(type, option)):
-                seen += name, option, *map(type, option)
+                found += name, option, *map(type, option)
             else:
                 return None
     except RuntimeError:  # a nested tensor has no shape
         return None
-    return seen
+    return found
 
 
 _Reader = Callable[[Array], tuple[Hashable, ...]]

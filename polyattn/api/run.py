@@ -1,0 +1,39 @@
+"""Plan a described call and run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polyattn.arrays import Array, library_of
+from polyattn.call.describe import Call, Operands
+from polyattn.call.layout import as_called, heads_first
+from polyattn.dispatch.cache import planned
+from polyattn.dispatch.plan import Plan
+from polyattn.dispatch.request import request
+from polyattn.dispatch.select import check_kernel
+from polyattn.plugin import Kernel
+
+__all__ = ["compute", "plan_of", "run"]
+
+
+def compute(
+    call: Call,
+    operands: Operands,
+    backend: str | Sequence[str] | None,
+    kernel: str | Kernel | None,
+) -> tuple[Array, Array | None]:
+    """Examine a described call, select a kernel, and run it."""
+    return run(call, operands, plan_of(call, operands.query, backend, kernel))
+
+
+def plan_of(
+    call: Call, query: Array, backend: str | Sequence[str] | None, kernel: str | Kernel | None
+) -> Plan:
+    """Return the plan of a described call by what is asked for."""
+    check_kernel(kernel)
+    return planned(call, request(backend), kernel, library_of(query).xp)
+
+
+def run(call: Call, operands: Operands, plan: Plan) -> tuple[Array, Array | None]:
+    """Run a plan; return the output and the logsumexp in the layout of the call."""
+    return as_called(call, *plan.run(heads_first(call, operands)))

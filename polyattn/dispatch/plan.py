@@ -1,0 +1,143 @@
+"""A plan: the complete decision about a call, and how it runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from polyattn.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
+from polyattn.call.describe import Operands
+from polyattn.call.gradients import Gradients
+from polyattn.dispatch.placement import Placement
+from polyattn.dispatch.transfer import move_operands, mover_back
+from polyattn.expressions.expression import Expression
+from polyattn.plugin import Backend, Kernel
+from polyattn.tracing import is_compiling
+
+__all__ = ["Plan"]
+
+
+class Plan(NamedTuple):
+    """The complete decision about a call: a kernel and its placement."""
+
+    kernel: Kernel
+    placement: Placement
+    query_device: str
+
+    def with_feature(self, feature: str) -> Plan | None:
+        """Return the plan with one feature more, by the first kernel that has it, or None."""
+        problem = self.placement.problem
+        problem = problem._replace(features=problem.features | {feature})
+        placement = self.placement._replace(problem=problem)
+        for kernel in (self.kernel, *placement.kernels):
+            if problem.features <= kernel.features and not kernel.reasons_against(problem):
+                return self._replace(kernel=kernel, placement=placement)
+        return None
+
+    def run(self, operands: Operands) -> tuple[Array, Array | None]:
+        """Run the kernel, and return the result in the query's library and on its device."""
+        recorder = _recorder(operands)
+        if recorder is not None:
+            return recorder.run(self, operands)
+        backend, given = self._placed(operands)
+        _, _, problem, moved = self.placement
+        output, logsumexp = self._checked(backend.run(self.kernel, problem, given), given)
+        if "query" not in moved:
+            return output, logsumexp
+        back = mover_back(operands.query, backend, problem, self.query_device)
+        return back(output), None if logsumexp is None else back(logsumexp)
+
+    def run_backward(self, operands: Operands) -> Gradients:
+        """Run the kernel's backward pass, and return gradients on the query's device."""
+        recorder = _recorder(operands)
+        if recorder is not None:
+            recorded: Gradients = recorder.run_backward(self, operands)
+            return recorded
+        backend, given = self._placed(operands)
+        _, _, problem, moved = self.placement
+        found = backend.run_backward(self.kernel, problem, given)
+        if not isinstance(found, Gradients):
+            raise TypeError(
+                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
+                f" {type(found).__name__}"
+            )
+        if self._is_handed_in:
+            self._check_gradients(found, given)
+        if "query" not in moved:
+            return found
+        back = mover_back(operands.query, backend, problem, self.query_device)
+
+        def moved_back(one: Any) -> Any:
+            if isinstance(one, list):
+                return [moved_back(array) for array in one]
+            return None if one is None else back(one)
+
+        return Gradients(*map(moved_back, found))
+
+    def _placed(self, operands: Operands) -> tuple[Backend, Operands]:
+        """Return the backend, and the operands where it computes."""
+        backend, _, problem, moved = self.placement
+        if backend is None:
+            raise RuntimeError("a plan made from shapes only cannot run")
+        if moved:
+            operands = move_operands(operands, moved, backend, problem, self.query_device)
+        return backend, operands
+
+    def _checked(self, result: Any, operands: Operands) -> tuple[Array, Array | None]:
+        """Return the result of the kernel, or raise if it breaks the contract."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"the kernel {self.kernel.name} must return (output, logsumexp); it returned"
+                f" a {type(result).__name__}"
+            )
+        if result[1] is None and "logsumexp" in self.placement.problem.features:
+            raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
+        if self._is_handed_in and operands.value is not None:
+            problem = self.placement.problem
+            rows, accumulator = problem.scores[:-1], problem.accumulator
+            dtype = accumulator if "jvp" in problem.features else problem.dtype
+            query = operands.query
+            self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
+            if result[1] is not None:
+                self._check_array("logsumexp", result[1], query, accumulator, rows)
+        return result
+
+    @property
+    def _is_handed_in(self) -> bool:
+        """Whether the kernel is the caller's own, whose results nobody has tested."""
+        return self.kernel not in self.placement.kernels and not is_compiling()
+
+    def _check_gradients(self, found: Gradients, operands: Operands) -> None:
+        problem, query = self.placement.problem, operands.query
+        for name in ("query", "key", "value", "bias", "sinks"):
+            argument, gradient = getattr(operands, name), getattr(found, name)
+            if argument is not None and not (gradient is None and name in problem.constants):
+                what, shape = f"gradient of {name}", facts_of(argument).shape
+                self._check_array(what, gradient, query, problem.accumulator, shape)
+
+    def _check_array(
+        self, what: str, array: Any, query: Array, dtype: str, shape: tuple[int | None, ...]
+    ) -> None:
+        """Raise if a result of the kernel is not an array of the query's library, like this."""
+        library = library_of(query).name
+        got = "None" if array is None else f"a {type(array).__name__}"
+        if is_array(array):
+            facts = facts_of(array)
+            fits = None in (*shape, *facts.shape) or facts.shape == shape
+            if fits and (facts.library, facts.dtype) == (library, dtype):
+                return
+            got = f"an array of {facts.library}, {facts}"
+        raise TypeError(
+            f"the kernel {self.kernel.name} must return its {what} as an array of {library},"
+            f" {shape} {dtype}; it returned {got}"
+        )
+
+
+def _recorder(operands: Operands) -> Recorder | None:
+    """Return the recorder of the operands, if one of them is an array that has one."""
+    if not recorders:
+        return None
+    things: list[Any] = list(operands)
+    for value in (operands.mask, operands.score_mod, operands.similarity):
+        if isinstance(value, Expression):
+            things += [thing for _, thing in value.carried()]
+    return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)
