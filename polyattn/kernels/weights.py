@@ -13,12 +13,13 @@ from polyattn.arrays import Array, cast, index_range
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
-from polyattn.kernels.dense import scores
+from polyattn.kernels.formula import scores
 from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, ungrouped
 from polyattn.tiles.indices import Indices
+from polyattn.tiles.items import part_of
 from polyattn.tiles.online_softmax import initial_state, or_zero
 
 __all__ = ["Weights"]
@@ -130,7 +131,8 @@ def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Sp
     xp, columns = backend.xp, Span(0, problem.key_length)
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     at = Indices(problem, xp, x, rows, columns, heads=heads)
-    s = scores(problem, x, backend, query, at, columns)
+    key = part_of(problem, x.key, columns, xp)
+    s = scores(problem, x, backend, query, key, at).final
     if problem.normalizer is not None:
         weights = problem.normalizer.weights(s, backend)
     elif x.known_logsumexp is not None:
