@@ -27,25 +27,16 @@ __all__ = ["Weights"]
 
 @dataclass(frozen=True)
 class Weights(Kernel):
-    """The weight of each key for each row.
-
-    Attributes
-    ----------
-    rows, heads : tuple of Span or None
-        The rows and heads to return, in order; None for all, empty where the call has none.
-    top : int or None
-        The number of largest weights of each row to return, with their keys; None for all weights.
-    per_key : bool
-        Whether to return only the sums over the rows.
-    """
+    """The weight of each key for each row."""
 
     name: ClassVar[str] = "weights"
     features = frozenset(FEATURES) - {"backward", "jvp"}
 
+    # The rows and heads to return, in order; None for all, empty where the call has none.
     rows: tuple[Span, ...] | None = None
     heads: tuple[Span, ...] | None = None
-    top: int | None = None
-    per_key: bool = False
+    top: int | None = None  # only so many largest weights of each row, with their keys
+    per_key: bool = False  # only the sums over the rows
 
     # As many scores as the tiles of the array-API kernels have.
     tile = 2**20
