@@ -7,7 +7,6 @@ shares of the given keys, and the shares of all parts add up.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, with_rank
@@ -35,7 +34,7 @@ def gradients(
     keys = Span(0, problem.key_length)
     for rows in Span(0, problem.query_length).split(row_block):
         block = RowBlock.of(problem, x, backend, rows)
-        given = _Given.of(problem, x, backend, rows)
+        given = _Given.of(problem, x, backend, block)
         if total.wants("sinks"):
             of_sinks = backend.xp.sum(block.sink_weights * given.delta, axis=(-2, -1))
             total.add("sinks", -of_sinks, rows, keys)
@@ -53,17 +52,16 @@ class _Given(NamedTuple):
     delta: Array  # Σ output · output gradient − logsumexp gradient, (..., H, l, 1)
 
     @classmethod
-    def of(cls, problem: Problem, x: Operands, backend: Backend, rows: Span) -> _Given:
-        xp, known = backend.xp, x.known_logsumexp
+    def of(cls, problem: Problem, x: Operands, backend: Backend, block: RowBlock) -> _Given:
+        xp, rows = backend.xp, block.rows
         gradient, output = (
             part_of(problem, array, rows, xp) for array in (x.output_gradient, x.output)
         )
         delta = xp.sum(output * gradient, axis=-1, keepdims=True)
         if x.logsumexp_gradient is not None:
             delta = delta - part_of(problem, x.logsumexp_gradient[..., None], rows, xp)
-        if known is not None:
-            empty = known[..., rows.start : rows.stop, None] == -math.inf
-            delta = xp.where(empty, xp.zeros_like(delta), delta)
+        if block.empty is not None:
+            delta = xp.where(block.empty, xp.zeros_like(delta), delta)
         return cls(fold_heads(problem, gradient, xp), delta)
 
 

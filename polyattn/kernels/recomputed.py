@@ -18,7 +18,6 @@ from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.items import part_of
-from polyattn.tiles.online_softmax import or_zero
 
 __all__ = ["RowBlock", "Scored", "per_head", "score_tile"]
 
@@ -29,6 +28,7 @@ class RowBlock(NamedTuple):
     rows: Span
     query: Array  # scale · query, or the query for another similarity, (..., G, H/G · l, D)
     logsumexp: Array | None  # 0 where it is −inf, (..., H, l, 1); None with another normalizer
+    empty: Array | None  # where it is
     sink_weights: Array | None  # the weights of the sinks, (..., H, l, 1)
 
     @classmethod
@@ -37,11 +37,13 @@ class RowBlock(NamedTuple):
         xp, sink_weights = backend.xp, None
         query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
         if x.known_logsumexp is None:
-            return cls(rows, query, None, None)
-        logsumexp = or_zero(xp, part_of(problem, x.known_logsumexp[..., None], rows, xp))
+            return cls(rows, query, None, None, None)
+        logsumexp = part_of(problem, x.known_logsumexp[..., None], rows, xp)
+        empty = logsumexp == -math.inf
+        logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)
         if x.sinks is not None:
             sink_weights = xp.exp(per_head(xp, x.sinks, logsumexp) - logsumexp)
-        return cls(rows, query, logsumexp, sink_weights)
+        return cls(rows, query, logsumexp, empty, sink_weights)
 
 
 def per_head(xp: Any, numbers: Array, like: Array) -> Array:

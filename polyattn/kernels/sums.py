@@ -42,8 +42,10 @@ class GradientSums:
 
     def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
         """Add what a tile gives to the gradient of an operand, or to that of a number."""
-        shape = list(getattr(self._x, name).shape) if hasattr(self._x, name) else []
-        first = [0, 0]
+        shape, first = list(getattr(self._x, name).shape) if hasattr(self._x, name) else [], [0, 0]
+        if list(gradient.shape) == shape:
+            self._add((name, 0, 0), gradient)
+            return
         for n, (axis, span) in enumerate(zip(self._axes(name), (rows, columns), strict=True)):
             if axis is not None:
                 first[n], shape[axis] = span.start, span.length
@@ -61,7 +63,7 @@ class GradientSums:
     def total(self) -> Gradients:
         """Return all of them, in the accumulator's dtype."""
         problem, x, xp = self._problem, self._x, self._xp
-        query, zero = self._joined("query"), xp.sum(self._zeros(x.query[..., :0, :]))
+        query = self._joined("query")
         if x.similarity is None:  # so far, the gradient of scale · query
             # A row that sees no key may hold NaN.
             product = xp.where(query == 0, query, query * cast(xp, x.query, query.dtype))
@@ -75,8 +77,8 @@ class GradientSums:
             self._joined("sinks") if self.wants("sinks") else None,
             self._carried(x.score_mod, "score_mod"),
             self._carried(x.similarity, "similarity"),
-            self._sums.get(("scale", 0, 0), zero),
-            None if problem.softcap is None else self._sums.get(("softcap", 0, 0), zero),
+            self._number("scale"),
+            None if problem.softcap is None else self._number("softcap"),
         )
 
     def _axes(self, name: str) -> list[int | None]:
@@ -87,7 +89,10 @@ class GradientSums:
 
     def _joined(self, name: str) -> Array:
         """Return the gradient of an operand, from those of its parts."""
-        return self._join(name, getattr(self._x, name), ())
+        array, first = getattr(self._x, name), self._sums.get((name, 0, 0))
+        if first is not None and first.shape == array.shape:
+            return first
+        return self._join(name, array, ())
 
     def _join(self, name: str, array: Array, first: tuple[int, ...]) -> Array:
         """Return the gradient of the part of an operand whose first row and key are given."""
@@ -103,6 +108,10 @@ class GradientSums:
             for span in Span(0, array.shape[axis]).split(size)
         ]
         return self._xp.concat(parts, axis=axis) if parts else self._zeros(array)
+
+    def _number(self, name: str) -> Array:
+        found = self._sums.get((name, 0, 0))
+        return self._xp.sum(self._zeros(self._x.query[..., :0, :])) if found is None else found
 
     def _zeros(self, like: Array) -> Array:
         return self._xp.zeros_like(like, dtype=getattr(self._xp, self._problem.accumulator))

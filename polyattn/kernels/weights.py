@@ -54,10 +54,9 @@ class Weights(Kernel):
         if not self.heads:
             return self._of(problem, operands, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)
-        members = problem.heads // problem.key_heads
         found = []
         for head in (head for span in self.heads for head in range(*span)):
-            group = head // members
+            group = head // problem.group_size
             x = operands._replace(
                 query=operands.query[..., head : head + 1, :, :],
                 key=operands.key[..., group : group + 1, :, :],
