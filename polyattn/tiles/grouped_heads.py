@@ -17,10 +17,9 @@ __all__ = ["fold_heads", "scaled", "unfold_heads", "ungrouped"]
 
 def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands]:
     """Give each query head its own copy of key and value: nothing is reshaped."""
-    members = problem.heads // problem.key_heads
-    if members == 1:
+    if problem.group_size == 1:
         return problem, x
-    heads = [head // members for head in range(problem.heads)]
+    heads = [head // problem.group_size for head in range(problem.heads)]
     own = numbers_like(xp, heads, None, x.query)
     key, value = (
         None if array is None else xp.take(array, own, axis=-3) for array in (x.key, x.value)
