@@ -25,6 +25,7 @@ __all__ = [
     "Library",
     "RecordedError",
     "Recorder",
+    "accumulator_of",
     "are_one_length",
     "broadcast_shapes",
     "cast",
@@ -353,6 +354,11 @@ def are_one_length(one: Any, other: Any) -> bool:
 def cast(xp: Any, array: Array, dtype: Any) -> Array:
     """Return `array` in `dtype`, without the copy that the standard's astype always makes."""
     return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def accumulator_of(dtype: str) -> str:
+    """Return the dtype of scores, sums and logsumexp for arrays of this one."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 def with_rank(array: Array, rank: int) -> Array:

@@ -11,7 +11,15 @@ import numbers
 from typing import Any, NamedTuple
 
 from polyattn.arguments import got
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of, numbers_like
+from polyattn.arrays import (
+    Array,
+    ArrayFacts,
+    accumulator_of,
+    facts_of,
+    is_array,
+    library_of,
+    numbers_like,
+)
 from polyattn.tracing import constant_when_traced, is_compiling, know_torch
 
 __all__ = [
@@ -155,6 +163,4 @@ def home_of(query: Array) -> Home | None:
         facts = facts_of(query, "query")
     if facts.library in _ON_HOST:
         return None
-    return Home(
-        facts.library, facts.device, "float64" if facts.dtype == "float64" else "float32", query
-    )
+    return Home(facts.library, facts.device, accumulator_of(facts.dtype), query)

@@ -4,6 +4,7 @@ Those that the formula of `attention` shares are in that file.
 """
 
 BACKWARD, SUMS = "polyattn/kernels/backward.py", "polyattn/kernels/sums.py"
+AGAIN, VISIBLE = "polyattn/kernels/recomputed.py", "polyattn/kernels/visible_tiles.py"
 JVP, INTO = "polyattn/kernels/jvp.py", "polyattn/api/gradients.py"
 SLOPES, STEPS = "polyattn/expressions/derivatives.py", "polyattn/expressions/scores.py"
 REPLACEMENTS = "polyattn/expressions/replacements.py"
@@ -11,77 +12,82 @@ NUMPY, SWEEP = "backends/polyattn_numpy/backward.py", "backends/polyattn_numpy/b
 TILES = "backends/polyattn_numpy/tile_gradients.py"
 NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
 
-OF_BIAS = "    total.add_bias(ds, block.rows, columns)\n"
-OF_SCORE = "    total.add_score(of_score)\n"
+OF_BIAS = """    if total.wants("bias"):
+        total.add("bias", ds, rows, columns)
+"""
+OF_SCORE = '    total.add_carried("score_mod", of_score)\n'
 
 MUTATIONS = (
-    # backward.py
-    ("delta left out", BACKWARD, "d_weights - block.delta", "d_weights"),
+    # backward.py, recomputed.py and visible_tiles.py
+    ("delta left out", BACKWARD, "d_weights - given.delta", "d_weights"),
     ("delta without the logsumexp's gradient", BACKWARD,
-     "delta = delta - part(x.logsumexp_gradient[..., None])", "pass"),
-    ("logsumexp of empty rows in gradients", BACKWARD,
+     "delta = delta - part_of(problem, x.logsumexp_gradient[..., None], rows, xp)", "pass"),
+    ("logsumexp of empty rows in gradients", AGAIN,
      "logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)", "pass"),
-    ("a full tile skipped in gradients", BACKWARD, "if answer.any_visible:",
+    ("a full tile skipped in gradients", VISIBLE, "if answer.any_visible:",
      "if answer.any_visible and not answer.all_visible:"),
-    ("a mixed tile taken for full in gradients", BACKWARD, "yield columns, not answer.all_visible",
+    ("a mixed tile taken for full in gradients", VISIBLE, "yield columns, not answer.all_visible",
      "yield columns, False"),
-    ("the last key of a band skipped in gradients", BACKWARD, "columns.start >= seen.stop:",
+    ("the last key of a band skipped in gradients", VISIBLE, "columns.start >= seen.stop:",
      "columns.start >= seen.stop - 1:"),
-    ("the first key of a band skipped in gradients", BACKWARD, "columns.stop <= seen.start or",
+    ("the first key of a band skipped in gradients", VISIBLE, "columns.stop <= seen.start or",
      "columns.stop <= seen.start + 1 or"),
     ("dropout left out of the weights' gradient", BACKWARD, "for one in (weights, d_weights)",
      "for one in (weights, d_weights * (1 - problem.dropout))"),
-    ("dropped weights in the value's gradient", BACKWARD, "_transposed(problem, weights, xp)",
-     "_transposed(problem, tile.weights, xp)"),
-    ("hidden poison in the scores' gradient", BACKWARD, "ds = xp.where(seen, ds, nothing)", "pass"),
-    ("derivatives at hidden scores", BACKWARD,
-     "xp.where(seen, one, nothing) for one in (normed, capped)", "one for one in (normed, capped)"),
+    ("dropped weights in the value's gradient", BACKWARD, "for one in (weights, tile.seen))",
+     "for one in (tile.weights, tile.seen))"),
+    ("hidden poison in the scores' gradient", BACKWARD,
+     "ds = xp.where(tile.seen, ds, xp.zeros_like(ds))", "pass"),
+    ("derivatives at hidden scores", AGAIN, "{name: xp.where(seen, getattr(s, name), zeros)",
+     "{name: getattr(s, name)"),
     ("the bias's gradient after score_mod's", BACKWARD, OF_BIAS, "", OF_SCORE, OF_SCORE + OF_BIAS),
     ("sign of the softcap's slope", BACKWARD, "slope = 1 - bent * bent", "slope = 1 + bent * bent"),
     ("the softcap's gradient of its bound only", BACKWARD,
-     "(bent - tile.normed / problem.softcap * slope)", "bent"),
+     "(bent - tile.scores.normed / problem.softcap * slope)", "bent"),
     ("a norm of scores without its derivative", BACKWARD,
-     "ds = problem.score_norm.pullback(tile.product, tile.hidden, ds, xp)", "pass"),
-    ("scale missing in the key's gradient", BACKWARD, "by_key, over_keys, block.query)",
-     "by_key, over_keys, block.query / problem.scale)"),
-    ("scale missing in a similarity's gradient", BACKWARD, "problem.scale * folded", "folded"),
-    ("the scale's gradient with the scale, of a similarity", BACKWARD, "xp.sum(ds * tile.similar)",
-     "xp.sum(ds * tile.product)"),
+     "ds = problem.score_norm.pullback(tile.scores.product, tile.scores.visible, ds, xp)", "pass"),
+    ("scale missing in the key's gradient", BACKWARD, "by_key, seen, block.query)",
+     "by_key, seen, block.query / problem.scale)"),
+    ("scale missing in a similarity's gradient", BACKWARD, "problem.scale * fold_heads(",
+     "fold_heads("),
+    ("the scale's gradient with the scale, of a similarity", BACKWARD, "ds * tile.scores.similar",
+     "ds * tile.scores.product"),
     # sums.py
-    ("scale missing in the query's gradient", SUMS, "query * problem.scale if", "query if"),
+    ("scale missing in the query's gradient", SUMS, "query = query * problem.scale", "pass"),
     ("the first of a broadcast batch only", SUMS, "xp.sum(array, axis=tuple(range(extra)))",
      "array[(0,) * extra]"),
     ("the mean of broadcast axes", SUMS, "xp.sum(array, axis=axes, keepdims=True)",
      "xp.mean(array, axis=axes, keepdims=True)"),
-    ("the keys' gradients of one block of rows", SUMS, "_plus(blocks.get(columns.start), found)",
-     "found"),
-    ("the query's gradient of one block of keys", SUMS, "self._rows = _plus(self._rows, sum_to(",
-     "self._rows = _plus(None, sum_to("),
-    ("a bias's gradient of one tile", SUMS, "self._bias[at] = _plus(self._bias.get(at),",
-     "self._bias[at] = _plus(None,"),
-    ("sign of the sinks' gradient", SUMS, "-self._xp.exp(sinks", "self._xp.exp(sinks"),
-    ("sinks' gradient without the exponential", SUMS, "-self._xp.exp(sinks - logsumexp)",
-     "-(sinks - logsumexp)"),
-    ("the scale's gradient of one block of rows", SUMS,
-     "self._scale = _plus(self._scale, gradient)", "self._scale = gradient"),
+    ("the keys' gradients of one block of rows", SUMS, "= gradient if before is None",
+     "= gradient if before is None or key[0] in ('key', 'value')"),
+    ("the query's gradient of one block of keys", SUMS, "= gradient if before is None",
+     "= gradient if before is None or key[0] == 'query'"),
+    ("a bias's gradient of one tile", SUMS, "= gradient if before is None",
+     "= gradient if before is None or key[0] == 'bias'"),
+    ("sign of the sinks' gradient", BACKWARD, '"sinks", -of_sinks', '"sinks", of_sinks'),
+    ("sinks' gradient without the exponential", AGAIN,
+     "xp.exp(per_head(xp, x.sinks, logsumexp) - logsumexp)",
+     "per_head(xp, x.sinks, logsumexp) - logsumexp"),
+    ("the scale's gradient of one tile", SUMS, "= gradient if before is None",
+     "= gradient if before is None or key[0] == 'scale'"),
     ("poison of a row that sees no key in the scale's gradient", SUMS,
-     "xp.where(found == 0, found, found * cast(xp, query, self._dtype))",
-     "found * cast(xp, query, self._dtype)"),
-    ("gradients of a score's arrays of one tile", SUMS,
-     "self._score = _plus_all(self._score, gradients)", "self._score = list(gradients)"),
+     "xp.where(query == 0, query, query * cast(xp, x.query, query.dtype))",
+     "query * cast(xp, x.query, query.dtype)"),
+    ("gradients of a score's arrays of one tile", SUMS, "= gradient if before is None",
+     "= gradient if before is None or key[0] == 'score_mod'"),
     # jvp.py
     ("the row's mean left out of a tangent", JVP, "tangent - mean * output,", "tangent,"),
     ("the sinks' tangent left out", JVP, "if x.sinks_tangent is not None:", "if False:"),
     ("the value's tangent left out", JVP, "if x.value_tangent is not None:", "if False:"),
     ("the bias's tangent left out", JVP, "if x.bias_tangent is not None:", "if False:"),
     ("the key's tangent left out", JVP,
-     "t = t + backend.matmul(block.query, xp.matrix_transpose(moved_key))", "pass"),
-    ("the query's tangent not scaled", JVP, "else scaled(problem, moved_query, xp)",
-     "else scaled(problem, moved_query, xp) / problem.scale"),
+     "t = t + backend.matmul(query, xp.matrix_transpose(moved_key))", "pass"),
+    ("the query's tangent not scaled", JVP, "rows.start : rows.stop, :], xp)\n    if x.key",
+     "rows.start : rows.stop, :], xp) / problem.scale\n    if x.key"),
     ("the softcap's slope left out of a tangent", JVP, "t = t * (1 - bent * bent)", "pass"),
     ("dropped weights in a tangent", JVP, "t, weights = (", "t, _ = ("),
-    ("hidden poison in a tangent", JVP,
-     "marked = xp.where(tile.seen, xp.zeros_like(t), -math.inf)", "marked = xp.zeros_like(t)"),
+    ("hidden poison in a tangent", JVP, "t, tile.scores.final, value)",
+     "t, xp.zeros_like(t), value)"),
     # what is added to
     ("sums overwritten", INTO, "gradient if before is None else before + gradient", "gradient"),
     # expressions

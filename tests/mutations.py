@@ -28,7 +28,8 @@ import gradient_mutations
 import other_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
-DENSE, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
+FORMULA, TILED = "polyattn/kernels/formula.py", "polyattn/kernels/tiled.py"
+VISIBLE = "polyattn/kernels/visible_tiles.py"
 BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/tiles/grouped_heads.py"
 SPAN = "polyattn/span.py"
 MASKS, REPLACEMENTS = "polyattn/expressions/masks.py", "polyattn/expressions/replacements.py"
@@ -63,47 +64,50 @@ def mutation(name, file, *changes, **more):
 
 
 SOFTCAP = """    if problem.softcap is not None:
-        s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
+        capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2
 """
-SCORE_MOD = """    s = at.modified(s)  # 3
+CAP_LATE = """    if problem.softcap is not None:
+        s = problem.softcap * xp.tanh(s / problem.softcap)
 """
+SCORE_MOD = "    s = at.modified(capped)  # 3\n"
 BIAS = """    if x.bias is not None:
         bias = cast(xp, at.of_scores(x.bias), s.dtype)
         s = hide(xp, s + bias, bias != -math.inf)  # 4
 """
-SINKS = """            if x.sinks is not None:
-                state = combine(backend.xp, initial_state(problem, x, backend.xp, rows), state)  # 6
+SINKS = """        if x.sinks is not None:
+            state = combine(xp, initial_state(problem, x, xp, rows), state)  # 6
 """
 TO_GROUPS = "array = xp.reshape(array, (*batch, groups, members, rows, size))"
 FROM_GROUPS = "return xp.reshape(array, (*batch, groups * members, folded // members, size))"
 
 MUTATIONS = (
-    # dense.py, line by line
+    # formula.py, line by line
     mutation("sign of the scale", GROUPS, "query * problem.scale", "query * -problem.scale"),
     mutation("scale left out", GROUPS, "query * problem.scale", "query * 1.0"),
     mutation(
         "16-bit scores", GROUPS, "query = cast(xp, query, getattr(xp, problem.accumulator))\n", "\n"
     ),
-    mutation("key not transposed with its rows", DENSE, "xp.matrix_transpose(key)",
+    mutation("key not transposed with its rows", FORMULA, "xp.matrix_transpose(key)",
              "xp.matrix_transpose(xp.flip(key, axis=-2))"),
-    mutation("softcap after bias", DENSE, SOFTCAP, "", BIAS, BIAS + SOFTCAP),
-    mutation("softcap left out", DENSE, SOFTCAP, ""),
-    mutation("softcap not divided by", DENSE, "tanh(s / problem.softcap)", "tanh(s)"),
-    mutation("softcap after score_mod", DENSE, SOFTCAP, "", SCORE_MOD, SCORE_MOD + SOFTCAP),
-    mutation("score_mod after bias", DENSE, SCORE_MOD, "", BIAS, BIAS + SCORE_MOD),
-    mutation("score_mod left out", DENSE, SCORE_MOD, ""),
-    mutation("sign of the bias", DENSE, "s + bias, bias", "s - bias, bias"),
-    mutation("bias of -inf does not mask", DENSE, "hide(xp, s + bias, bias != -math.inf)",
+    mutation("softcap after bias", FORMULA, SOFTCAP, "", BIAS, BIAS + CAP_LATE),
+    mutation("softcap left out", FORMULA, SOFTCAP, ""),
+    mutation("softcap not divided by", FORMULA, "tanh(normed / problem.softcap)", "tanh(normed)"),
+    mutation("softcap after score_mod", FORMULA, SOFTCAP, "", SCORE_MOD, SCORE_MOD + CAP_LATE),
+    mutation("score_mod after bias", FORMULA, SCORE_MOD, "    s = capped\n", BIAS,
+             BIAS + "    s = at.modified(s)\n"),
+    mutation("score_mod left out", FORMULA, SCORE_MOD, "    s = capped\n"),
+    mutation("sign of the bias", FORMULA, "s + bias, bias", "s - bias, bias"),
+    mutation("bias of -inf does not mask", FORMULA, "hide(xp, s + bias, bias != -math.inf)",
              "s + bias"),
-    mutation("bias left out", DENSE, BIAS, ""),
-    mutation("mask turned round", DENSE, "hide(xp, s, seen)", "hide(xp, s, ~seen)"),
-    mutation("mask left out", DENSE, "s = hide(xp, s, seen)  # 5", "pass"),
-    mutation("sink left out", DENSE, SINKS, ""),
-    mutation("positions left out", DENSE, "list(at.visible())",
+    mutation("bias left out", FORMULA, BIAS, ""),
+    mutation("mask turned round", FORMULA, "hide(xp, s, seen)", "hide(xp, s, ~seen)"),
+    mutation("mask left out", FORMULA, "s = hide(xp, s, seen)  # 5", "pass"),
+    mutation("sink left out", FORMULA, SINKS, ""),
+    mutation("positions left out", FORMULA, "list(at.visible())",
              "list(at.visible(banded=False))"),
-    mutation("value of the wrong keys", DENSE, "value = cast(xp, x.value[",
-             "value = cast(xp, xp.flip(x.value, axis=-2)["),
-    mutation("no keys not thought of", DENSE, "if 0 in problem.scores:", "if False:"),
+    mutation("value of the wrong keys", FORMULA, "part_of(problem, x.value,",
+             "part_of(problem, xp.flip(x.value, axis=-2),"),
+    mutation("no keys not thought of", FORMULA, "if 0 in problem.scores:", "if False:"),
     # tiled.py, line by line
     mutation("tile too wide by one", SPAN, "yield Span(first, min(first + size,",
              "yield Span(first, min(first + size + 1,"),
@@ -112,23 +116,23 @@ MUTATIONS = (
     mutation("last tile left out", SPAN, "range(self.start, self.stop, size)",
              "range(self.start, max(self.stop - size, self.start + 1), size)"),
     mutation("tiles not joined", TILED, "state = combine(xp, state, tile)", "state = tile"),
-    mutation("all tiles taken for full", TILED, "masked = not answer.all_visible",
-             "masked = False"),
+    mutation("all tiles taken for full", VISIBLE, "yield columns, not answer.all_visible",
+             "yield columns, False"),
     mutation("rows of the query off by one", TILED, "x.query[..., rows.start : rows.stop, :]",
              "xp.roll(x.query, 1, axis=-2)[..., rows.start : rows.stop, :]"),
     mutation("sink counted in every tile", TILED, "state = combine(xp, state, tile)",
              "state = combine(xp, combine(xp, state, tile), initial_state(problem, x, xp, rows))"),
-    mutation("keys from the first on", TILED, "in column_span(problem, rows).split(column_block)",
-             "in Span(0, column_span(problem, rows).length).split(column_block)"),
+    mutation("keys from the first on", TILED, "= column_span(problem, rows).split(column_block)",
+             "= Span(0, column_span(problem, rows).length).split(column_block)"),
     mutation("no rows not thought of", TILED, "if 0 in problem.scores:", "if False:"),
-    mutation("empty tiles taken for those that are seen", TILED, "if not answer.any_visible:",
-             "if answer.any_visible:"),
-    mutation("similarity not scaled", DENSE, "s = problem.scale * unfold_heads(",
-             "s = 1.0 * unfold_heads("),
-    mutation("dropped weights not made up for", DENSE, "weights / (1 - problem.dropout)",
+    mutation("empty tiles taken for those that are seen", VISIBLE, "if answer.any_visible:",
+             "if not answer.any_visible:"),
+    mutation("similarity not scaled", FORMULA, "product = problem.scale * similar",
+             "product = 1.0 * similar"),
+    mutation("dropped weights not made up for", FORMULA, "weights / (1 - problem.dropout)",
              "weights"),
-    mutation("the kept dropped", DENSE, "at.keep_mask(), weights", "~at.keep_mask(), weights"),
-    mutation("a normalizer's weights divided", DENSE, "total = xp.ones_like(s[..., :1])",
+    mutation("the kept dropped", FORMULA, "at.keep_mask(), weights", "~at.keep_mask(), weights"),
+    mutation("a normalizer's weights divided", FORMULA, "total = xp.ones_like(s[..., :1])",
              "total = xp.sum(weights, axis=-1, keepdims=True)"),
     # masks and scores as values
     mutation("& for | in what tiles hold", MASKS,

@@ -84,7 +84,7 @@ MUTATIONS = (
      "unrounded_partial if self.for_gradient else attention_partial",
      "attention_partial"),
     (CORNERS + "[dense-numpy-False-no query heads]",
-     "a tile without scores", "polyattn/kernels/backward.py",
+     "a tile without scores", "polyattn/kernels/visible_tiles.py",
      "    if 0 in problem.scores:\n        return\n",
      ""),
     (CORNERS + "[dense-numpy-False-no value size]",

@@ -45,7 +45,7 @@ def blocks(problem: Problem, tile: int) -> tuple[Block, ...]:
 
     A block with rows of several heads of a group has all rows of these heads.
     """
-    length, group_size = problem.query_length, problem.heads // problem.key_heads
+    length, group_size = problem.query_length, problem.group_size
     pairs = Span(0, math.prod(problem.batch) * problem.key_heads)
     most = max(1, tile // problem.key_length)
     if problem.masks_by_position:
@@ -99,7 +99,7 @@ def record_of(problem: Problem, x: Operands, **others: Array | None) -> tuple[An
     record["low"] = rows.NO_LOW if low is None else max(low, rows.NO_LOW)
     record["high"] = rows.NO_HIGH if high is None else min(high, rows.NO_HIGH)
     record["length"], record["groups"] = problem.query_length, problem.key_heads
-    record["group_size"] = problem.heads // problem.key_heads
+    record["group_size"] = problem.group_size
     record["softcap"] = problem.softcap or 0
     pointed: dict[str, Array] = {}
     for name, array in (("mask", x.mask), ("bias", x.bias)):

@@ -107,7 +107,7 @@ def _run(
         by_head[graphs.BIAS] = bias
         of_bias = cupy.zeros(bias.shape, np.float32) if graph.bias_gradient else None
     lengths = _lengths(problem, graph) if graph.lengths else {}
-    members = problem.heads // problem.key_heads
+    members = problem.group_size
     for items, groups in parts_of(problem):
         heads = Span(groups.start * members, groups.stop * members)
         arrays = {uid: _cut(array, items, heads) for uid, array in by_head.items()}

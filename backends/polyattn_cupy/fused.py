@@ -55,7 +55,7 @@ class Fused(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        group_size = problem.heads // problem.key_heads
+        group_size = problem.group_size
         query, key, value = (
             stacked(problem, array, count)
             for array, count in zip(operands[:3], (group_size, 1, 1), strict=True)

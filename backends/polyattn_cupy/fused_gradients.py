@@ -39,7 +39,7 @@ def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gra
     dtype: Any = np.dtype("float32") if problem.dtype == "float16" else x.query.dtype
     problem, x = problem._replace(dtype=dtype.name), _in_dtype(x, dtype)
     xp, real = backend.xp, problem.accumulator
-    members = problem.heads // problem.key_heads
+    members = problem.group_size
     given = [
         stacked(problem, array, count)
         for array, count in (

@@ -111,7 +111,7 @@ def gradient_graph_of(
     heads, or some heads of one item.
     """
     items, groups = _part(problem)
-    heads, (length, keys) = problem.heads // problem.key_heads * groups, problem.scores[-2:]
+    heads, (length, keys) = problem.group_size * groups, problem.scores[-2:]
     size, value_size, dtype = problem.head_size, problem.value_size, problem.dtype
     bias = None
     if needs_bias(problem):

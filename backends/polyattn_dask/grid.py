@@ -101,14 +101,14 @@ def grid_of(problem: Problem, chunks: Mapping[str, Chunks]) -> Grid:
     heads, groups = _heads(problem, chunks["query"][-3])
     rows, columns = spans_of(chunks["query"][-2]), spans_of(chunks["key"][-2])
     starts = [span.start for span in groups]
-    size = _group_size(problem)
+    size = problem.group_size
     group_of = tuple([starts.index(span.start // size) for span in heads])
     return Grid(tuple(batch), heads, groups, rows, columns, group_of)
 
 
 def _heads(problem: Problem, cut: tuple[int, ...]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Return the spans of query heads, whole groups or parts of one, and those of key heads."""
-    size = _group_size(problem)
+    size = problem.group_size
     spans = spans_of(cut)
     whole = [s.start % size == s.stop % size == 0 for s in spans]
     within = [s.length and s.start // size == (s.stop - 1) // size for s in spans]
@@ -117,11 +117,6 @@ def _heads(problem: Problem, cut: tuple[int, ...]) -> tuple[tuple[Span, ...], tu
         spans = _between([0, *edges])
     groups = _between([*dict.fromkeys(span.start // size for span in spans), problem.key_heads])
     return spans, groups
-
-
-def _group_size(problem: Problem) -> int:
-    """Return the number of query heads that read one key head."""
-    return max(1, problem.heads // max(1, problem.key_heads))
 
 
 def _between(edges: list[int]) -> tuple[Span, ...]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from polyattn.plugin import Array, Problem, Span
-from polyattn_numpy.blocks import Piece, Tile, group_size_of, row_sizes
+from polyattn_numpy.blocks import Piece, Tile, row_sizes
 from polyattn_numpy.online_softmax import weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
@@ -37,7 +37,7 @@ def may_fit_at_once(problem: Problem, tile: int) -> bool:
         problem.features <= TAKEN
         and problem.dtype == problem.accumulator
         and 0 not in problem.scores
-        and problem.query_length * group_size_of(problem) > VECTORS
+        and problem.query_length * problem.group_size > VECTORS
         and problem.key_length <= math.isqrt(tile)
         # A band that crosses several strips leaves some of them out.
         and problem.query_length <= row_sizes(problem, tile)[1]

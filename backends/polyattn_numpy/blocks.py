@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full
 
 __all__ = [
-    "Piece", "Region", "Tile", "even_count", "even_size", "group_size_of", "pieces", "row_sizes",
+    "Piece", "Region", "Tile", "even_count", "even_size", "pieces", "row_sizes",
     "split_heads", "tiles", "uses_table",
 ]  # fmt: skip
 
@@ -108,15 +108,10 @@ class Piece(NamedTuple):
         return heads, Span(tile.rows.start - row, tile.rows.stop - row)
 
 
-def group_size_of(problem: Problem) -> int:
-    """Return how many query heads read one key/value head; 1 if there are none."""
-    return max(1, problem.heads // max(1, problem.key_heads))
-
-
 def split_heads(problem: Problem, array: Array, ndim: int) -> Array:
     """Pad an array's shape to (..., H, rows, keys) with `ndim` axes, and split H into (G, H/G)."""
     *batch, heads, rows, keys = (1,) * (ndim - array.ndim) + array.shape
-    size = group_size_of(problem)
+    size = problem.group_size
     split = (1, 1) if heads == 1 else (heads // size, size)
     return array.reshape(*batch, *split, rows, keys)
 
@@ -145,7 +140,7 @@ def uses_table(problem: Problem, tile: int) -> bool:
 
 def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     """Return how many rows a piece has, and a strip of it."""
-    most = max(1, math.isqrt(tile) // group_size_of(problem))
+    most = max(1, math.isqrt(tile) // problem.group_size)
     rows = even_size(problem.query_length, most)
     strip = min(rows, max(1, STRIP * math.isqrt(tile) // 512))
     if not uses_table(problem, tile):
@@ -166,7 +161,7 @@ def pieces(
     `tile` is the largest number of scores in a tile, and `products` how many products each takes.
     Items whose mask tables differ share no piece.
     """
-    side, group_size = math.isqrt(tile), group_size_of(problem)
+    side, group_size = math.isqrt(tile), problem.group_size
     rows, strip = row_sizes(problem, tile)
     blocks = [
         (block, column_span(problem, block)) for block in Span(0, problem.query_length).split(rows)
@@ -216,7 +211,7 @@ def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
     common = aligned_within(full_span(problem, piece.rows), piece.columns)
     if common.length:
         width = even_size(common.length, side)
-        row_count = piece.batch.length * piece.rows.length * group_size_of(problem)
+        row_count = piece.batch.length * piece.rows.length * problem.group_size
         for heads in piece.heads.split(max(1, tile // (row_count * width))):
             yield Tile(heads, piece.rows, common, False, width)
     if common == piece.columns:

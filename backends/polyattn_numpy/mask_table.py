@@ -22,7 +22,6 @@ from polyattn_numpy.blocks import (
     Tile,
     even_count,
     even_size,
-    group_size_of,
     row_sizes,
     split_heads,
     uses_table,
@@ -62,7 +61,7 @@ class MaskTable(NamedTuple):
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
         corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
         same = problem.heads == 1 or corner.ndim < 3 or corner.shape[-3] == 1
-        return cls(kinds, strip, cell, side, group_size_of(problem), same)
+        return cls(kinds, strip, cell, side, problem.group_size, same)
 
     @property
     def differs_by_item(self) -> bool:

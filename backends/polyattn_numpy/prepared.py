@@ -10,7 +10,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
-from polyattn_numpy.blocks import Piece, group_size_of, split_heads
+from polyattn_numpy.blocks import Piece, split_heads
 from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.scratch import fast_exp2
 from polyattn_numpy.small import TINY
@@ -38,7 +38,7 @@ class PreparedCall(NamedTuple):
 
     def indices(self, piece: Piece, heads: Span, rows: Span, columns: Span) -> Indices:
         """Return the indices of some key/value heads, rows and keys of a piece."""
-        batch, group_size = self.problem.batch or (1,), group_size_of(self.problem)
+        batch, group_size = self.problem.batch or (1,), self.problem.group_size
         flat = 0
         for axis, index in zip(batch, piece.outer, strict=False):
             flat = flat * axis + index

@@ -50,7 +50,7 @@ class Small(Kernel):
         query, key, value = operands.query, operands.key, operands.value
         grouped = problem.heads != problem.key_heads
         if grouped:
-            rows = problem.heads // problem.key_heads * problem.query_length
+            rows = problem.group_size * problem.query_length
             query = query.reshape(*query.shape[:-3], problem.key_heads, rows, problem.head_size)
         s = np.matmul(query * problem.scale, key.swapaxes(-1, -2))
         maximum = s.max(axis=-1, keepdims=True)

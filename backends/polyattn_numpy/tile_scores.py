@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from polyattn.plugin import Array, Indices
-from polyattn_numpy.blocks import Piece, Tile, group_size_of
+from polyattn_numpy.blocks import Piece, Tile
 from polyattn_numpy.half import convert
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
@@ -33,7 +33,7 @@ class TileScores:
         self.visibility = Visibility(call, piece)
         self.key, self.value = piece.view(call.key), piece.view(call.value)
         self.shape = (piece.batch.length, piece.heads.length, piece.rows.length)
-        self.group_size = group_size_of(call.problem)
+        self.group_size = call.problem.group_size
         self.per_nat, self.exp = call.per_nat, call.exp
         # A softcap is applied to scores that are divided by it, and gives them their unit.
         cap = self.problem.softcap

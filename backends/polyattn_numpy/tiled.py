@@ -21,7 +21,7 @@ from polyattn_numpy.at_once import (
     write_at_once,
 )
 from polyattn_numpy.backward import gradients
-from polyattn_numpy.blocks import THREAD_WORK, Piece, group_size_of, pieces, split_heads
+from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
@@ -104,7 +104,7 @@ class Tiled(Kernel):
 
 def largest_product(problem: Problem) -> int:
     """Return the most multiply-adds of one product, with all rows and keys of a key head."""
-    rows = problem.query_length * group_size_of(problem)
+    rows = problem.query_length * problem.group_size
     return rows * problem.key_length * max(problem.head_size, problem.value_size)
 
 

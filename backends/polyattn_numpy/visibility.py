@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, band
-from polyattn_numpy.blocks import Piece, Region, Tile, group_size_of, tiles
+from polyattn_numpy.blocks import Piece, Region, Tile, tiles
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import band_tile
 
@@ -91,7 +91,7 @@ class Visibility:
 
     def empty_rows(self) -> Array:
         """Return which rows see no key, with the axes (b, k, rows · g, 1) of a sum of weights."""
-        group_size = group_size_of(self.problem)
+        group_size = self.problem.group_size
         batch, rows = self.piece.batch.length, self.piece.rows
         nonempty = np.zeros((batch, self.piece.heads.length, rows.length, group_size), bool)
         for tile in self.tiles():

@@ -108,7 +108,7 @@ def _numbers(*shape: int, step: float) -> torch.Tensor:
 def _formula(
     problem: Problem, query: Array, key: Array, value: Array, visible: torch.Tensor
 ) -> Array:
-    groups = problem.heads // problem.key_heads
+    groups = problem.group_size
     key, value = (x.float().repeat_interleave(groups, dim=1) for x in (key, value))
     scores = problem.scale * query.float() @ key.mT
     return scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num() @ value

@@ -40,7 +40,7 @@ def apply_workarounds(
         size = max(problem.head_size, problem.value_size)
         query, key, value = (padded(x, size) for x in (query, key, value))
     if Workaround.REPEAT_HEADS in workarounds:
-        groups = problem.heads // problem.key_heads
+        groups = problem.group_size
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     if Workaround.CONTIGUOUS in workarounds:
         query, key, value = (x.contiguous() for x in (query, key, value))

@@ -13,7 +13,7 @@ from typing import NamedTuple, Unpack
 from polyattn.api.names import with_our_names
 from polyattn.api.options import AttentionOptions, check_names
 from polyattn.api.run import compute
-from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, quiet
+from polyattn.arrays import Array, accumulator_of, cast, facts_of, library_of, namespace_of, quiet
 from polyattn.autocast import autocast
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
@@ -97,7 +97,7 @@ def attention_partial(
 def _in_dtype(dtype: str, arrays: dict[str, Array]) -> dict[str, Array]:
     """Return the arrays in this dtype, theirs or that of the logsumexp."""
     own = facts_of(arrays["query"], "query").dtype
-    allowed = dict.fromkeys((own, "float64" if own == "float64" else "float32"))
+    allowed = dict.fromkeys((own, accumulator_of(own)))
     if dtype not in allowed:
         raise ValueError(f"dtype must be {' or '.join(allowed)} for this query; got {dtype!r}")
     libraries = {name: library_of(array, name).xp for name, array in arrays.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.arguments import Shape
-from polyattn.arrays import ArrayFacts, broadcast_shapes
+from polyattn.arrays import ArrayFacts, accumulator_of, broadcast_shapes
 from polyattn.call.axes import axes_of
 from polyattn.call.describe import Call
 from polyattn.call.features import DTYPES
@@ -181,7 +181,7 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
             continue
         if given.shape != shape:
             raise ValueError(f"{name} must have the shape {shape} of the result; got {given}")
-        accumulator = "float64" if call.query.dtype == "float64" else "float32"
+        accumulator = accumulator_of(call.query.dtype)
         if given.dtype not in (call.query.dtype, accumulator):
             raise TypeError(
                 f"{name} must be {call.query.dtype} as the query, or {accumulator}; got {given}"

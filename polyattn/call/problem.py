@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arguments import Shape, WindowSize
-from polyattn.arrays import ArrayFacts, Chunks
+from polyattn.arrays import ArrayFacts, Chunks, accumulator_of
 from polyattn.call.checks import (
     check_dtypes,
     check_lengths,
@@ -135,12 +135,17 @@ class Problem(NamedTuple):
     @property
     def accumulator(self) -> str:
         """The dtype of scores, sums and logsumexp."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return accumulator_of(self.dtype)
 
     @property
     def scores(self) -> Shape:
         """The shape (..., H, L, S) of the scores, which mask and bias broadcast to."""
         return (*self.batch, self.heads, self.query_length, self.key_length)
+
+    @property
+    def group_size(self) -> int:
+        """The number of query heads that read one key/value head; 1 if there are none."""
+        return max(1, self.heads // max(1, self.key_heads))
 
     @property
     def is_symbolic(self) -> bool:

@@ -16,18 +16,10 @@ __all__ = ["UNKNOWN", "Block", "Coverage", "TileTable", "logical_not"]
 
 
 class Coverage(NamedTuple):
-    """The visibility of a block: bools, or arrays of them with the axes (..., H, rows, keys).
+    """The visibility of a block: bools, or arrays of them with the axes (..., H, rows, keys)."""
 
-    Attributes
-    ----------
-    any_visible : bool or Array
-        False where surely no row of the block sees a key of it.
-    all_visible : bool or Array
-        True where surely every row of the block sees all its keys.
-    """
-
-    any_visible: Any
-    all_visible: Any
+    any_visible: Any  # False where surely no row of the block sees a key of it
+    all_visible: Any  # True where surely every row of the block sees all its keys
 
 
 UNKNOWN = Coverage(True, False)

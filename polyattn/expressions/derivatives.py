@@ -37,10 +37,7 @@ def used(xp: Any, numbers: Array, gradient: Array) -> Array:
 
 
 def finite(xp: Any, vectors: Array) -> Array:
-    """Return the vectors, 0 in place of entries that are not finite.
-
-    For similarities that are not finite of such a vector: the gradient at them is 0 or NaN.
-    """
+    """Return the vectors, 0 in place of entries that are not finite."""
     return xp.where(xp.isfinite(vectors), vectors, 0.0)
 
 

@@ -64,23 +64,13 @@ def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
 
 
 class ScoreDims(NamedTuple):
-    """The lengths of a call, which an expression checks itself against.
+    """The lengths of a call, which an expression checks itself against."""
 
-    Attributes
-    ----------
-    batch : tuple of int
-        The batch axes, broadcast.
-    heads, query_length, key_length : int
-        H, L and S.
-    query_offset : int or None
-        The position of the first row; None if an array gives it.
-    """
-
-    batch: tuple[int, ...]
+    batch: tuple[int, ...]  # broadcast
     heads: int
     query_length: int
     key_length: int
-    query_offset: int | None
+    query_offset: int | None  # None if an array gives it
 
     @property
     def items(self) -> int:

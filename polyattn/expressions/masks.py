@@ -153,27 +153,15 @@ def as_mask(thing: Any) -> Mask:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Joined(Mask):
-    """Masks joined by one operator.
-
-    Attributes
-    ----------
-    parts : tuple of Mask
-        Two or more; a part is not joined by the same operator itself.
-    """
+    """Masks joined by one operator."""
 
     sign: ClassVar[str]
     join: ClassVar[Callable[[Any, Any], Any]]
-    parts: tuple[Mask, ...]
+    parts: tuple[Mask, ...]  # two or more, of which none is joined by the same operator
 
     @classmethod
     def of(cls, *masks: Any) -> Mask:
-        """Join masks.
-
-        Parameters
-        ----------
-        *masks : Mask, callable or Array of bool
-            The masks to join; one that is joined by the same operator is replaced by its parts.
-        """
+        """Join masks, each a `Mask`, a function or a bool array."""
         parts: list[Mask] = []
         for mask in map(as_mask, masks):
             parts += mask.parts if isinstance(mask, cls) else (mask,)

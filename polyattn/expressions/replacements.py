@@ -133,6 +133,7 @@ class Cosine(Similarity):
         self, query: Array, key: Array, gradient: Array, backend: Primitives
     ) -> tuple[Array, Array, list[Array]]:
         xp, matmul = backend.xp, backend.matmul
+        # A similarity of what is not finite is not either: its gradient is 0 or NaN.
         query, key = finite(xp, query), finite(xp, key)
         of_query = matmul(gradient, unit(key, xp))
         of_key = matmul(xp.matrix_transpose(gradient), unit(query, xp))
@@ -302,18 +303,8 @@ class ByNorm(ScaleRule):
         return self.factor * (scores / size) / root
 
     def pullback(self, scores: Array, seen: Iterable[Array], gradient: Array, xp: Any) -> Array:
-        """Return the gradient of the scores, 0 where a key is not seen.
-
-        The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
-        the forward derivative.
-
-        Parameters
-        ----------
-        scores, seen, xp
-            As of `apply`.
-        gradient : Array
-            The gradient of its result; what it holds where a key is not seen does not count.
-        """
+        """Return the gradient of the scores, 0 where a key is not seen, or their tangent."""
+        # One function for both: the derivative is a symmetric matrix.
         zeros = xp.zeros_like(scores)
         for one in seen:
             scores, gradient = xp.where(one, scores, zeros), xp.where(one, gradient, zeros)

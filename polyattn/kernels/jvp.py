@@ -6,17 +6,16 @@ tangent of a score and m = Σ p·t that of the logsumexp.
 
 from __future__ import annotations
 
-import math
-
 from polyattn.arrays import Array, cast, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
-from polyattn.kernels.backward import RowBlock, Scored, score_tile, visible_tiles
 from polyattn.kernels.masked_sum import weighted_sum
+from polyattn.kernels.recomputed import RowBlock, Scored, per_head, score_tile
+from polyattn.kernels.visible_tiles import visible_tiles
 from polyattn.plugin import Backend
 from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, unfold_heads
-from polyattn.tiles.indices import Indices
+from polyattn.tiles.items import part_of
 
 __all__ = ["tangents"]
 
@@ -24,15 +23,7 @@ __all__ = ["tangents"]
 def tangents(
     problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
 ) -> tuple[Array, Array]:
-    """Return the tangents of output and logsumexp, in the accumulator's dtype.
-
-    Parameters
-    ----------
-    problem, x, backend
-        As a kernel is given them; the operands hold the results and the tangents.
-    row_block, column_block : int
-        The rows and keys of a tile.
-    """
+    """Return the tangents of output and logsumexp, in the accumulator's dtype, by tiles."""
     xp, output = backend.xp, x.output
     found = [
         _of_rows(problem, x, backend, rows, column_block)
@@ -48,27 +39,17 @@ def tangents(
 def _of_rows(
     problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
 ) -> tuple[Array, Array]:
-    xp, whole = backend.xp, x.output
-    assert whole is not None
-    output = cast(xp, whole[..., rows.start : rows.stop, :], getattr(xp, problem.accumulator))
+    xp = backend.xp
+    output = part_of(problem, x.output, rows, xp)
     block = RowBlock.of(problem, x, backend, rows)
     tangent = xp.zeros_like(output)
     mean = xp.sum(tangent, axis=-1, keepdims=True)  # 0, also where there are no values
     if x.sinks_tangent is not None:
-        sinks, t = (
-            with_rank(xp.reshape(cast(xp, array, output.dtype), (-1, 1, 1)), len(output.shape))
-            for array in (x.sinks, x.sinks_tangent)
-        )
-        mean = mean + xp.exp(sinks - block.logsumexp) * t
-    for columns, masked in visible_tiles(problem, x, backend, rows, column_block):
-        key, value = (
-            cast(xp, array[..., columns.start : columns.stop, :], output.dtype)
-            for array in (x.key, x.value)
-        )
-        at = Indices(problem, xp, x, rows, columns)
-        tile = score_tile(problem, x, backend, block, key, at, masked)
-        t = _of_scores(problem, x, backend, block, columns, key, at, tile)
-        weights = tile.weights
+        mean = mean + block.sink_weights * per_head(xp, x.sinks_tangent, mean)
+    tiles = Span(0, problem.key_length).split(column_block)
+    for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
+        tile = score_tile(problem, x, backend, block, columns, masked)
+        t, weights = _of_scores(problem, x, backend, block, tile), tile.weights
         if problem.normalizer is None:
             t = weights * t
             mean = mean + xp.sum(t, axis=-1, keepdims=True)
@@ -77,59 +58,47 @@ def _of_rows(
         if problem.masks:
             t = xp.where(tile.seen, t, xp.zeros_like(t))
         if problem.dropout:
-            keep = at.keep_mask()
+            keep = tile.at.keep_mask()
             t, weights = (
                 xp.where(keep, one / (1 - problem.dropout), xp.zeros_like(one))
                 for one in (t, weights)
             )
-        marked = xp.where(tile.seen, xp.zeros_like(t), -math.inf)
-        tangent = tangent + weighted_sum(problem, backend, t, marked, value)
+        value = part_of(problem, x.value, columns, xp)
+        tangent = tangent + weighted_sum(problem, backend, t, tile.scores.final, value)
         if x.value_tangent is not None:
-            moved = cast(xp, x.value_tangent[..., columns.start : columns.stop, :], output.dtype)
-            tangent = tangent + weighted_sum(problem, backend, weights, marked, moved)
+            moved = part_of(problem, x.value_tangent, columns, xp)
+            tangent = tangent + weighted_sum(problem, backend, weights, tile.scores.final, moved)
     return tangent - mean * output, mean[..., 0]
 
 
 def _of_scores(
-    problem: Problem,
-    x: Operands,
-    backend: Backend,
-    block: RowBlock,
-    columns: Span,
-    key: Array,
-    at: Indices,
-    tile: Scored,
+    problem: Problem, x: Operands, backend: Backend, block: RowBlock, tile: Scored
 ) -> Array:
     """Return the tangent of a tile of scores, 0 where a key is absent."""
-    xp = backend.xp
-    moved_query, moved_key = (
-        None if array is None else array[..., span.start : span.stop, :]
-        for array, span in ((x.query_tangent, block.rows), (x.key_tangent, columns))
-    )
-    moved_query = (
-        xp.zeros_like(block.query) if moved_query is None else scaled(problem, moved_query, xp)
-    )
-    moved_key = xp.zeros_like(key) if moved_key is None else cast(xp, moved_key, key.dtype)
+    xp, rows, query, key = backend.xp, block.rows, block.query, tile.key
+    moved_query, moved_key = xp.zeros_like(query), xp.zeros_like(key)
+    if x.query_tangent is not None:
+        moved_query = scaled(problem, x.query_tangent[..., rows.start : rows.stop, :], xp)
+    if x.key_tangent is not None:
+        moved_key = part_of(problem, x.key_tangent, tile.columns, xp)
     if x.similarity is None:
         t = backend.matmul(moved_query, xp.matrix_transpose(key))
-        t = t + backend.matmul(block.query, xp.matrix_transpose(moved_key))
+        t = t + backend.matmul(query, xp.matrix_transpose(moved_key))
         t = unfold_heads(problem, t, xp)
     else:
-        key, moved_key = (with_rank(one, len(block.query.shape)) for one in (key, moved_key))
-        t = x.similarity.pushforward(block.query, key, moved_query, moved_key, backend)
+        key, moved_key = (with_rank(one, len(query.shape)) for one in (key, moved_key))
+        t = x.similarity.pushforward(query, key, moved_query, moved_key, backend)
         t = problem.scale * unfold_heads(problem, t, xp)
     zeros = xp.zeros_like(tile.weights)
     if problem.score_norm is not None:
-        for seen in tile.hidden:
-            t = xp.where(seen, t, zeros)
-        t = problem.score_norm.pullback(tile.product, tile.hidden, t, xp)
+        t = problem.score_norm.pullback(tile.scores.product, tile.scores.visible, t, xp)
     if problem.masks:
         t = xp.where(tile.seen, t, zeros)
     if problem.softcap is not None:
-        bent = xp.tanh(tile.normed / problem.softcap)
+        bent = xp.tanh(tile.scores.normed / problem.softcap)
         t = t * (1 - bent * bent)
     # Each score depends on itself only, so that the pullback is the pushforward too.
-    t, _ = at.score_pullback(tile.capped, t, backend.pullback)
+    t, _ = tile.at.score_pullback(tile.scores.capped, t, backend.pullback)
     if x.bias_tangent is not None:
-        t = t + cast(xp, at.of_scores(x.bias_tangent), t.dtype)
+        t = t + cast(xp, tile.at.of_scores(x.bias_tangent), t.dtype)
     return xp.where(tile.seen, t, zeros) if problem.masks else t

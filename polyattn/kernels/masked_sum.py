@@ -11,6 +11,7 @@ from typing import Any
 
 from polyattn.arrays import Array, cast
 from polyattn.call.problem import Problem
+from polyattn.expressions.derivatives import finite
 from polyattn.plugin import Backend
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 
@@ -52,11 +53,11 @@ def visible_product(
         plain = backend.matmul(weights, x)
         if bool(xp.all(xp.isfinite(plain))):
             return plain
-    finite = backend.matmul(weights, xp.where(xp.isfinite(x), x, xp.zeros_like(x)))
+    result = backend.matmul(weights, finite(xp, x))
     seen = cast(xp, seen, x.dtype)
     # NaN counts as both infinities, whose sum it is.
     for infinity in (math.inf, -math.inf):
         spoils = cast(xp, (x == infinity) | xp.isnan(x), x.dtype)
         spoilt = backend.matmul(seen, spoils) > 0
-        finite = finite + xp.where(spoilt, xp.full_like(finite, infinity), xp.zeros_like(finite))
-    return finite
+        result = result + xp.where(spoilt, xp.full_like(result, infinity), xp.zeros_like(result))
+    return result

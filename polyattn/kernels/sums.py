@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyattn.arguments import Shape
-from polyattn.arrays import Array, cast, is_array, with_rank
+from polyattn.arrays import Array, cast, is_array
 from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
+from polyattn.expressions.expression import Expression
 from polyattn.span import Span
 
-__all__ = ["Sums", "sum_to"]
+__all__ = ["GradientSums", "sum_to"]
+
+#: The axes of an operand along the rows and along the keys of the scores.
+AXES = {"query": (-2, None), "key": (None, -2), "value": (None, -2), "bias": (-2, -1)}
 
 
 def sum_to(xp: Any, array: Array, shape: Shape) -> Array:
@@ -24,173 +28,97 @@ def sum_to(xp: Any, array: Array, shape: Shape) -> Array:
     return xp.sum(array, axis=axes, keepdims=True) if axes else array
 
 
-class Sums:
-    """The gradients of a call so far, by blocks of rows and keys.
-
-    Parameters
-    ----------
-    problem, x : Problem, Operands
-        As a kernel is given them.
-    xp : module
-        The standard's namespace of the library.
-    tile_size : tuple of int
-        The rows and keys of a tile.
-    """
+class GradientSums:
+    """The gradients of a call so far, each by the first row and the first key of its tiles."""
 
     def __init__(self, problem: Problem, x: Operands, xp: Any, tile_size: tuple[int, int]) -> None:
         self._problem, self._x, self._xp = problem, x, xp
-        self._dtype = getattr(xp, problem.accumulator)
         self._tile_size = tile_size
-        self._query: list[Array] = []
-        self._rows: Array = None
-        self._key: dict[int, Array] = {}
-        self._value: dict[int, Array] = {}
-        self._bias: dict[tuple[int, int], Array] = {}
-        self._sinks: Array = None
-        self._score: list[Array] = []
-        self._similarity: list[Array] = []
-        self._scale: Array = None
-        self._softcap: Array = None
+        self._sums: dict[tuple[str, int, int], Array] = {}
 
     def wants(self, name: str) -> bool:
         """Return whether the gradient of query, key, value, bias or sinks is asked for."""
         return getattr(self._x, name) is not None and name not in self._problem.constants
 
-    def add_query(self, gradient: Array, rows: Span) -> None:
-        """Add to the gradient of a block of the query, without the scale."""
-        shape = (*self._x.query.shape[:-2], rows.length, gradient.shape[-1])
-        self._rows = _plus(self._rows, sum_to(self._xp, gradient, shape))
-
-    def end_rows(self, rows: Span) -> None:
-        """Finish a block of rows."""
-        query = self._x.query[..., rows.start : rows.stop, :]
-        if self._rows is None:
-            self._rows = self._xp.zeros_like(query, dtype=self._dtype)
-        elif self._x.similarity is None:
-            xp, found = self._xp, self._rows
-            # A row that sees no key may hold NaN.
-            product = xp.where(found == 0, found, found * cast(xp, query, self._dtype))
-            self.add_scale(xp.sum(product))
-        self._query.append(self._rows)
-        self._rows = None
-
-    def add_key(self, gradient: Array, columns: Span) -> None:
-        """Add to the gradient of a block of the key."""
-        self._add_columns(self._key, self._x.key, gradient, columns)
-
-    def add_value(self, gradient: Array, columns: Span) -> None:
-        """Add to the gradient of a block of the value."""
-        self._add_columns(self._value, self._x.value, gradient, columns)
-
-    def _add_columns(
-        self, blocks: dict[int, Array], like: Array, gradient: Array, columns: Span
-    ) -> None:
-        shape = (*like.shape[:-2], columns.length, like.shape[-1])
-        found = sum_to(self._xp, gradient, shape)
-        blocks[columns.start] = _plus(blocks.get(columns.start), found)
-
-    def add_bias(self, gradient: Array, rows: Span, columns: Span) -> None:
-        """Add the gradient of a tile of scores to that of the bias."""
-        bias: Any = self._x.bias
-        if not self.wants("bias"):
+    def add(self, name: str, gradient: Array, rows: Span, columns: Span) -> None:
+        """Add what a tile gives to the gradient of an operand, or to that of a number."""
+        shape, first = list(getattr(self._x, name).shape) if hasattr(self._x, name) else [], [0, 0]
+        if list(gradient.shape) == shape:
+            self._add((name, 0, 0), gradient)
             return
-        at, shape = (0, 0), list(bias.shape)
-        if shape and shape[-1] != 1:
-            at, shape[-1] = (0, columns.start), columns.length
-        if len(shape) > 1 and shape[-2] != 1:
-            at, shape[-2] = (rows.start, at[1]), rows.length
-        self._bias[at] = _plus(self._bias.get(at), sum_to(self._xp, gradient, tuple(shape)))
+        for n, (axis, span) in enumerate(zip(self._axes(name), (rows, columns), strict=True)):
+            if axis is not None:
+                first[n], shape[axis] = span.start, span.length
+        self._add((name, first[0], first[1]), sum_to(self._xp, gradient, tuple(shape)))
 
-    def add_sinks(self, logsumexp: Array, delta: Array) -> None:
-        """Add what rows give to the gradient of the sinks."""
-        if not self.wants("sinks"):
-            return
-        shape = (self._problem.heads, 1, 1)
-        sinks = self._xp.reshape(cast(self._xp, self._x.sinks, delta.dtype), shape)
-        sinks = with_rank(sinks, len(delta.shape))
-        found = sum_to(self._xp, -self._xp.exp(sinks - logsumexp) * delta, shape)
-        self._sinks = _plus(self._sinks, self._xp.reshape(found, (-1,)))
+    def add_carried(self, name: str, gradients: Sequence[Array]) -> None:
+        """Add what a tile gives to the gradients of the arrays in an expression."""
+        for n, gradient in enumerate(gradients):
+            self._add((name, n, 0), gradient)
 
-    def add_score(self, gradients: Sequence[Array]) -> None:
-        """Add to the gradients of the arrays in a score expression."""
-        self._score = _plus_all(self._score, gradients)
-
-    def add_similarity(self, gradients: Sequence[Array]) -> None:
-        """Add to the gradients of the arrays in a similarity."""
-        self._similarity = _plus_all(self._similarity, gradients)
-
-    def add_scale(self, gradient: Array) -> None:
-        """Add to the gradient of the scale."""
-        self._scale = _plus(self._scale, gradient)
-
-    def add_softcap(self, gradient: Array) -> None:
-        """Add to the gradient of the softcap."""
-        self._softcap = _plus(self._softcap, gradient)
+    def _add(self, key: tuple[str, int, int], gradient: Array) -> None:
+        before = self._sums.get(key)
+        self._sums[key] = gradient if before is None else before + gradient
 
     def total(self) -> Gradients:
         """Return all of them, in the accumulator's dtype."""
         problem, x, xp = self._problem, self._x, self._xp
-        query = xp.concat(self._query, axis=-2) if self._query else self._zeros(x.query)
-        zero = xp.sum(self._zeros(x.query))
+        query = self._joined("query")
+        if x.similarity is None:  # so far, the gradient of scale · query
+            # A row that sees no key may hold NaN.
+            product = xp.where(query == 0, query, query * cast(xp, x.query, query.dtype))
+            self._add(("scale", 0, 0), xp.sum(product))
+            query = query * problem.scale
         return Gradients(
-            query * problem.scale if x.similarity is None else query,
-            self._joined(self._key, x.key),
-            self._joined(self._value, x.value),
-            self._joined_bias() if self.wants("bias") else None,
-            self._or_zeros(self._sinks, x.sinks) if self.wants("sinks") else None,
-            self._of_arrays(self._score, x.score_mod),
-            self._of_arrays(self._similarity, x.similarity),
-            zero if self._scale is None else self._scale,
-            None if problem.softcap is None else _plus(self._softcap, zero),
+            query,
+            self._joined("key"),
+            self._joined("value"),
+            self._joined("bias") if self.wants("bias") else None,
+            self._joined("sinks") if self.wants("sinks") else None,
+            self._carried(x.score_mod, "score_mod"),
+            self._carried(x.similarity, "similarity"),
+            self._number("scale"),
+            None if problem.softcap is None else self._number("softcap"),
         )
+
+    def _axes(self, name: str) -> list[int | None]:
+        """Return the axes of an operand that tiles cut, None where it has no such axis."""
+        axes = AXES.get(name, (None, None))
+        shape = getattr(self._x, name).shape if name in AXES else ()
+        return [a if a is not None and len(shape) >= -a and shape[a] != 1 else None for a in axes]
+
+    def _joined(self, name: str) -> Array:
+        """Return the gradient of an operand, from those of its parts."""
+        array, first = getattr(self._x, name), self._sums.get((name, 0, 0))
+        if first is not None and first.shape == array.shape:
+            return first
+        return self._join(name, array, ())
+
+    def _join(self, name: str, array: Array, first: tuple[int, ...]) -> Array:
+        """Return the gradient of the part of an operand whose first row and key are given."""
+        if len(first) == 2:
+            found = self._sums.get((name, *first))
+            return self._zeros(array) if found is None else found
+        axis, size = self._axes(name)[len(first)], self._tile_size[len(first)]
+        if axis is None:
+            return self._join(name, array, (*first, 0))
+        rest = (slice(None),) * (-1 - axis)
+        parts = [
+            self._join(name, array[(..., slice(*span), *rest)], (*first, span.start))
+            for span in Span(0, array.shape[axis]).split(size)
+        ]
+        return self._xp.concat(parts, axis=axis) if parts else self._zeros(array)
+
+    def _number(self, name: str) -> Array:
+        found = self._sums.get((name, 0, 0))
+        return self._xp.sum(self._zeros(self._x.query[..., :0, :])) if found is None else found
 
     def _zeros(self, like: Array) -> Array:
-        return self._xp.zeros_like(like, dtype=self._dtype)
+        return self._xp.zeros_like(like, dtype=getattr(self._xp, self._problem.accumulator))
 
-    def _or_zeros(self, found: Array | None, like: Array) -> Array:
-        return self._zeros(like) if found is None else found
-
-    def _joined(self, blocks: dict[int, Array], like: Array) -> Array:
-        parts = [
-            self._or_zeros(blocks.get(columns.start), like[..., columns.start : columns.stop, :])
-            for columns in Span(0, self._problem.key_length).split(self._tile_size[1])
-        ]
-        return self._xp.concat(parts, axis=-2) if parts else self._zeros(like)
-
-    def _joined_bias(self) -> Array:
-        xp, bias = self._xp, self._x.bias
-        assert bias is not None
-        if not self._bias:
-            return self._zeros(bias)
-        down, across = (
-            list(Span(0, length).split(size))
-            if len(bias.shape) >= 2 - axis and bias.shape[axis - 2] != 1
-            else None
-            for axis, length, size in zip(
-                (0, 1), self._problem.scores[-2:], self._tile_size, strict=True
-            )
-        )
-        lines = []
-        for rows in down or [Span(0, 0)]:
-            part = bias if down is None else bias[..., rows.start : rows.stop, :]
-            tiles = []
-            for columns in across or [Span(0, 0)]:
-                tile = part if across is None else part[..., columns.start : columns.stop]
-                tiles.append(self._or_zeros(self._bias.get((rows.start, columns.start)), tile))
-            lines.append(tiles[0] if across is None else xp.concat(tiles, axis=-1))
-        return lines[0] if down is None else xp.concat(lines, axis=-2)
-
-    def _of_arrays(self, found: list[Array], expression: Any) -> list[Array]:
-        """Return the sums for the arrays of an expression, in order."""
-        if expression is None or not hasattr(expression, "carried"):
+    def _carried(self, expression: Any, name: str) -> list[Array]:
+        """Return the gradients of the arrays in an expression, in order."""
+        if not isinstance(expression, Expression):
             return []
         arrays = [thing for _, thing in expression.carried() if is_array(thing)]
-        return found or [self._zeros(array) for array in arrays]
-
-
-def _plus(one: Array | None, other: Array) -> Array:
-    return other if one is None else one + other
-
-
-def _plus_all(one: Sequence[Array], other: Sequence[Array]) -> list[Array]:
-    return [a + b for a, b in zip(one, other, strict=True)] if one else list(other)
+        return [self._join(name, array, (n, 0)) for n, array in enumerate(arrays)]

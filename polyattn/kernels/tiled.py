@@ -14,14 +14,13 @@ from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
-from polyattn.expressions.masks import Mask
 from polyattn.kernels.backward import gradients
-from polyattn.kernels.dense import attend
+from polyattn.kernels.formula import attend
 from polyattn.kernels.jvp import tangents
+from polyattn.kernels.visible_tiles import visible_tiles
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
-from polyattn.tiles.coverage import TileQuery, combined_mask
 from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
@@ -68,11 +67,10 @@ class Tiled(Kernel):
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
         row_block, column_block = block_sizes(problem, self.tile)
-        mask = combined_mask(problem, operands)
         blocks = (
             normalize(
                 problem,
-                _attend_rows(problem, operands, backend, rows, column_block, mask),
+                _attend_rows(problem, operands, backend, rows, column_block),
                 operands.query.dtype,
                 xp,
             )
@@ -90,24 +88,13 @@ def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
 
 
 def _attend_rows(
-    problem: Problem,
-    x: Operands,
-    backend: Backend,
-    rows: Span,
-    column_block: int,
-    mask: Mask | None,
+    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
 ) -> SoftmaxState:
     xp: Any = backend.xp
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     state = initial_state(problem, x, xp, rows)
-    reads = not problem.transforms and not problem.traced and backend.is_eager(x.query)
-    for columns in column_span(problem, rows).split(column_block):
-        masked = mask is not None
-        if mask is not None:
-            answer = TileQuery(problem, x, xp, rows, columns, reads=reads).of(mask)
-            if not answer.any_visible:
-                continue
-            masked = not answer.all_visible
+    tiles = column_span(problem, rows).split(column_block)
+    for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
         tile = attend(problem, x, backend, query, rows, columns, masked=masked)
         state = combine(xp, state, tile)
     return state

@@ -13,12 +13,13 @@ from polyattn.arrays import Array, cast, index_range
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
-from polyattn.kernels.dense import scores
+from polyattn.kernels.formula import scores
 from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, ungrouped
 from polyattn.tiles.indices import Indices
+from polyattn.tiles.items import part_of
 from polyattn.tiles.online_softmax import initial_state, or_zero
 
 __all__ = ["Weights"]
@@ -26,25 +27,16 @@ __all__ = ["Weights"]
 
 @dataclass(frozen=True)
 class Weights(Kernel):
-    """The weight of each key for each row.
-
-    Attributes
-    ----------
-    rows, heads : tuple of Span or None
-        The rows and heads to return, in order; None for all, empty where the call has none.
-    top : int or None
-        The number of largest weights of each row to return, with their keys; None for all weights.
-    per_key : bool
-        Whether to return only the sums over the rows.
-    """
+    """The weight of each key for each row."""
 
     name: ClassVar[str] = "weights"
     features = frozenset(FEATURES) - {"backward", "jvp"}
 
+    # The rows and heads to return, in order; None for all, empty where the call has none.
     rows: tuple[Span, ...] | None = None
     heads: tuple[Span, ...] | None = None
-    top: int | None = None
-    per_key: bool = False
+    top: int | None = None  # only so many largest weights of each row, with their keys
+    per_key: bool = False  # only the sums over the rows
 
     # As many scores as the tiles of the array-API kernels have.
     tile = 2**20
@@ -62,10 +54,9 @@ class Weights(Kernel):
         if not self.heads:
             return self._of(problem, operands, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)
-        members = problem.heads // problem.key_heads
         found = []
         for head in (head for span in self.heads for head in range(*span)):
-            group = head // members
+            group = head // problem.group_size
             x = operands._replace(
                 query=operands.query[..., head : head + 1, :, :],
                 key=operands.key[..., group : group + 1, :, :],
@@ -130,7 +121,8 @@ def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Sp
     xp, columns = backend.xp, Span(0, problem.key_length)
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
     at = Indices(problem, xp, x, rows, columns, heads=heads)
-    s = scores(problem, x, backend, query, at, columns)
+    key = part_of(problem, x.key, columns, xp)
+    s = scores(problem, x, backend, query, key, at).final
     if problem.normalizer is not None:
         weights = problem.normalizer.weights(s, backend)
     elif x.known_logsumexp is not None:

@@ -44,13 +44,7 @@ def band(problem: Problem) -> tuple[int | None, int | None]:
 
 
 def visible_band(problem: Problem) -> Band | None:
-    """Return causal and window as a mask, without ends that hide nothing; None if no key is hidden.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    """
+    """Return causal and window as a mask, less ends that hide nothing; None if no key is hidden."""
     whole = problem.band
     low, high = band(problem)
     if whole is None or (low is None and high is None):

@@ -27,17 +27,7 @@ __all__ = ["Compiled", "compile_mask"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Mask):
-    """A mask with the table of its tiles.
-
-    Attributes
-    ----------
-    mask : Mask
-        The compiled mask.
-    query_length, key_length, query_offset : int
-        L, S and the position of the first row, for which the table was made.
-    size, shape, any_visible, all_visible : int, tuple of int, bytes, bytes
-        The fields of its `TileTable`.
-    """
+    """A mask with the fields of a `TileTable`, which was made for such lengths and offset."""
 
     name: ClassVar[str] = "compile"
     mask: Mask

@@ -16,24 +16,10 @@ __all__ = ["fold_heads", "scaled", "unfold_heads", "ungrouped"]
 
 
 def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands]:
-    """Give each query head its own copy of key and value: nothing is reshaped.
-
-    Parameters
-    ----------
-    problem, x : Problem, Operands
-        The facts of a call, whose lengths may be unknown, and its arrays.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    problem, x : Problem, Operands
-        The same call without groups.
-    """
-    members = problem.heads // problem.key_heads
-    if members == 1:
+    """Give each query head its own copy of key and value: nothing is reshaped."""
+    if problem.group_size == 1:
         return problem, x
-    heads = [head // members for head in range(problem.heads)]
+    heads = [head // problem.group_size for head in range(problem.heads)]
     own = numbers_like(xp, heads, None, x.query)
     key, value = (
         None if array is None else xp.take(array, own, axis=-3) for array in (x.key, x.value)
@@ -93,21 +79,9 @@ def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
 
 
 def scaled(problem: Problem, query: Array, xp: Any) -> Array:
-    """Return scale · query, at least in float32, its heads folded.
+    """Turn a query (..., H, l, D) into scale · query, at least in float32, its heads folded.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    query : Array
-        Rows of the query, shape (..., H, l, D).
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    Array
-        Shape (..., G, H/G · l, D), with all batch axes of the call, so that the scores have them.
+    It has all batch axes of the call, so that the scores have them.
     """
     query = with_rank(query, len(problem.batch) + 3)
     query = cast(xp, query, getattr(xp, problem.accumulator))

@@ -1,11 +1,19 @@
-"""Cut an array down to some batch items."""
+"""Cut an array down to some rows or keys, or to some batch items."""
 
 from __future__ import annotations
 
-from polyattn.arrays import Array
+from typing import Any
+
+from polyattn.arrays import Array, cast
+from polyattn.call.problem import Problem
 from polyattn.span import Span
 
-__all__ = ["cut_items"]
+__all__ = ["cut_items", "part_of"]
+
+
+def part_of(problem: Problem, array: Array, span: Span, xp: Any) -> Array:
+    """Return some rows or keys of an array (..., n, size), in the accumulator's dtype."""
+    return cast(xp, array[..., span.start : span.stop, :], getattr(xp, problem.accumulator))
 
 
 def cut_items(array: Array, batch: tuple[int, ...], items: Span) -> Array:
