@@ -28,7 +28,7 @@ import gradient_mutations
 import other_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMULA, TILED = "polyattn/kernels/formula.py", "polyattn/kernels/tiled.py"
+FORMULA, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
 VISIBLE = "polyattn/kernels/visible_tiles.py"
 BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/tiles/grouped_heads.py"
 SPAN = "polyattn/span.py"
@@ -81,7 +81,7 @@ TO_GROUPS = "array = xp.reshape(array, (*batch, groups, members, rows, size))"
 FROM_GROUPS = "return xp.reshape(array, (*batch, groups * members, folded // members, size))"
 
 MUTATIONS = (
-    # formula.py, line by line
+    # dense.py, line by line
     mutation("sign of the scale", GROUPS, "query * problem.scale", "query * -problem.scale"),
     mutation("scale left out", GROUPS, "query * problem.scale", "query * 1.0"),
     mutation(

@@ -26,7 +26,7 @@ from polyattn.arrays import Array, Library, RecordedError, is_array, quiet
 from polyattn.expressions.expression import Expression, has_function
 from polyattn.expressions.scores import Chain, Function, Score, as_score
 from polyattn.integrations import autograd_functions
-from polyattn.kernels.dense import Dense
+from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import Backend, Gradients, Operands, unrounded
 
 __all__ = ["LIBRARY"]

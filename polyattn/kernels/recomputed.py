@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from polyattn.arrays import Array, cast, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.problem import Problem
-from polyattn.kernels.formula import Scores, scores
+from polyattn.kernels.dense import Scores, scores
 from polyattn.plugin import Backend
 from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled

@@ -15,7 +15,7 @@ from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import gradients
-from polyattn.kernels.formula import attend
+from polyattn.kernels.dense import attend
 from polyattn.kernels.jvp import tangents
 from polyattn.kernels.visible_tiles import visible_tiles
 from polyattn.plugin import Backend, Kernel

@@ -13,7 +13,7 @@ from polyattn.arrays import Array, cast, index_range
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.problem import Problem
-from polyattn.kernels.formula import scores
+from polyattn.kernels.dense import scores
 from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span

@@ -160,8 +160,7 @@ def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
     there = ROOT / "examples" / "train"
     assert repository.relinked("![](loss.png)", there) == "![](/../examples/train/loss.png)"
     assert (
-        repository.relinked("[](../polyattn/kernels/formula.py)", DOCS)
-        == "[](/reference/formula.md)"
+        repository.relinked("[](../polyattn/kernels/dense.py)", DOCS) == "[](/reference/formula.md)"
     )
     assert repository.home("_files/examples/train/README") == there
     assert repository.home("learn/heads") == DOCS / "learn"

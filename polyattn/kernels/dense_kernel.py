@@ -1,0 +1,48 @@
+"""The formula over all rows and keys at once."""
+
+from __future__ import annotations
+
+from polyattn.arrays import Array
+from polyattn.call.describe import Operands
+from polyattn.call.features import FEATURES
+from polyattn.call.gradients import Gradients
+from polyattn.call.problem import Problem
+from polyattn.kernels.backward import gradients
+from polyattn.kernels.dense import attention
+from polyattn.kernels.jvp import tangents
+from polyattn.kernels.unknown_lengths import reasons_against_lengths
+from polyattn.plugin import Backend, Kernel
+from polyattn.tiles.grouped_heads import ungrouped
+
+__all__ = ["Dense"]
+
+
+class Dense(Kernel):
+    """The formula over all rows and keys at once, with memory for L × S scores."""
+
+    name = "dense"
+    features = frozenset(FEATURES)
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what cannot be computed of lengths that are unknown."""
+        return reasons_against_lengths(problem)
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        if problem.is_symbolic:
+            problem, operands = ungrouped(problem, operands, backend.xp)
+        return attention(problem, operands, backend)
+
+    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+        """Return the gradients."""
+        return gradients(problem, operands, backend, *_whole(problem))
+
+    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+        """Return the tangents of output and logsumexp."""
+        return tangents(problem, operands, backend, *_whole(problem))
+
+
+def _whole(problem: Problem) -> tuple[int, int]:
+    return max(1, problem.query_length), max(1, problem.key_length)
