@@ -240,8 +240,8 @@ MUTATIONS = (
      "return jnp.promote_types("),
     (STRICT + "test_precision_and_weak_types_are_those_of_jax_nn",
      "a precision that is not followed", "backends/polyattn_jax/tile.py",
-     "precision = None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST",
-     "precision = lax.Precision.HIGHEST"),
+     "return None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST",
+     "return lax.Precision.HIGHEST"),
     # rules of scores
     ("tests/tiles/test_dropout.py::test_philox_gives_the_published_words",
      "a signed product that is not masked", "polyattn/tiles/dropout.py",
@@ -260,6 +260,10 @@ MUTATIONS = (
      "similarity is not None and similarity.entrywise",
      "False"),
     # windows and numbers on JAX
+    (STRICT + "test_a_token_needs_no_copy_of_the_keys[False-0]",
+     "a copy of the transposed keys", "backends/polyattn_jax/tile.py",
+     "unfold_heads(problem, inner(query, key), jnp)",
+     "unfold_heads(problem, product(query, key.mT), jnp)"),
     (STRICT + "test_a_token_with_a_window_reads_the_keys_of_the_window[one offset]",
      "a window of a moving offset reads all keys", "backends/polyattn_jax/layout.py",
      "return min(sum(window) + rows, problem.key_length)",

@@ -22,7 +22,7 @@ from polyattn.plugin import (
 )
 from polyattn_jax.mesh import all_finite
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
-from polyattn_jax.tile import finite, product, scaled_query, tile_scores
+from polyattn_jax.tile import finite, materialized, product, scaled_query, tile_scores
 
 __all__ = ["attend"]
 
@@ -92,12 +92,16 @@ def weighted_sum(
     def of_visible() -> Array:
         # The scores are computed again: keeping them would take memory, and this is rare.
         visible = fold_heads(problem, scores() != -math.inf, jnp).astype(value.dtype)
-        # NaN counts as both infinities, whose sum it is.
-        whole = product(weights, finite(value))
-        for infinity in (math.inf, -math.inf):
+
+        def of_infinity(infinity: Array) -> Array:
+            # NaN counts as both infinities, whose sum it is.
             spoils = ((value == infinity) | jnp.isnan(value)).astype(value.dtype)
-            whole += jnp.where(jnp.matmul(visible, spoils) > 0, infinity, 0)
-        return whole
+            seen = jnp.matmul(visible, materialized(spoils)) > 0
+            return jnp.where(seen, infinity, jnp.zeros_like(infinity))
+
+        # One after the other: XLA reserves the memory of a branch that it does not take.
+        infinities = lax.map(of_infinity, jnp.asarray([math.inf, -math.inf], value.dtype))
+        return product(weights, finite(value)) + jnp.sum(infinities, axis=0)
 
     # A value that is not finite spoils its column in every row, even with weight 0; most often
     # there is none.

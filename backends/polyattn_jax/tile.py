@@ -29,6 +29,7 @@ from polyattn_jax.explicit import Explicit
 __all__ = [
     "TileIndices",
     "finite",
+    "materialized",
     "modified",
     "product",
     "scaled_query",
@@ -151,7 +152,7 @@ def similarity(
     problem, rule = indices.problem, indices.operands.similarity
     key = with_rank(key, query.ndim).astype(query.dtype)
     if rule is None:
-        return unfold_heads(problem, product(query, key.mT), jnp)
+        return unfold_heads(problem, inner(query, key), jnp)
     scale = problem.scale if scale is None else scale
     return scale * unfold_heads(problem, rule.between(query, key, _PRIMITIVES), jnp)
 
@@ -166,17 +167,31 @@ def modified(indices: TileIndices, s: Array, softcap: float | Array | None = Non
 
 def product(a: Array, b: Array) -> Array:
     """Return the matrix product, at full precision unless the caller has chosen one for JAX."""
+    return jnp.matmul(a, b, precision=_precision())
+
+
+def inner(a: Array, b: Array) -> Array:
+    """Return a · bᵀ at the precision of `product`."""
+    # For one row XLA would copy the transpose of b, and a CPU spend half of its time on that.
+    return jnp.einsum("...ld,...sd->...ls", a, b, precision=_precision())
+
+
+def _precision() -> Any:
     # Except on a CPU, JAX's own default would be TF32 for float32.
     chosen: Any = jax.config
-    precision = None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST
-    return jnp.matmul(a, b, precision=precision)
+    return None if chosen.jax_default_matmul_precision else lax.Precision.HIGHEST
 
 
 def finite(array: Array) -> Array:
     """Return an array with 0 for what is not finite, for a matrix product to read."""
-    clean = jnp.where(jnp.isfinite(array), array, 0)
-    # Otherwise XLA fuses the choice and the product into one slow loop on a CPU.
-    return lax.optimization_barrier(clean)  # type: ignore[no-untyped-call]
+    return materialized(jnp.where(jnp.isfinite(array), array, 0))
+
+
+def materialized(array: Array) -> Array:
+    """Return an array for a matrix product to read: XLA fuses both into a slow loop on a CPU."""
+    barrier: Any = lax.optimization_barrier
+    result: Array = barrier(array)
+    return result
 
 
 class _Primitives(BackendPrimitives):

@@ -196,6 +196,16 @@ def test_values_are_read_once_unless_one_is_not_finite():
     assert not [line for line in of_values if "fusion(" in line]
 
 
+@pytest.mark.parametrize(("masked", "copies"), [(False, 0), (True, 2)])
+def test_a_token_needs_no_copy_of_the_keys(masked, copies):
+    """And memory for what values that are not finite need, once at a time."""
+    x = [jax.ShapeDtypeStruct((1, 2, length, 64), "float32") for length in (1, 4096, 4096)]
+    mask = jax.ShapeDtypeStruct((1, 4096), "bool")
+    call = jax.jit(lambda q, k, v, m: attention(q, k, v, mask=m if masked else None))
+    temporary = call.lower(*x, mask).compile().memory_analysis().temp_size_in_bytes
+    assert temporary < (copies + 0.5) * 2 * 4096 * 64 * 4
+
+
 @pytest.mark.parametrize(("length", "keys"), [(1, 1), (1, 1000), (1000, 1), (37, 41), (512, 513)])
 @pytest.mark.parametrize("tile", [1, 64, 5000, 2**21])
 def test_blocks_cover_each_row_once_and_every_key(length, keys, tile):
