@@ -175,7 +175,7 @@ def score_tile(
     hidden = list(at.visible()) if masked else []
     normed = product
     if problem.score_norm is not None:
-        normed = problem.score_norm.apply(product, hidden, xp)
+        normed = problem.score_norm.apply(product, hidden, backend)
     capped = normed
     if problem.softcap is not None:
         capped = problem.softcap * xp.tanh(normed / problem.softcap)

@@ -101,7 +101,7 @@ def scores(
         s = problem.scale * unfold_heads(problem, s, xp)
     hidden = list(at.visible()) if masked else []
     if problem.score_norm is not None:
-        s = problem.score_norm.apply(s, hidden, xp)
+        s = problem.score_norm.apply(s, hidden, backend)
     if problem.softcap is not None:
         s = problem.softcap * xp.tanh(s / problem.softcap)  # 2
     s = at.modified(s)  # 3
