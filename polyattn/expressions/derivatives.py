@@ -77,6 +77,9 @@ def lengths(vectors: Array, backend: Primitives) -> tuple[Array | None, Array]:
 
 def over_lengths(vectors: Array, backend: Primitives) -> tuple[Array, Array]:
     """Return vectors and the numbers by which to divide them, so that their lengths are 1."""
+    if not backend.is_plain(vectors):
+        scaled, _, root = _scaled(vectors, backend.xp)
+        return scaled, root
     size, root = lengths(vectors, backend)
     return vectors if size is None else vectors / size, root
 
