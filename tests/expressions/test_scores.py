@@ -189,10 +189,8 @@ def test_vectors_of_ordinary_size_are_divided_alike_beside_others(library):
     keys = KEYS.copy()
     keys[:, :, 0], keys[:, :, 1], keys[:, :, 2] = 0, 1e-200, 1e200
     for rows in (1, L):
-        given = [to(x[:, :, -rows:]) for x in (QUERY,)] * 2, [to(keys), to(KEYS)]
-        odd, plain = (
-            attention_weights(q, k, similarity=scores.cosine()) for q, k in zip(*given, strict=True)
-        )
+        query, similarity = to(QUERY[:, :, -rows:]), scores.cosine()
+        odd, plain = (attention_weights(query, to(k), similarity=similarity) for k in (keys, KEYS))
         ratio = np.asarray(odd[..., 3:] / plain[..., 3:])
         np.testing.assert_allclose(ratio, np.broadcast_to(ratio[..., :1], ratio.shape), rtol=1e-13)
         assert np.isfinite(np.asarray(odd)).all()
