@@ -129,8 +129,7 @@ class Cosine(Similarity):
 
     def between(self, query: Array, key: Array, backend: Primitives) -> Array:
         xp, query = backend.xp, unit(query, backend)
-        if backend.is_plain(key) and 0 < query.shape[-2] < key.shape[-1]:
-            # There are fewer scores than numbers in the keys.
+        if backend.is_plain(key) and 0 < query.shape[-2] < key.shape[-1]:  # less to divide
             key, size = over_lengths(key, backend)
             return backend.matmul(query, xp.matrix_transpose(key)) / xp.matrix_transpose(size)
         return backend.matmul(query, xp.matrix_transpose(unit(key, backend)))
@@ -160,9 +159,9 @@ class Distance(Similarity):
     p: int = 2
 
     def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp = backend.xp
         if self.p == 2:
             return -distances(query, key, backend)
-        xp = backend.xp
         block = partial(over_size, xp, lambda d, q, k: -xp.abs(q - k))
         return joined(xp, by_rows(backend, block, query, key))
 
@@ -314,7 +313,7 @@ class ByNorm(ScaleRule):
         gradient : Array
             The gradient of its result; what it holds where a key is not seen does not count.
         xp : module
-            The standard's namespace of the library.
+            The standard's namespace.
         """
         zeros = xp.zeros_like(scores)
         for one in seen:
