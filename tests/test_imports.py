@@ -172,6 +172,13 @@ def test_no_framework_is_imported(run_python, code):
     assert loaded_after(run_python, code, FRAMEWORKS) == []
 
 
+def test_calls_on_tensors_do_not_import_the_compiler(run_python):
+    code = "import polyattn, torch; x = torch.ones(1, 2, 3, 4, requires_grad=True)\n"
+    code += "with torch.no_grad(): polyattn.attention(x, x, x)\n"
+    code += "polyattn.attention(x, x, x, window=(1, 0)).sum().backward()"
+    assert loaded_after(run_python, code, ["torch._dynamo", "sympy"]) == []
+
+
 @pytest.mark.slow
 def test_a_named_backend_brings_its_library(run_python):
     code = """

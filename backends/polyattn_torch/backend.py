@@ -12,6 +12,7 @@ from typing import Any
 import array_api_compat.torch as xp
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_mode
 
 from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_torch.autograd import autocast_disabled, is_autocast_enabled
@@ -136,6 +137,14 @@ class TorchBackend(Backend):
             array.device.type == "cpu"
             and type(array) in (torch.Tensor, torch.nn.Parameter)
             and not torch.compiler.is_compiling()
+        )
+
+    def is_plain(self, *arrays: Array) -> bool:
+        """Return whether tensors are ordinary ones, and no derivative is recorded."""
+        return super().is_plain(*arrays) and not (
+            torch._C._are_functorch_transforms_active()
+            or getattr(forward_mode, "_current_level", -1) >= 0
+            or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays))
         )
 
     def pullback(

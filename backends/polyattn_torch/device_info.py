@@ -6,11 +6,14 @@ An absent device is described too; facts that only the device could give are Non
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["DeviceInfo", "describe_device"]
+__all__ = ["DeviceInfo", "constant_when_traced", "describe_device"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class DeviceInfo(NamedTuple):
@@ -28,8 +31,14 @@ class DeviceInfo(NamedTuple):
         return major in (9, 10) and (self.cudnn or (0, 0, 0)) > (9, 15, 0)
 
 
-# torch.compile uses the result as a constant instead of tracing the queries.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_when_traced(function: _F) -> _F:
+    """Let torch.compile call a function while it traces, and keep the result as a constant."""
+    # As torch.compiler.assume_constant_result does, which imports all of the compiler for it.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_when_traced
 def describe_device(device: str) -> DeviceInfo:
     """Describe a device such as ``cuda:0``, by the same object at every call."""
     return _describe_device(device)

@@ -7,6 +7,8 @@ from types import FrameType
 
 import torch
 
+from polyattn_torch.device_info import constant_when_traced
+
 __all__ = ["exported_opset"]
 
 
@@ -15,7 +17,7 @@ def exported_opset() -> int | None:
     return _asked_for() if torch.compiler.is_compiling() else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _asked_for() -> int | None:
     # Traced code can learn the opset from the arguments of that function only: torch keeps it
     # nowhere else, and would write a node of any version into a model of any opset.

@@ -13,6 +13,7 @@ import array_api_compat.torch as xp
 import torch
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_torch.device_info import constant_when_traced
 
 __all__ = ["TESTED", "self_test", "try_out"]
 
@@ -24,8 +25,7 @@ TOLERANCE = 5e-3
 HEADS, LENGTH, SIZE = 4, 40, 16
 
 
-# torch.compile uses the result as a constant instead of tracing the test.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def self_test(device: str, kernel: Kernel) -> str | None:
     """Return how a kind of device fails, or None if it passes or is absent; tested once."""
     return _self_test(device, kernel)

@@ -19,6 +19,7 @@ __all__ = [
     "into_heads",
     "joined",
     "lengths",
+    "over_lengths",
     "over_size",
     "sign",
     "stacked",
@@ -54,18 +55,38 @@ def into_heads(xp: Any, numbers: Array, heads: Array, count: int) -> Array:
     return xp.sum(xp.where(with_rank(place, len(numbers.shape)), numbers, 0.0), axis=-2)
 
 
-def lengths(vectors: Array, xp: Any) -> tuple[Array, Array]:
-    """Return two factors of the lengths of vectors, which are 1 for a vector of zeros."""
-    _, size, root = _scaled(vectors, xp)
+def lengths(vectors: Array, backend: Primitives) -> tuple[Array | None, Array]:
+    """Return two factors of the lengths of vectors, 1 for zeros; None for a first factor of 1."""
+    xp = backend.xp
+    if not backend.is_plain(vectors):
+        return _scaled(vectors, xp)[1:]
+    square = xp.vecdot(vectors, vectors)[..., None]
+    low = float(xp.finfo(square.dtype).smallest_normal) ** 0.5
+    lost = ~((square > low) & (square < 1 / low))  # squares of entries overflow, or are 0
+    root = xp.sqrt(square)
+    if not xp.any(lost):
+        return None, root
+    size = xp.ones_like(root)
+    _, of_lost, root_of_lost = _scaled(vectors[lost[..., 0]], xp)
+    size[lost], root[lost] = of_lost[:, 0], root_of_lost[:, 0]
     return size, root
 
 
-def unit(vectors: Array, xp: Any) -> Array:
-    """Divide vectors by their lengths, by way of their largest entries, whose squares may be 0."""
+def over_lengths(vectors: Array, backend: Primitives) -> tuple[Array, Array]:
+    """Return vectors and the numbers by which to divide them, so that their lengths are 1."""
+    if not backend.is_plain(vectors):
+        scaled, _, root = _scaled(vectors, backend.xp)
+        return scaled, root
+    size, root = lengths(vectors, backend)
+    return vectors if size is None else vectors / size, root
+
+
+def unit(vectors: Array, backend: Primitives) -> Array:
+    """Divide vectors by their lengths."""
     if not vectors.shape[-1]:
         return vectors
-    scaled, _, root = _scaled(vectors, xp)
-    return scaled / root
+    vectors, root = over_lengths(vectors, backend)
+    return vectors / root
 
 
 def unit_slope(vectors: Array, change: Array, xp: Any) -> Array:
@@ -78,7 +99,10 @@ def unit_slope(vectors: Array, change: Array, xp: Any) -> Array:
 
 
 def _scaled(vectors: Array, xp: Any) -> tuple[Array, Array, Array]:
-    """Return vectors over their largest entries, these, and the lengths of the first."""
+    """Return vectors over their largest entries, these, and the lengths of the first.
+
+    The squares of the entries themselves may overflow, or be 0.
+    """
     # Each array as large as the vectors costs more time than its numbers: there are two.
     highest, lowest = (f(vectors, axis=-1, keepdims=True) for f in (xp.max, xp.min))
     largest = xp.maximum(highest, -lowest)

@@ -16,6 +16,7 @@ from polyattn.expressions.derivatives import (
     finite,
     joined,
     lengths,
+    over_lengths,
     over_size,
     sign,
     stacked,
@@ -23,6 +24,7 @@ from polyattn.expressions.derivatives import (
     unit_slope,
     used,
 )
+from polyattn.expressions.distances import distances
 from polyattn.expressions.expression import Expression
 
 __all__ = [
@@ -126,8 +128,11 @@ class Cosine(Similarity):
     entrywise: ClassVar[bool] = False
 
     def between(self, query: Array, key: Array, backend: Primitives) -> Array:
-        xp = backend.xp
-        return backend.matmul(unit(query, xp), xp.matrix_transpose(unit(key, xp)))
+        xp, query = backend.xp, unit(query, backend)
+        if backend.is_plain(key) and 0 < query.shape[-2] < key.shape[-1]:  # less to divide
+            key, size = over_lengths(key, backend)
+            return backend.matmul(query, xp.matrix_transpose(key)) / xp.matrix_transpose(size)
+        return backend.matmul(query, xp.matrix_transpose(unit(key, backend)))
 
     def pullback(
         self, query: Array, key: Array, gradient: Array, backend: Primitives
@@ -135,15 +140,15 @@ class Cosine(Similarity):
         xp, matmul = backend.xp, backend.matmul
         # A similarity of what is not finite is not either: its gradient is 0 or NaN.
         query, key = finite(xp, query), finite(xp, key)
-        of_query = matmul(gradient, unit(key, xp))
-        of_key = matmul(xp.matrix_transpose(gradient), unit(query, xp))
+        of_query = matmul(gradient, unit(key, backend))
+        of_key = matmul(xp.matrix_transpose(gradient), unit(query, backend))
         return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
 
     def pushforward(
         self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
         xp, matmul = backend.xp, backend.matmul
-        first, second = unit(query, xp), unit(key, xp)
+        first, second = unit(query, backend), unit(key, backend)
         of_first = unit_slope(query, moved_query, xp)
         turned = xp.matrix_transpose(unit_slope(key, moved_key, xp))
         return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
@@ -156,16 +161,10 @@ class Distance(Similarity):
 
     def between(self, query: Array, key: Array, backend: Primitives) -> Array:
         xp = backend.xp
-        return joined(xp, by_rows(backend, partial(self._between, xp), query, key))
-
-    def _between(self, xp: Any, query: Array, key: Array) -> Array:
-        if self.p == 1:
-            return -over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
-        square = over_size(xp, lambda d, q, k: (q - k) ** 2, query, key)
-        # The root has no slope at 0, so its gradient is defined as 0 there.
-        far = square > 0
-        root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
-        return -xp.where(far, root, square)
+        if self.p == 2:
+            return -distances(query, key, backend)
+        block = partial(over_size, xp, lambda d, q, k: -xp.abs(q - k))
+        return joined(xp, by_rows(backend, block, query, key))
 
     def pullback(
         self, query: Array, key: Array, gradient: Array, backend: Primitives
@@ -294,13 +293,13 @@ class ByNorm(ScaleRule):
     name: ClassVar[str] = "by_norm"
     factor: float = 1.0
 
-    def apply(self, scores: Array, seen: Iterable[Array], xp: Any) -> Array:
+    def apply(self, scores: Array, seen: Iterable[Array], backend: Primitives) -> Array:
         """Divide rows of scores by their norms; a score counts where all of `seen` are True."""
-        counted, zeros = scores, xp.zeros_like(scores)
+        counted = scores
         for one in seen:
-            counted = xp.where(one, counted, zeros)
-        size, root = lengths(counted, xp)
-        return self.factor * (scores / size) / root
+            counted = backend.xp.where(one, counted, 0.0)
+        size, root = lengths(counted, backend)
+        return (scores if size is None else scores / size) * (self.factor / root)
 
     def pullback(self, scores: Array, seen: Iterable[Array], gradient: Array, xp: Any) -> Array:
         """Return the gradient of the scores, 0 where a key is not seen, or their tangent."""

@@ -73,7 +73,7 @@ def scores(
     visible = list(at.visible()) if masked else []
     normed = product
     if problem.score_norm is not None:
-        normed = problem.score_norm.apply(product, visible, xp)
+        normed = problem.score_norm.apply(product, visible, backend)
     capped = normed
     if problem.softcap is not None:
         capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2

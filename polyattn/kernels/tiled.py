@@ -20,7 +20,7 @@ from polyattn.kernels.jvp import tangents
 from polyattn.kernels.visible_tiles import visible_tiles
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
-from polyattn.tiles.band import column_span
+from polyattn.tiles.band import band, column_span
 from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
@@ -28,6 +28,8 @@ __all__ = ["Tiled"]
 
 # The least scores of a tile per head, for any number of heads.
 SMALLEST = 2**12
+# The rows of a tile in a narrow band, at least.
+FEWEST_ROWS = 128
 
 
 class Tiled(Kernel):
@@ -67,6 +69,10 @@ class Tiled(Kernel):
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
         row_block, column_block = block_sizes(problem, self.tile)
+        low, high = band(problem)
+        if low is not None and high is not None and backend.is_eager(operands.query):
+            # Most scores of a taller tile would be hidden; the gradients prefer few tiles.
+            row_block = min(row_block, max(FEWEST_ROWS, high - low))
         blocks = (
             normalize(
                 problem,

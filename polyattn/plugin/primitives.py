@@ -203,3 +203,18 @@ class BackendPrimitives:
             False if it is traced, lazy or on an accelerator.
         """
         return arrays.library_of(array).name == "numpy"
+
+    def is_plain(self, *arrays: Array) -> bool:
+        """Return whether values of arrays can be read, and nothing records what is computed.
+
+        Parameters
+        ----------
+        *arrays : Array
+            Arrays of this library.
+
+        Returns
+        -------
+        bool
+            True only if results may be written to in place.
+        """
+        return all(self.is_eager(array) for array in arrays)

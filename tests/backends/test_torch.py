@@ -150,6 +150,14 @@ def test_a_mask_too_large_to_make_goes_to_tiled():
     assert explain(shape, shape, shape, is_causal=True, library="torch").chosen.kernel == "sdpa"
 
 
+def test_a_bias_that_is_trained_is_not_made_as_large_as_the_scores():
+    x, bias = torch.ones(1, 1, 4096, 4), torch.ones(1, 1, 1, 4096)
+    options = {"bias": bias, "is_causal": True}
+    assert explain(x, x, x, **options).chosen.kernel == "sdpa"
+    bias.requires_grad_()
+    assert explain(x, x, x, **options).chosen.kernel == "tiled"
+
+
 def test_a_mask_function_too_large_to_tabulate_goes_to_tiled():
     shape = (2, 4, 4096, 64)
     rule = {"mask": lambda b, h, i, j: i >= j}

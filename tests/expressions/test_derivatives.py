@@ -396,7 +396,9 @@ def test_the_pullback_of_the_norm_is_its_gradient(library):
     hidden = np.where(SEEN, GRADIENT, 0)
     xp = library_of(TORCH.to(s)).xp
     seen = TORCH.to(SEEN)
-    expected = torch_gradients(lambda s: rule.apply(s, [seen], xp), [s], hidden)[0]
+    expected = torch_gradients(lambda s: rule.apply(s, [seen], BackendPrimitives(xp)), [s], hidden)[
+        0
+    ]
     xp = library_of(library.to(s)).xp
     s, gradient = np.where(SEEN, s, np.nan), np.where(SEEN, GRADIENT, np.nan)
     found = rule.pullback(library.to(s), [library.to(SEEN)], library.to(gradient), xp)
@@ -428,7 +430,16 @@ class Counted(np.ndarray):
         return result.view(Counted)
 
 
-def test_unit_vectors_take_three_passes_that_write_arrays_of_their_size(monkeypatch):
+@pytest.mark.parametrize(
+    ("is_plain", "passes"),
+    [(True, ["divide"]), (False, ["divide", "multiply", "divide"])],
+    ids=["plain", "others"],
+)
+def test_unit_vectors_take_few_passes_that_write_arrays_of_their_size(
+    monkeypatch, is_plain, passes
+):
+    primitives = BackendPrimitives(library_of(QUERY).xp)
+    monkeypatch.setattr(primitives, "is_plain", lambda *_: is_plain)
     monkeypatch.setattr(Counted, "large", [])
-    unit(QUERY.view(Counted), np)
-    assert Counted.large == ["divide", "multiply", "divide"]
+    unit(QUERY.view(Counted), primitives)
+    assert Counted.large == passes

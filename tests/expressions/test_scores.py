@@ -8,9 +8,20 @@ import pytest
 import torch
 from libraries import LIBRARIES, STRICT, tiles_of
 
-from polyattn import UnsupportedError, attention, attention_partial, explain, masks, scores
+from polyattn import (
+    UnsupportedError,
+    attention,
+    attention_partial,
+    attention_weights,
+    explain,
+    masks,
+    scores,
+)
 from polyattn.plugin import Score
+from polyattn_numpy.backend import NumpyBackend
+from polyattn_torch.backend import TorchBackend
 
+BACKENDS = {"numpy": NumpyBackend(), "torch": TorchBackend()}
 B, H, G, L, S, D = 2, 6, 3, 9, 14, 5
 RNG = np.random.default_rng(11)
 QUERY, KEY, VALUE = (RNG.normal(size=(B, h, n, D)) for h, n in ((H, L), (G, S), (G, S)))
@@ -170,6 +181,37 @@ def test_the_cosine_of_small_and_large_vectors_is_exact():
         output = attention(QUERY * size, KEY / size, VALUE, similarity=scores.cosine())
         expected = attention(QUERY, KEY, VALUE, similarity=scores.cosine())
         np.testing.assert_allclose(output, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_vectors_of_ordinary_size_are_divided_alike_beside_others(library):
+    to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
+    keys = KEYS.copy()
+    keys[:, :, 0], keys[:, :, 1], keys[:, :, 2] = 0, 1e-200, 1e200
+    for rows in (1, L):
+        query, similarity = to(QUERY[:, :, -rows:]), scores.cosine()
+        odd, plain = (attention_weights(query, to(k), similarity=similarity) for k in (keys, KEYS))
+        ratio = np.asarray(odd[..., 3:] / plain[..., 3:])
+        np.testing.assert_allclose(ratio, np.broadcast_to(ratio[..., :1], ratio.shape), rtol=1e-13)
+        assert np.isfinite(np.asarray(odd)).all()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("close", ["one pair", "all", "none"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_distances_of_close_vectors_keep_their_digits(library, close, rows):
+    to = {"numpy": np.asarray, "torch": torch.from_numpy}[library]
+    rng = np.random.default_rng(1)
+    query, key = (rng.normal(size=(2, n, 32)).astype(np.float32) for n in (rows, 50))
+    if close == "all":
+        query, key = 100 + query / 1000, 100 + key / 1000
+    elif close == "one pair":
+        key[0, 3] = query[0, 0] + np.float32(1e-4)
+        key[1, 2] = query[1, 0]
+    difference = query.astype(float)[:, :, None] - key.astype(float)[:, None]
+    expected = -np.sqrt((difference**2).sum(-1))
+    found = scores.distance().between(to(query), to(key), BACKENDS[library])
+    np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-6)
 
 
 def test_the_long_sequence_rule_is_a_number():

@@ -108,6 +108,20 @@ def test_what_positions_say_of_a_tile_is_what_they_say_of_its_elements(window, o
                 assert is_full(problem, rows, tile) == full
 
 
+def test_tiles_of_a_narrow_band_are_not_tall(monkeypatch):
+    sizes = []
+
+    def attend(problem, x, backend, query, rows, columns, **options):
+        sizes.append((rows.length, columns.length))
+        return dense_attend(problem, x, backend, query, rows, columns, **options)
+
+    dense_attend = tiled.attend
+    monkeypatch.setattr(tiled, "attend", attend)
+    x = np.ones((1, 1500, 2))
+    polyattn.attention(x, x, x, window=(20, 0), backend="array-api", kernel="tiled")
+    assert sum(rows * columns for rows, columns in sizes) < 1500 * 160
+
+
 @pytest.mark.parametrize(("length", "kernel"), [(1024, "dense"), (1025, "tiled")])
 def test_tiles_are_for_what_one_tile_does_not_hold(length, kernel):
     shape = (1, length, 64)
