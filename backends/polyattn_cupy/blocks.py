@@ -9,10 +9,18 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Operands, Problem, Span, band, column_span, one_batch_axis
+from polyattn.plugin import (
+    Array,
+    Operands,
+    Problem,
+    Span,
+    band,
+    column_span,
+    one_batch_axis,
+    score_axes,
+)
 from polyattn_cupy import rows
 from polyattn_cupy.products import Matrices
-from polyattn_cupy.shapes import with_score_axes
 
 __all__ = ["Block", "begin", "blocks", "record_of", "stacked"]
 
@@ -104,7 +112,7 @@ def record_of(problem: Problem, x: Operands, **others: Array | None) -> tuple[An
     pointed: dict[str, Array] = {}
     for name, array in (("mask", x.mask), ("bias", x.bias)):
         if array is not None:
-            pointed[name] = whole = with_score_axes(problem, array)
+            pointed[name] = whole = score_axes(problem, array, cupy)
             for axis, stride, length in zip(
                 ("item", "head", "row", "key"), whole.strides, whole.shape, strict=True
             ):

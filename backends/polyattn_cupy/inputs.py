@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
-from typing import Any
 
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Indices, Operands, Problem, Span, band, one_batch_axis
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Operands,
+    Problem,
+    finite_bias,
+    one_batch_axis,
+    score_axes,
+    visible_keys,
+)
 from polyattn_cupy.problem_graphs import aligned, bias_shape
-from polyattn_cupy.shapes import with_score_axes
 
 __all__ = ["ALIGNMENT", "UNSEEN", "bias_memory", "made_bias", "packed", "ready"]
 
@@ -56,18 +62,10 @@ def bias_memory(shape: tuple[int, ...]) -> Array:
 
 def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array]:
     """Return bias, masks and band as one bias, and which keys are seen."""
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    indices = Indices(problem, backend.xp, x, rows, columns)
-    seen: Any = None
-    for part in indices.visible(banded=band(problem) != (None, None)):
-        seen = part if seen is None else seen & part
-    shift: Any = np.float32(0)
-    if x.bias is not None:
-        shift = x.bias.astype(np.float32)
-        finite = shift != -math.inf
-        seen = finite if seen is None else seen & finite
-        shift = with_score_axes(problem, cupy.maximum(shift, np.float32(UNSEEN)))
-    seen = with_score_axes(problem, seen)
+    given = None if x.bias is None else x.bias.astype(np.float32)
+    visible = visible_keys(problem, x, backend.xp)
+    made = finite_bias(visible, given, UNSEEN, np.float32, backend.xp)
+    found, seen = (score_axes(problem, array, backend.xp) for array in made)
     bias = bias_memory(bias_shape(problem))
-    bias[...] = cupy.where(seen, shift, np.float32(UNSEEN))
+    bias[...] = found
     return bias, seen

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from polyattn.plugin import Problem, Span, band
+from polyattn.plugin import Problem, Span, band_from, made_shape
 from polyattn_cupy.graphs import Band, GradientGraph, Graph, Tensor
 
 __all__ = [
@@ -32,40 +32,35 @@ _Strides = tuple[int, ...]
 @lru_cache(maxsize=256)
 def band_of(problem: Problem) -> Band | None:
     """Return the band of causal and window, or None if cuDNN's options cannot express it."""
-    low, high = band(problem)
     offset, last = problem.query_offset, problem.key_length - problem.query_length
-    if (low is None and high is None) or offset is None or offset not in (0, last):
+    if offset is None or offset not in (0, last):
+        return None
+    left, right = band_from(problem, offset) or (None, None)
+    if left is None and right is None:
         return None
     bottom_right = offset != 0
-    if last < 0 and (bottom_right or low is not None):
+    if last < 0 and (bottom_right or left is not None):
         return None  # some rows would see no key
-    if bottom_right and not problem.features.isdisjoint(("bias", "mask", "mask_mod")):
+    if bottom_right and not problem.masks_by_position_only:
         return None
-    return Band(
-        bottom_right, None if low is None else offset - low, None if high is None else high - offset
-    )
+    return Band(bottom_right, left, right)
 
 
 @lru_cache(maxsize=256)
 def needs_bias(problem: Problem) -> bool:
     """Return whether a bias, mask or band is asked for that cuDNN's options cannot express."""
-    if not problem.features.isdisjoint(("bias", "mask", "mask_mod")):
+    if not problem.masks_by_position_only:
         return True
-    return band(problem) != (None, None) and band_of(problem) is None
+    return band_from(problem, 0) != (None, None) and band_of(problem) is None
 
 
 def bias_shape(problem: Problem) -> tuple[int, int, int, int]:
     """Return the shape of the bias that is made for a call."""
-    rank = len(problem.batch) + 3
-    parts = [shape for shape in (problem.mask, problem.bias) if shape is not None]
-    lengths = problem.scores[-2:]
-    if "mask_mod" in problem.features:
-        parts.append(problem.scores)
-    if band(problem) != (None, None):
-        parts.append((*problem.batch, 1, *lengths) if problem.query_offset is None else lengths)
+    made = made_shape(problem, banded=band_from(problem, 0) != (None, None))
+    parts = [shape for shape in (problem.mask, problem.bias, made) if shape is not None]
     if "backward" in problem.features and problem.bias is not None:
-        parts.append(lengths)  # cuDNN documents gradients of a bias with all rows only
-    common = np.broadcast_shapes((1,) * rank, *parts)
+        parts.append(problem.scores[-2:])  # cuDNN documents gradients of a bias with all rows only
+    common = np.broadcast_shapes((1,) * (len(problem.batch) + 3), *parts)
     items = 1 if math.prod(common[:-3]) == 1 else math.prod(problem.batch)
     return items, *common[-3:-1], problem.key_length
 

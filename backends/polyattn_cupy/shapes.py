@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cupy
 
 from polyattn.plugin import Array, Problem
 
-__all__ = ["empty_result", "summed", "with_score_axes"]
+__all__ = ["empty_result", "summed"]
 
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
@@ -18,16 +17,6 @@ def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     if "logsumexp" not in problem.features:
         return output, None
     return output, cupy.empty(problem.scores[:-1], problem.accumulator)
-
-
-def with_score_axes(problem: Problem, array: Array) -> Array:
-    """Return a mask or bias with the axes (batch item, head, row, key), whole or of length 1."""
-    rank = len(problem.batch) + 3
-    array = array.reshape((1,) * (rank - array.ndim) + array.shape)
-    last = array.shape[-3:]
-    if math.prod(array.shape[:-3]) > 1:
-        array = cupy.broadcast_to(array, (*problem.batch, *last))
-    return array.reshape(-1, *last)
 
 
 def summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:

@@ -12,7 +12,18 @@ import math
 import jax
 import jax.numpy as jnp
 
-from polyattn.plugin import Array, Backend, Indices, Kernel, Operands, Problem, Span, band
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Kernel,
+    Operands,
+    Problem,
+    band_from,
+    cleared,
+    empty_rows,
+    finite_bias,
+    visible_keys,
+)
 from polyattn_jax.devices import default_kind
 
 __all__ = ["Cudnn"]
@@ -54,13 +65,14 @@ def mismatches(problem: Problem) -> list[str]:
         reasons.append(f"it supports float16 and bfloat16 only, and this is {problem.dtype}")
     if 0 in problem.scores or not problem.head_size:
         reasons.append("it takes no empty arrays")
-    low, high = band(problem)
+    counted = band_from(problem, 0)
     square = problem.query_length == problem.key_length
-    if (low, high) != (None, None) and (problem.query_offset != 0 or not square):
+    if counted != (None, None) and (problem.query_offset != 0 or not square):
         reasons.append("its positions count from the first key, and these do not")
-    if low is not None and high != 0:
+    left, right = counted or problem.window
+    if left is not None and right != 0:
         reasons.append("it supports a window only to the left of a causal row")
-    if high not in (None, 0):
+    if right not in (None, 0):
         reasons.append("its rows see either their own position and before, or all keys")
     has_array = not problem.features.isdisjoint(("bias", "mask"))
     if has_array and problem.dtype == "float16":
@@ -97,7 +109,9 @@ def trial(problem: Problem) -> list[str]:
 
 def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
-    low, high = band(problem)
+    counted = band_from(problem, 0)
+    assert counted is not None
+    left, right = counted
     visible, bias = visibility(problem, x)
     output = jax.nn.dot_product_attention(
         length_first(problem, x.query),
@@ -105,14 +119,14 @@ def attend(problem: Problem, x: Operands) -> Array:
         length_first(problem, x.value),
         bias=bias,
         scale=problem.scale,
-        is_causal=high is not None,
-        local_window_size=None if low is None else (-low, 0),
+        is_causal=right is not None,
+        local_window_size=None if left is None else (left, 0),
         implementation="cudnn",
     )
     output = output.swapaxes(1, 2).reshape(*problem.scores[:-1], problem.value_size)
     if visible is None:
         return output
-    return jnp.where(jnp.any(visible, axis=-1, keepdims=True), output, 0)
+    return cleared(output, None, empty_rows(visible, jnp), jnp)[0]
 
 
 def length_first(problem: Problem, array: Array) -> Array:
@@ -126,14 +140,8 @@ def visibility(problem: Problem, x: Operands) -> tuple[Array | None, Array | Non
     """Return which keys each row sees, and mask and bias as one bias; None without either."""
     if x.mask is None and x.bias is None:
         return None, None
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    visible = jnp.asarray(True)
-    bias = jnp.zeros((), x.query.dtype)
-    if x.bias is not None:
-        visible, bias = x.bias != -math.inf, x.bias
-    for part in Indices(problem, jnp, x, rows, columns).visible():
-        visible = visible & part
-    bias = jnp.where(visible, bias, MASKED)
+    visible = visible_keys(problem, x, jnp)
+    bias, visible = finite_bias(visible, x.bias, MASKED, x.query.dtype, jnp)
     batch = (math.prod(problem.batch), *problem.scores[-3:])
     whole = jnp.broadcast_to(bias, problem.scores).reshape(batch)
     return jnp.broadcast_to(visible, problem.scores), whole

@@ -12,13 +12,16 @@ import mlx.core as mx
 from polyattn.plugin import (
     Array,
     Backend,
-    Indices,
     Kernel,
     Operands,
     Problem,
-    Span,
-    band,
+    band_from,
+    cleared,
+    empty_rows,
+    may_have_empty_rows,
     one_batch_axis,
+    score_axes,
+    visible_keys,
 )
 
 __all__ = ["Fast"]
@@ -62,13 +65,11 @@ class Fast(Kernel):
         """Return the output."""
         xp = backend.xp
         query, key, value = (one_batch_axis(problem, x, xp) for x in operands[:3])
-        sinks, mask, seen = operands.sinks, _mask(problem, operands, xp), None
-        if isinstance(mask, mx.array):
-            seen = mx.any(mask, axis=-1, keepdims=True)
-            mask = mask if mask.ndim < 4 else one_batch_axis(problem, mask, xp)
-        output = _attend(problem.scale, query, key, value, mask, sinks)
-        output = output.reshape(*problem.scores[:-1], problem.value_size)
-        return output if seen is None else mx.where(seen, output, 0), None
+        mask = _mask(problem, operands, xp)
+        output = _attend(problem.scale, query, key, value, mask, operands.sinks)
+        if isinstance(mask, mx.array) and may_have_empty_rows(problem):
+            output, _ = cleared(output, None, empty_rows(mask, xp), xp)
+        return output.reshape(*problem.scores[:-1], problem.value_size), None
 
 
 def _attend(
@@ -92,17 +93,8 @@ def _attend(
 
 def _mask(problem: Problem, operands: Operands, xp: Any) -> mx.array | str | None:
     """Return which keys each row sees: MLX's own causal mask if every row sees some key."""
-    low, high = band(problem)
     newest = problem.key_length - problem.query_length
-    if operands.mask is None and problem.query_offset is not None:
-        if low is None and high is None:
-            return None
-        if low is None and high == newest >= 0:
-            return "causal"
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    seen: Any = None
-    for part in Indices(problem, xp, operands, rows, columns).visible():
-        seen = part if seen is None else seen & part
-    # MLX's function and the rows without keys need the axes that a mask of few axes leaves out.
-    seen = seen if seen.ndim > 1 else mx.broadcast_to(seen, (1, problem.key_length))
-    return cast(mx.array, seen)
+    if operands.mask is None and newest >= 0 and band_from(problem, newest) == (None, 0):
+        return "causal"
+    seen = visible_keys(problem, operands, xp)
+    return None if seen is None else cast(mx.array, score_axes(problem, seen, xp))

@@ -17,7 +17,11 @@ from polyattn.plugin import (
     Span,
     band,
     length_of,
+    made_shape,
+    may_have_empty_rows,
     one_batch_axis,
+    score_axes,
+    visible_keys,
     with_rank,
 )
 from polyattn_onnx.node import Node
@@ -28,14 +32,11 @@ __all__ = ["FIRST", "LAST", "Operator", "reason_against_empty_rows"]
 FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.
 COUNTS, WINDOWS = 24, 25
-#: The features that may hide keys by numbers that are not known before the call.
-MASKS = frozenset({"bias", "mask", "mask_expression", "mask_mod", "score_expression"})
-#: The features for which a mask must be built: with more elements than this it costs more than the
-#: node saves. Some masks differ by head, and some may differ by batch item.
-MADE = frozenset({"mask_expression", "mask_mod"})
-MADE_BY_HEAD = frozenset({"score_expression", "sinks"})
-MADE_BY_ITEM = MADE | {"query_offset_array"}
+#: A mask of more elements than this costs more to build than the node saves.
 LARGEST_MADE_MASK = 2**26
+#: The features whose mask differs by head, and those that may differ by batch item.
+BY_HEAD = frozenset({"score_expression", "sinks"})
+BY_ITEM = frozenset({"bias", "mask", "mask_expression", "mask_mod", "query_offset_array"})
 # Beyond any length; a sum of two fits in 32 bits.
 FAR = 2**30
 
@@ -91,7 +92,7 @@ class Operator(Kernel):
             reasons.append(empty)
         if problem.score_spec is not None and not problem.score_spec.is_additive:
             reasons.append("it can add to the scores, and score_mod= changes them otherwise")
-        made = 0 if problem.is_symbolic else _made(problem, self.opset(problem))
+        made = _made(problem, self.opset(problem))
         if made > LARGEST_MADE_MASK:
             reasons.append(f"it would need a mask of {made:,} elements to be built")
         return reasons
@@ -166,7 +167,7 @@ class Operator(Kernel):
 
 def reason_against_empty_rows(problem: Problem) -> str | None:
     """Return why a row that may see no key needs another kernel, or None."""
-    if problem.dtype == "float64" and _may_be_empty(problem):
+    if problem.dtype == "float64" and may_have_empty_rows(problem):
         return "ONNX Runtime gives NaN for a row without keys in float64"
     return None
 
@@ -177,25 +178,12 @@ def _rounded(number: float | None) -> float | None:
 
 def _made(problem: Problem, opset: int) -> int:
     """Return how many elements the mask that must be built has at most."""
-    by_head = bool(problem.features & MADE_BY_HEAD)
-    if not (by_head or problem.features & MADE or _positions(problem, opset)[3]):
-        return 0
-    by_item = problem.features & (MADE_BY_ITEM | MASKS - MADE_BY_HEAD if by_head else MADE_BY_ITEM)
-    items = math.prod(problem.batch) if by_item else 1
-    heads = problem.heads if by_head else 1
-    return items * heads * problem.query_length * problem.key_length
-
-
-def _may_be_empty(problem: Problem) -> bool:
-    """Return whether a row may see no key."""
-    if not problem.masks_by_position or problem.features & MASKS:
-        return bool(problem.features & MASKS)
-    if problem.is_symbolic or problem.query_offset is None:
-        return True
-    low, high = band(problem)
-    return (high is not None and high < 0) or (
-        low is not None and problem.query_length + low > problem.key_length
-    )
+    if problem.features & BY_HEAD and not problem.is_symbolic:
+        items = math.prod(problem.batch) if problem.features & BY_ITEM else 1
+        return items * math.prod(problem.scores[-3:])
+    whole = (*problem.batch, 1, *problem.scores[-2:])  # ONNX Runtime asks for all rows and keys
+    made = made_shape(problem, banded=_positions(problem, opset)[3], mask=whole)
+    return 0 if made is None else math.prod(made)
 
 
 def _is_filled(problem: Problem) -> bool:
@@ -247,11 +235,8 @@ def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:
 
 def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | None:
     """Return mask and bias, and causal and window if `banded`, as one array of rank 4, or None."""
-    rows, columns = Span(0, problem.query_length), Span(0, problem.key_length)
-    at = Indices(problem, xp, x, rows, columns)
-    seen: Array | None = None
-    for one in at.visible(banded=banded):
-        seen = one if seen is None else seen & one
+    at = Indices(problem, xp, x, Span(0, problem.query_length), Span(0, problem.key_length))
+    seen = visible_keys(problem, x, xp, banded=banded)
     added = _added(problem, x, at, xp)
     mask = seen if added is None else added
     if added is not None and seen is not None:
@@ -263,10 +248,7 @@ def _mask(problem: Problem, x: Operands, xp: Any, *, banded: bool) -> Array | No
         whole = (at.row >= 0) & (at.column >= 0)
         zero = xp.asarray(0, dtype=mask.dtype)
         mask = mask & whole if seen is mask else xp.where(whole, mask, zero)
-    lead = len(mask.shape) - 3
-    if lead == 0 or all(isinstance(n, int) and n == 1 for n in mask.shape[:lead]):
-        return mask[(*(0,) * lead, None, ...)]
-    return one_batch_axis(problem, mask, xp)
+    return score_axes(problem, mask, xp)
 
 
 def _added(problem: Problem, x: Operands, at: Indices, xp: Any) -> Array | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from polyattn.plugin import Problem, Span, band, column_span
-from polyattn_torch.attn_mask import as_bias, is_square_causal, masks_by_position_only
+from polyattn_torch.attn_mask import as_bias, is_square_causal
 from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.workarounds import EngineInputs, padded
@@ -135,7 +135,7 @@ def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
         return _HALF_ONLY
     if max(problem.head_size, problem.value_size) > 256:
         return "it supports vectors of up to 256 numbers"
-    if not masks_by_position_only(problem):
+    if not problem.masks_by_position_only:
         return "it takes no mask"
     if problem.transforms:
         return "torch.func has no rule for it"

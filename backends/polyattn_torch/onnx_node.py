@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from polyattn.plugin import Array, Backend, Operands, Problem
+from polyattn.plugin import Array, Backend, Operands, Problem, may_have_empty_rows
 from polyattn_onnx.operator import FIRST, LAST, Operator, reason_against_empty_rows
-from polyattn_torch.attn_mask import may_have_empty_rows
 from polyattn_torch.onnx_export import exported_opset
 
 __all__ = ["IN_EXPORT", "OnnxNode", "reason_in_export"]

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
-from polyattn.plugin import Problem
-from polyattn_torch.attn_mask import is_square_causal, may_have_empty_rows, takes_mask
+from polyattn.plugin import Problem, may_have_empty_rows
+from polyattn_torch.attn_mask import is_square_causal, takes_mask
 from polyattn_torch.device_info import DeviceInfo
 
 __all__ = ["QUIRKS", "Quirk", "Workaround", "refusals", "workarounds_for"]

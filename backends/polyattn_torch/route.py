@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 from torch.compiler import is_compiling
 
 from polyattn.plugin import Problem, Span
-from polyattn_torch.attn_mask import (
-    is_square_causal,
-    masks_by_position_only,
-    needs_band,
-    on_keys,
-    seen_keys,
-)
+from polyattn_torch.attn_mask import is_square_causal, needs_band, on_keys, seen_keys
 from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, Engine
 from polyattn_torch.quirks import Workaround, workarounds_for
@@ -86,7 +80,7 @@ def _route(problem: Problem) -> Route:
     # Plain bools: torch.compile would make symbols of comparisons of lengths.
     by_position = False if engine is FLASH else needs_band(problem)
     banded = True if by_position or Workaround.EXPLICIT_MASK in workarounds else False  # noqa: SIM210
-    masked = banded or not masks_by_position_only(problem)
+    masked = banded or not problem.masks_by_position_only
     is_causal = True if not masked and is_square_causal(problem) else False  # noqa: SIM210
     grouped = "grouped_heads" in problem.features and Workaround.REPEAT_HEADS not in workarounds
     return Route(keys, engine, workarounds, banded, masked, is_causal, grouped)

@@ -17,8 +17,9 @@ from polyattn.plugin import (
     Problem,
     one_batch_axis,
     reason_against_batch,
+    visible_scores,
 )
-from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys, visible_scores
+from polyattn_torch.attn_mask import attn_mask, made_mask, on_keys
 from polyattn_torch.device_info import describe_device
 from polyattn_torch.engine_report import report_engine
 from polyattn_torch.fused import recorded, takes
@@ -100,7 +101,7 @@ class Sdpa(Kernel):
         route = route_of(problem)
         mask, empty, logsumexp = None, None, None
         if route.masked:
-            mask = attn_mask(problem, operands, backend, route.keys, banded=route.banded)
+            mask = attn_mask(problem, operands, route.keys, banded=route.banded)
         query, key, value = operands[:3]
         whole, problem = problem, on_keys(problem, route.keys)
         if problem is not whole:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
 
-from polyattn.plugin import Problem
-from polyattn_torch.attn_mask import as_bias, empty_rows
+from polyattn.plugin import Problem, cleared, empty_rows
+from polyattn_torch.attn_mask import as_bias
 from polyattn_torch.quirks import Workaround
 
 __all__ = ["EngineInputs", "apply_workarounds", "padded", "undo_workarounds"]
@@ -30,7 +31,7 @@ def apply_workarounds(
     query, key, value, mask = inputs
     empty = None
     if mask is not None and Workaround.CLEAR_EMPTY_ROWS in workarounds:
-        empty = empty_rows(mask)
+        empty = empty_rows(mask, xp)
         mask = mask | empty if mask.dtype == torch.bool else torch.where(empty, 0, mask)
     if mask is not None and Workaround.BIAS in workarounds:
         mask = as_bias(mask, query.dtype)
@@ -62,8 +63,4 @@ def undo_workarounds(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return output and logsumexp without padding, and with rows without keys cleared."""
     output = output[..., : problem.value_size]
-    if empty is not None:
-        output = output.masked_fill(empty, 0)
-        if logsumexp is not None:
-            logsumexp = logsumexp.masked_fill(empty[..., 0], -torch.inf)
-    return output, logsumexp
+    return (output, logsumexp) if empty is None else cleared(output, logsumexp, empty, xp)

@@ -165,6 +165,11 @@ class Problem(NamedTuple):
         return not self.features.isdisjoint(("causal", "window"))
 
     @property
+    def masks_by_position_only(self) -> bool:
+        """Whether only causal and window may hide keys."""
+        return self.features.isdisjoint(MASKING - {"causal", "window"})
+
+    @property
     def masks(self) -> bool:
         """Whether any key may be absent for any row."""
         return not self.features.isdisjoint(MASKING)

@@ -62,6 +62,17 @@ from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize, or_zero
+from polyattn.tiles.visibility import (
+    band_from,
+    cleared,
+    empty_rows,
+    finite_bias,
+    made_shape,
+    may_have_empty_rows,
+    score_axes,
+    visible_keys,
+    visible_scores,
+)
 
 __all__ = [
     "FEATURES",
@@ -87,22 +98,31 @@ __all__ = [
     "TileQuery",
     "axes_of_array",
     "band",
+    "band_from",
+    "cleared",
     "column_span",
     "combine",
     "combined_mask",
+    "empty_rows",
+    "finite_bias",
     "fold_heads",
     "full_span",
     "initial_state",
     "is_full",
     "length_of",
+    "made_shape",
+    "may_have_empty_rows",
     "namespace_of",
     "native",
     "normalize",
     "one_batch_axis",
     "or_zero",
     "reason_against_batch",
+    "score_axes",
     "thread_count",
     "unfold_heads",
     "unrounded",
+    "visible_keys",
+    "visible_scores",
     "with_rank",
 ]

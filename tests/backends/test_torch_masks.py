@@ -100,7 +100,7 @@ def test_sdpa_takes_mask_values(case):
 @pytest.mark.parametrize("case", MASKS)
 def test_a_mask_is_counted_as_it_is_made(case):
     problem, operands = described(Q, K, V, mask=MASKS[case])
-    made = attn_mask(problem, operands, TORCH, Span(0, S), banded=True)
+    made = attn_mask(problem, operands, Span(0, S), banded=True)
     counted = made_mask(problem, Span(0, S), banded=True)
     if "mask_mod" in problem.features:  # what a function depends on is not known beforehand
         assert counted == 2 * 4 * L * S >= made.numel()
@@ -221,7 +221,7 @@ def tables(q, k, v, **options):
     wide = told.kv_indices.shape[-1]
     some = dense(told.kv_num_blocks, told.kv_indices, wide).bool()
     full = dense(told.full_kv_num_blocks, told.full_kv_indices, wide).bool()
-    seen = attn_mask(problem, operands, TORCH, Span(0, S), banded=True)
+    seen = attn_mask(problem, operands, Span(0, S), banded=True)
     return some, full, seen.expand(*seen.shape[:2], problem.query_length, problem.key_length)
 
 
