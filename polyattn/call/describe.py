@@ -281,6 +281,6 @@ def _move_softcap(values: dict[str, Any]) -> None:
     if len(parts) > 1:
         values["score_mod"] = Chain(parts)
     elif parts:
-        only = parts[0]
+        only: Any = parts[0]
         is_bare = isinstance(only, Function) and only.derivative is None
         values["score_mod"] = only.rule if is_bare else only

@@ -48,7 +48,12 @@ def axes_of_array(field: str, rank: int, batch: int) -> tuple[int | str | None, 
     tuple of (int, str or None)
         The number of a batch axis; ``"H"``, ``"L"`` or ``"S"``; None for an axis of its own.
     """
-    letters = [None if letter == "-" else letter for letter in _AXES[field].lstrip(".")]
+    return axes_of_last(_AXES[field], rank, batch)
+
+
+def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
+    """Return the axis of the scores that each axis of an array follows, from those of its last."""
+    letters = [None if letter == "-" else letter for letter in axes.lstrip(".")]
     every: list[int | str | None] = [*range(batch), *letters]
     return tuple(every[len(every) - rank :])
 
@@ -137,6 +142,22 @@ class Part(NamedTuple):
             return numbers - first
         xp = library_of(numbers).xp
         return saturating_sum(numbers, -first, xp, xp.int64)
+
+    def array(self, array: Any, axes: str) -> Any:
+        """Return an array as it is: the arrays of such a part are cut already."""
+        return array
+
+    def expression(self, value: Any) -> Any:
+        """Return an expression, whose arrays are cut, counted from the first row and key."""
+        return value.part(self)
+
+    def shifted(self, offset: Any) -> Any:
+        """Return the query offset of the part, from that of the whole."""
+        return self.counted(offset, -self.away)
+
+    def after(self, start: Any) -> Any:
+        """Return the first batch item, head, row and key, from those that the whole begins with."""
+        return tuple([a + b for a, b in zip(start, self.first, strict=True)])
 
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the indices of the part, from one of the indices of the whole.

@@ -40,13 +40,15 @@ from __future__ import annotations
 
 from polyattn.arrays import Array, length_of, namespace_of, with_rank
 from polyattn.call.describe import Operands
-from polyattn.call.features import FEATURES
+from polyattn.call.features import FEATURES, MASKING
 from polyattn.call.gradients import Gradients
+from polyattn.call.options import OPTIONS
+from polyattn.call.parts import map_arrays, options_of, options_of_part
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
-from polyattn.expressions.parts import Part, axes_of_array
+from polyattn.expressions.parts import Part, axes_of_array, axes_of_last
 from polyattn.expressions.patterns import Filled
 from polyattn.expressions.scores import Score
 from polyattn.host import native
@@ -66,6 +68,8 @@ from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, 
 __all__ = [
     "API_VERSION",
     "FEATURES",
+    "MASKING",
+    "OPTIONS",
     "Array",
     "Backend",
     "BackendPrimitives",
@@ -87,6 +91,7 @@ __all__ = [
     "TileGrid",
     "TileQuery",
     "axes_of_array",
+    "axes_of_last",
     "band",
     "column_span",
     "combine",
@@ -96,10 +101,13 @@ __all__ = [
     "initial_state",
     "is_full",
     "length_of",
+    "map_arrays",
     "namespace_of",
     "native",
     "normalize",
     "one_batch_axis",
+    "options_of",
+    "options_of_part",
     "or_zero",
     "reason_against_batch",
     "thread_count",
