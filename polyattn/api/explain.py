@@ -12,6 +12,7 @@ from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
 from polyattn.autocast import autocast, casts
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
+from polyattn.call.options import OPTIONS
 from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.request import request
@@ -98,7 +99,7 @@ def explain(
     def facts(array: Any, name: str) -> ArrayFacts:
         return array if isinstance(array, ArrayFacts) else facts_of(array, name)
 
-    dtypes = {"mask": "bool", "bias": dtype, "sinks": dtype, "query_offset": "int64"}
+    dtypes = {n: row.dtype or dtype for n, row in OPTIONS.items() if row.axes is not None}
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
     arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
     call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)

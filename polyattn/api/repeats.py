@@ -44,6 +44,7 @@ def with_repeats(function: _F) -> _F:
     return cast(_F, call)
 
 
+_NAMES = frozenset(Operands._fields)
 _NOTHING = (None,) * (len(Operands._fields) - 3)
 
 
@@ -51,9 +52,4 @@ def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
     if not kwargs:
         # As Operands(*args, None, ...) in half the time, which each plain call spends.
         return tuple.__new__(Operands, (*args, *_NOTHING))
-    query, key, value = args
-    given = kwargs.get
-    return Operands(
-        query, key, value,
-        given("mask"), given("bias"), given("query_offset"), None, given("sinks"),
-    )  # fmt: skip
+    return Operands(*args, **{name: kwargs[name] for name in kwargs if name in _NAMES})

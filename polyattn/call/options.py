@@ -18,7 +18,15 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 
-__all__ = ["FROM_ZERO", "OPTIONS", "Option", "Start", "option_of"]
+__all__ = [
+    "FROM_ZERO",
+    "GRADIENT_ARRAYS",
+    "GRADIENT_EXPRESSIONS",
+    "OPTIONS",
+    "Option",
+    "Start",
+    "option_of",
+]
 
 #: The flat batch item, query head, query row and key that a part of a call begins with.
 Start = tuple[int, int, int, int]
@@ -207,24 +215,34 @@ class Option(NamedTuple):
     default: Any = None
 
 
-#: The options, in the order of the steps of the formula.
+#: The options, in the order of the signature of `attention`.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
-        Option("similarity", check_similarity, kind=Similarity, gradient="carried"),
-        Option("scale", check_scale, kind=ScaleRule, gradient="number"),
-        Option("softcap", check_softcap, gradient="number"),
-        Option("score_mod", check_score_mod, kind=Score, gradient="carried"),
+        Option("mask", check_mask, kind=Mask, axes=".HLS", dtype="bool"),
         Option("bias", axes=".HLS", gradient="array"),
         Option("is_causal", lambda value: check_bool("is_causal", value), default=False),
         Option("window", check_window),
         Option("query_offset", check_offset, axes=".", dtype="int64"),
-        Option("mask", check_mask, kind=Mask, axes=".HLS", dtype="bool"),
+        Option("scale", check_scale, kind=ScaleRule, gradient="number"),
+        Option("softcap", check_softcap, gradient="number"),
+        Option("score_mod", check_score_mod, kind=Score, gradient="carried"),
         Option("sinks", axes="H", gradient="array"),
-        Option("normalizer", check_normalizer, kind=Normalizer),
         Option("dropout", check_dropout),
+        Option("similarity", check_similarity, kind=Similarity, gradient="carried"),
+        Option("normalizer", check_normalizer, kind=Normalizer),
     )
 }
+
+
+def with_gradient(what: str) -> tuple[str, ...]:
+    """Return the names of the options of which this has a gradient."""
+    return tuple([name for name, option in OPTIONS.items() if option.gradient == what])
+
+
+#: The arguments that are arrays with a gradient, and the options whose expressions carry such.
+GRADIENT_ARRAYS = ("query", "key", "value", *with_gradient("array"))
+GRADIENT_EXPRESSIONS = with_gradient("carried")
 
 
 def option_of(name: str) -> Option:

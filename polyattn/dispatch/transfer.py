@@ -16,6 +16,7 @@ from polyattn.arrays import (
 )
 from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.options import GRADIENT_ARRAYS, OPTIONS
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
@@ -137,7 +138,7 @@ class Plan(NamedTuple):
 
     def _check_gradients(self, found: Gradients, operands: Operands) -> None:
         problem, query = self.placement.problem, operands.query
-        for name in ("query", "key", "value", "bias", "sinks"):
+        for name in GRADIENT_ARRAYS:
             argument, gradient = getattr(operands, name), getattr(found, name)
             if argument is not None and not (gradient is None and name in problem.constants):
                 what, shape = f"gradient of {name}", facts_of(argument).shape
@@ -171,7 +172,7 @@ class Plan(NamedTuple):
                 if name == "query_offset":
                     operand = _clip_to_int32(operand, self.placement.problem)
                 converted[name] = _mover(backend_of(operand), backend, device, dtype)(operand)
-        for name in ("mask", "score_mod", "similarity"):
+        for name in OPTIONS.keys() & set(operands._fields):
             operand = getattr(operands, name)
             if isinstance(operand, Expression):
                 converted[name] = operand.map(lambda _, leaf: self._move_one(leaf, operands))
@@ -196,7 +197,7 @@ def _recorder(operands: Operands) -> Recorder | None:
     if not recorders:
         return None
     things: list[Any] = list(operands)
-    for value in (operands.mask, operands.score_mod, operands.similarity):
+    for value in operands:
         if isinstance(value, Expression):
             things += [thing for _, thing in value.carried()]
     return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)

@@ -42,7 +42,7 @@ from polyattn.arrays import Array, length_of, namespace_of, with_rank
 from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES, MASKING
 from polyattn.call.gradients import Gradients
-from polyattn.call.options import OPTIONS
+from polyattn.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn.call.parts import map_arrays, options_of, options_of_part
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
@@ -68,6 +68,8 @@ from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, 
 __all__ = [
     "API_VERSION",
     "FEATURES",
+    "GRADIENT_ARRAYS",
+    "GRADIENT_EXPRESSIONS",
     "MASKING",
     "OPTIONS",
     "Array",
