@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from polyattn.api.names import with_our_names
 from polyattn.api.repeats import with_repeats
@@ -22,7 +22,28 @@ from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["attention", "compute", "planned"]
+__all__ = ["AttentionOptions", "attention", "compute", "planned"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of `attention`, which documents them."""
+
+    mask: Array | Mask | Callable[..., Array] | None
+    bias: Array | None
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    query_offset: int | Array | None
+    scale: float | ScaleRule | None
+    softcap: float | None
+    score_mod: Score | Callable[..., Array] | None
+    sinks: Array | None
+    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start | Array] | None
+    similarity: Similarity | None
+    normalizer: Normalizer | None
+    layout: str
+    backend: str | Sequence[str] | None
+    kernel: str | Kernel | None
+
 
 A = TypeVar("A")  # the type of the query, which the result has
 

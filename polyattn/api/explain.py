@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Unpack
 
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions
+from polyattn.api.names import check_names, with_our_names
 from polyattn.arguments import Shape, check_int, check_shape
 from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of
 from polyattn.autocast import autocast, casts

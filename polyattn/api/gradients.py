@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from polyattn.api.attention import attention, compute, planned
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions, attention, compute, planned
+from polyattn.api.names import check_names, with_our_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, cast, is_array, library_of
 from polyattn.autocast import autocast

@@ -10,9 +10,8 @@ import functools
 import math
 from typing import NamedTuple, Unpack
 
-from polyattn.api.attention import compute
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions, compute
+from polyattn.api.names import check_names, with_our_names
 from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of, quiet
 from polyattn.autocast import autocast
 from polyattn.call.describe import describe

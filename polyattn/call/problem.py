@@ -21,7 +21,7 @@ from polyattn.call.checks import (
 from polyattn.call.describe import Call
 from polyattn.call.features import FEATURES, MASKING, default_scale, newest_offset
 from polyattn.call.layout import chunks_heads_first, positions_matter
-from polyattn.call.options import FROM_ZERO, Start
+from polyattn.call.options import FROM_ZERO, OPTIONS, Start
 from polyattn.expressions.indices import ScoreDims
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.patterns import Band
@@ -164,6 +164,12 @@ class Problem(NamedTuple):
         return not self.features.isdisjoint(MASKING)
 
 
+# The options that a problem has in another form, or has not; it has the others as they are.
+_REWRITTEN = frozenset(
+    ("mask", "bias", "window", "query_offset", "scale", "score_mod", "sinks", "similarity")
+)
+
+
 def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
     check_dtypes(call)
@@ -188,11 +194,9 @@ def examine(call: Call) -> Problem:
         key_length=key_length,
         head_size=head_size,
         value_size=value_size,
-        is_causal=call.is_causal,
         window=call.window or (None, None),
         query_offset=None if isinstance(offset, ArrayFacts) else offset,
         scale=_scale(call.scale, default_scale(call, head_size), key_length),
-        softcap=call.softcap,
         mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
         bias=None if call.bias is None else call.bias.shape,
         bias_dtype=None if call.bias is None else call.bias.dtype,
@@ -204,10 +208,9 @@ def examine(call: Call) -> Problem:
         score_spec=call.score_mod if isinstance(call.score_mod, Score) else None,
         similarity_spec=call.similarity,
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
-        normalizer=call.normalizer,
-        dropout=call.dropout,
         dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
+        **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
     )
     _check_values(call, problem)
     needed = [name for name, feature in FEATURES.items() if feature.needs(call, problem)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn.api.attention import attention
 from polyattn.api.gradients import attention_backward, unrounded_partial
-from polyattn.api.options import check_names
+from polyattn.api.names import check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
 from polyattn.autocast import autocast
