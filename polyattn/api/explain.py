@@ -109,10 +109,10 @@ def explain(
     call = call._replace(**autocast(call._asdict()))
     check_kernel(kernel)
     requested = request(backend)
-    problem = examine(call)
-    if problem.mask_spec is not None and isinstance(operands.mask, Mask):
+    if isinstance(operands.mask, Mask) and isinstance(call.mask, Mask):
         # A remark may count the tiles of a compiled mask.
-        problem = problem._replace(mask_spec=problem.mask_spec.filled(operands.mask))
+        call = call._replace(mask=call.mask.filled(operands.mask))
+    problem = examine(call)
     array = None if only_shapes else query
     explanation = explain_selection(call, problem, array, requested, kernel)
     return replace(explanation, autocast=changed)
