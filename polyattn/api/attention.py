@@ -172,12 +172,14 @@ def attention(
     >>> attention(query, key, value, is_causal=True).shape
     (2, 8, 5, 32)
     """
-    described = describe(
-        **autocast({"query": query, "key": key, "value": value, "bias": bias}),
-        mask=mask, is_causal=is_causal, window=window, query_offset=query_offset, scale=scale,
-        softcap=softcap, score_mod=score_mod, sinks=sinks, dropout=dropout, similarity=similarity,
-        normalizer=normalizer, layout=layout,
-    )  # fmt: skip
+    options = {
+        "mask": mask, "bias": bias, "window": window, "query_offset": query_offset, "scale": scale,
+        "softcap": softcap, "score_mod": score_mod, "sinks": sinks, "dropout": dropout,
+        "similarity": similarity, "normalizer": normalizer,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    arguments = autocast({"query": query, "key": key, "value": value, **given})
+    described = describe(**arguments, is_causal=is_causal, layout=layout)
     result: tuple[A, Array | None] = compute(*described, backend, kernel)
     return result[0]
 

@@ -151,20 +151,7 @@ def describe(
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     home = home_of(query)
-    values: dict[str, Any] = {}
-    for name, given in options.items():
-        option = OPTIONS[name]
-        if given is option.default:
-            continue
-        if isinstance(given, Expression):
-            given = given if home is None else given.placed(home)
-        elif option.axes is not None:
-            given = _at_home(name, given, home)
-        values[name] = option.read(given)
-    if isinstance(values.get("mask"), Mask):
-        _move_band(values)
-    if isinstance(values.get("score_mod"), Score):
-        _move_softcap(values)
+    values = _checked(options, home)
     described = {name: _described(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
         _take_dropout_apart(described, values, facts)
@@ -201,13 +188,34 @@ def describe(
     return call, operands
 
 
+def _checked(options: dict[str, Any], home: Home | None) -> dict[str, Any]:
+    """Return the options that are given, each checked by itself and moved to where it belongs."""
+    values: dict[str, Any] = {}
+    for name, given in options.items():
+        option = OPTIONS[name]
+        if given is option.default:
+            continue
+        if isinstance(given, Expression):
+            given = given if home is None else given.placed(home)
+        elif option.axes is not None:
+            given = _at_home(name, given, home)
+        values[name] = option.read(given)
+    if isinstance(values.get("mask"), Mask):
+        _move_band(values)
+    if isinstance(values.get("score_mod"), Score):
+        _move_softcap(values)
+    return values
+
+
 def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
     """Return an option without the contents of arrays, functions and tables."""
+    if isinstance(value, (int, float, tuple)):
+        return value
     if isinstance(value, Expression):
         return value.spec(facts)
     if callable(value):
         return FUNCTION
-    return value if OPTIONS[name].axes is None or isinstance(value, int) else facts(value, name)
+    return value if OPTIONS[name].axes is None else facts(value, name)
 
 
 def _take_dropout_apart(
