@@ -67,7 +67,7 @@ def table(kernels: dict[str, tuple[Kernel, ...]]) -> list[str]:
         "| | " + " | ".join(f"{name}<br>`{kernel.name}`" for name, kernel in columns) + " |",
         "|---|" + ":-:|" * len(columns),
     ]
-    for feature, meaning in FEATURES.items():
+    for feature, (meaning, *_) in FEATURES.items():
         cells = (cell(kernel, feature) for _, kernel in columns)
         lines.append(f"| `{feature}`: {meaning} | " + " | ".join(cells) + " |")
     for promise, meaning in PROMISES.items():

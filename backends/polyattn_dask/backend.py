@@ -8,7 +8,7 @@ from typing import Any
 import array_api_compat.dask.array as xp
 import dask.array as da
 
-from polyattn.plugin import FEATURES, Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
 from polyattn_dask.backward import gradients
 from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
@@ -21,7 +21,12 @@ class Chunked(Kernel):
     """Attention by the chunks of the caller, computed by the library of the chunks."""
 
     name = "chunked"
-    features = frozenset(FEATURES) - {"jvp"}
+    features = frozenset({
+        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
+        "mask", "mask_expression", "mask_mod", "normalizer", "query_offset", "query_offset_array",
+        "scale", "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap",
+        "value_size", "window",
+    })  # fmt: skip
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why it cannot compute a call."""

@@ -9,7 +9,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Gradients, Operands, Problem
+from polyattn.plugin import OPTIONS, Gradients, Operands, Problem
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Axes, Index
 from polyattn_dask.layer import Key, Layer
@@ -45,7 +45,8 @@ def gradients(problem: Problem, x: Operands) -> Gradients:
     shares = _shares(call, layer, targets)
     # All tasks of all sums, before the arrays that depend on them.
     last = {target: _blocks(call, layer, target, shares[target]) for target in targets}
-    query, found = call.arrays["query"][1], dict[str, Any](score_mod=[], similarity=[])
+    query = call.arrays["query"][1]
+    found: dict[str, Any] = {o.name: [] for o in OPTIONS.values() if o.gradient == "carried"}
     for target, tasks in last.items():
         array = layer.array(target.name, target.chunks, problem.accumulator, query, tasks)
         option, _, number = target.name.partition(".")
@@ -62,17 +63,16 @@ def _targets(call: Cut) -> list[Target]:
     for name in ("query", "key", "value"):
         axes, array = call.arrays[name]
         found.append(Target(name, axes, array.chunks))
-    for name in ("bias", "sinks", "score_mod", "similarity"):
-        leaves = [x for x in call.leaves if x.option == name]
-        numbered = name in ("score_mod", "similarity")
-        found += [
-            Target(f"{name}.{n}" if numbered else name, x.axes, x.array.chunks)
-            for n, x in enumerate(leaves)
-        ]
-    if call.problem.score_norm is None:
-        found.append(Target("scale"))
-    if call.problem.softcap is not None:
-        found.append(Target("softcap"))
+    for option in OPTIONS.values():
+        leaves = [x for x in call.leaves if x.option == option.name]
+        given = call.template.given.get(option.name)
+        if option.gradient == "array":
+            found += [Target(option.name, x.axes, x.array.chunks) for x in leaves]
+        elif option.gradient == "carried":
+            named = [(f"{option.name}.{n}", x) for n, x in enumerate(leaves)]
+            found += [Target(name, x.axes, x.array.chunks) for name, x in named]
+        elif option.gradient == "number" and isinstance(given, float):
+            found.append(Target(option.name))
     return found
 
 

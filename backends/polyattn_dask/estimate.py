@@ -19,6 +19,7 @@ from polyattn_dask.sizes import (
     query_bytes,
     widths,
 )
+from polyattn_dask.template import reads_whole_rows
 from polyattn_dask.visibility import Visibility
 
 __all__ = ["estimate"]
@@ -62,7 +63,7 @@ class _Groups:
     def __init__(self, problem: Problem, grid: Grid) -> None:
         self._chunks, self._all = grid.columns, problem.key_length
         self._lengths = [span.length for span in grid.columns]
-        self._whole_rows = problem.normalizer is not None or problem.score_norm is not None
+        self._whole_rows = reads_whole_rows(problem)
         self._runs: dict[int, RunsOfChunks] = {}
         self._sizes: dict[int, list[int]] = {}
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import dask.array as da
 
-from polyattn.plugin import Part, Problem, Span, axes_of_array
+from polyattn.plugin import OPTIONS, Part, Problem, Span, axes_of_array, axes_of_last
 
 __all__ = [
     "Axes",
@@ -159,13 +159,17 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
         The facts of the call.
     """
     rank, batch = len(shape), len(problem.batch)
+    option, _, field = name.partition(".")
     axes: Axes = ()
     if name in _NAMED:
         axes = (*range(batch), *_NAMED[name])[-rank:] if rank else ()
-    elif name == "sinks":
-        axes = ("H",)
-    elif name != "seed":
-        axes = axes_of_array(name.partition(".")[2] or "array", rank, batch)
+    elif field:
+        axes = axes_of_array(field, rank, batch)
+    elif rank:
+        last = OPTIONS[option].axes
+        if last is None:
+            raise TypeError(f"{option} cannot be cut: it has no axes in the table of options")
+        axes = axes_of_last(last, rank, batch)
     lengths: dict[Any, int] = dict(enumerate(problem.batch))
     lengths |= {"H": problem.heads, "G": problem.key_heads}
     lengths |= {"L": problem.query_length, "S": problem.key_length}

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from polyattn.plugin import (
+    GRADIENT_ARRAYS,
+    GRADIENT_EXPRESSIONS,
     Backend,
     Expression,
     Gradients,
@@ -29,10 +31,6 @@ from polyattn_torch.autograd import (
 )
 
 __all__ = ["KernelStep", "run_step", "step_of"]
-
-#: The operands that may have a gradient, in the order of `Gradients`.
-_ARRAYS = ("query", "key", "value", "bias", "sinks")
-_EXPRESSIONS = ("score_mod", "similarity")
 
 
 class Slot(NamedTuple):
@@ -103,7 +101,7 @@ class KernelStep:
         output, logsumexp = results
         named: dict[str, Any] = {
             f"{name}_tangent": moved[slot.number]
-            for name in _ARRAYS
+            for name in GRADIENT_ARRAYS
             if isinstance(slot := getattr(self._template, name), Slot)
         }
         rest = [n for n, one in enumerate(moved) if one is not None]
@@ -134,17 +132,17 @@ class KernelStep:
     def _constants(self, wanted: Sequence[bool]) -> list[str]:
         return [
             name
-            for name in _ARRAYS
+            for name in GRADIENT_ARRAYS
             if isinstance(slot := getattr(self._template, name), Slot) and not wanted[slot.number]
         ]
 
     def _by_slot(self, gradients: Gradients) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
-        for name in _ARRAYS:
+        for name in GRADIENT_ARRAYS:
             slot = getattr(self._template, name)
             if isinstance(slot, Slot):
                 found[slot.number] = getattr(gradients, name)
-        for name in _EXPRESSIONS:
+        for name in GRADIENT_EXPRESSIONS:
             expression = getattr(self._template, name)
             if isinstance(expression, Expression):
                 slots = [slot for _, slot in expression.carried() if isinstance(slot, Slot)]

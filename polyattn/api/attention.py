@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from polyattn.api.cached_calls import with_cached_calls
 from polyattn.api.names import with_our_names
@@ -17,7 +17,28 @@ from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["attention"]
+__all__ = ["AttentionOptions", "attention"]
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keyword arguments of `attention`, which documents them."""
+
+    mask: Array | Mask | Callable[..., Array] | None
+    bias: Array | None
+    is_causal: bool
+    window: tuple[int | None, int | None] | None
+    query_offset: int | Array | None
+    scale: float | ScaleRule | None
+    softcap: float | None
+    score_mod: Score | Callable[..., Array] | None
+    sinks: Array | None
+    dropout: tuple[float, int | Array] | tuple[float, int | Array, Start | Array] | None
+    similarity: Similarity | None
+    normalizer: Normalizer | None
+    layout: str
+    backend: str | Sequence[str] | None
+    kernel: str | Kernel | None
+
 
 A = TypeVar("A")  # the type of the query, which the result has
 
@@ -146,11 +167,13 @@ def attention(
     >>> attention(query, key, value, is_causal=True).shape
     (2, 8, 5, 32)
     """
-    described = describe(
-        **autocast({"query": query, "key": key, "value": value, "bias": bias}),
-        mask=mask, is_causal=is_causal, window=window, query_offset=query_offset, scale=scale,
-        softcap=softcap, score_mod=score_mod, sinks=sinks, dropout=dropout, similarity=similarity,
-        normalizer=normalizer, layout=layout,
-    )  # fmt: skip
+    options = {
+        "mask": mask, "bias": bias, "window": window, "query_offset": query_offset, "scale": scale,
+        "softcap": softcap, "score_mod": score_mod, "sinks": sinks, "dropout": dropout,
+        "similarity": similarity, "normalizer": normalizer,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    arguments = autocast({"query": query, "key": key, "value": value, **given})
+    described = describe(**arguments, is_causal=is_causal, layout=layout)
     result: tuple[A, Array | None] = compute(*described, backend, kernel)
     return result[0]

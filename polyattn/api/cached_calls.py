@@ -7,17 +7,19 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from polyattn.api.options import AttentionOptions
+from polyattn.api.names import BESIDE
 from polyattn.api.run import plan_of, run
 from polyattn.call.describe import Operands, describe
 from polyattn.call.key import call_key
+from polyattn.call.options import OPTIONS
 from polyattn.dispatch.cache import CachedCall, cached_call
 from polyattn.dispatch.request import request
 
 __all__ = ["with_cached_calls"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_OPTIONS = frozenset(AttentionOptions.__annotations__)
+_OPTIONS = frozenset((*OPTIONS, *BESIDE))
+_OPERANDS = frozenset(Operands._fields)
 
 
 def with_cached_calls(function: _F) -> _F:
@@ -50,9 +52,4 @@ def with_cached_calls(function: _F) -> _F:
 
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
-    query, key, value = args
-    given = kwargs.get
-    return Operands(
-        query, key, value,
-        given("mask"), given("bias"), given("query_offset"), None, given("sinks"),
-    )  # fmt: skip
+    return Operands(*args, **{name: kwargs[name] for name in kwargs if name in _OPERANDS})

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Unpack
 
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions
+from polyattn.api.names import check_names, with_our_names
 from polyattn.arguments import Shape, check_int, check_shape
 from polyattn.arrays import Array, ArrayFacts, Chunks, facts_of, library_of
 from polyattn.autocast import autocast, casts
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
+from polyattn.call.options import OPTIONS
 from polyattn.call.problem import examine
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.request import request
@@ -98,7 +99,7 @@ def explain(
     def facts(array: Any, name: str) -> ArrayFacts:
         return array if isinstance(array, ArrayFacts) else facts_of(array, name)
 
-    dtypes = {"mask": "bool", "bias": dtype, "sinks": dtype, "query_offset": "int64"}
+    dtypes = {n: row.dtype or dtype for n, row in OPTIONS.items() if row.axes is not None}
     arguments |= {n: facts_of_shape(arguments[n], dtypes[n]) for n in dtypes if n in arguments}
     arrays = [facts_of_shape(array, dtype, cut=True) for array in (query, key, value)]
     call, operands = describe(*arrays, **arguments, logsumexp=logsumexp, facts=facts)
@@ -108,12 +109,11 @@ def explain(
     call = call._replace(**autocast(call._asdict()))
     check_kernel(kernel)
     requested = request(backend)
-    problem = examine(call)
-    if problem.mask_spec is not None and isinstance(operands.mask, Mask):
+    if isinstance(operands.mask, Mask) and isinstance(call.mask, Mask):
         # A remark may count the tiles of a compiled mask.
-        problem = problem._replace(mask_spec=problem.mask_spec.filled(operands.mask))
+        call = call._replace(mask=call.mask.filled(operands.mask))
     xp = None if only_shapes else library_of(query).xp
-    explanation = explain_selection(call, problem, requested, kernel, xp)
+    explanation = explain_selection(call, examine(call), requested, kernel, xp)
     return replace(explanation, autocast=changed)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from polyattn.api.attention import attention
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions, attention
+from polyattn.api.names import check_names, with_our_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.api.run import compute, plan_of
 from polyattn.arrays import Array, cast, is_array, library_of
@@ -15,6 +14,7 @@ from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
 from polyattn.call.layout import gradients_as_called, heads_first
+from polyattn.call.options import GRADIENT_ARRAYS
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
 from polyattn.plugin import unrounded
@@ -303,13 +303,14 @@ def attention_jvp(
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, (tuple, list)) or len(given) != 3:
             raise TypeError(f"{name} must be those of query, key and value; got {_listed(given)}")
-    names = ("query", "key", "value", "bias", "sinks")
     moved = {
         f"{name}_tangent": tangent
-        for name, tangent in zip(names, (*tangents, bias_tangent, sinks_tangent), strict=True)
+        for name, tangent in zip(
+            GRADIENT_ARRAYS, (*tangents, bias_tangent, sinks_tangent), strict=True
+        )
         if tangent is not None
     }
-    arguments = autocast(dict(zip(names, primals, strict=False)) | moved | dict(options))
+    arguments = autocast(dict(zip(GRADIENT_ARRAYS, primals, strict=False)) | moved | dict(options))
     moved = {name: arguments.pop(name) for name in moved}
     output, partial = _with_residuals(**arguments)
     if not moved:

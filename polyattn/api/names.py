@@ -1,12 +1,14 @@
-"""The names that other libraries give the arguments of attention."""
+"""The names of the arguments of attention, and those that other libraries give them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
-__all__ = ["FOREIGN", "with_our_names"]
+from polyattn.call.options import OPTIONS
+
+__all__ = ["FOREIGN", "check_names", "with_our_names"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -17,6 +19,9 @@ _LENGTHS = "mask=masks.padding(key_lengths, query_lengths)"
 _PACKED = "mask=masks.segments(query_ids, key_ids)"
 _LOGSUMEXP = "nothing, and call attention_partial, which returns the logsumexp"
 _WEIGHTS = "nothing, and call attention_weights, which returns the weights"
+
+#: The keyword arguments of `attention` beside its options.
+BESIDE = ("layout", "backend", "kernel")
 
 #: Names of other libraries, with what to pass instead.
 FOREIGN = {
@@ -69,3 +74,10 @@ def with_our_names(function: _F) -> _F:
         return function(*args, **kwargs)
 
     return cast(_F, call)
+
+
+def check_names(function: str, options: Collection[str], without: Collection[str] = ()) -> None:
+    """Raise if a keyword is not an option of `attention`, as Python does for a full signature."""
+    for name in options:
+        if name in without or not (name in OPTIONS or name in BESIDE):
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

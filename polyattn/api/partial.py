@@ -10,8 +10,8 @@ import functools
 import math
 from typing import NamedTuple, Unpack
 
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions
+from polyattn.api.names import check_names, with_our_names
 from polyattn.api.run import compute
 from polyattn.arrays import Array, accumulator_of, cast, facts_of, library_of, namespace_of, quiet
 from polyattn.autocast import autocast

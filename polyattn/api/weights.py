@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
-from polyattn.api.names import with_our_names
-from polyattn.api.options import AttentionOptions, check_names
+from polyattn.api.attention import AttentionOptions
+from polyattn.api.names import check_names, with_our_names
 from polyattn.arguments import check_int
 from polyattn.arrays import Array, library_of
 from polyattn.autocast import autocast

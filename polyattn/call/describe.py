@@ -9,19 +9,11 @@ import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arguments import WindowSize, check_signature, check_window, got
+from polyattn.arguments import WindowSize
 from polyattn.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
 from polyattn.call.axes import axes_of
-from polyattn.call.options import (
-    FROM_ZERO,
-    Start,
-    check_bool,
-    check_dropout,
-    check_finite,
-    check_offset,
-    check_softcap,
-)
-from polyattn.expressions.expression import Expression, named
+from polyattn.call.options import FROM_ZERO, OPTIONS, Start
+from polyattn.expressions.expression import FUNCTION, Expression, named
 from polyattn.expressions.masks import And, Dense, Mask, Rule
 from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -68,11 +60,11 @@ class Operands(NamedTuple):
     query: Array
     key: Array
     value: Array  # None in a call for weights
-    mask: Array | Callable[..., Array] | None
-    bias: Array | None
-    query_offset: int | Array | None
-    score_mod: Callable[..., Array] | None
-    sinks: Array | None
+    mask: Array | Callable[..., Array] | None = None
+    bias: Array | None = None
+    query_offset: int | Array | None = None
+    score_mod: Callable[..., Array] | None = None
+    sinks: Array | None = None
     similarity: Similarity | None = None
     seed: int | Array | None = None
     known_logsumexp: Array | None = None
@@ -87,33 +79,36 @@ class Operands(NamedTuple):
     dropout_start: Array | None = None
 
 
+_OPERANDS = frozenset(Operands._fields)
+
+
 class Call(NamedTuple):
     """The facts of a call, without the contents of its arrays; plans are cached by them."""
 
     query: ArrayFacts
     key: ArrayFacts
     value: ArrayFacts | None  # a call for weights has none
-    mask: ArrayFacts | Mask | str | None
-    bias: ArrayFacts | None
-    is_causal: bool
-    window: WindowSize | None
-    query_offset: ArrayFacts | int | None
-    scale: float | ScaleRule | None
-    softcap: float | None
-    score_mod: Score | str | None
-    sinks: ArrayFacts | None
-    dropout: float
-    seed: ArrayFacts | None
-    dropout_start: ArrayFacts | Start
-    similarity: Similarity | None
-    normalizer: Normalizer | None
-    known_logsumexp: ArrayFacts | None
-    output: ArrayFacts | None
-    output_gradient: ArrayFacts | None
-    logsumexp_gradient: ArrayFacts | None
-    layout: str
-    logsumexp: bool
-    transforms: frozenset[str]
+    mask: ArrayFacts | Mask | str | None = None
+    bias: ArrayFacts | None = None
+    is_causal: bool = False
+    window: WindowSize | None = None
+    query_offset: ArrayFacts | int | None = None
+    scale: float | ScaleRule | None = None
+    softcap: float | None = None
+    score_mod: Score | str | None = None
+    sinks: ArrayFacts | None = None
+    dropout: float = 0.0
+    seed: ArrayFacts | None = None
+    dropout_start: ArrayFacts | Start = FROM_ZERO
+    similarity: Similarity | None = None
+    normalizer: Normalizer | None = None
+    known_logsumexp: ArrayFacts | None = None
+    output: ArrayFacts | None = None
+    output_gradient: ArrayFacts | None = None
+    logsumexp_gradient: ArrayFacts | None = None
+    layout: str = "...HLD"
+    logsumexp: bool = False
+    transforms: frozenset[str] = frozenset()
     tangents: tuple[tuple[str, ArrayFacts], ...] = ()
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:
@@ -138,18 +133,6 @@ def describe(
     value: Array | None,
     *,
     for_weights: bool = False,
-    mask: Any = None,
-    bias: Any = None,
-    is_causal: Any = False,
-    window: Any = None,
-    query_offset: Any = None,
-    scale: Any = None,
-    softcap: Any = None,
-    score_mod: Any = None,
-    sinks: Any = None,
-    dropout: Any = None,
-    similarity: Any = None,
-    normalizer: Any = None,
     known_logsumexp: Any = None,
     output: Any = None,
     output_gradient: Any = None,
@@ -158,6 +141,7 @@ def describe(
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
+    **options: Any,
 ) -> tuple[Call, Operands]:
     """Return the facts of a call, its options checked one by one, and its operands.
 
@@ -167,64 +151,86 @@ def describe(
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     home = home_of(query)
-    mask = _at_home("mask", mask, home)
-    bias = _at_home("bias", bias, home)
-    query_offset = _at_home("query_offset", query_offset, home)
-    sinks = _at_home("sinks", sinks, home)
-    if home is not None:
-        score_mod = _at_home("score_mod", score_mod, home)
-        similarity = _at_home("similarity", similarity, home)
-        tangents = tangents and {n: _at_home(n, given, home) for n, given in tangents.items()}
-    is_causal = is_causal if is_causal is False else check_bool("is_causal", is_causal)
-    window = None if window is None else check_window(window)
-    if isinstance(mask, Mask):
-        mask, is_causal, window = _without_band(mask, is_causal, window)
-    scale = scale if scale is None or isinstance(scale, ScaleRule) else check_finite("scale", scale)
-    softcap = None if softcap is None else check_softcap(softcap)
-    if isinstance(score_mod, Score):
-        score_mod, softcap = _without_softcap(score_mod, softcap)
-    _check_kind("similarity", similarity, Similarity, "scores.cosine()")
-    _check_kind("normalizer", normalizer, Normalizer, "scores.sparsemax()")
-    rate, seed, start = (0.0, None, FROM_ZERO) if dropout is None else check_dropout(dropout)
-    if rate == 0:
-        seed, start = None, FROM_ZERO
+    values = _checked(options, home)
+    described = {name: _described(name, value, facts) for name, value in values.items()}
+    if "dropout" in values:
+        _take_dropout_apart(described, values, facts)
+    if tangents and home is not None:
+        tangents = {n: _at_home(n, given, home) for n, given in tangents.items()}
     call = Call(
         facts(query, "query"),
         facts(key, "key"),
         None if for_weights else facts(value, "value"),
-        _mask_facts(mask, facts),
-        None if bias is None else facts(bias, "bias"),
-        is_causal,
-        window,
-        None if query_offset is None else check_offset(query_offset, facts),
-        scale,
-        softcap,
-        _score_facts(score_mod, facts),
-        None if sinks is None else facts(sinks, "sinks"),
-        rate,
-        facts(seed, "dropout's seed") if is_array(seed) else None,
-        facts(start, "dropout's start") if is_array(start) else start,
-        None if similarity is None else similarity.spec(facts),
-        normalizer,
-        None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
-        None if output is None else facts(output, "output"),
-        None if output_gradient is None else facts(output_gradient, "output_gradient"),
-        None if logsumexp_gradient is None else facts(logsumexp_gradient, "logsumexp_gradient"),
-        layout,
-        logsumexp,
-        torch_transforms(),
+        known_logsumexp=None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
+        output=None if output is None else facts(output, "output"),
+        output_gradient=(
+            None if output_gradient is None else facts(output_gradient, "output_gradient")
+        ),
+        logsumexp_gradient=(
+            None if logsumexp_gradient is None else facts(logsumexp_gradient, "logsumexp_gradient")
+        ),
+        layout=layout,
+        logsumexp=logsumexp,
+        transforms=torch_transforms(),
+        **described,
     )
     operands = Operands(
-        query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
-        known_logsumexp, output, output_gradient, logsumexp_gradient,
-        dropout_start=start if is_array(start) else None,
+        query, key, value,
+        known_logsumexp=known_logsumexp, output=output, output_gradient=output_gradient,
+        logsumexp_gradient=logsumexp_gradient,
+        **{name: values[name] for name in values if name in _OPERANDS},
     )  # fmt: skip
-    if call.query.traced and query_offset is None:
+    if call.query.traced and "query_offset" not in values:
         call = call._replace(query_offset=_known_offset(query, key, layout))
     if tangents is not None:
-        described = tuple((name, facts(array, name)) for name, array in tangents.items())
-        return call._replace(tangents=described), operands._replace(**tangents)
+        found = tuple((name, facts(array, name)) for name, array in tangents.items())
+        return call._replace(tangents=found), operands._replace(**tangents)
     return call, operands
+
+
+def _checked(options: dict[str, Any], home: Home | None) -> dict[str, Any]:
+    """Return the options that are given, each checked by itself and moved to where it belongs."""
+    values: dict[str, Any] = {}
+    for name, given in options.items():
+        option = OPTIONS[name]
+        if given is option.default:
+            continue
+        if isinstance(given, Expression):
+            given = given if home is None else given.placed(home)
+        elif option.axes is not None:
+            given = _at_home(name, given, home)
+        values[name] = option.read(given)
+    if isinstance(values.get("mask"), Mask):
+        _move_band(values)
+    if isinstance(values.get("score_mod"), Score):
+        _move_softcap(values)
+    return values
+
+
+def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    """Return an option without the contents of arrays, functions and tables."""
+    if isinstance(value, (int, float, tuple)):
+        return value
+    if isinstance(value, Expression):
+        return value.spec(facts)
+    if callable(value):
+        return FUNCTION
+    return value if OPTIONS[name].axes is None else facts(value, name)
+
+
+def _take_dropout_apart(
+    described: dict[str, Any], values: dict[str, Any], facts: Callable[[Any, str], ArrayFacts]
+) -> None:
+    """Take dropout apart: its rate, its seed, and where its hash begins."""
+    described["dropout"], seed, start = values.pop("dropout")
+    if described["dropout"] == 0:
+        return
+    values["seed"] = seed
+    if is_array(seed):
+        described["seed"] = facts(seed, "dropout's seed")
+    if is_array(start):
+        values["dropout_start"], start = start, facts(start, "dropout's start")
+    described["dropout_start"] = start
 
 
 def _known_offset(query: Array, key: Array, layout: str) -> int | None:
@@ -249,103 +255,40 @@ def _at_home(name: str, given: Any, home: Home | None) -> Any:
     return home.put(name, given) if is_host(given) and not is_integer else given
 
 
-def _mask_facts(mask: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
-    if mask is None:
-        return None
-    if isinstance(mask, Mask):
-        for _, thing in mask.carried():
-            if not is_array(thing):
-                check_signature("the mask function", thing, "b, h, i, j")
-        return mask.spec(facts)
-    _check_place("mask", mask)
-    if isinstance(mask, str):
-        raise TypeError(
-            f"mask must be an array, a function, or an expression of polyattn.masks; {got(mask)}"
-        )
-    if not callable(mask):
-        return facts(mask, "mask")
-    check_signature("the mask function", mask, "b, h, i, j")
-    return "function"
-
-
-def _score_facts(score_mod: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
-    if score_mod is None:
-        return None
-    if not isinstance(score_mod, Score):
-        _check_place("score_mod", score_mod)
-    if not callable(score_mod):
-        raise TypeError(
-            "score_mod must be a function (score, b, h, i, j) -> score, or an expression of"
-            f" polyattn.scores; {got(score_mod)}"
-        )
-    if not isinstance(score_mod, Score):
-        check_signature("score_mod", score_mod, "score, b, h, i, j")
-        return "function"
-    for name, thing in score_mod.carried():
-        if not is_array(thing):
-            of = "the derivative of score_mod" if name == "derivative" else "score_mod"
-            check_signature(of, thing, "score, b, h, i, j")
-    return score_mod.spec(facts)
-
-
-def _check_place(name: str, given: Any) -> None:
-    """Raise if an expression belongs in another argument."""
-    if isinstance(given, Expression):
-        place = next(place for kind, place in _PLACES.items() if isinstance(given, kind))
-        raise TypeError(f"{given!r} goes in {place}=, not in {name}=")
-
-
-_PLACES = {
-    Mask: "mask",
-    Score: "score_mod",
-    Similarity: "similarity",
-    ScaleRule: "scale",
-    Normalizer: "normalizer",
-}
-
-
-def _check_kind(name: str, given: Any, kind: type, example: str) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise TypeError(
-            f"{name} must be an expression of polyattn.scores such as {example}; {got(given)}"
-        )
-
-
-def _without_band(
-    mask: Mask, is_causal: bool, window: WindowSize | None
-) -> tuple[Any, bool, WindowSize | None]:
+def _move_band(values: dict[str, Any]) -> None:
     """Move causal and window out of a mask to their options, and simplify the rest."""
+    mask = values.pop("mask")
     rest: list[Mask] = []
     for part in mask.parts if isinstance(mask, And) else (mask,):
         if not isinstance(part, Band):
             rest.append(part)
         elif part == Band(None, 0):
-            is_causal = True
+            values["is_causal"] = True
         else:
+            window = values.get("window")
             band = part if window is None else part.intersection(Band(*window))
-            window = band.left, band.right
+            values["window"] = band.left, band.right
     if len(rest) > 1:
-        return And(tuple(rest)), is_causal, window
-    only = rest[0] if rest else None
-    if isinstance(only, Dense):
-        return only.array, is_causal, window
-    return only.function if isinstance(only, Rule) else only, is_causal, window
+        values["mask"] = And(tuple(rest))
+    elif rest:
+        only: Any = rest[0]
+        only = only.array if isinstance(only, Dense) else only
+        values["mask"] = only.function if isinstance(only, Rule) else only
 
 
-def _without_softcap(score: Score, softcap: float | None) -> tuple[Any, float | None]:
+def _move_softcap(values: dict[str, Any]) -> None:
     """Move a leading softcap to its option, and take a single function out of its expression.
 
     A function with a derivative stays: only the expression has both.
     """
-    parts = score.parts if isinstance(score, Chain) else (score,)
+    score_mod: Any = values.pop("score_mod")
+    parts = score_mod.parts if isinstance(score_mod, Chain) else (score_mod,)
     first = parts[0]
-    if softcap is None and isinstance(first, Softcap):
-        parts, softcap = parts[1:], first.cap
-    if not parts:
-        return None, softcap
+    if "softcap" not in values and isinstance(first, Softcap):
+        parts, values["softcap"] = parts[1:], first.cap
     if len(parts) > 1:
-        return Chain(parts), softcap
-    only = parts[0]
-    if isinstance(only, Function) and only.derivative is None:
-        return only.rule, softcap
-    return only, softcap
+        values["score_mod"] = Chain(parts)
+    elif parts:
+        only: Any = parts[0]
+        is_bare = isinstance(only, Function) and only.derivative is None
+        values["score_mod"] = only.rule if is_bare else only

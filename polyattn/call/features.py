@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
-__all__ = ["DTYPES", "FEATURES", "MASKING"]
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from polyattn.arrays import ArrayFacts
+from polyattn.call.describe import Call
+from polyattn.call.layout import positions_matter
+from polyattn.expressions.expression import has_function
+
+if TYPE_CHECKING:
+    from polyattn.call.problem import Problem
+
+__all__ = ["DTYPES", "FEATURES", "MASKING", "Feature", "default_scale", "newest_offset"]
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-#: The features that a call can need. A kernel declares those that it computes, and never gets a
-#: problem that needs another.
-FEATURES: dict[str, str] = {
-    "backward": "gradients by attention_backward",
-    "batch_broadcast": "batch axes of query, key and value that differ",
-    "bias": "bias=, added to the scores",
-    "causal": "is_causal=True",
-    "dropout": "dropout=",
-    "jvp": "directional derivatives by attention_jvp",
-    "grouped_heads": "fewer key/value heads than query heads",
-    "logsumexp": "the logsumexp of each row beside the output",
-    "mask": "mask= as an array",
-    "mask_mod": "mask= as a function",
-    "mask_expression": "mask= as a mask expression that no other option expresses",
-    "normalizer": "normalizer=, in place of softmax",
-    "query_offset": "query_offset= as a number other than S − L",
-    "query_offset_array": "query_offset= as an array",
-    "scale": "scale= other than 1/√D",
-    "score_mod": "score_mod= as a function",
-    "score_norm": "scale=scores.by_norm()",
-    "score_expression": "score_mod= as a score expression that no other option expresses",
-    "similarity": "similarity=, in place of q·k",
-    "sinks": "sinks=",
-    "softcap": "softcap=",
-    "value_size": "value vectors of another size than query and key vectors",
-    "window": "window=",
+def default_scale(call: Call, head_size: int) -> float:
+    """Return the scale of a call that names none."""
+    return 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
+
+
+def newest_offset(call: Call, query_length: int | None, key_length: int | None) -> int | None:
+    """Return the offset S − L; None if it is an array, because a length is unknown."""
+    if query_length is not None and key_length is not None:
+        return key_length - query_length
+    return None if positions_matter(call) else 0
+
+
+def _is_moved(call: Call, problem: Problem) -> bool:
+    offset = problem.query_offset
+    newest = newest_offset(call, problem.query_length, problem.key_length)
+    return offset is not None and offset != newest
+
+
+class Feature(NamedTuple):
+    """What a call can need of a kernel."""
+
+    #: What a caller asks for.
+    meaning: str
+    #: Whether a call needs it, from its facts and from those in the letters of the semantics.
+    needs: Callable[[Call, Problem], bool]
+    #: Whether it may hide keys.
+    hides_keys: bool = False
+
+
+#: The features that a call c, whose problem is p, can need. A kernel declares those that it
+#: computes, and never gets a problem that needs another.
+FEATURES: dict[str, Feature] = {
+    "backward": Feature(
+        "gradients by attention_backward", lambda c, p: c.output_gradient is not None
+    ),
+    "batch_broadcast": Feature(
+        "batch axes of query, key and value that differ",
+        lambda c, p: any(x.shape[:-3] != c.query.shape[:-3] for _, x in c.operands()),
+    ),
+    "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
+    "causal": Feature("is_causal=True", lambda c, p: c.is_causal, hides_keys=True),
+    "dropout": Feature("dropout=", lambda c, p: c.dropout > 0),
+    "jvp": Feature("directional derivatives by attention_jvp", lambda c, p: bool(c.tangents)),
+    "grouped_heads": Feature(
+        "fewer key/value heads than query heads", lambda c, p: p.heads != p.key_heads
+    ),
+    "logsumexp": Feature("the logsumexp of each row beside the output", lambda c, p: c.logsumexp),
+    "mask": Feature(
+        "mask= as an array", lambda c, p: isinstance(c.mask, ArrayFacts), hides_keys=True
+    ),
+    "mask_mod": Feature(
+        "mask= as a function",
+        lambda c, p: isinstance(c.mask, str) or has_function(p.mask_spec),
+        hides_keys=True,
+    ),
+    "mask_expression": Feature(
+        "mask= as a mask expression that no other option expresses",
+        lambda c, p: p.mask_spec is not None,
+        hides_keys=True,
+    ),
+    "normalizer": Feature(
+        "normalizer=, in place of softmax", lambda c, p: c.normalizer is not None
+    ),
+    "query_offset": Feature(
+        "query_offset= as a number other than S − L", lambda c, p: _is_moved(c, p)
+    ),
+    "query_offset_array": Feature(
+        "query_offset= as an array",
+        lambda c, p: isinstance(c.query_offset, ArrayFacts) and p.query_offset is None,
+    ),
+    "scale": Feature(
+        "scale= other than 1/√D", lambda c, p: p.scale != default_scale(c, p.head_size)
+    ),
+    "score_mod": Feature(
+        "score_mod= as a function",
+        lambda c, p: isinstance(c.score_mod, str) or has_function(p.score_spec),
+        hides_keys=True,
+    ),
+    "score_norm": Feature("scale=scores.by_norm()", lambda c, p: p.score_norm is not None),
+    "score_expression": Feature(
+        "score_mod= as a score expression that no other option expresses",
+        lambda c, p: p.score_spec is not None,
+        hides_keys=True,
+    ),
+    "similarity": Feature("similarity=, in place of q·k", lambda c, p: c.similarity is not None),
+    "sinks": Feature("sinks=", lambda c, p: c.sinks is not None),
+    "softcap": Feature("softcap=", lambda c, p: c.softcap is not None),
+    "value_size": Feature(
+        "value vectors of another size than query and key vectors",
+        lambda c, p: p.value_size != p.head_size,
+    ),
+    "window": Feature("window=", lambda c, p: p.window != (None, None), hides_keys=True),
 }
 
 
 #: Features that can mask keys.
-MASKING = frozenset(
-    {
-        "bias",
-        "causal",
-        "mask",
-        "mask_mod",
-        "mask_expression",
-        "score_mod",
-        "score_expression",
-        "window",
-    }
-)
+MASKING = frozenset([name for name, feature in FEATURES.items() if feature.hides_keys])

@@ -19,10 +19,9 @@ from polyattn.call.checks import (
     common_shape,
 )
 from polyattn.call.describe import Call
-from polyattn.call.features import MASKING
+from polyattn.call.features import FEATURES, MASKING, default_scale, newest_offset
 from polyattn.call.layout import chunks_heads_first, positions_matter
-from polyattn.call.options import FROM_ZERO, Start
-from polyattn.expressions.expression import has_function
+from polyattn.call.options import FROM_ZERO, OPTIONS, Start
 from polyattn.expressions.indices import ScoreDims
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.patterns import Band
@@ -175,6 +174,12 @@ class Problem(NamedTuple):
         return not self.features.isdisjoint(MASKING)
 
 
+# The options that a problem has in another form, or has not; it has the others as they are.
+_REWRITTEN = frozenset(
+    ("mask", "bias", "window", "query_offset", "scale", "score_mod", "sinks", "similarity")
+)
+
+
 def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
     check_dtypes(call)
@@ -184,10 +189,9 @@ def examine(call: Call) -> Problem:
     query_length, key_length, head_size, value_size = lengths_and_sizes
     scores = (*batch, heads, query_length, key_length)
     check_operand_shapes(call, scores)
-    default_scale = 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
     offset = call.query_offset if positions_matter(call) else None
     if offset is None:
-        offset = _newest(call, query_length, key_length)
+        offset = newest_offset(call, query_length, key_length)
     arrays = call.arrays()
     problem = Problem(
         library=call.query.library,
@@ -200,11 +204,9 @@ def examine(call: Call) -> Problem:
         key_length=key_length,
         head_size=head_size,
         value_size=value_size,
-        is_causal=call.is_causal,
         window=call.window or (None, None),
         query_offset=None if isinstance(offset, ArrayFacts) else offset,
-        scale=_scale(call.scale, default_scale, key_length),
-        softcap=call.softcap,
+        scale=_scale(call.scale, default_scale(call, head_size), key_length),
         mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
         bias=None if call.bias is None else call.bias.shape,
         bias_dtype=None if call.bias is None else call.bias.dtype,
@@ -216,21 +218,13 @@ def examine(call: Call) -> Problem:
         score_spec=call.score_mod if isinstance(call.score_mod, Score) else None,
         similarity_spec=call.similarity,
         score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
-        normalizer=call.normalizer,
-        dropout=call.dropout,
         dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
         chunks=chunks_heads_first(call),
+        **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
     )
     _check_values(call, problem)
-    features = _features(call, problem, default_scale)
-    return problem._replace(features=features)
-
-
-def _newest(call: Call, query_length: int | None, key_length: int | None) -> int | None:
-    """Return the offset S − L; None if it is an array, because a length is unknown."""
-    if query_length is not None and key_length is not None:
-        return key_length - query_length
-    return None if positions_matter(call) else 0
+    needed = [name for name, feature in FEATURES.items() if feature.needs(call, problem)]
+    return problem._replace(features=frozenset(needed))
 
 
 def _scale(given: Any, default: float, key_length: int | None) -> float:
@@ -258,36 +252,3 @@ def _check_values(call: Call, problem: Problem) -> None:
                 raise ValueError(
                     f"normalizer={problem.normalizer!r} supports no {name}; only softmax does"
                 )
-
-
-def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
-    needed = {
-        "backward": call.output_gradient is not None,
-        "batch_broadcast": any(
-            facts.shape[:-3] != call.query.shape[:-3] for _, facts in call.operands()
-        ),
-        "bias": call.bias is not None,
-        "causal": call.is_causal,
-        "dropout": call.dropout > 0,
-        "grouped_heads": problem.heads != problem.key_heads,
-        "jvp": bool(call.tangents),
-        "logsumexp": call.logsumexp,
-        "mask": isinstance(call.mask, ArrayFacts),
-        "mask_mod": isinstance(call.mask, str) or has_function(problem.mask_spec),
-        "mask_expression": problem.mask_spec is not None,
-        "normalizer": call.normalizer is not None,
-        "query_offset": problem.query_offset is not None
-        and problem.query_offset != _newest(call, problem.query_length, problem.key_length),
-        "query_offset_array": isinstance(call.query_offset, ArrayFacts)
-        and problem.query_offset is None,
-        "scale": problem.scale != default_scale,
-        "score_mod": isinstance(call.score_mod, str) or has_function(problem.score_spec),
-        "score_norm": problem.score_norm is not None,
-        "score_expression": problem.score_spec is not None,
-        "similarity": problem.similarity_spec is not None,
-        "sinks": call.sinks is not None,
-        "softcap": call.softcap is not None,
-        "value_size": problem.value_size != problem.head_size,
-        "window": problem.window != (None, None),
-    }
-    return frozenset([name for name, holds in needed.items() if holds])

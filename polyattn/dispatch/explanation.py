@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass
 from html import escape
 
 from polyattn.call.describe import Call
+from polyattn.call.options import OPTIONS
 from polyattn.call.problem import Problem
+from polyattn.expressions.expression import Expression
 from polyattn.html_page import html_table
 from polyattn.text_table import paragraph, table
 
@@ -80,15 +82,8 @@ class Explanation:
 
     def _values(self) -> dict[str, object]:
         """Return the expressions that replace steps of the formula, by option name."""
-        problem = self.problem
-        expressions = {
-            "mask": problem.mask_spec,
-            "score_mod": problem.score_spec,
-            "similarity": problem.similarity_spec,
-            "scale": problem.score_norm,
-            "normalizer": problem.normalizer,
-        }
-        return {name: value for name, value in expressions.items() if value is not None}
+        given = [(name, getattr(self.call, name)) for name in OPTIONS]
+        return {name: value for name, value in given if isinstance(value, Expression)}
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from polyattn.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
 from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.options import GRADIENT_ARRAYS
 from polyattn.dispatch.placement import Placement
 from polyattn.dispatch.transfer import move_operands, mover_back
 from polyattn.expressions.expression import Expression
@@ -108,7 +109,7 @@ class Plan(NamedTuple):
 
     def _check_gradients(self, found: Gradients, operands: Operands) -> None:
         problem, query = self.placement.problem, operands.query
-        for name in ("query", "key", "value", "bias", "sinks"):
+        for name in GRADIENT_ARRAYS:
             argument, gradient = getattr(operands, name), getattr(found, name)
             if argument is not None and not (gradient is None and name in problem.constants):
                 what, shape = f"gradient of {name}", facts_of(argument).shape
@@ -137,7 +138,7 @@ def _recorder(operands: Operands) -> Recorder | None:
     if not recorders:
         return None
     things: list[Any] = list(operands)
-    for value in (operands.mask, operands.score_mod, operands.similarity):
+    for value in operands:
         if isinstance(value, Expression):
             things += [thing for _, thing in value.carried()]
     return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)

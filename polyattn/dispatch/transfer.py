@@ -7,6 +7,7 @@ from typing import Any
 
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of
 from polyattn.call.describe import Operands
+from polyattn.call.options import OPTIONS
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
@@ -44,7 +45,7 @@ def move_operands(
         back = _mover(target, backend_of(operands.query), problem, query_device)
         return _wrap_callback(leaf, back, target, problem)
 
-    for name in ("mask", "score_mod", "similarity"):
+    for name in OPTIONS.keys() & set(operands._fields):
         operand = getattr(operands, name)
         if isinstance(operand, Expression):
             converted[name] = operand.map(lambda _, leaf: move_leaf(leaf))

@@ -104,14 +104,8 @@ class Expression:
 
     def carried(self) -> list[tuple[str, Any]]:
         """Return the name and the object of each array and function in the expression."""
-        found: list[tuple[str, Any]] = []
-
-        def note(name: str, thing: Any) -> Any:
-            found.append((name, thing))
-            return thing
-
-        self.map(note)
-        return found
+        fields = [(name, getattr(self, name)) for name in self.__match_args__]
+        return [pair for name, field in fields for pair in _carried(name, field)]
 
     def apart(self: V) -> V:
         """Return an equal expression in which an array follows one axis of the scores only."""
@@ -211,6 +205,15 @@ class Expression:
             fields.pop()
         given = [shown(field) for _, field in fields]
         return f"{self.module}.{self.name}({', '.join(given)})"
+
+
+def _carried(name: str, field: Any) -> list[tuple[str, Any]]:
+    if isinstance(field, Expression):
+        return field.carried()
+    if is_array(field) or callable(field):
+        return [(name, field)]
+    parts = field if isinstance(field, tuple) else ()
+    return [pair for part in parts for pair in _carried(name, part)]
 
 
 def _placed(name: str, field: Any, home: Home) -> Any:

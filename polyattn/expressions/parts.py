@@ -48,7 +48,28 @@ def axes_of_array(field: str, rank: int, batch: int) -> tuple[int | str | None, 
     tuple of (int, str or None)
         The number of a batch axis; ``"H"``, ``"L"`` or ``"S"``; None for an axis of its own.
     """
-    letters = [None if letter == "-" else letter for letter in _AXES[field].lstrip(".")]
+    return axes_of_last(_AXES[field], rank, batch)
+
+
+def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
+    """Return the axis of the scores that each axis of an array follows.
+
+    Parameters
+    ----------
+    axes : str
+        The axes that its last ones follow: ``"H"``, ``"L"`` or ``"S"``, and ``"-"`` for an axis of
+        its own; after a dot if batch axes may come before them.
+    rank : int
+        The number of its axes.
+    batch : int
+        The number of batch axes of the scores.
+
+    Returns
+    -------
+    tuple of (int, str or None)
+        As from `axes_of_array`.
+    """
+    letters = [None if letter == "-" else letter for letter in axes.lstrip(".")]
     every: list[int | str | None] = [*range(batch), *letters]
     return tuple(every[len(every) - rank :])
 
@@ -137,6 +158,68 @@ class Part(NamedTuple):
             return numbers - first
         xp = library_of(numbers).xp
         return saturating_sum(numbers, -first, xp, xp.int64)
+
+    def array(self, array: Any, axes: str) -> Any:
+        """Return an array as it is: those of such a part are cut already.
+
+        Parameters
+        ----------
+        array : Array
+            Entries of the part.
+        axes : str
+            The axes of the scores that its last axes follow.
+
+        Returns
+        -------
+        Array
+            The same.
+        """
+        return array
+
+    def expression(self, value: Any) -> Any:
+        """Return an expression, whose arrays are cut, counted from the first row and key.
+
+        Parameters
+        ----------
+        value : Expression
+            The expression.
+
+        Returns
+        -------
+        Expression
+            One of the same meaning in the part.
+        """
+        return value.part(self)
+
+    def shifted(self, offset: Any) -> Any:
+        """Return the query offset of the part, from that of the whole.
+
+        Parameters
+        ----------
+        offset : int or Array
+            The position of the first row of the whole.
+
+        Returns
+        -------
+        int or Array
+            That of the first row of the part.
+        """
+        return self.counted(offset, -self.away)
+
+    def after(self, start: Any) -> Any:
+        """Return what the part begins with in the hash of dropout.
+
+        Parameters
+        ----------
+        start : tuple of int
+            The batch item, head, row and key that the whole begins with.
+
+        Returns
+        -------
+        tuple of int
+            Those of the part.
+        """
+        return tuple([a + b for a, b in zip(start, self.first, strict=True)])
 
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the indices of the part, from one of the indices of the whole.

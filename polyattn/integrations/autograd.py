@@ -27,15 +27,19 @@ from polyattn.expressions.expression import Expression, has_function
 from polyattn.expressions.scores import Chain, Function, Score, as_score
 from polyattn.integrations import autograd_functions
 from polyattn.kernels.dense_kernel import Dense
-from polyattn.plugin import Backend, Gradients, Operands, unrounded
+from polyattn.plugin import (
+    GRADIENT_ARRAYS,
+    GRADIENT_EXPRESSIONS,
+    Backend,
+    Gradients,
+    Operands,
+    unrounded,
+)
 
 __all__ = ["LIBRARY"]
 
-#: The operands that have a gradient; `score_mod` and `similarity` have one for each array in them.
-ARRAYS = ("query", "key", "value", "bias", "sinks")
-EXPRESSIONS = ("score_mod", "similarity")
 RESULTS = ("output", "known_logsumexp", "output_gradient", "logsumexp_gradient")
-TANGENTS = tuple([f"{name}_tangent" for name in ARRAYS])
+TANGENTS = tuple([f"{name}_tangent" for name in GRADIENT_ARRAYS])
 
 
 class Recorder:
@@ -142,7 +146,7 @@ class _Recorded:
         )
         self.names: list[str] = []
         self.arrays: list[Any] = []
-        for name in (*ARRAYS, *EXPRESSIONS):
+        for name in (*GRADIENT_ARRAYS, *GRADIENT_EXPRESSIONS):
             operand = getattr(operands, name)
             carries = isinstance(operand, Expression)
             found = [x for _, x in operand.carried()] if carries else [operand]
@@ -155,7 +159,7 @@ class _Recorded:
         rest = iter(arrays)
         changed: dict[str, Any] = {}
         for name in dict.fromkeys(self.names):
-            if name in ARRAYS:
+            if name in GRADIENT_ARRAYS:
                 changed[name] = next(rest)
             else:
                 expression = getattr(self._operands, name)
@@ -216,7 +220,7 @@ def _unrounded(plan: Any, operands: Operands) -> Any:
     problem = unrounded(plan.kernel, plan.placement.problem)
     if problem is not plan.placement.problem:
         changed: dict[str, Any] = {
-            name: np.asarray(getattr(operands, name), problem.dtype) for name in ARRAYS[:3]
+            name: np.asarray(getattr(operands, name), problem.dtype) for name in GRADIENT_ARRAYS[:3]
         }
         operands = operands._replace(**changed)
         plan = plan._replace(placement=plan.placement._replace(problem=problem))
@@ -263,7 +267,7 @@ def _gradients(
     listed: list[Any] = []
     for name in dict.fromkeys(call.names):
         gradient = getattr(found, name)
-        listed += gradient if name in EXPRESSIONS else [gradient]
+        listed += gradient if name in GRADIENT_EXPRESSIONS else [gradient]
     return [np.asarray(g, x.dtype) for g, x in zip(listed, arrays, strict=True)]
 
 
@@ -272,7 +276,7 @@ def _pushforward(
 ) -> Any:
     call, *arrays = arguments
     names = [call.names[n - 1] for n in argnums]
-    if any(map(isbox, (*given, *arrays))) or not set(names) <= set(ARRAYS):
+    if any(map(isbox, (*given, *arrays))) or not set(names) <= set(GRADIENT_ARRAYS):
         tangents = [vspace(x).zeros() for x in arrays]
         for n, tangent in zip(argnums, given, strict=True):
             tangents[n - 1] = tangent

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 from polyattn.api.attention import attention
 from polyattn.api.explain import explain
 from polyattn.api.weights import attention_weights
+from polyattn.call.options import OPTIONS
 from polyattn.integrations import subclasses
 from polyattn.integrations.transformers_ranks import Ranks
 from polyattn.plugin import Kernel
@@ -265,6 +266,12 @@ def _check_others(
         if others.get(option) is not None:
             raise NotImplementedError(
                 f"{name} passes polyattn {what} ({option}=), which is not supported; use"
+                " attn_implementation='eager'"
+            )
+    for option in OPTIONS.keys() & others.keys():
+        if others[option] is not OPTIONS[option].default:
+            raise NotImplementedError(
+                f"{name} passes polyattn {option}=, which transformers has under no such name; use"
                 " attn_implementation='eager'"
             )
 

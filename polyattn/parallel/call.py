@@ -9,24 +9,18 @@ from typing import Any
 
 from polyattn.api.attention import attention
 from polyattn.api.gradients import attention_backward, unrounded_partial
-from polyattn.api.options import check_names
+from polyattn.api.names import check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
 from polyattn.autocast import autocast
 from polyattn.call.describe import Call, describe
 from polyattn.call.gradients import Gradients
+from polyattn.call.options import option_of
+from polyattn.call.parts import arrays_in, options_of, options_of_part
 from polyattn.call.problem import Problem, examine
 from polyattn.expressions.expression import Expression
-from polyattn.expressions.replacements import LongSequence, ScaleRule
-from polyattn.parallel.blocks import place, take
-from polyattn.parallel.cut import (
-    Block,
-    cut_array,
-    cut_mask,
-    cut_score,
-    place_array,
-    place_score,
-)
+from polyattn.expressions.replacements import ScaleRule
+from polyattn.parallel.cut import Block, place_score
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 
 __all__ = ["ParallelCall", "Shares", "add_shares", "described", "in_dtype"]
@@ -51,6 +45,8 @@ class ParallelCall:
         Whether each rank holds its part of the query; otherwise all hold the whole.
     options : dict
         The options of `attention`, for the whole sequence.
+    selection : dict
+        The backend and the kernel of the caller, if there are some.
     bytes_per_number : int
         The size of a number of query, key and value.
     has_scale_rule : bool
@@ -64,6 +60,7 @@ class ParallelCall:
     layout: str
     shares_rows: bool
     options: dict[str, Any]
+    selection: dict[str, Any]
     bytes_per_number: int
     has_scale_rule: bool
     for_gradient: bool = False
@@ -136,29 +133,18 @@ class ParallelCall:
 
     def _options(self, block: Block, *, sinks: bool, full: bool) -> dict[str, Any]:
         """Return the options of the call of a block."""
-        options = dict(self.options)
-        if full:
-            options |= {"is_causal": False, "window": None}
-        options["mask"] = cut_mask(options["mask"], block)
-        options["score_mod"] = cut_score(options["score_mod"], block)
-        options["bias"] = cut_array(options["bias"], block)
-        options["query_offset"] = options["query_offset"] + block.rows[0] - block.keys[0]
-        seed, start = options.pop("seed"), options.pop("dropout_start")
-        if self.problem.dropout:
-            options["dropout"] = self.problem.dropout, seed, block.after(start)
-        given = options.pop("sinks")
-        if sinks and given is not None:
-            options["sinks"] = take(given, 0, *block.heads)
-        return options
+        left_out = {"is_causal", "window"} if full else set()
+        left_out |= set() if sinks else {"sinks"}
+        given = {name: value for name, value in self.options.items() if name not in left_out}
+        return options_of_part(given, block)
 
     def partial(
         self, arrays: Any, block: Block, *, sinks: bool = False, full: bool = False
     ) -> Partial:
         """Return attention over a block, the output in the dtype of sums."""
-        options = self._options(block, sinks=sinks, full=full)
+        options = self._options(block, sinks=sinks, full=full) | self.selection
         if self.problem.normalizer is not None:
             return Partial(attention(*arrays, **options), None)
-        del options["normalizer"]
         attend = unrounded_partial if self.for_gradient else attention_partial
         output, logsumexp = attend(*arrays, **options)
         # Rounded to 16 bits at each merge, parts would lose digits.
@@ -176,32 +162,27 @@ class ParallelCall:
     ) -> tuple[Array, Array, Array, Shares]:
         """Return the gradients of a block's query, key and value, and of the options."""
         options = self._options(block, sinks=sinks, full=full)
-        given = dict(options)
-        if partial.logsumexp is not None:
-            del options["normalizer"]
         query, key, value = arrays
         found = attention_backward(
-            query, key, value, partial, gradient, into=Gradients(), **options
+            query, key, value, partial, gradient, into=Gradients(), **options, **self.selection
         )
-        return found.query, found.key, found.value, self._shares(found, given, block)
+        return found.query, found.key, found.value, self._shares(found, options, block)
 
     def _shares(self, found: Gradients, given: dict[str, Any], block: Block) -> Shares:
         """Return the gradients of the whole options from those of the options of a block."""
         shares: Shares = {}
         for name, of in found._asdict().items():
-            whole: Any = self.options.get(name)
-            known = given.get(name) is not None or (name == "scale" and not self.has_scale_rule)
-            if of is None or not known:  # also query, key and value
-                continue
+            if of is None or name not in given or (name == "scale" and self.has_scale_rule):
+                continue  # also query, key and value
+            whole: Any = self.options[name]
             if isinstance(of, Expression):
-                pairs = list(zip(_arrays(of), _arrays(whole), strict=True))
+                pairs = list(zip(arrays_in(of), arrays_in(whole), strict=True))
                 shares[name] = [
                     place_score(x, one, block) if name == "score_mod" else x for x, one in pairs
                 ]
-            elif name == "sinks":
-                shares[name] = [place(of, 0, block.heads[0], whole.shape[0])]
             else:
-                shares[name] = [place_array(of, whole, block) if name == "bias" else of]
+                axes = option_of(name).axes
+                shares[name] = [of if axes is None else block.placed(of, whole, axes)]
         return shares
 
     def finished(
@@ -226,10 +207,6 @@ def _replaced(rest: Iterator[Array], _: str, thing: Any) -> Any:
 def in_dtype(array: Array, like: Any) -> Array:
     """Return an array in the dtype of another; as it is if that is a number."""
     return cast(library_of(array).xp, array, like.dtype) if is_array(like) else array
-
-
-def _arrays(value: Expression) -> list[Array]:
-    return [thing for _, thing in value.carried() if is_array(thing)]
 
 
 def add_shares(one: Shares, other: Shares) -> Shares:
@@ -257,33 +234,19 @@ def described(
     """
     check_layout(layout)
     check_names(function, options, without=("layout",))
-    kernel = {name: options.pop(name) for name in ("backend", "kernel") if name in options}
+    selection: dict[str, Any] = {
+        name: options.pop(name) for name in ("backend", "kernel") if name in options
+    }
     call, operands = describe(*arrays.values(), **options, facts=_facts)
     call = _of_whole(call._replace(**autocast(call._asdict())), size, layout, shares_rows)
     problem = examine(call)
-    offset = operands.query_offset
-    scale = problem.scale if isinstance(call.scale, LongSequence) else options.get("scale")
-    full = {
-        "mask": operands.mask,
-        "bias": operands.bias,
-        "is_causal": call.is_causal,
-        "window": call.window,
-        "query_offset": problem.key_length - problem.query_length if offset is None else offset,
-        "scale": scale,
-        "softcap": call.softcap,
-        "score_mod": operands.score_mod,
-        "sinks": operands.sinks,
-        "similarity": operands.similarity,
-        "normalizer": call.normalizer,
-        "seed": operands.seed,
-        "dropout_start": problem.dropout_start or operands.dropout_start,
-    }
     return ParallelCall(
         problem=problem,
         size=size,
         layout=layout,
         shares_rows=shares_rows,
-        options=full | kernel,
+        options=options_of(problem, operands),
+        selection=selection,
         bytes_per_number={"float64": 8, "float32": 4}.get(problem.dtype, 2),
         has_scale_rule=isinstance(call.scale, ScaleRule),
     )

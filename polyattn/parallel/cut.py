@@ -11,13 +11,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast, is_array, library_of
+from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import And, Dense, Mask, Not, Or, Rule
 from polyattn.expressions.patterns import Band, Dilated, GlobalTokens, Padding, Prefix, Segments
+from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Alibi, Chain, Function, RelativeBias, Score
 from polyattn.parallel.blocks import place, take
 
-__all__ = ["Block", "cut_array", "cut_mask", "cut_score", "place_array", "place_score"]
+__all__ = ["Block", "cut_mask", "cut_score", "place_score"]
 
 
 class Block(NamedTuple):
@@ -29,9 +31,39 @@ class Block(NamedTuple):
     offset: Any  # the position of row 0 of the whole: a number, or one for each batch item
     batch: tuple[int, ...]
 
-    def axes(self, rank: int) -> list[tuple[int, tuple[Any, int]]]:
-        """Return the axes of an array of scores of this rank, and the part of each."""
-        return list(zip((-1, -2, -3), (self.keys, self.rows, self.heads), strict=True))[:rank]
+    def _along(self, axes: str, rank: int) -> list[tuple[int, tuple[Any, int]]]:
+        """Return the last axes of an array, which follow these of the scores, and their parts."""
+        parts = {"H": self.heads, "L": self.rows, "S": self.keys}
+        letters = reversed(axes.lstrip("."))
+        return [(-n, parts[letter]) for n, letter in enumerate(letters, 1) if n <= rank]
+
+    def array(self, array: Array, axes: str) -> Array:
+        """Return the entries of an array whose last axes follow these axes of the scores."""
+        for axis, (start, length) in self._along(axes, len(array.shape)):
+            if array.shape[axis] != 1:
+                array = take(array, axis, start, length)
+        return array
+
+    def placed(self, gradient: Array, whole: Array, axes: str) -> Array:
+        """Return the gradient of an array from that of its entries."""
+        for axis, (start, _) in self._along(axes, len(gradient.shape)):
+            gradient = place(gradient, axis, start, whole.shape[axis])
+        return gradient
+
+    def expression(self, value: Expression) -> Any:
+        """Return an expression with the same meaning in the block."""
+        match value:
+            case Mask():
+                return cut_mask(value, self)
+            case Score():
+                return cut_score(value, self)
+            case Similarity() | ScaleRule() | Normalizer():
+                return value  # they know no positions
+        raise TypeError(f"{value!r} cannot be cut into blocks")
+
+    def shifted(self, offset: Any) -> Any:
+        """Return the query offset of the block, from that of the whole."""
+        return offset + self.rows[0] - self.keys[0]
 
     def after(self, start: Any) -> Any:
         """Return what batch item, head, row and key begin with, from those of the whole."""
@@ -42,7 +74,7 @@ class Block(NamedTuple):
             return tuple(found)
         return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in found])
 
-    def function(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+    def moved(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of indices of the block, from one (…, b, h, i, j) of the whole."""
         (i0, _), (j0, _), (h0, _) = self.rows, self.keys, self.heads
         return lambda *given: rule(
@@ -62,29 +94,8 @@ def _after(index: Array, start: Any) -> Array:
     return index if isinstance(start, int) and start == 0 else index + start
 
 
-def cut_array(array: Array | None, block: Block) -> Array | None:
-    """Return the entries for a block of an array that broadcasts to (..., H, L, S)."""
-    if array is None:
-        return None
-    for axis, (start, length) in block.axes(len(array.shape)):
-        if array.shape[axis] != 1:
-            array = take(array, axis, start, length)
-    return array
-
-
-def place_array(gradient: Array, whole: Array, block: Block) -> Array:
-    """Return the gradient of an array from that of its entries for a block."""
-    for axis, (start, _) in block.axes(len(gradient.shape)):
-        gradient = place(gradient, axis, start, whole.shape[axis])
-    return gradient
-
-
-def cut_mask(mask: Any, block: Block) -> Any:
-    """Return a mask array, expression or function for a block."""
-    if mask is None or is_array(mask):
-        return cut_array(mask, block)
-    if not isinstance(mask, Mask):
-        return block.function(mask)
+def cut_mask(mask: Mask, block: Block) -> Mask:
+    """Return a mask expression for a block."""
     (i0, rows), (j0, keys) = block.rows, block.keys
     match mask:
         case And() | Or():
@@ -101,12 +112,12 @@ def cut_mask(mask: Any, block: Block) -> Any:
             ids = mask.query_ids if mask.key_ids is None else mask.key_ids
             return Segments(take(mask.query_ids, -1, i0, rows), take(ids, -1, j0, keys))
         case Dense():
-            return Dense(cut_array(mask.array, block))
+            return Dense(block.array(mask.array, ".HLS"))
         case Rule():
-            return Rule(block.function(mask.function))
+            return Rule(block.moved(mask.function))
         case GlobalTokens() if isinstance(j0, int):
             return GlobalTokens(tuple([token - j0 for token in mask.positions]))
-    return Rule(block.function(lambda *at: mask.seen(block.points(*at))))
+    return Rule(block.moved(lambda *at: mask.seen(block.points(*at))))
 
 
 def _from(lengths: Any, start: Any) -> Any:
@@ -121,12 +132,8 @@ def _from(lengths: Any, start: Any) -> Any:
     return lengths - start
 
 
-def cut_score(score: Any, block: Block) -> Any:
-    """Return a score expression or function for a block."""
-    if score is None:
-        return None
-    if not isinstance(score, Score):
-        return block.function(score)
+def cut_score(score: Score, block: Block) -> Score:
+    """Return a score expression for a block."""
     first, heads = block.heads
     match score:
         case Chain():
@@ -134,14 +141,14 @@ def cut_score(score: Any, block: Block) -> Any:
         case Alibi() if is_array(score.slopes):
             return Alibi(take(score.slopes, 0, first, heads))
         case Alibi() if heads != score.slopes:
-            rule = block.function(lambda s, *at: score.apply(s, block.points(*at)))
+            rule = block.moved(lambda s, *at: score.apply(s, block.points(*at)))
             return Function(rule, lambda s, *at: library_of(s).xp.ones_like(s))
         case RelativeBias():
             table = take(score.table, 1, first, heads)
             return RelativeBias(table, score.bidirectional, score.max_distance)
         case Function():
-            derivative = score.derivative and block.function(score.derivative)
-            return Function(block.function(score.rule), derivative)
+            derivative = score.derivative and block.moved(score.derivative)
+            return Function(block.moved(score.rule), derivative)
     return score
 
 

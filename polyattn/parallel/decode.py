@@ -51,7 +51,7 @@ class Decode(Strategy):
         )
         outputs, logsumexps = ranks.stack(own.output), ranks.stack(own.logsumexp)
         everything = [Partial(outputs[n, ...], logsumexps[n, ...]) for n in range(call.size)]
-        if call.options["sinks"] is not None:
+        if "sinks" in call.options:
             everything.append(_sink(call, everything[0]))
         total = merge(*everything)
         return total.output, total

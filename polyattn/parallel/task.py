@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from polyattn.api.partial import Partial
-from polyattn.arrays import Array, cast, facts_of, is_array, library_of, quiet
+from polyattn.arrays import Array, cast, facts_of, library_of, quiet
 from polyattn.call.gradients import Gradients
-from polyattn.expressions.expression import Expression
+from polyattn.call.parts import arrays_in, map_arrays
 from polyattn.parallel.call import ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.strategy import Strategy
@@ -37,14 +37,7 @@ class Task(NamedTuple):
 
     def arrays(self) -> list[Array]:
         """Return all arrays of the options."""
-        found: list[Array] = []
-
-        def note(array: Array) -> Array:
-            found.append(array)
-            return array
-
-        self._with(note)
-        return found
+        return [array for given in self.call.options.values() for array in arrays_in(given)]
 
     def with_arrays(self, arrays: Any) -> Task:
         """Return the task with these arrays in its options."""
@@ -57,11 +50,7 @@ class Task(NamedTuple):
 
     def _with(self, change: Callable[[Array], Any]) -> Task:
         changed = {
-            name: change(given)
-            if is_array(given)
-            else given.map(lambda _, x: change(x) if is_array(x) else x)
-            if isinstance(given, Expression)
-            else given
+            name: map_arrays(given, lambda _, array: change(array))
             for name, given in self.call.options.items()
         }
         return self._replace(call=replace(self.call, options=changed))
@@ -85,11 +74,6 @@ class Task(NamedTuple):
         """Return the gradient of each of `arrays`, None for one that has none."""
         found: list[Array | None] = []
         for name, given in self.call.options.items():
-            if is_array(given):
-                found.append(getattr(gradients, name, None))
-            elif isinstance(given, Expression):
-                count = sum(is_array(thing) for _, thing in given.carried())
-                of: Any = getattr(gradients, name, None)
-                parts = [] if of is None else [x for _, x in of.carried() if is_array(x)]
-                found += parts if len(parts) == count else [None] * count
+            count, parts = len(arrays_in(given)), arrays_in(getattr(gradients, name, None))
+            found += parts if len(parts) == count else [None] * count
         return found

@@ -40,13 +40,15 @@ from __future__ import annotations
 
 from polyattn.arrays import Array, length_of, namespace_of, with_rank
 from polyattn.call.describe import Operands
-from polyattn.call.features import FEATURES
+from polyattn.call.features import FEATURES, MASKING
 from polyattn.call.gradients import Gradients
+from polyattn.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
+from polyattn.call.parts import map_arrays, options_of, options_of_part
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import Mask
-from polyattn.expressions.parts import Part, axes_of_array
+from polyattn.expressions.parts import Part, axes_of_array, axes_of_last
 from polyattn.expressions.patterns import Filled
 from polyattn.expressions.scores import Score
 from polyattn.host import native
@@ -76,6 +78,10 @@ from polyattn.tiles.visibility import (
 
 __all__ = [
     "FEATURES",
+    "GRADIENT_ARRAYS",
+    "GRADIENT_EXPRESSIONS",
+    "MASKING",
+    "OPTIONS",
     "Array",
     "Backend",
     "BackendPrimitives",
@@ -97,6 +103,7 @@ __all__ = [
     "TileGrid",
     "TileQuery",
     "axes_of_array",
+    "axes_of_last",
     "band",
     "band_from",
     "cleared",
@@ -111,11 +118,14 @@ __all__ = [
     "is_full",
     "length_of",
     "made_shape",
+    "map_arrays",
     "may_have_empty_rows",
     "namespace_of",
     "native",
     "normalize",
     "one_batch_axis",
+    "options_of",
+    "options_of_part",
     "or_zero",
     "reason_against_batch",
     "score_axes",

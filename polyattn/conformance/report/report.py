@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def _rows() -> Iterator[Row]:
     yield Row("features", "plain", "no feature beyond the plain formula", lambda c: not c.features)
-    for name, meaning in FEATURES.items():
+    for name, (meaning, *_) in FEATURES.items():
         if name not in DERIVATIVES:
             yield Row("features", name, meaning, partial(_needs, name))
     for dtype in DTYPES:
@@ -74,7 +74,7 @@ EXTREME = "extreme values"
 #: Rows with their own check instead of cases.
 PROMISES = {
     "gradients": "by the library's own differentiation",
-    **{name: FEATURES[name] for name in DERIVATIVES},
+    **{name: FEATURES[name].meaning for name in DERIVATIVES},
     "deterministic": "the same call twice gives the same bits",
     "batch invariant": "a batch item has the same bits with and without the others",
     "eight threads at once": "the first calls of a process give the same results in threads",

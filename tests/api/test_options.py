@@ -1,0 +1,177 @@
+"""The table of options: it holds all that `attention` takes, and nothing drops one in silence."""
+
+import collections
+import inspect
+import types
+
+import dask.array as da
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, attention_partial, attention_weights, explain, masks, nn, parallel
+from polyattn import scores as rules
+from polyattn.api.attention import AttentionOptions
+from polyattn.api.names import BESIDE
+from polyattn.call import describe as describing
+from polyattn.call import problem as examining
+from polyattn.call.features import FEATURES, Feature
+from polyattn.call.options import OPTIONS, Option
+from polyattn.call.parts import options_of, options_of_part
+from polyattn.dispatch import registry
+from polyattn.expressions.parts import Part
+from polyattn.kernels.dense import Dense
+from polyattn.parallel.choice import STRATEGIES
+from polyattn.span import Span
+
+X = np.random.default_rng(0).standard_normal((2, 4, 4, 8), dtype=np.float32)
+SEEN = np.tril(np.ones((4, 4), bool))
+#: A value of each option, beside which it needs nothing.
+VALUES = {
+    "mask": [SEEN, masks.prefix(2), lambda b, h, i, j: i >= j],
+    "bias": [X[..., :4]],
+    "is_causal": [True],
+    "window": [(1, 0)],
+    "query_offset": [1, np.arange(2)],
+    "scale": [0.5, rules.by_norm()],
+    "softcap": [2.0],
+    "score_mod": [rules.alibi(4), lambda s, b, h, i, j: s + j],
+    "sinks": [X[0, :, 0, 0]],
+    "dropout": [(0.5, 3), (0.5, np.asarray(3), (1, 0, 2, 0))],
+    "similarity": [rules.cosine()],
+    "normalizer": [rules.sparsemax()],
+}
+EACH = [(name, value) for name, values in VALUES.items() for value in values]
+
+
+def test_the_table_has_the_options_of_the_signature():
+    typed = [name for name in AttentionOptions.__annotations__ if name not in BESIDE]
+    assert typed == list(OPTIONS) == list(VALUES)
+    parameters = inspect.signature(attention).parameters
+    assert {n: parameters[n].default for n in OPTIONS} == {n: o.default for n, o in OPTIONS.items()}
+
+
+@pytest.mark.parametrize(("name", "value"), EACH)
+def test_each_option_needs_a_feature(name, value):
+    more = {"is_causal": True} if name == "query_offset" else {}
+    call, _ = describing.describe(X, X, X, **{name: value}, **more)
+    assert examining.examine(call).features - {"causal" if more else None}
+
+
+@pytest.mark.parametrize(("name", "value"), EACH)
+def test_a_kernel_gets_each_option(name, value):
+    more = {"is_causal": True} if name == "query_offset" else {}
+    call, operands = describing.describe(X, X, X, **{name: value}, **more)
+    again = options_of(examining.examine(call), operands)
+    assert again.keys() - {"scale", "window", "query_offset"} <= {name, *more}
+    found, _ = describing.describe(X, X, X, **again)
+    problems = [examining.examine(one) for one in (call, found)]
+    assert problems[0] == problems[1]
+
+
+PART = Part((2,), (Span(1, 2),), Span(0, 4), Span(2, 4), Span(1, 3))
+
+
+def test_a_part_refuses_what_the_table_does_not_describe(monkeypatch):
+    with pytest.raises(TypeError, match="no option 'temperature'"):
+        options_of_part({"temperature": 2.0}, PART)
+    monkeypatch.setitem(OPTIONS, "temperature", Option("temperature"))
+    assert options_of_part({"temperature": 2.0}, PART) == {"temperature": 2.0}
+    with pytest.raises(TypeError, match="temperature cannot be cut: it has no axes"):
+        options_of_part({"temperature": X}, PART)
+
+
+def with_field(record, name):
+    """Return a class of records with one field more, and the methods of another."""
+    rows = collections.namedtuple(
+        record.__name__,
+        (*record._fields, name),
+        defaults=[*record._field_defaults.values(), None],
+    )
+    own = {n: x for n, x in vars(record).items() if not n.startswith("_") and n not in rows._fields}
+    return type(record.__name__, (rows,), own)
+
+
+@pytest.fixture
+def temperature(monkeypatch):
+    """Add an option that is a number, as its recipe says, but for the step of the formula."""
+    monkeypatch.setitem(OPTIONS, "temperature", Option("temperature", float))
+    feature = Feature("temperature=", lambda call, problem: problem.temperature is not None)
+    monkeypatch.setitem(FEATURES, "temperature", feature)
+    for module, record in ((describing, describing.Call), (examining, examining.Problem)):
+        monkeypatch.setattr(module, record.__name__, with_field(record, "temperature"))
+
+
+def refused():
+    errors = TypeError, polyattn.BackendError, NotImplementedError
+    return pytest.raises(errors, match="temperature")
+
+
+@pytest.mark.usefixtures("temperature")
+@pytest.mark.parametrize("backend", [None, *registry.names()])
+def test_each_kernel_refuses_a_new_option_by_name(backend):
+
+    if backend is not None and registry.load(backend) is not None:
+        pytest.skip(f"{backend} cannot be loaded here")
+    found = explain(X, X, X, temperature=2.0, backend=backend)
+    assert found.problem.features == {"temperature"}
+    reasons = [c for c in found.candidates if c.kernel is not None]
+    assert reasons
+    assert all("temperature" in " ".join(c.reasons) for c in reasons)
+
+
+@pytest.mark.usefixtures("temperature")
+def test_each_front_door_refuses_a_new_option_by_name():
+    for function in (attention, attention_partial, attention_weights):
+        arrays = (X, X) if function is attention_weights else (X, X, X)
+        with refused():
+            function(*arrays, temperature=2.0)
+    layer = nn.MultiHeadAttention.init(8, heads=2, seed=0, like=X)
+    with refused():
+        layer(X, temperature=2.0)
+
+
+@pytest.mark.usefixtures("temperature")
+def test_dask_refuses_a_new_option_by_name_or_gives_it_to_each_part(monkeypatch):
+    from polyattn_dask.backend import Chunked
+
+    x = da.from_array(X, chunks=(1, 2, 2, 8))
+    with refused():
+        attention_partial(x, x, x, temperature=2.0)
+    monkeypatch.setattr(Chunked, "features", Chunked.features | {"temperature"})
+    graph = attention_partial(x, x, x, temperature=2.0, kernel="chunked").output
+    with refused():
+        graph.compute(scheduler="sync")
+
+
+@pytest.mark.usefixtures("temperature")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parallel_refuses_a_new_option_by_name_or_gives_it_to_each_part(strategy, monkeypatch):
+    given = []
+
+    def on_each_rank(ranks):
+        size = X.shape[-2] // ranks.size
+        keys = X[..., ranks.rank * size : (ranks.rank + 1) * size, :]
+        part = X if strategy == "decode" else keys
+        parallel.attention(part, keys, keys, over=ranks, strategy=strategy, temperature=2.0)
+
+    with refused():
+        parallel.run_threads(2, on_each_rank)
+    monkeypatch.setattr(Dense, "features", Dense.features | {"temperature"})
+    run = Dense.__call__
+
+    def noted(self, problem, operands, backend):
+        given.append(problem.temperature)
+        return run(self, problem, operands, backend)
+
+    monkeypatch.setattr(Dense, "__call__", noted)
+    parallel.run_threads(2, on_each_rank)
+    assert given
+    assert set(given) == {2.0}
+
+
+@pytest.mark.usefixtures("temperature")
+def test_transformers_refuses_a_new_option_by_name():
+    transformers = pytest.importorskip("polyattn.integrations.transformers")
+    with refused():
+        transformers._check_others(types.SimpleNamespace(), None, {"temperature": 2.0})
