@@ -20,7 +20,7 @@ from polyattn.call.options import OPTIONS, Option
 from polyattn.call.parts import options_of, options_of_part
 from polyattn.dispatch import registry
 from polyattn.expressions.parts import Part
-from polyattn.kernels.dense import Dense
+from polyattn.kernels.dense_kernel import Dense
 from polyattn.parallel.choice import STRATEGIES
 from polyattn.span import Span
 
