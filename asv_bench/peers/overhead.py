@@ -15,8 +15,9 @@ import numpy as np
 
 import polyattn
 from polyattn.bench import timing
-from polyattn.call.describe import Operands, describe
+from polyattn.call.describe import describe
 from polyattn.call.glance import glance
+from polyattn.call.operands import Operands
 from polyattn.call.problem import examine
 from polyattn.dispatch.plans import recall_repeat
 from polyattn.dispatch.request import request
@@ -53,7 +54,7 @@ def steps(arrays: list[Any]) -> dict[str, float]:
     assert repeat is not None
     backend, kernel = repeat.plan.placement.backend, repeat.plan.kernel
     chosen = repeat.plan.placement.problem
-    plain = Operands(*arrays, None, None, None, None, None)
+    plain = Operands(*arrays)
     calls = {
         "whole call": lambda: polyattn.attention(*arrays),
         "glance": lambda: glance(arrays, {}),

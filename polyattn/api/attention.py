@@ -9,8 +9,10 @@ from polyattn.api.names import with_our_names
 from polyattn.api.repeats import with_repeats
 from polyattn.arrays import Array
 from polyattn.autocast import autocast
-from polyattn.call.describe import Call, Operands, describe
+from polyattn.call.describe import describe
+from polyattn.call.facts import Call
 from polyattn.call.layout import as_called, heads_first
+from polyattn.call.operands import Operands
 from polyattn.call.options import Start
 from polyattn.call.problem import examine
 from polyattn.dispatch.plans import recall, remember
@@ -22,9 +24,10 @@ from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["attention", "compute", "planned"]
+__all__ = ["attention", "compute", "planned", "run_planned"]
 
 A = TypeVar("A")  # the type of the query, which the result has
+R = TypeVar("R")
 
 
 @with_repeats
@@ -168,11 +171,24 @@ def compute(
     kernel: str | Kernel | None,
 ) -> tuple[Array, Array | None]:
     """Examine a described call, select a kernel, and run it."""
-    plan = planned(call, operands.query, backend, kernel)
-    result = plan.run(heads_first(call, operands))
+    x = heads_first(call, operands)
+    result = run_planned(call, operands.query, backend, kernel, lambda plan: plan.run(x))
+    return as_called(call, *result)
+
+
+def run_planned(
+    call: Call,
+    query: Array,
+    backend: str | Sequence[str] | None,
+    kernel: str | Kernel | None,
+    run: Callable[[Plan], R],
+) -> R:
+    """Return what `run` makes of the plan of a call, and remember that it was tried."""
+    plan = planned(call, query, backend, kernel)
+    result = run(plan)
     if not plan.tried:
         remember(call, request(backend), kernel, plan._replace(tried=True))
-    return as_called(call, *result)
+    return result
 
 
 def planned(

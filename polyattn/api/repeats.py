@@ -7,8 +7,9 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from polyattn.call.describe import Operands, describe
+from polyattn.call.describe import describe
 from polyattn.call.glance import glance
+from polyattn.call.operands import Operands
 from polyattn.dispatch.plans import recall_repeat, remember_repeat
 from polyattn.dispatch.request import request
 
@@ -44,16 +45,8 @@ def with_repeats(function: _F) -> _F:
     return cast(_F, call)
 
 
-_NOTHING = (None,) * (len(Operands._fields) - 3)
-
-
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
-    if not kwargs:
-        # As Operands(*args, None, ...) in half the time, which each plain call spends.
-        return tuple.__new__(Operands, (*args, *_NOTHING))
     query, key, value = args
-    given = kwargs.get
-    return Operands(
-        query, key, value,
-        given("mask"), given("bias"), given("query_offset"), None, given("sinks"),
-    )  # fmt: skip
+    names = ("mask", "bias", "query_offset", "sinks")
+    given = {name: kwargs[name] for name in names if name in kwargs}
+    return Operands(query=query, key=key, value=value, **given)

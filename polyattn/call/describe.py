@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from polyattn.arguments import WindowSize, check_signature, check_window, got
 from polyattn.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
 from polyattn.call.axes import axes_of
+from polyattn.call.facts import Call
+from polyattn.call.operands import Operands
 from polyattn.call.options import (
     FROM_ZERO,
-    Start,
     check_bool,
     check_dropout,
     check_finite,
     check_offset,
     check_softcap,
 )
-from polyattn.expressions.expression import Expression, named
+from polyattn.expressions.expression import Expression
 from polyattn.expressions.masks import And, Dense, Mask, Rule
 from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -29,107 +30,7 @@ from polyattn.expressions.scores import Chain, Function, Score, Softcap
 from polyattn.host import Home, as_array, home_of, is_host
 from polyattn.tracing import torch_transforms
 
-__all__ = ["Call", "Operands", "describe"]
-
-
-class Operands(NamedTuple):
-    """The arrays and functions of one call, heads before length, query, key and value of rank >= 3.
-
-    Attributes
-    ----------
-    query, key, value : Array
-        Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E).
-    mask : Array of bool, Mask, callable or None
-        An array broadcasts to (..., H, L, S); a function takes (b, h, i, j).
-    bias : Array or None
-        Broadcasts to (..., H, L, S).
-    query_offset : int, Array or None
-        An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
-    score_mod : Score, callable or None
-        A function takes (score, b, h, i, j).
-    sinks : Array or None
-        Shape (H,).
-    similarity : Similarity or None
-        The replacement for q·k.
-    seed : int, Array or None
-        The seed of dropout.
-    dropout_start : Array or None
-        Where the hash of dropout begins, shape (4,), if the problem has no numbers for it.
-    known_logsumexp : Array or None
-        In a call for weights or gradients, the logsumexp to divide by, shape (..., H, L).
-    output, output_gradient : Array or None
-        In a call for gradients, the output and its gradient, shape (..., H, L, E).
-    logsumexp_gradient : Array or None
-        In a call for gradients, that of the logsumexp, shape (..., H, L).
-    query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent : Array or None
-        In a call for a directional derivative, the tangents of these arguments; None for 0.
-    """
-
-    query: Array
-    key: Array
-    value: Array  # None in a call for weights
-    mask: Array | Callable[..., Array] | None
-    bias: Array | None
-    query_offset: int | Array | None
-    score_mod: Callable[..., Array] | None
-    sinks: Array | None
-    similarity: Similarity | None = None
-    seed: int | Array | None = None
-    known_logsumexp: Array | None = None
-    output: Array | None = None
-    output_gradient: Array | None = None
-    logsumexp_gradient: Array | None = None
-    query_tangent: Array | None = None
-    key_tangent: Array | None = None
-    value_tangent: Array | None = None
-    bias_tangent: Array | None = None
-    sinks_tangent: Array | None = None
-    dropout_start: Array | None = None
-
-
-class Call(NamedTuple):
-    """The facts of a call, without the contents of its arrays; plans are cached by them."""
-
-    query: ArrayFacts
-    key: ArrayFacts
-    value: ArrayFacts | None  # a call for weights has none
-    mask: ArrayFacts | Mask | str | None
-    bias: ArrayFacts | None
-    is_causal: bool
-    window: WindowSize | None
-    query_offset: ArrayFacts | int | None
-    scale: float | ScaleRule | None
-    softcap: float | None
-    score_mod: Score | str | None
-    sinks: ArrayFacts | None
-    dropout: float
-    seed: ArrayFacts | None
-    dropout_start: ArrayFacts | Start
-    similarity: Similarity | None
-    normalizer: Normalizer | None
-    known_logsumexp: ArrayFacts | None
-    output: ArrayFacts | None
-    output_gradient: ArrayFacts | None
-    logsumexp_gradient: ArrayFacts | None
-    layout: str
-    logsumexp: bool
-    transforms: frozenset[str]
-    tangents: tuple[tuple[str, ArrayFacts], ...] = ()
-
-    def operands(self) -> list[tuple[str, ArrayFacts]]:
-        """Return the names and facts of query, key and value."""
-        given = [("query", self.query), ("key", self.key)]
-        return given if self.value is None else [*given, ("value", self.value)]
-
-    def arrays(self) -> list[tuple[str, ArrayFacts]]:
-        """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
-        found: list[tuple[str, ArrayFacts]] = []
-        for name, given in zip(self._fields, self, strict=True):
-            if isinstance(given, ArrayFacts):
-                found.append((name, given))
-            elif isinstance(given, (Mask, Score, Similarity)):
-                found += named(given, name)
-        return [*found, *self.tangents]
+__all__ = ["at_home", "describe"]
 
 
 def describe(
@@ -150,11 +51,6 @@ def describe(
     dropout: Any = None,
     similarity: Any = None,
     normalizer: Any = None,
-    known_logsumexp: Any = None,
-    output: Any = None,
-    output_gradient: Any = None,
-    logsumexp_gradient: Any = None,
-    tangents: dict[str, Any] | None = None,
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
@@ -167,14 +63,13 @@ def describe(
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     home = home_of(query)
-    mask = _at_home("mask", mask, home)
-    bias = _at_home("bias", bias, home)
-    query_offset = _at_home("query_offset", query_offset, home)
-    sinks = _at_home("sinks", sinks, home)
+    mask = at_home("mask", mask, home)
+    bias = at_home("bias", bias, home)
+    query_offset = at_home("query_offset", query_offset, home)
+    sinks = at_home("sinks", sinks, home)
     if home is not None:
-        score_mod = _at_home("score_mod", score_mod, home)
-        similarity = _at_home("similarity", similarity, home)
-        tangents = tangents and {n: _at_home(n, given, home) for n, given in tangents.items()}
+        score_mod = at_home("score_mod", score_mod, home)
+        similarity = at_home("similarity", similarity, home)
     is_causal = is_causal if is_causal is False else check_bool("is_causal", is_causal)
     window = None if window is None else check_window(window)
     if isinstance(mask, Mask):
@@ -189,41 +84,42 @@ def describe(
     if rate == 0:
         seed, start = None, FROM_ZERO
     call = Call(
-        facts(query, "query"),
-        facts(key, "key"),
-        None if for_weights else facts(value, "value"),
-        _mask_facts(mask, facts),
-        None if bias is None else facts(bias, "bias"),
-        is_causal,
-        window,
-        None if query_offset is None else check_offset(query_offset, facts),
-        scale,
-        softcap,
-        _score_facts(score_mod, facts),
-        None if sinks is None else facts(sinks, "sinks"),
-        rate,
-        facts(seed, "dropout's seed") if is_array(seed) else None,
-        facts(start, "dropout's start") if is_array(start) else start,
-        None if similarity is None else similarity.spec(facts),
-        normalizer,
-        None if known_logsumexp is None else facts(known_logsumexp, "logsumexp"),
-        None if output is None else facts(output, "output"),
-        None if output_gradient is None else facts(output_gradient, "output_gradient"),
-        None if logsumexp_gradient is None else facts(logsumexp_gradient, "logsumexp_gradient"),
-        layout,
-        logsumexp,
-        torch_transforms(),
+        query=facts(query, "query"),
+        key=facts(key, "key"),
+        value=None if for_weights else facts(value, "value"),
+        mask=_mask_facts(mask, facts),
+        bias=None if bias is None else facts(bias, "bias"),
+        is_causal=is_causal,
+        window=window,
+        query_offset=None if query_offset is None else check_offset(query_offset, facts),
+        scale=scale,
+        softcap=softcap,
+        score_mod=_score_facts(score_mod, facts),
+        sinks=None if sinks is None else facts(sinks, "sinks"),
+        dropout=rate,
+        seed=facts(seed, "dropout's seed") if is_array(seed) else None,
+        dropout_start=facts(start, "dropout's start") if is_array(start) else start,
+        similarity=None if similarity is None else similarity.spec(facts),
+        normalizer=normalizer,
+        layout=layout,
+        logsumexp=logsumexp,
+        transforms=torch_transforms(),
     )
     operands = Operands(
-        query, key, value, mask, bias, query_offset, score_mod, sinks, similarity, seed,
-        known_logsumexp, output, output_gradient, logsumexp_gradient,
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        bias=bias,
+        query_offset=query_offset,
+        score_mod=score_mod,
+        sinks=sinks,
+        similarity=similarity,
+        seed=seed,
         dropout_start=start if is_array(start) else None,
-    )  # fmt: skip
+    )
     if call.query.traced and query_offset is None:
         call = call._replace(query_offset=_known_offset(query, key, layout))
-    if tangents is not None:
-        described = tuple((name, facts(array, name)) for name, array in tangents.items())
-        return call._replace(tangents=described), operands._replace(**tangents)
     return call, operands
 
 
@@ -236,7 +132,7 @@ def _known_offset(query: Array, key: Array, layout: str) -> int | None:
     return 0 if is_open and are_one_length(one, other) else None
 
 
-def _at_home(name: str, given: Any, home: Home | None) -> Any:
+def at_home(name: str, given: Any, home: Home | None) -> Any:
     """Return numbers of the host as an array beside the query; anything else as it is."""
     if given is None or isinstance(given, int):
         return given

@@ -18,7 +18,7 @@ from polyattn.call.checks import (
     check_range,
     common_shape,
 )
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.features import MASKING
 from polyattn.call.layout import chunks_heads_first, positions_matter
 from polyattn.call.options import FROM_ZERO, Start
@@ -242,7 +242,8 @@ def _check_values(call: Call, problem: Problem) -> None:
     if problem.similarity_spec is not None:
         problem.similarity_spec.check(problem.head_size)
     if problem.normalizer is not None:
-        asked = call.logsumexp or call.known_logsumexp is not None
+        known = call.residuals.logsumexp if call.residuals else call.known_logsumexp
+        asked = call.logsumexp or known is not None
         for name, given in (("sinks", call.sinks is not None), ("logsumexp", asked)):
             if given:
                 raise ValueError(
@@ -252,7 +253,7 @@ def _check_values(call: Call, problem: Problem) -> None:
 
 def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[str]:
     needed = {
-        "backward": call.output_gradient is not None,
+        "backward": call.cotangents is not None,
         "batch_broadcast": any(
             facts.shape[:-3] != call.query.shape[:-3] for _, facts in call.operands()
         ),
@@ -260,7 +261,7 @@ def _features(call: Call, problem: Problem, default_scale: float) -> frozenset[s
         "causal": call.is_causal,
         "dropout": call.dropout > 0,
         "grouped_heads": problem.heads != problem.key_heads,
-        "jvp": bool(call.tangents),
+        "jvp": call.tangents is not None,
         "logsumexp": call.logsumexp,
         "mask": isinstance(call.mask, ArrayFacts),
         "mask_mod": isinstance(call.mask, str) or has_function(problem.mask_spec),

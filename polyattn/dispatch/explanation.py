@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from html import escape
 
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.problem import Problem
 from polyattn.html_page import html_table
 from polyattn.text_table import paragraph, table

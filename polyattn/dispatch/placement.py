@@ -7,7 +7,7 @@ traced array is refused before any work. Within one library nothing is lost.
 from __future__ import annotations
 
 from polyattn.arrays import LONG_NAMES, Array, ArrayFacts
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.transfer import Placement, Refusal, conversion_loss

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Call, Operands
+from polyattn.call.facts import Call
 from polyattn.call.glance import Glance
 from polyattn.call.layout import as_called, heads_first, keeps_axes
+from polyattn.call.operands import Operands
 from polyattn.dispatch.request import Request
 from polyattn.dispatch.transfer import Placement, Plan
 from polyattn.plugin import Backend, Kernel, Problem

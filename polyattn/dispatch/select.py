@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from polyattn.arrays import Array, is_namespace
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError

@@ -14,8 +14,8 @@ from polyattn.arrays import (
     library_of,
     recorders,
 )
-from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents, mapped
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
@@ -67,39 +67,49 @@ class Plan(NamedTuple):
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return the result in the query's library and on its device."""
-        recorder = _recorder(operands)
-        if recorder is not None:
-            return recorder.run(self, operands)
-        backend, _, problem, moved = self.placement
-        if backend is None:
-            raise RuntimeError("a plan made from shapes only cannot run")
-        given = self._move(operands, backend) if moved else operands
-        output, logsumexp = self._checked(backend.run(self.kernel, problem, given), given)
-        query = operands.query
-        if "query" not in moved:
-            return output, logsumexp
-        back = _mover(backend, backend_of(query), self.home, problem.dtype)
-        output = _on_query_device(query, back(output))
-        return output, None if logsumexp is None else _on_query_device(query, back(logsumexp))
+        found: tuple[Array, Array | None] = self._run("run", operands)
+        return found
 
-    def run_backward(self, operands: Operands) -> Gradients:
+    def run_backward(
+        self, operands: Operands, residuals: Residuals, cotangents: Cotangents
+    ) -> Gradients:
         """Run the kernel's backward pass, and return gradients on the query's device."""
-        recorder = _recorder(operands)
+        found: Gradients = self._run("run_backward", operands, residuals, cotangents)
+        return found
+
+    def run_jvp(
+        self, operands: Operands, residuals: Residuals, tangents: Tangents
+    ) -> tuple[Array, Array | None]:
+        """Run the kernel's directional derivative, as `run` does."""
+        found: tuple[Array, Array | None] = self._run("run_jvp", operands, residuals, tangents)
+        return found
+
+    def run_weights(
+        self, operands: Operands, logsumexp: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Run the kernel of the weights, as `run` does."""
+        found: tuple[Array, Array | None] = self._run("run_weights", operands, logsumexp)
+        return found
+
+    def _run(self, method: str, operands: Operands, *others: Any) -> Any:
+        """Call a method of the backend with what it is given there, and bring the result back."""
+        recorder = _recorder(operands, others)
         if recorder is not None:
-            recorded: Gradients = recorder.run_backward(self, operands)
-            return recorded
+            return getattr(recorder, method)(self, operands, *others)
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")
-        given = self._move(operands, backend) if moved else operands
-        found = backend.run_backward(self.kernel, problem, given)
-        if not isinstance(found, Gradients):
-            raise TypeError(
-                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
-                f" {type(found).__name__}"
+        given = (operands, *others)
+        if moved:
+            given = (
+                self._move(operands, backend),
+                *[self._move_all(one, backend) for one in others],
             )
-        if not self.tried and self._is_handed_in:
-            self._check_gradients(found, given)
+        found = getattr(backend, method)(self.kernel, problem, *given)
+        if method == "run_backward":
+            self._check_gradients(found, given[0])
+        elif method != "run_weights":
+            self._check_result(found, given[0])
         if "query" not in moved:
             return found
         back = _mover(backend, backend_of(operands.query), self.home, problem.dtype)
@@ -109,10 +119,10 @@ class Plan(NamedTuple):
                 return [home(array) for array in one]
             return None if one is None else _on_query_device(operands.query, back(one))
 
-        return Gradients(*map(home, found))
+        return Gradients(*map(home, found)) if method == "run_backward" else tuple(map(home, found))
 
-    def _checked(self, result: Any, operands: Operands) -> tuple[Array, Array | None]:
-        """Return the result of the kernel, or raise if it breaks the contract."""
+    def _check_result(self, result: Any, operands: Operands) -> None:
+        """Raise if the result of the kernel breaks the contract."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"the kernel {self.kernel.name} must return (output, logsumexp); it returned"
@@ -120,7 +130,7 @@ class Plan(NamedTuple):
             )
         if result[1] is None and "logsumexp" in self.placement.problem.features:
             raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
-        if not self.tried and self._is_handed_in and operands.value is not None:
+        if not self.tried and self._is_handed_in:
             problem = self.placement.problem
             rows, accumulator = problem.scores[:-1], problem.accumulator
             dtype = accumulator if "jvp" in problem.features else problem.dtype
@@ -128,14 +138,21 @@ class Plan(NamedTuple):
             self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
             if result[1] is not None:
                 self._check_array("logsumexp", result[1], query, accumulator, rows)
-        return result
 
     @property
     def _is_handed_in(self) -> bool:
         """Whether the kernel is the caller's own, whose results nobody has tested."""
         return self.kernel not in self.placement.kernels and not is_compiling()
 
-    def _check_gradients(self, found: Gradients, operands: Operands) -> None:
+    def _check_gradients(self, found: Any, operands: Operands) -> None:
+        """Raise if the gradients of the kernel break the contract."""
+        if not isinstance(found, Gradients):
+            raise TypeError(
+                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
+                f" {type(found).__name__}"
+            )
+        if self.tried or not self._is_handed_in:
+            return
         problem, query = self.placement.problem, operands.query
         for name in ("query", "key", "value", "bias", "sinks"):
             argument, gradient = getattr(operands, name), getattr(found, name)
@@ -163,7 +180,7 @@ class Plan(NamedTuple):
     def _move(self, operands: Operands, backend: Backend) -> Operands:
         device, dtype = self.placement.problem.device, self.placement.problem.dtype
         converted: dict[str, Any] = {}
-        for name in self.placement.moved:
+        for name in self.placement.moved.intersection(operands._fields):
             operand = getattr(operands, name)
             if name == "seed" and backend_of(operand) is not backend:
                 converted[name] = int(operand)  # not every library has integers of 64 bits
@@ -174,15 +191,29 @@ class Plan(NamedTuple):
         for name in ("mask", "score_mod", "similarity"):
             operand = getattr(operands, name)
             if isinstance(operand, Expression):
-                converted[name] = operand.map(lambda _, leaf: self._move_one(leaf, operands))
+                converted[name] = operand.map(
+                    lambda _, leaf: self._move_one(leaf, operands, backend)
+                )
             elif callable(operand):
-                converted[name] = self._move_one(operand, operands)
+                converted[name] = self._move_one(operand, operands, backend)
         return operands._replace(**converted)
 
-    def _move_one(self, leaf: Any, operands: Operands) -> Any:
+    def _move_all(self, given: Any, backend: Backend) -> Any:
+        """Move the arrays of a record of derivatives, or the known logsumexp of weights."""
+        problem, moved = self.placement.problem, self.placement.moved
+
+        def move(name: str, array: Array) -> Array:
+            if name not in moved:
+                return array
+            return _mover(backend_of(array), backend, problem.device, problem.dtype)(array)
+
+        if isinstance(given, tuple):
+            return mapped(given, move)  # type: ignore[type-var]
+        return None if given is None else move("known_logsumexp", given)
+
+    def _move_one(self, leaf: Any, operands: Operands, backend: Backend) -> Any:
         """Move an array to the backend, or wrap a function so that it can be called there."""
-        backend, problem = self.placement.backend, self.placement.problem
-        assert backend is not None
+        problem = self.placement.problem
         if is_array(leaf):
             return _mover(backend_of(leaf), backend, problem.device, problem.dtype)(leaf)
         if "query" not in self.placement.moved:
@@ -191,11 +222,13 @@ class Plan(NamedTuple):
         return _wrap_callback(leaf, back, backend, problem)
 
 
-def _recorder(operands: Operands) -> Recorder | None:
-    """Return the recorder of the operands, if one of them is an array that has one."""
+def _recorder(operands: Operands, others: tuple[Any, ...]) -> Recorder | None:
+    """Return the recorder of what a call is given, if an array has one."""
     if not recorders:
         return None
     things: list[Any] = list(operands)
+    for record in others:
+        things += record if isinstance(record, tuple) else [record]
     for value in (operands.mask, operands.score_mod, operands.similarity):
         if isinstance(value, Expression):
             things += [thing for _, thing in value.carried()]

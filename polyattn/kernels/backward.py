@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast, with_rank
-from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.masked_sum import hide, visible_product
@@ -29,14 +29,20 @@ __all__ = ["RowBlock", "Scored", "gradients", "score_tile", "visible_tiles"]
 
 
 def gradients(
-    problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    backend: Backend,
+    row_block: int,
+    column_block: int,
 ) -> Gradients:
     """Return the gradients of a call, in the accumulator's dtype.
 
     Parameters
     ----------
-    problem, x, backend
-        As a kernel is given them; the operands hold the results and their gradients.
+    problem, x, residuals, cotangents, backend
+        As a kernel is given them.
     row_block, column_block : int
         The rows and keys of a tile.
 
@@ -47,7 +53,7 @@ def gradients(
     """
     total = Sums(problem, x, backend.xp, (row_block, column_block))
     for rows in Span(0, problem.query_length).split(row_block):
-        block = RowBlock.of(problem, x, backend, rows)
+        block = RowBlock.of(problem, x, residuals, cotangents, backend, rows)
         if block.logsumexp is not None:
             total.add_sinks(block.logsumexp, block.delta)
         for columns, masked in visible_tiles(problem, x, backend, rows, column_block):
@@ -100,7 +106,15 @@ class RowBlock(NamedTuple):
     delta: Array | None
 
     @classmethod
-    def of(cls, problem: Problem, x: Operands, backend: Backend, rows: Span) -> RowBlock:
+    def of(
+        cls,
+        problem: Problem,
+        x: Operands,
+        residuals: Residuals,
+        cotangents: Cotangents | None,
+        backend: Backend,
+        rows: Span,
+    ) -> RowBlock:
         """Return those of a call."""
         xp = backend.xp
         dtype = getattr(xp, problem.accumulator)
@@ -110,16 +124,16 @@ class RowBlock(NamedTuple):
 
         query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
         empty = logsumexp = None
-        if x.known_logsumexp is not None:
-            logsumexp = part(x.known_logsumexp[..., None])
+        if problem.normalizer is None:
+            logsumexp = part(residuals.logsumexp[..., None])
             empty = logsumexp == -math.inf
             logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)
-        if x.output_gradient is None:
+        if cotangents is None:
             return cls(rows, query, None, logsumexp, None)
-        gradient = part(x.output_gradient)
-        delta = xp.sum(part(x.output) * gradient, axis=-1, keepdims=True)
-        if x.logsumexp_gradient is not None:
-            delta = delta - part(x.logsumexp_gradient[..., None])
+        gradient = part(cotangents.output)
+        delta = xp.sum(part(residuals.output) * gradient, axis=-1, keepdims=True)
+        if cotangents.logsumexp is not None:
+            delta = delta - part(cotangents.logsumexp[..., None])
         if empty is not None:
             delta = xp.where(empty, xp.zeros_like(delta), delta)
         return cls(rows, query, fold_heads(problem, gradient, xp), logsumexp, delta)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 
 from polyattn.arrays import Array, cast, with_rank
-from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import gradients
-from polyattn.kernels.jvp import tangents
+from polyattn.kernels.jvp import pushforward
 from polyattn.kernels.masked_sum import hide, weighted_sum
 from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
@@ -52,13 +52,27 @@ class Dense(Kernel):
                 state = combine(backend.xp, initial_state(problem, x, backend.xp, rows), state)  # 6
         return normalize(problem, state, x.query.dtype, backend.xp)  # 7, the division
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        residuals: Residuals,
+        cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:
         """Return the gradients."""
-        return gradients(problem, operands, backend, *_whole(problem))
+        return gradients(problem, operands, residuals, cotangents, backend, *_whole(problem))
 
-    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+    def jvp(
+        self,
+        problem: Problem,
+        operands: Operands,
+        residuals: Residuals,
+        tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:
         """Return the tangents of output and logsumexp."""
-        return tangents(problem, operands, backend, *_whole(problem))
+        return pushforward(problem, operands, residuals, tangents, backend, *_whole(problem))
 
 
 def _whole(problem: Problem) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from polyattn.arrays import Array, cast, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import RowBlock, Scored, score_tile, visible_tiles
 from polyattn.kernels.masked_sum import weighted_sum
@@ -18,24 +18,30 @@ from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, unfold_heads
 from polyattn.tiles.indices import Indices
 
-__all__ = ["tangents"]
+__all__ = ["pushforward"]
 
 
-def tangents(
-    problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
+def pushforward(
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    tangents: Tangents,
+    backend: Backend,
+    row_block: int,
+    column_block: int,
 ) -> tuple[Array, Array]:
     """Return the tangents of output and logsumexp, in the accumulator's dtype.
 
     Parameters
     ----------
-    problem, x, backend
-        As a kernel is given them; the operands hold the results and the tangents.
+    problem, x, residuals, tangents, backend
+        As a kernel is given them.
     row_block, column_block : int
         The rows and keys of a tile.
     """
-    xp, output = backend.xp, x.output
+    xp, output = backend.xp, residuals.output
     found = [
-        _of_rows(problem, x, backend, rows, column_block)
+        _of_rows(problem, x, residuals, tangents, backend, rows, column_block)
         for rows in Span(0, problem.query_length).split(row_block)
     ]
     if not found:
@@ -46,18 +52,23 @@ def tangents(
 
 
 def _of_rows(
-    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    tangents: Tangents,
+    backend: Backend,
+    rows: Span,
+    column_block: int,
 ) -> tuple[Array, Array]:
-    xp, whole = backend.xp, x.output
-    assert whole is not None
-    output = cast(xp, whole[..., rows.start : rows.stop, :], getattr(xp, problem.accumulator))
-    block = RowBlock.of(problem, x, backend, rows)
+    xp, dtype = backend.xp, getattr(backend.xp, problem.accumulator)
+    output = cast(xp, residuals.output[..., rows.start : rows.stop, :], dtype)
+    block = RowBlock.of(problem, x, residuals, None, backend, rows)
     tangent = xp.zeros_like(output)
     mean = xp.sum(tangent, axis=-1, keepdims=True)  # 0, also where there are no values
-    if x.sinks_tangent is not None:
+    if tangents.sinks is not None:
         sinks, t = (
             with_rank(xp.reshape(cast(xp, array, output.dtype), (-1, 1, 1)), len(output.shape))
-            for array in (x.sinks, x.sinks_tangent)
+            for array in (x.sinks, tangents.sinks)
         )
         mean = mean + xp.exp(sinks - block.logsumexp) * t
     for columns, masked in visible_tiles(problem, x, backend, rows, column_block):
@@ -67,7 +78,7 @@ def _of_rows(
         )
         at = Indices(problem, xp, x, rows, columns)
         tile = score_tile(problem, x, backend, block, key, at, masked)
-        t = _of_scores(problem, x, backend, block, columns, key, at, tile)
+        t = _of_scores(problem, x, tangents, backend, block, columns, key, at, tile)
         weights = tile.weights
         if problem.normalizer is None:
             t = weights * t
@@ -84,8 +95,8 @@ def _of_rows(
             )
         marked = xp.where(tile.seen, xp.zeros_like(t), -math.inf)
         tangent = tangent + weighted_sum(problem, backend, t, marked, value)
-        if x.value_tangent is not None:
-            moved = cast(xp, x.value_tangent[..., columns.start : columns.stop, :], output.dtype)
+        if tangents.value is not None:
+            moved = cast(xp, tangents.value[..., columns.start : columns.stop, :], output.dtype)
             tangent = tangent + weighted_sum(problem, backend, weights, marked, moved)
     return tangent - mean * output, mean[..., 0]
 
@@ -93,6 +104,7 @@ def _of_rows(
 def _of_scores(
     problem: Problem,
     x: Operands,
+    tangents: Tangents,
     backend: Backend,
     block: RowBlock,
     columns: Span,
@@ -104,7 +116,7 @@ def _of_scores(
     xp = backend.xp
     moved_query, moved_key = (
         None if array is None else array[..., span.start : span.stop, :]
-        for array, span in ((x.query_tangent, block.rows), (x.key_tangent, columns))
+        for array, span in ((tangents.query, block.rows), (tangents.key, columns))
     )
     moved_query = (
         xp.zeros_like(block.query) if moved_query is None else scaled(problem, moved_query, xp)
@@ -130,6 +142,6 @@ def _of_scores(
         t = t * (1 - bent * bent)
     # Each score depends on itself only, so that the pullback is the pushforward too.
     t, _ = at.score_pullback(tile.capped, t, backend.pullback)
-    if x.bias_tangent is not None:
-        t = t + cast(xp, at.of_scores(x.bias_tangent), t.dtype)
+    if tangents.bias is not None:
+        t = t + cast(xp, at.of_scores(tangents.bias), t.dtype)
     return xp.where(tile.seen, t, zeros) if problem.masks else t

@@ -10,14 +10,14 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.expressions.masks import Mask
 from polyattn.kernels.backward import gradients
 from polyattn.kernels.dense import attend
-from polyattn.kernels.jvp import tangents
+from polyattn.kernels.jvp import pushforward
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
 from polyattn.tiles.band import column_span
@@ -51,13 +51,29 @@ class Tiled(Kernel):
             return "one tile holds all the scores: dense does the same"
         return None
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self,
+        problem: Problem,
+        operands: Operands,
+        residuals: Residuals,
+        cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:
         """Return the gradients, with memory for one tile beside them."""
-        return gradients(problem, operands, backend, *block_sizes(problem, self.tile))
+        sizes = block_sizes(problem, self.tile)
+        return gradients(problem, operands, residuals, cotangents, backend, *sizes)
 
-    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+    def jvp(
+        self,
+        problem: Problem,
+        operands: Operands,
+        residuals: Residuals,
+        tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:
         """Return the tangents, with memory for one tile beside them."""
-        return tangents(problem, operands, backend, *block_sizes(problem, self.tile))
+        sizes = block_sizes(problem, self.tile)
+        return pushforward(problem, operands, residuals, tangents, backend, *sizes)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
