@@ -18,7 +18,7 @@ MUTATIONS = (
     # backward.py
     ("delta left out", BACKWARD, "d_weights - block.delta", "d_weights"),
     ("delta without the logsumexp's gradient", BACKWARD,
-     "delta = delta - part(x.logsumexp_gradient[..., None])", "pass"),
+     "delta = delta - part(cotangents.logsumexp[..., None])", "pass"),
     ("logsumexp of empty rows in gradients", BACKWARD,
      "logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)", "pass"),
     ("a full tile skipped in gradients", BACKWARD, "if answer.any_visible:",
@@ -71,9 +71,9 @@ MUTATIONS = (
      "self._score = _plus_all(self._score, gradients)", "self._score = list(gradients)"),
     # jvp.py
     ("the row's mean left out of a tangent", JVP, "tangent - mean * output,", "tangent,"),
-    ("the sinks' tangent left out", JVP, "if x.sinks_tangent is not None:", "if False:"),
-    ("the value's tangent left out", JVP, "if x.value_tangent is not None:", "if False:"),
-    ("the bias's tangent left out", JVP, "if x.bias_tangent is not None:", "if False:"),
+    ("the sinks' tangent left out", JVP, "if tangents.sinks is not None:", "if False:"),
+    ("the value's tangent left out", JVP, "if tangents.value is not None:", "if False:"),
+    ("the bias's tangent left out", JVP, "if tangents.bias is not None:", "if False:"),
     ("the key's tangent left out", JVP,
      "t = t + backend.matmul(block.query, xp.matrix_transpose(moved_key))", "pass"),
     ("the query's tangent not scaled", JVP, "else scaled(problem, moved_query, xp)",

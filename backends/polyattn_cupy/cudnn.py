@@ -100,13 +100,9 @@ class Cudnn(Kernel):
         return output, logsumexp
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the gradients, in float32 of numbers that cuDNN rounds to 16 bits."""
         return gradients(problem, operands, residuals, cotangents, backend)
 

@@ -53,11 +53,7 @@ class _Found(NamedTuple):
 
 
 def gradients(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    backend: Backend,
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend
 ) -> Gradients:
     """Return the gradients of a call that cuDNN supports."""
     given = _given(problem, x, residuals.logsumexp, backend)

@@ -83,13 +83,9 @@ class Fused(Kernel):
         return output, logsumexp
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
         return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 

@@ -34,13 +34,9 @@ class _Stacks(NamedTuple):
 
 
 def gradients(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    backend: Backend,
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
     tile: int,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the gradients of a call without a bias, with at most `tile` numbers at a time."""
     # The gradients of scores may be of any size, and float16 has few digits for small numbers.
     dtype: Any = np.dtype("float32") if problem.dtype == "float16" else x.query.dtype

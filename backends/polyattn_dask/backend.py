@@ -50,13 +50,9 @@ class Chunked(Kernel):
         return attend(problem, operands)
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the graphs of the gradients."""
         return gradients(problem, operands, residuals, cotangents)
 

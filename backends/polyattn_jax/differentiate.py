@@ -66,13 +66,9 @@ def _rounded_to(
 
 
 def attend_jvp(
-    problem: Problem,
-    tile: int,
-    x: Operands,
-    like: Expressions,
-    residuals: Residuals,
+    problem: Problem, tile: int, x: Operands, like: Expressions, residuals: Residuals,
     tangents: Tangents,
-) -> Results:
+) -> Results:  # fmt: skip
     """Return the tangents of operands without expressions, which `like` has."""
     moved = _tangents(problem, Operands(**tangents._asdict()))
     return attend_tangents(problem, tile, with_expressions(like, x), residuals, moved)
@@ -110,13 +106,9 @@ def _tangents(problem: Problem, moved: Operands) -> OperandTangents:
 
 
 def attend_backward(
-    problem: Problem,
-    tile: int,
-    x: Operands,
-    like: Expressions,
-    residuals: Residuals,
+    problem: Problem, tile: int, x: Operands, like: Expressions, residuals: Residuals,
     cotangents: Cotangents,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the gradients of operands without expressions, which `like` has."""
     # So that each device has its share, of what is the same on all too.
     given = varying_like((x, residuals, cotangents), (x, residuals, cotangents))

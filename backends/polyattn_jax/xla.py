@@ -71,25 +71,17 @@ class Xla(Kernel):
         return output, logsumexp if "logsumexp" in problem.features else None
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the gradients, with memory for a few tiles beside them."""
         found: Gradients = run(attend_backward, problem, self.tile, operands, residuals, cotangents)
         return found
 
     def jvp(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        tangents: Tangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp, with memory for a few tiles."""
         found: tuple[Array, Array] = run(
             attend_jvp, problem, self.tile, operands, residuals, tangents
@@ -109,13 +101,9 @@ def run(function: Any, problem: Problem, tile: int, x: Operands, *records: Any) 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def compiled(
-    function: Any,
-    problem: Problem,
-    tile: int,
-    numbers: dict[str, Array],
-    x: Operands,
+    function: Any, problem: Problem, tile: int, numbers: dict[str, Array], x: Operands,
     *records: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Run a function of arrays, compiled once for each problem without its numbers."""
     given: Any = problem._replace
     return function(given(**numbers), tile, x, specs(problem), *records)

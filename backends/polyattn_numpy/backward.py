@@ -32,13 +32,9 @@ PRODUCTS = 5
 
 
 def gradients(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    backend: Backend,
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
     tile: int,
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """Return the gradients of a call, computed in tiles of at most `tile` scores."""
     if 0 in problem.scores:
         return _without_scores(problem, x, residuals, cotangents)

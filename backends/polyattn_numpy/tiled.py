@@ -108,13 +108,9 @@ class Tiled(Kernel):
         return output, logsumexp
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
         return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 

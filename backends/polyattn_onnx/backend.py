@@ -78,13 +78,9 @@ class OnnxBackend(Backend):
         return self._with_lengths(problem, *super().run(kernel, problem, operands))
 
     def run_jvp(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
+        self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
         tangents: Tangents,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         """Run the directional derivative of a kernel, and state the same lengths."""
         found = super().run_jvp(kernel, problem, operands, residuals, tangents)
         return self._with_lengths(problem, *found)

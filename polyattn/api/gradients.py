@@ -124,7 +124,8 @@ def _backward(
     arguments = dict(arguments)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(**arguments)
-    residuals = Residuals(**partial._asdict())
+    output, logsumexp = partial
+    residuals = Residuals(output=output, logsumexp=logsumexp)
     call = call._replace(residuals=mapped(residuals, _facts), cotangents=mapped(cotangents, _facts))
     turn = functools.partial(result_heads_first, call)
 

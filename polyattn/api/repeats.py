@@ -47,6 +47,11 @@ def with_repeats(function: _F) -> _F:
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
     query, key, value = args
-    names = ("mask", "bias", "query_offset", "sinks")
-    given = {name: kwargs[name] for name in names if name in kwargs}
-    return Operands(query=query, key=key, value=value, **given)
+    # By `__new__`, in half the time, which each repeated call spends.
+    if not kwargs:
+        return Operands.__new__(Operands, query=query, key=key, value=value)
+    given = kwargs.get
+    return Operands.__new__(
+        Operands, query=query, key=key, value=value, mask=given("mask"), bias=given("bias"),
+        query_offset=given("query_offset"), sinks=given("sinks"),
+    )  # fmt: skip

@@ -29,14 +29,9 @@ __all__ = ["RowBlock", "Scored", "gradients", "score_tile", "visible_tiles"]
 
 
 def gradients(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    cotangents: Cotangents,
-    backend: Backend,
-    row_block: int,
-    column_block: int,
-) -> Gradients:
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
+    row_block: int, column_block: int,
+) -> Gradients:  # fmt: skip
     """Return the gradients of a call, in the accumulator's dtype.
 
     Parameters
@@ -107,14 +102,9 @@ class RowBlock(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        problem: Problem,
-        x: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents | None,
-        backend: Backend,
-        rows: Span,
-    ) -> RowBlock:
+        cls, problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents | None,
+        backend: Backend, rows: Span,
+    ) -> RowBlock:  # fmt: skip
         """Return those of a call."""
         xp = backend.xp
         dtype = getattr(xp, problem.accumulator)

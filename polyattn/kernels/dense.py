@@ -53,24 +53,16 @@ class Dense(Kernel):
         return normalize(problem, state, x.query.dtype, backend.xp)  # 7, the division
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
         return gradients(problem, operands, residuals, cotangents, backend, *_whole(problem))
 
     def jvp(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        tangents: Tangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
         return pushforward(problem, operands, residuals, tangents, backend, *_whole(problem))
 

@@ -22,14 +22,9 @@ __all__ = ["pushforward"]
 
 
 def pushforward(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    tangents: Tangents,
-    backend: Backend,
-    row_block: int,
-    column_block: int,
-) -> tuple[Array, Array]:
+    problem: Problem, x: Operands, residuals: Residuals, tangents: Tangents, backend: Backend,
+    row_block: int, column_block: int,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return the tangents of output and logsumexp, in the accumulator's dtype.
 
     Parameters
@@ -52,14 +47,9 @@ def pushforward(
 
 
 def _of_rows(
-    problem: Problem,
-    x: Operands,
-    residuals: Residuals,
-    tangents: Tangents,
-    backend: Backend,
-    rows: Span,
-    column_block: int,
-) -> tuple[Array, Array]:
+    problem: Problem, x: Operands, residuals: Residuals, tangents: Tangents, backend: Backend,
+    rows: Span, column_block: int,
+) -> tuple[Array, Array]:  # fmt: skip
     xp, dtype = backend.xp, getattr(backend.xp, problem.accumulator)
     output = cast(xp, residuals.output[..., rows.start : rows.stop, :], dtype)
     block = RowBlock.of(problem, x, residuals, None, backend, rows)

@@ -52,25 +52,17 @@ class Tiled(Kernel):
         return None
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Return the gradients, with memory for one tile beside them."""
         sizes = block_sizes(problem, self.tile)
         return gradients(problem, operands, residuals, cotangents, backend, *sizes)
 
     def jvp(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        tangents: Tangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents, with memory for one tile beside them."""
         sizes = block_sizes(problem, self.tile)
         return pushforward(problem, operands, residuals, tangents, backend, *sizes)

@@ -75,13 +75,9 @@ class Weights(Kernel):
         return _joined(backend.xp, found, axis)
 
     def _of(
-        self,
-        problem: Problem,
-        x: Operands,
-        logsumexp: Array | None,
-        backend: Backend,
+        self, problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend,
         heads: Span | None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         xp: Any = backend.xp
         spans = self.rows or (Span(0, problem.query_length),)
         if 0 in problem.scores:
@@ -133,13 +129,9 @@ def _joined(
 
 
 def weigh(
-    problem: Problem,
-    x: Operands,
-    logsumexp: Array | None,
-    backend: Backend,
-    rows: Span,
+    problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend, rows: Span,
     heads: Span | None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Return the weights of some rows, (..., H, l, S), 0 where a key is absent."""
     xp, columns = backend.xp, Span(0, problem.key_length)
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)

@@ -131,13 +131,9 @@ class Kernel:
         raise NotImplementedError
 
     def backward(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        cotangents: Cotangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Compute the gradients of a call, for a kernel that declares ``"backward"``.
 
         The logsumexp may be that of more keys than are given; the weights follow from it.
@@ -164,13 +160,9 @@ class Kernel:
         raise NotImplementedError
 
     def jvp(
-        self,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
-        tangents: Tangents,
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         """Compute a directional derivative, for a kernel that declares ``"jvp"``.
 
         Parameters
@@ -385,18 +377,14 @@ class Backend(BackendPrimitives, BackendTools):
             return kernel(problem, operands, self)
 
     def run_backward(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
+        self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
         cotangents: Cotangents,
-    ) -> Gradients:
+    ) -> Gradients:  # fmt: skip
         """Run the backward pass of a kernel, as `run` does.
 
         Parameters
         ----------
-        kernel, problem, operands
+        kernel, problem, operands : Kernel, Problem, Operands
             As for `run`.
         residuals : Residuals
             The results of the call.
@@ -412,18 +400,14 @@ class Backend(BackendPrimitives, BackendTools):
             return kernel.backward(problem, operands, residuals, cotangents, self)
 
     def run_jvp(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        operands: Operands,
-        residuals: Residuals,
+        self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
         tangents: Tangents,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         """Run the directional derivative of a kernel, as `run` does.
 
         Parameters
         ----------
-        kernel, problem, operands
+        kernel, problem, operands : Kernel, Problem, Operands
             As for `run`.
         residuals : Residuals
             The results of the call.
@@ -445,7 +429,7 @@ class Backend(BackendPrimitives, BackendTools):
 
         Parameters
         ----------
-        kernel, problem, operands
+        kernel, problem, operands : Kernel, Problem, Operands
             As for `run`.
         logsumexp : Array or None
             The logsumexp to divide by, if it is known.
