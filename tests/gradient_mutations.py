@@ -21,7 +21,7 @@ MUTATIONS = (
     # backward.py, recomputed.py and visible_tiles.py
     ("delta left out", BACKWARD, "d_weights - given.delta", "d_weights"),
     ("delta without the logsumexp's gradient", BACKWARD,
-     "delta = delta - part_of(problem, x.logsumexp_gradient[..., None], rows, xp)", "pass"),
+     "delta = delta - part_of(problem, cotangents.logsumexp[..., None], rows, xp)", "pass"),
     ("logsumexp of empty rows in gradients", AGAIN,
      "logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)", "pass"),
     ("a full tile skipped in gradients", VISIBLE, "if answer.any_visible:",
@@ -77,9 +77,9 @@ MUTATIONS = (
      "= gradient if before is None or key[0] == 'score_mod'"),
     # jvp.py
     ("the row's mean left out of a tangent", JVP, "tangent - mean * output,", "tangent,"),
-    ("the sinks' tangent left out", JVP, "if x.sinks_tangent is not None:", "if False:"),
-    ("the value's tangent left out", JVP, "if x.value_tangent is not None:", "if False:"),
-    ("the bias's tangent left out", JVP, "if x.bias_tangent is not None:", "if False:"),
+    ("the sinks' tangent left out", JVP, "if tangents.sinks is not None:", "if False:"),
+    ("the value's tangent left out", JVP, "if tangents.value is not None:", "if False:"),
+    ("the bias's tangent left out", JVP, "if tangents.bias is not None:", "if False:"),
     ("the key's tangent left out", JVP,
      "t = t + backend.matmul(query, xp.matrix_transpose(moved_key))", "pass"),
     ("the query's tangent not scaled", JVP, "rows.start : rows.stop, :], xp)\n    if x.key",

@@ -261,7 +261,7 @@ MUTATIONS = (
     mutation("regions of rows from the first on", VISIBILITY, "slice(rows.start - first, rows.stop",
              "slice(0, rows.stop - rows.start) if first else slice(rows.start - first, rows.stop"),
     mutation("masks of heads that differ, kept", VISIBILITY,
-             "key if self.call.table.same_for_all_heads else None", "key"),
+             "key if table.same_for_all_heads else None", "key"),
     mutation("dropout in the denominator", SWEEP, "weights *= self.call.by_row(",
              "weights *= 0.5 * self.call.by_row("),
     mutation("heads looked at one by one taken for alike", MASK_TABLE,

@@ -16,8 +16,9 @@ import numpy as np
 import polyattn
 from polyattn.arrays import library_of
 from polyattn.bench import timing
-from polyattn.call.describe import Operands, describe
+from polyattn.call.describe import describe
 from polyattn.call.key import call_key
+from polyattn.call.operands import Operands
 from polyattn.call.problem import examine
 from polyattn.dispatch.cache import cached_call
 from polyattn.dispatch.request import request
@@ -52,7 +53,7 @@ def steps(arrays: list[Any]) -> dict[str, float]:
     assert key is not None
     (known,) = cached_call(key, requested)
     kernel, (backend, _, chosen, _), _ = known.plan
-    plain = Operands(*arrays, None, None, None, None, None)
+    plain = Operands(*arrays)
     calls = {
         "whole call": lambda: polyattn.attention(*arrays),
         "key": lambda: call_key(arrays, {}),

@@ -14,7 +14,7 @@ import array_api_compat.cupy as xp
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, native
+from polyattn.plugin import Array, Backend, Operands, Problem, native
 from polyattn_cupy import loading
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
@@ -109,17 +109,9 @@ class CupyBackend(Backend):
         """Return False, since reading a value would wait for the device."""
         return False
 
-    def run(
-        self, kernel: Kernel, problem: Problem, operands: Operands
-    ) -> tuple[Array, Array | None]:
-        """Run a kernel on the device of the query, whatever the current device is."""
-        with operands.query.device:
-            return super().run(kernel, problem, operands)
-
-    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
-        """Run the backward pass of a kernel on the device of the query."""
-        with operands.query.device:
-            return super().run_backward(kernel, problem, operands)
+    def shield(self, problem: Problem, operands: Operands) -> Any:
+        """Return the device of the query as a context, whatever the current device is."""
+        return operands.query.device
 
 
 def _number(device: str) -> int:

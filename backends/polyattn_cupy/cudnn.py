@@ -12,7 +12,16 @@ import math
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+)
 from polyattn_cupy import graphs, loading, plans
 from polyattn_cupy.cudnn_gradients import gradients
 from polyattn_cupy.inputs import made_bias, ready
@@ -90,9 +99,12 @@ class Cudnn(Kernel):
                 cupy.copyto(logsumexp.reshape(query.shape[:3]), -math.inf, where=empty_rows)
         return output, logsumexp
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients, in float32 of numbers that cuDNN rounds to 16 bits."""
-        return gradients(problem, operands, backend)
+        return gradients(problem, operands, residuals, cotangents, backend)
 
 
 # ---- what cuDNN can compute --------------------------------------------------------------------

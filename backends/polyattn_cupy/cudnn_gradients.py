@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Operands, Problem, Span
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Operands,
+    Problem,
+    Residuals,
+    Span,
+)
 from polyattn_cupy import graphs, plans
 from polyattn_cupy.graphs import GradientGraph
 from polyattn_cupy.inputs import bias_memory, made_bias, packed, ready
@@ -43,17 +52,21 @@ class _Found(NamedTuple):
     bias: Array | None
 
 
-def gradients(problem: Problem, x: Operands, backend: Backend) -> Gradients:
+def gradients(
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend
+) -> Gradients:
     """Return the gradients of a call that cuDNN supports."""
-    given, value = _given(problem, x, backend), ready(problem, x.value)
-    results: list[Any] = [x.output, x.output_gradient]
+    given = _given(problem, x, residuals.logsumexp, backend)
+    value = ready(problem, x.value)
     output, output_gradient = (
-        ready(problem, array.astype(value.dtype, copy=False)) for array in results
+        ready(problem, array.astype(value.dtype, copy=False))
+        for array in (residuals.output, cotangents.output)
     )
     found = _run(problem, given, value, output, output_gradient)
     query_gradient, key_gradient, bias_gradient = found.query, found.key, found.bias
-    if x.logsumexp_gradient is not None:
-        share = _run(problem, given, *_of_logsumexp(problem, x.logsumexp_gradient, output, value))
+    direct = cotangents.logsumexp
+    if direct is not None:
+        share = _run(problem, given, *_of_logsumexp(problem, direct, output, value))
         query_gradient, key_gradient = query_gradient + share.query, key_gradient + share.key
         bias_gradient = None if share.bias is None else bias_gradient + share.bias
     of_query = summed(problem, query_gradient, x.query.shape)
@@ -67,9 +80,8 @@ def gradients(problem: Problem, x: Operands, backend: Backend) -> Gradients:
     )
 
 
-def _given(problem: Problem, x: Operands, backend: Backend) -> _Given:
+def _given(problem: Problem, x: Operands, logsumexp: Array, backend: Backend) -> _Given:
     query, key = (ready(problem, array) for array in (x.query, x.key))
-    logsumexp: Any = x.known_logsumexp
     bias = None
     if needs_bias(problem):
         bias, _ = made_bias(problem, x, backend)

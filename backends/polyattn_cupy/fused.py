@@ -10,7 +10,16 @@ from typing import Any
 
 import cupy
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+)
 from polyattn_cupy import rows
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.fused_gradients import gradients
@@ -73,9 +82,12 @@ class Fused(Kernel):
         del arrays  # kept alive until here, since the kernels have only their addresses
         return output, logsumexp
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        return gradients(problem, operands, backend, self.tile)
+        return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 
 
 def _attend(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Operands, Problem
+from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_cupy import rows
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.products import Matrices, multiply
@@ -33,21 +33,25 @@ class _Stacks(NamedTuple):
     of_value: Matrices
 
 
-def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gradients:
+def gradients(
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
+    tile: int,
+) -> Gradients:  # fmt: skip
     """Return the gradients of a call without a bias, with at most `tile` numbers at a time."""
     # The gradients of scores may be of any size, and float16 has few digits for small numbers.
     dtype: Any = np.dtype("float32") if problem.dtype == "float16" else x.query.dtype
     problem, x = problem._replace(dtype=dtype.name), _in_dtype(x, dtype)
+    cotangents = cotangents._replace(output=cotangents.output.astype(dtype, copy=False))
     xp, real = backend.xp, problem.accumulator
     members = problem.group_size
     given = [
         stacked(problem, array, count)
         for array, count in (
-            (x.query, members), (x.key, 1), (x.value, 1), (x.output_gradient, members),
+            (x.query, members), (x.key, 1), (x.value, 1), (cotangents.output, members),
         )
     ]  # fmt: skip
     found = [cupy.zeros(array.shape, real) for _, array in given[:3]]
-    logsumexp, delta = _of_rows(problem, x, xp)
+    logsumexp, delta = _of_rows(problem, residuals, cotangents, xp)
     of_softcap = None if problem.softcap is None else cupy.empty(delta.shape, real)
     record, pointed = record_of(problem, x, logsumexp=logsumexp, delta=delta, cap_slopes=of_softcap)
     cut = blocks(problem, max(1, tile // 2))
@@ -77,25 +81,22 @@ def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gra
 
 
 def _in_dtype(x: Operands, dtype: Any) -> Operands:
-    changed = {
-        name: getattr(x, name).astype(dtype, copy=False)
-        for name in ("query", "key", "value", "output_gradient")
-    }
-    return x._replace(**changed)
+    names = ("query", "key", "value")
+    return x._replace(**{name: getattr(x, name).astype(dtype, copy=False) for name in names})
 
 
-def _of_rows(problem: Problem, x: Operands, xp: Any) -> tuple[Array, Array]:
+def _of_rows(
+    problem: Problem, residuals: Residuals, cotangents: Cotangents, xp: Any
+) -> tuple[Array, Array]:
     """Return the logsumexp of each row, and Σ output · output gradient − logsumexp gradient.
 
     Both are 0 in a row without keys, and contiguous of shape (items, H, L).
     """
     real = problem.accumulator
-    logsumexp: Any = x.known_logsumexp
-    output: Any = x.output
-    gradient: Any = x.output_gradient
-    delta = xp.sum(output.astype(real) * gradient.astype(real), axis=-1)
-    if x.logsumexp_gradient is not None:
-        delta = delta - x.logsumexp_gradient.astype(real)
+    logsumexp = residuals.logsumexp
+    delta = xp.sum(residuals.output.astype(real) * cotangents.output.astype(real), axis=-1)
+    if cotangents.logsumexp is not None:
+        delta = delta - cotangents.logsumexp.astype(real)
     empty = logsumexp == -math.inf
     zeros = cupy.zeros(delta.shape, real)
     shape = (-1, problem.heads, problem.query_length)

@@ -8,7 +8,16 @@ from typing import Any
 import array_api_compat.dask.array as xp
 import dask.array as da
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+)
 from polyattn_dask.backward import gradients
 from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
@@ -44,9 +53,12 @@ class Chunked(Kernel):
         """Return the graph of the output, and of the logsumexp if the problem asks for it."""
         return attend(problem, operands)
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the graphs of the gradients."""
-        return gradients(problem, operands)
+        return gradients(problem, operands, residuals, cotangents)
 
 
 class DaskBackend(Backend):
@@ -57,13 +69,13 @@ class DaskBackend(Backend):
     def __init__(self) -> None:
         super().__init__(xp)
 
-    def run(
-        self, kernel: Kernel, problem: Problem, operands: Operands
+    def run_weights(
+        self, kernel: Kernel, problem: Problem, operands: Operands, logsumexp: Array | None
     ) -> tuple[Array, Array | None]:
-        """Run a kernel; a call for weights, whose kernel is the core's, by chunks where it can."""
-        if operands.value is not None or 0 in problem.scores or problem.dropout_start is None:
-            return super().run(kernel, problem, operands)
-        return weights(problem, operands, kernel)
+        """Compute weights by chunks where it can."""
+        if 0 in problem.scores or problem.dropout_start is None:
+            return super().run_weights(kernel, problem, operands, logsumexp)
+        return weights(problem, operands, logsumexp, kernel)
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return an array as a dask array, in chunks of dask's choice."""

@@ -9,7 +9,7 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
-from polyattn.plugin import OPTIONS, Gradients, Operands, Problem
+from polyattn.plugin import OPTIONS, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.grid import Axes, Index
 from polyattn_dask.layer import Key, Layer
@@ -18,7 +18,7 @@ from polyattn_dask.sizes import BYTES
 
 __all__ = ["gradients"]
 
-RESULTS = ("output", "known_logsumexp", "output_gradient", "logsumexp_gradient")
+RESULTS = ("output", "logsumexp", "output_gradient", "logsumexp_gradient")
 
 #: A task that adds to a block of a gradient, and which part of its result that is.
 Share = tuple[Key, Pick]
@@ -37,9 +37,12 @@ class Target(NamedTuple):
         return self.axes.index("S") - len(self.axes) if "S" in self.axes else None
 
 
-def gradients(problem: Problem, x: Operands) -> Gradients:
+def gradients(
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
     """Return the gradients of a call, as dask arrays."""
-    call = cut(problem, x)
+    results = dict(zip(RESULTS, (*residuals, *cotangents), strict=True))
+    call = cut(problem, x, **results)
     targets = _targets(call)
     layer = Layer("attention-gradient", call.inputs, problem, call.template)
     shares = _shares(call, layer, targets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Operands, Problem
+from polyattn.plugin import Array, Operands, Problem
 from polyattn_dask.grid import Axes, Chunks, Grid, Index, aligned, axes_of, grid_of, lengths_of
 from polyattn_dask.layer import Key, blocks_at
 from polyattn_dask.sizes import Extra, grouped, key_bytes
@@ -13,11 +13,6 @@ from polyattn_dask.template import Leaf, Template, template_of
 from polyattn_dask.visibility import Visibility
 
 __all__ = ["Cut", "cut"]
-
-#: The operands that are cut by rows or keys and given to a task one by one.
-ARRAYS = (
-    "query", "key", "value", "known_logsumexp", "output", "output_gradient", "logsumexp_gradient",
-)  # fmt: skip
 
 
 class Cut(NamedTuple):
@@ -94,9 +89,13 @@ class Cut(NamedTuple):
         return [(x.array.name, *self.grid.place(x.axes, at)) for x in sinks]
 
 
-def cut(problem: Problem, x: Operands, grid: Grid | None = None) -> Cut:
-    """Return a call, its arrays cut as a grid is, by default that of its own chunks."""
-    given = {name: getattr(x, name) for name in ARRAYS if getattr(x, name) is not None}
+def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Array | None) -> Cut:
+    """Return a call, its arrays cut as a grid is, by default that of its own chunks.
+
+    `results` are arrays that are shaped as the results of the call.
+    """
+    arrays_of_call = {"query": x.query, "key": x.key, "value": x.value, **results}
+    given = {name: array for name, array in arrays_of_call.items() if array is not None}
     grid = grid or grid_of(problem, {n: given[n].chunks for n in ("query", "key", "value")})
     arrays = {}
     for name, array in given.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dask.utils import format_bytes
 
@@ -36,7 +35,7 @@ def estimate(problem: Problem) -> str | None:
     if not {"query", "key", "value"} <= chunks.keys():
         return None
     grid = grid_of(problem, chunks)
-    x: Any = Operands(None, None, None, problem.mask_spec, None, None, None, None)
+    x = Operands.of_options(mask=problem.mask_spec)
     visible, extras = Visibility(problem, x, grid, MOST_LOOKS), _extras(problem)
     groups = _Groups(problem, grid)
     pairs = tasks = largest = blocks = 0

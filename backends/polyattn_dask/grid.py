@@ -139,7 +139,7 @@ _NAMED: dict[str, tuple[str | None, ...]] = {
     "key": (*_KEYS, None),
     "value": (*_KEYS, None),
     "query_offset": (None, None, None),
-    "known_logsumexp": _ROWS,
+    "logsumexp": _ROWS,
     "output": (*_ROWS, None),
     "output_gradient": (*_ROWS, None),
     "logsumexp_gradient": _ROWS,

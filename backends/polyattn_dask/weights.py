@@ -84,10 +84,13 @@ def add(sums: Sequence[Array]) -> Array:
     return functools.reduce(operator.add, sums)
 
 
-def weights(problem: Problem, x: Operands, kernel: Any) -> tuple[Array, Array | None]:
+def weights(
+    problem: Problem, x: Operands, logsumexp: Array | None, kernel: Any
+) -> tuple[Array, Array | None]:
     """Return what the kernel of the weights would: weights, and the keys of the largest."""
     whole = grid_of(problem, {"query": x.query.chunks, "key": x.key.chunks})
-    call = cut(problem, x, _selected(problem, whole, kernel.rows, kernel.heads))
+    grid = _selected(problem, whole, kernel.rows, kernel.heads)
+    call = cut(problem, x, grid, logsumexp=logsumexp)
     facts = (kernel.rows, kernel.heads, kernel.top, kernel.per_key)
     layer = Layer("attention-weights", call.inputs, problem, call.template, facts)
     if kernel.top is not None:
@@ -120,8 +123,8 @@ def _logsumexp(call: Cut, layer: Layer, at: Index) -> Key | None:
     """Return the key of the rows' logsumexp, after the tasks that compute it if it is not known."""
     if call.template.whole_rows:
         return None
-    if "known_logsumexp" in call.arrays:
-        return call.block("known_logsumexp", at)
+    if "logsumexp" in call.arrays:
+        return call.block("logsumexp", at)
     where = (*at.items, at.head, at.row)
     both = layer.add(("both", *where), *block_of_rows(call, layer, at, "both"))
     return layer.add(("logsumexp", *where), operator.itemgetter(1), both)

@@ -15,25 +15,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from polyattn.plugin import Array, Gradients, Operands, Problem
+from polyattn.plugin import (
+    Array,
+    Cotangents,
+    Gradients,
+    Operands,
+    Problem,
+    Residuals,
+    Tangents,
+)
 from polyattn_jax.forward import attend
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.operands import with_expressions
-from polyattn_jax.tangent import Tangents, attend_tangents
+from polyattn_jax.tangent import OperandTangents, attend_tangents
 
 __all__ = ["attend_backward", "attend_differentiably", "attend_jvp"]
 
 
 Results = tuple[Array, Array]
+#: The operands that may be expressions, or their specs, by name.
+Expressions = dict[str, Any]
 
 
-def attend_differentiably(problem: Problem, tile: int, x: Operands, like: Operands) -> Results:
+def attend_differentiably(problem: Problem, tile: int, x: Operands, like: Expressions) -> Results:
     """Return output and logsumexp of operands without expressions, which `like` has."""
     return _rounded_to(problem.dtype, problem, tile, like)(x)
 
 
 def _rounded_to(
-    dtype: str, problem: Problem, tile: int, like: Operands
+    dtype: str, problem: Problem, tile: int, like: Expressions
 ) -> Callable[[Operands], Results]:
     """Return a function with a tangent, of output, rounded to this dtype, and logsumexp."""
 
@@ -46,30 +56,25 @@ def _rounded_to(
         (x,), (moved,) = primals, tangents
         # The tangent needs the output before it is rounded.
         output, logsumexp = _rounded_to(problem.accumulator, problem, tile, like)(x)
+        residuals = Residuals(output=output, logsumexp=logsumexp)
         of_output, of_logsumexp = attend_tangents(
-            problem, tile, with_expressions(like, x), output, logsumexp, _tangents(problem, moved)
+            problem, tile, with_expressions(like, x), residuals, _tangents(problem, moved)
         )
         return (output.astype(dtype), logsumexp), (of_output.astype(dtype), of_logsumexp)
 
     return run
 
 
-def attend_jvp(problem: Problem, tile: int, x: Operands, like: Operands) -> Results:
+def attend_jvp(
+    problem: Problem, tile: int, x: Operands, like: Expressions, residuals: Residuals,
+    tangents: Tangents,
+) -> Results:  # fmt: skip
     """Return the tangents of operands without expressions, which `like` has."""
-    assert x.output is not None
-    assert x.known_logsumexp is not None
-    moved = Operands(*[None] * 8)._replace(
-        query=x.query_tangent,
-        key=x.key_tangent,
-        value=x.value_tangent,
-        bias=x.bias_tangent,
-        sinks=x.sinks_tangent,
-    )
-    operands, tangents = with_expressions(like, x), _tangents(problem, moved)
-    return attend_tangents(problem, tile, operands, x.output, x.known_logsumexp, tangents)
+    moved = _tangents(problem, Operands(**tangents._asdict()))
+    return attend_tangents(problem, tile, with_expressions(like, x), residuals, moved)
 
 
-def _tangents(problem: Problem, moved: Operands) -> Tangents:
+def _tangents(problem: Problem, moved: Operands) -> OperandTangents:
     """Return the tangents that JAX gives, those of arrays in the accumulator's dtype."""
 
     def or_none(tangent: Any) -> Array | None:
@@ -89,28 +94,29 @@ def _tangents(problem: Problem, moved: Operands) -> Tangents:
     query = exact(moved.query)
     if query is not None and problem.similarity_spec is None:
         query *= problem.scale
-    return Tangents(
-        query,
-        exact(moved.key),
-        exact(moved.value),
-        exact(moved.bias),
-        exact(moved.sinks),
-        listed(moved.score_mod),
-        listed(moved.similarity),
+    return OperandTangents(
+        query=query,
+        key=exact(moved.key),
+        value=exact(moved.value),
+        bias=exact(moved.bias),
+        sinks=exact(moved.sinks),
+        score_mod=listed(moved.score_mod),
+        similarity=listed(moved.similarity),
     )
 
 
-def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) -> Gradients:
+def attend_backward(
+    problem: Problem, tile: int, x: Operands, like: Expressions, residuals: Residuals,
+    cotangents: Cotangents,
+) -> Gradients:  # fmt: skip
     """Return the gradients of operands without expressions, which `like` has."""
-    x = varying_like(x, x)  # so that each device has its share, of what is the same on all too
+    # So that each device has its share, of what is the same on all too.
+    given = varying_like((x, residuals, cotangents), (x, residuals, cotangents))
+    x, residuals, cotangents = given
     operands = with_expressions(like, x)
-    output, logsumexp, output_gradient = x.output, x.known_logsumexp, x.output_gradient
-    assert output is not None
-    assert logsumexp is not None
-    assert output_gradient is not None
 
-    def tangents(moved: Tangents) -> tuple[Array, Array]:
-        return attend_tangents(problem, tile, operands, output, logsumexp, moved)
+    def tangents(moved: OperandTangents) -> tuple[Array, Array]:
+        return attend_tangents(problem, tile, operands, residuals, moved)
 
     def shape(array: Any) -> Any:
         if array is None:
@@ -119,36 +125,36 @@ def attend_backward(problem: Problem, tile: int, x: Operands, like: Operands) ->
             return jax.tree.map(lambda _: None, array)
         if not jnp.issubdtype(array.dtype, jnp.floating):
             return None
-        return varying_like(jnp.zeros(array.shape, _exact(problem, array)), x)
+        return varying_like(jnp.zeros(array.shape, _exact(problem, array)), given)
 
     def listed(arrays: Any) -> list[Any] | None:
         return None if arrays is None else [shape(array) for array in arrays]
 
     number = jnp.zeros((), problem.accumulator)
-    like_moved = Tangents(
-        shape(x.query),
-        shape(x.key),
-        shape(x.value),
-        shape(x.bias),
-        shape(x.sinks),
-        listed(x.score_mod),
-        listed(x.similarity),
+    like_moved = OperandTangents(
+        query=shape(x.query),
+        key=shape(x.key),
+        value=shape(x.value),
+        bias=shape(x.bias),
+        sinks=shape(x.sinks),
+        score_mod=listed(x.score_mod),
+        similarity=listed(x.similarity),
         scale=None if problem.similarity_spec is None else number,
         softcap=None if problem.softcap is None else number,
     )
-    direct = x.logsumexp_gradient
+    direct, zeros = cotangents.logsumexp, jnp.zeros_like(residuals.logsumexp)
     along = (
-        output_gradient.astype(problem.accumulator),
-        jnp.zeros_like(logsumexp) if direct is None else direct.astype(problem.accumulator),
+        cotangents.output.astype(problem.accumulator),
+        zeros if direct is None else direct.astype(problem.accumulator),
     )
-    (found,) = jax.linear_transpose(tangents, like_moved)(varying_like(along, x))
+    (found,) = jax.linear_transpose(tangents, like_moved)(varying_like(along, given))
     return _gradients(problem, x, found)
 
 
-def _gradients(problem: Problem, x: Operands, found: Tangents) -> Gradients:
+def _gradients(problem: Problem, x: Operands, found: OperandTangents) -> Gradients:
     """Return the gradients by what the transposed tangent gives."""
-    query, scale = found.query, found.scale
-    assert query is not None
+    query: Any = found.query
+    scale = found.scale
     if problem.similarity_spec is None:
         # A row that sees no key may hold NaN.
         products = jnp.where(query == 0, 0, query * x.query.astype(query.dtype))
@@ -162,15 +168,15 @@ def _gradients(problem: Problem, x: Operands, found: Tangents) -> Gradients:
         ]
 
     return Gradients(
-        query,
-        found.key,
-        found.value,
-        found.bias,
-        found.sinks,
-        listed(x.score_mod, found.score_mod),
-        listed(x.similarity, found.similarity),
-        scale,
-        found.softcap,
+        query=query,
+        key=found.key,
+        value=found.value,
+        bias=found.bias,
+        sinks=found.sinks,
+        score_mod=listed(x.score_mod, found.score_mod),
+        similarity=listed(x.similarity, found.similarity),
+        scale=scale,
+        softcap=found.softcap,
     )
 
 

@@ -144,9 +144,8 @@ def _grouped(blocks: list[Span], work: list[int]) -> list[list[int]]:
 
 def _possibly_visible(problem: Problem, size: tuple[int, int]) -> Array:
     """Return which tiles may hold a visible key by static facts, shape (down, across)."""
-    specs = Operands(*[None] * 8)._replace(mask=problem.mask_spec)
-    mask = combined_mask(problem, specs)
-    assert mask is not None
+    specs = Operands.of_options(mask=problem.mask_spec)
+    mask: Any = combined_mask(problem, specs)
     table = TileGrid(problem, specs, xp, size, np.empty(0), reads=False).of(mask).any_visible
     return np.any(table, axis=tuple(range(table.ndim - 2)))
 
@@ -156,8 +155,7 @@ def visible_tiles(problem: Problem, x: Operands, size: tuple[int, int]) -> Array
     spec = problem.mask_spec
     if spec is None or not (problem.query_offset is None or spec.carried()):
         return None
-    mask = combined_mask(problem, x)
-    assert mask is not None
+    mask: Any = combined_mask(problem, x)
 
     # XLA would evaluate a constant array when it compiles, which takes minutes for a large one.
     def not_constant(name: str, thing: Any) -> Any:

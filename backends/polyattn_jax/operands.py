@@ -17,7 +17,14 @@ from polyattn_jax.layout import block_sizes, has_one_offset
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
-__all__ = ["explicit", "prepared", "specs", "with_expressions", "without_expressions"]
+__all__ = [
+    "explicit",
+    "expressions",
+    "prepared",
+    "specs",
+    "with_expressions",
+    "without_expressions",
+]
 
 # Operands that may be expressions, and the field of the problem that holds the spec of each.
 SPECS = {"mask": "mask_spec", "score_mod": "score_spec", "similarity": "similarity_spec"}
@@ -101,15 +108,15 @@ def without_expressions(x: Operands) -> Operands:
     return x._replace(**arrays)
 
 
-def with_expressions(like: Operands, x: Operands) -> Operands:
-    """Return operands with the arrays in the expressions of others, or of their specs."""
-    return x._replace(
-        **{
-            name: with_arrays(getattr(like, name), getattr(x, name))
-            for name in SPECS
-            if has_arrays(getattr(like, name))
-        }
-    )
+def expressions(x: Operands) -> dict[str, Any]:
+    """Return the operands that may be expressions, by name."""
+    return {name: getattr(x, name) for name in SPECS}
+
+
+def with_expressions(like: dict[str, Any], x: Operands) -> Operands:
+    """Return operands with their arrays in these expressions, or in their specs."""
+    given = {name: one for name, one in like.items() if has_arrays(one)}
+    return x._replace(**{name: with_arrays(one, getattr(x, name)) for name, one in given.items()})
 
 
 def has_arrays(operand: Any) -> bool:
@@ -117,10 +124,9 @@ def has_arrays(operand: Any) -> bool:
     return hasattr(operand, "carried") or isinstance(operand, Explicit)
 
 
-def specs(problem: Problem) -> Operands:
-    """Return operands that have only the specs of expressions."""
-    given = {name: getattr(problem, spec) for name, spec in SPECS.items()}
-    return Operands(*[None] * 8)._replace(**given)
+def specs(problem: Problem) -> dict[str, Any]:
+    """Return the specs of the operands that are expressions, by name."""
+    return {name: getattr(problem, spec) for name, spec in SPECS.items()}
 
 
 def explicit(problem: Problem, x: Operands, tile: int) -> Operands:

@@ -19,6 +19,7 @@ from polyattn.plugin import (
     Array,
     Operands,
     Problem,
+    Residuals,
     fold_heads,
     or_zero,
     unfold_heads,
@@ -28,10 +29,10 @@ from polyattn_jax.explicit import arrays_of, with_arrays
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import finite, modified, product, scaled_query, similarity
 
-__all__ = ["Tangents", "attend_tangents"]
+__all__ = ["OperandTangents", "attend_tangents"]
 
 
-class Tangents(NamedTuple):
+class OperandTangents(NamedTuple):
     """The tangents of the operands; None where one is 0.
 
     Attributes
@@ -58,9 +59,10 @@ class Tangents(NamedTuple):
 
 
 def attend_tangents(
-    problem: Problem, tile: int, x: Operands, output: Array, logsumexp: Array, moved: Tangents
+    problem: Problem, tile: int, x: Operands, residuals: Residuals, moved: OperandTangents
 ) -> tuple[Array, Array]:
     """Return the tangents of output and logsumexp, in the accumulator's dtype."""
+    output, logsumexp = residuals
     rows = {"query": x.query, "output": output, "logsumexp": logsumexp[..., None]}
     of_rows = {} if moved.query is None else {"moved query": moved.query}
     if moved.bias is not None:
@@ -87,7 +89,7 @@ class _Tangent(Body):
 
     is_differentiated = True
 
-    def __init__(self, problem: Problem, x: Operands, moved: Tangents) -> None:
+    def __init__(self, problem: Problem, x: Operands, moved: OperandTangents) -> None:
         self.problem, self.x, self.moved = problem, x, moved
 
     def start(self, rows: Rows, count: int) -> tuple[_Block, tuple[Array, Array]]:
@@ -105,10 +107,9 @@ class _Tangent(Body):
         block = _Block(query, finite_query, logsumexp, output, moved_query)
         mean = jnp.zeros_like(logsumexp)
         if self.moved.sinks is not None:
-            assert self.x.sinks is not None
+            pair: list[Any] = [self.x.sinks, self.moved.sinks]
             sinks, moved = (
-                with_rank(array.astype(dtype).reshape(-1, 1, 1), mean.ndim)
-                for array in (self.x.sinks, self.moved.sinks)
+                with_rank(array.astype(dtype).reshape(-1, 1, 1), mean.ndim) for array in pair
             )
             mean += jnp.exp(sinks - logsumexp) * moved
         return block, (jnp.zeros_like(output), mean)

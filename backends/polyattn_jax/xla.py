@@ -12,10 +12,21 @@ from typing import Any
 
 import jax
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+    Tangents,
+)
 from polyattn_jax.differentiate import attend_backward, attend_differentiably, attend_jvp
 from polyattn_jax.operands import (
     explicit,
+    expressions,
     prepared,
     specs,
     without_expressions,
@@ -59,31 +70,40 @@ class Xla(Kernel):
         output, logsumexp = run(attend_differentiably, problem, self.tile, operands)
         return output, logsumexp if "logsumexp" in problem.features else None
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients, with memory for a few tiles beside them."""
-        found: Gradients = run(attend_backward, problem, self.tile, operands)
+        found: Gradients = run(attend_backward, problem, self.tile, operands, residuals, cotangents)
         return found
 
-    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp, with memory for a few tiles."""
-        found: tuple[Array, Array] = run(attend_jvp, problem, self.tile, operands)
+        found: tuple[Array, Array] = run(
+            attend_jvp, problem, self.tile, operands, residuals, tangents
+        )
         return found
 
 
-def run(function: Any, problem: Problem, tile: int, x: Operands) -> Any:
+def run(function: Any, problem: Problem, tile: int, x: Operands, *records: Any) -> Any:
     """Run a function of arrays, compiled once for each problem unless it has functions."""
     problem, x = prepared(problem, x, tile)
     if problem.features & {"mask_mod", "score_mod"}:
         x = explicit(problem, x, tile)
-        return function(problem, tile, without_expressions(x), x)
+        return function(problem, tile, without_expressions(x), expressions(x), *records)
     problem, numbers = without_numbers(problem)
-    return compiled(function, problem, tile, numbers, without_expressions(x))
+    return compiled(function, problem, tile, numbers, without_expressions(x), *records)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def compiled(
-    function: Any, problem: Problem, tile: int, numbers: dict[str, Array], x: Operands
-) -> Any:
+    function: Any, problem: Problem, tile: int, numbers: dict[str, Array], x: Operands,
+    *records: Any,
+) -> Any:  # fmt: skip
     """Run a function of arrays, compiled once for each problem without its numbers."""
     given: Any = problem._replace
-    return function(given(**numbers), tile, x, specs(problem))
+    return function(given(**numbers), tile, x, specs(problem), *records)

@@ -6,13 +6,13 @@ An array has no device: each computation has one. Only `fetch` and `synchronize`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, namespace_of
+from polyattn.plugin import Array, Backend, Operands, Problem, namespace_of
 from polyattn_mlx.fast import Fast
 
 __all__ = ["MlxBackend"]
@@ -73,21 +73,12 @@ class MlxBackend(Backend):
         """Return the gradient of an array from that of a function of it."""
         return mx.vjp(function, [array], [gradient])[1][0]
 
-    def run(
-        self, kernel: Kernel, problem: Problem, operands: Operands
-    ) -> tuple[Array, Array | None]:
-        """Run a kernel on the device of the problem."""
-        with _on(problem.device):
-            return super().run(kernel, problem, operands)
-
-    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
-        """Run the backward pass of a kernel on the device of the problem."""
-        with _on(problem.device):
-            return super().run_backward(kernel, problem, operands)
-
-
-def _on(device: str) -> contextlib.AbstractContextManager[Any]:
-    return mx.stream(getattr(mx, device)) if device else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def shield(self, problem: Problem, operands: Operands) -> Iterator[None]:
+        """Run kernels on the device of the problem."""
+        device, silence = problem.device, super().shield(problem, operands)
+        with silence, mx.stream(getattr(mx, device)) if device else contextlib.nullcontext():
+            yield
 
 
 def _import(array: Array) -> mx.array:

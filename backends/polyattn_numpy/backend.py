@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
+from polyattn.plugin import Array, Backend, Operands, Problem, thread_count
 from polyattn_numpy import threads
 from polyattn_numpy.small import Small
 from polyattn_numpy.tiled import Tiled, empty_result
@@ -32,19 +33,13 @@ class NumpyBackend(Backend):
         """Return `array` as a NumPy array, without a copy if it is in the host's memory."""
         return array if isinstance(array, np.ndarray) else super().place(array, device)
 
-    def run(
-        self, kernel: Kernel, problem: Problem, operands: Operands
-    ) -> tuple[Array, Array | None]:
-        """Run a kernel, after a check of the number of threads, which small calls do not use."""
-        thread_count()
-        with np.errstate(all="ignore"):
-            work = kernel.jvp if "jvp" in problem.features else kernel
-            return work(problem, operands, self)
+    def shield(self, problem: Problem, operands: Operands) -> AbstractContextManager[Any]:
+        """Return a context without warnings, after a check of the number of threads.
 
-    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
-        """Run the backward pass of a kernel, after the same check."""
+        Small calls do not use that number.
+        """
         thread_count()
-        return super().run_backward(kernel, problem, operands)
+        return np.errstate(all="ignore")
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """Do some work on every item, on the threads that attention uses."""

@@ -9,7 +9,15 @@ import math
 
 import numpy as np
 
-from polyattn.plugin import Backend, Gradients, Operands, Problem, thread_count
+from polyattn.plugin import (
+    Backend,
+    Cotangents,
+    Gradients,
+    Operands,
+    Problem,
+    Residuals,
+    thread_count,
+)
 from polyattn_numpy import threads
 from polyattn_numpy.backward_sweep import BackwardSweep, Results
 from polyattn_numpy.blocks import THREAD_WORK, pieces
@@ -23,10 +31,13 @@ __all__ = ["gradients"]
 PRODUCTS = 5
 
 
-def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gradients:
+def gradients(
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend,
+    tile: int,
+) -> Gradients:  # fmt: skip
     """Return the gradients of a call, computed in tiles of at most `tile` scores."""
     if 0 in problem.scores:
-        return _without_scores(problem, x)
+        return _without_scores(problem, x, residuals, cotangents)
     work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * PRODUCTS // 2
     count = 1
     if work >= 2 * THREAD_WORK:
@@ -38,8 +49,8 @@ def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gra
     if adds_across_heads(problem, x):
         # The order of a sum must not depend on which heads share a piece.
         cut = tuple(one for piece in cut for one in piece.single_heads())
-    sums = GradientSums(problem, x, cut, shared.check)
-    results = Results.of(problem, x)
+    sums = GradientSums(problem, x, residuals.logsumexp, cut, shared.check)
+    results = Results.of(problem, residuals, cotangents)
 
     def add(number: int) -> None:
         with borrowed_scratch() as scratch:
@@ -49,9 +60,11 @@ def gradients(problem: Problem, x: Operands, backend: Backend, tile: int) -> Gra
     return sums.gradients()
 
 
-def _without_scores(problem: Problem, x: Operands) -> Gradients:
+def _without_scores(
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
     """Return the gradients of a call without rows or keys: zero, but for the sinks."""
-    sums = GradientSums(problem, x, (), lambda: None)
-    if sums.delta is not None and x.logsumexp_gradient is not None:
-        sums.delta -= np.reshape(x.logsumexp_gradient, sums.delta.shape)
+    sums = GradientSums(problem, x, residuals.logsumexp, (), lambda: None)
+    if sums.delta is not None and cotangents.logsumexp is not None:
+        sums.delta -= np.reshape(cotangents.logsumexp, sums.delta.shape)
     return sums.gradients()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Operands, Problem
+from polyattn.plugin import Array, Backend, Cotangents, Problem, Residuals
 from polyattn_numpy.blocks import Tile, split_heads
 from polyattn_numpy.gradient_sums import GradientSums
 from polyattn_numpy.prepared import PreparedCall
@@ -29,20 +29,19 @@ class Results(NamedTuple):
     logsumexp_gradient: Array | None
 
     @classmethod
-    def of(cls, problem: Problem, x: Operands) -> Results:
+    def of(cls, problem: Problem, residuals: Residuals, cotangents: Cotangents) -> Results:
         """Return those of a call."""
         ndim = len(problem.batch or (1,)) + 3
 
         def split(array: Any) -> Array:
             return split_heads(problem, array, ndim)
 
-        direct = x.logsumexp_gradient
-        assert x.known_logsumexp is not None
+        direct = cotangents.logsumexp
         return cls(
-            split(x.output),
-            split(x.known_logsumexp[..., None]),
-            split(x.output_gradient),
-            None if direct is None else split(direct[..., None]),
+            output=split(residuals.output),
+            logsumexp=split(residuals.logsumexp[..., None]),
+            output_gradient=split(cotangents.output),
+            logsumexp_gradient=None if direct is None else split(direct[..., None]),
         )
 
 

@@ -32,9 +32,14 @@ class GradientSums:
     """
 
     def __init__(
-        self, problem: Problem, x: Operands, cut: Sequence[Piece], check: Callable[[], None]
+        self,
+        problem: Problem,
+        x: Operands,
+        logsumexp: Array,
+        cut: Sequence[Piece],
+        check: Callable[[], None],
     ) -> None:
-        self.problem, self.x, self.cut = problem, x, cut
+        self.problem, self.x, self.cut, self._logsumexp = problem, x, cut, logsumexp
         dtype = self.dtype = np.dtype(problem.accumulator)
         lead = problem.batch or (1,)
         ndim = len(lead) + 3
@@ -104,20 +109,19 @@ class GradientSums:
             key=key,
             value=value,
             bias=None if self.bias is None else self._whole_bias,
-            sinks=None if x.sinks is None else self._of_sinks(),
+            sinks=None if self.delta is None else self._of_sinks(self.delta),
             score_mod=self._of_arrays(x.score_mod, self._of_score),
             similarity=self._of_arrays(x.similarity, self._of_similarity),
             scale=np.asarray(scale, self.dtype),
             softcap=None if softcap is None else np.asarray(softcap, self.dtype),
         )
 
-    def _of_sinks(self) -> Array:
+    def _of_sinks(self, delta: Array) -> Array:
         shape = (*(self.problem.batch or (1,)), self.problem.heads, self.problem.query_length)
-        assert self.delta is not None
         sinks = np.asarray(self.x.sinks, self.dtype)[:, None]
-        logsumexp = np.asarray(self.x.known_logsumexp).reshape(shape)
+        logsumexp = np.asarray(self._logsumexp).reshape(shape)
         shift = np.where(logsumexp == -math.inf, 0, logsumexp)
-        weights = np.exp(sinks - shift) * self.delta.reshape(shape)
+        weights = np.exp(sinks - shift) * delta.reshape(shape)
         return -weights.sum(axis=(*range(weights.ndim - 2), -1))
 
     def _of_arrays(self, rule: Any, parts: Sequence[list[Array]]) -> list[Array]:

@@ -41,6 +41,7 @@ SHARED_CELLS = 8
 class MaskTable(NamedTuple):
     """The kinds of all cells."""
 
+    mask: Mask
     kinds: Array  # EMPTY, MIXED or FULL: int8 (outer..., batch, G, strips, cells), 1 if all alike
     strip: int  # rows of a cell
     cell: int  # keys of a cell
@@ -61,7 +62,7 @@ class MaskTable(NamedTuple):
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
         corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
         same = problem.heads == 1 or corner.ndim < 3 or corner.shape[-3] == 1
-        return cls(kinds, strip, cell, side, problem.group_size, same)
+        return cls(mask, kinds, strip, cell, side, problem.group_size, same)
 
     @property
     def differs_by_item(self) -> bool:

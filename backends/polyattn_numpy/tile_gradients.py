@@ -106,8 +106,9 @@ class TileGradients(TileScores):
                     np.copyto(array, 0, where=~seen)
         bias = self._bias_share(step, gradient)
         softcap, of_score = self._through_modification(step, capped, gradient)
-        if similar is not None:
-            found = self._through_similarity(step, similar, gradient, exact)
+        similarity = self.call.x.similarity
+        if similarity is not None:
+            found = self._through_similarity(step, similarity, similar, gradient, exact)
         else:
             by_key = gradient.swapaxes(2, 3)
             found = (
@@ -221,11 +222,9 @@ class TileGradients(TileScores):
         return of_softcap, of_score
 
     def _through_similarity(
-        self, step: Step, similar: Array, gradient: Array, exact: bool
+        self, step: Step, similarity: Any, similar: Array, gradient: Array, exact: bool
     ) -> tuple[Array, Array, Array, Sequence[Array]]:
         """Return the gradients of query, key, scale and arrays from that of similarities."""
-        similarity = self.call.x.similarity
-        assert similarity is not None
         scale = np.einsum("bkrj,bkrj->bkr", gradient, similar)[..., None]
         gradient *= self.factor
         query, key = step.query, step.key

@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem, thread_count
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+    thread_count,
+)
 from polyattn_numpy import threads
 from polyattn_numpy.at_once import (
     fits_at_once,
@@ -97,9 +107,12 @@ class Tiled(Kernel):
         result.write_parts()
         return output, logsumexp
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        return gradients(problem, operands, backend, self.tile)
+        return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 
 
 def largest_product(problem: Problem) -> int:

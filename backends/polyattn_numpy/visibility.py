@@ -15,6 +15,7 @@ import numpy as np
 
 from polyattn.plugin import Array, band
 from polyattn_numpy.blocks import Piece, Region, Tile, tiles
+from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import band_tile
 
@@ -40,8 +41,9 @@ class Visibility:
 
     def masks(self, tile: Tile) -> list[RegionMask] | None:
         """Return the masks of the regions that hide scores, or None if all scores are hidden."""
-        if tile.regions is not None:
-            return self._of_regions(tile, tile.regions)
+        table = self.call.table
+        if table is not None and tile.regions is not None:
+            return self._of_regions(table, tile, tile.regions)
         masks: list[RegionMask] = []
         by_array = self._banded_by_item and tile.crosses_band
         if self.call.x.mask is not None or by_array:
@@ -55,21 +57,21 @@ class Visibility:
             masks += self._of_band(tile)
         return masks
 
-    def _of_regions(self, tile: Tile, regions: tuple[Region, ...]) -> list[RegionMask]:
+    def _of_regions(
+        self, table: MaskTable, tile: Tile, regions: tuple[Region, ...]
+    ) -> list[RegionMask]:
         """Return the masks of some regions; reuse the previous tile's if only the heads differ."""
-        assert self.call.mask is not None
-        assert self.call.table is not None
         key = (tile.rows, tile.columns)
         if self._last[0] == key:
             return self._last[1]
         masks = []
         for rows, columns in regions:
-            seen = self.call.mask.seen(self.call.indices(self.piece, tile.heads, rows, columns))
+            seen = table.mask.seen(self.call.indices(self.piece, tile.heads, rows, columns))
             first, start = tile.rows.start, tile.columns.start
             down = slice(rows.start - first, rows.stop - first)
             across = slice(columns.start - start, columns.stop - start)
             masks.append(((..., down, slice(None), across), self.call.by_row(seen)))
-        self._last = (key if self.call.table.same_for_all_heads else None, masks)
+        self._last = (key if table.same_for_all_heads else None, masks)
         return masks
 
     def _of_band(self, tile: Tile) -> Iterator[RegionMask]:

@@ -16,6 +16,8 @@ from polyattn.plugin import (
     Kernel,
     Operands,
     Problem,
+    Residuals,
+    Tangents,
     length_of,
     namespace_of,
     native,
@@ -73,9 +75,19 @@ class OnnxBackend(Backend):
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
         """Run a kernel, and state the lengths of the output that the graph has lost."""
-        output, logsumexp = super().run(kernel, problem, operands)
-        if operands.value is None:  # weights, whose shape is the caller's choice
-            return output, logsumexp
+        return self._with_lengths(problem, *super().run(kernel, problem, operands))
+
+    def run_jvp(
+        self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
+        tangents: Tangents,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        """Run the directional derivative of a kernel, and state the same lengths."""
+        found = super().run_jvp(kernel, problem, operands, residuals, tangents)
+        return self._with_lengths(problem, *found)
+
+    def _with_lengths(
+        self, problem: Problem, output: Array, logsumexp: Array | None
+    ) -> tuple[Array, Array | None]:
         lengths = (problem.heads, problem.query_length or 0, problem.value_size)
         if None in (output.shape[-3], output.shape[-1]):
             output = self.reshape_last(output, 3, lengths)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_mode
 
-from polyattn.plugin import Array, Backend, Gradients, Kernel, Operands, Problem
+from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.autograd import autocast_disabled, is_autocast_enabled
 from polyattn_torch.flex import Flex
 from polyattn_torch.onnx_export import exported_opset
@@ -168,18 +168,17 @@ class TorchBackend(Backend):
         if is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 return self.run(kernel, problem, operands)
-        if "jvp" in problem.features:
-            return kernel.jvp(problem, operands, self)
         if problem.requires_grad or problem.transforms:
             step = step_of(kernel, problem, operands, self)
             if step is not None:
                 return run_step(*step)
         return kernel(problem, operands, self)
 
-    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
-        """Run the backward pass of a kernel with autocast off."""
-        with autocast_disabled(problem.device_kind):
-            return kernel.backward(problem, operands, self)
+    def shield(
+        self, problem: Problem, operands: Operands
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Turn autocast off for derivatives and weights; `run` does so itself."""
+        return autocast_disabled(problem.device_kind)
 
 
 def _import(array: Array) -> torch.Tensor:

@@ -11,7 +11,15 @@ from typing import Any
 
 import torch
 
-from polyattn.plugin import Backend, Gradients, Operands, Problem
+from polyattn.plugin import (
+    Backend,
+    Cotangents,
+    Gradients,
+    Operands,
+    Problem,
+    Residuals,
+    Tangents,
+)
 from polyattn_torch.attn_mask import as_bias
 from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_recorded
 from polyattn_torch.engines import in_rows, operator
@@ -122,17 +130,17 @@ class FusedStep:
     ) -> Gradients:
         if not by_operations and results[0].dtype != results[1].dtype:
             results = self._unrounded(tensors)
-        operands = _operands(tensors)._replace(
-            output=results[0],
-            known_logsumexp=results[1],
-            output_gradient=of_results[0],
-            logsumexp_gradient=of_results[1],
-        )
         problem = self._in_letters(tensors, "backward", by_operations)
         named = zip((*_QKV, "bias"), wanted, strict=False)
         constants = frozenset([name for name, is_wanted in named if not is_wanted])
         problem = problem._replace(constants=constants)
-        return self._backend.tiled.backward(problem, operands, self._backend)
+        return self._backend.tiled.backward(
+            problem,
+            _operands(tensors),
+            Residuals(output=results[0], logsumexp=results[1]),
+            Cotangents(output=of_results[0], logsumexp=of_results[1]),
+            self._backend,
+        )
 
     def _unrounded(self, tensors: Tensors) -> Tensors:
         """Return output and logsumexp of 16-bit tensors in float32: the engine's lacks digits."""
@@ -143,13 +151,14 @@ class FusedStep:
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
-        names = ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")
-        named: dict[str, Any] = dict(zip(names, moved, strict=False))
-        operands = _operands(tensors)._replace(
-            output=results[0], known_logsumexp=results[1], **named
+        named: dict[str, Any] = dict(zip((*_QKV, "bias"), moved, strict=False))
+        found: Any = self._backend.tiled.jvp(
+            self._in_letters(tensors, "jvp", by_operations=True),
+            _operands(tensors),
+            Residuals(output=results[0], logsumexp=results[1]),
+            Tangents(**named),
+            self._backend,
         )
-        problem = self._in_letters(tensors, "jvp", by_operations=True)
-        found = self._backend.tiled.jvp(problem, operands, self._backend)
         return [tangent.to(result.dtype) for tangent, result in zip(found, results, strict=True)]
 
     def _in_letters(self, tensors: Tensors, result: str, by_operations: bool) -> Problem:
@@ -180,4 +189,4 @@ class FusedStep:
 
 def _operands(tensors: Tensors) -> Operands:
     query, key, value, *mask = tensors
-    return Operands(query, key, value, None, mask[0] if mask else None, None, None, None)
+    return Operands(query=query, key=key, value=value, bias=mask[0] if mask else None)

@@ -91,9 +91,11 @@ def _error(problem: Problem, kernel: Kernel) -> float:
     query, key, value = (x.to(dtype) for x in (query, key, value))
     device = problem.device
     operands = Operands(
-        query.to(device), key.to(device), value.to(device),
-        None if mask is None else mask.to(device), None, None, None, None,
-    )  # fmt: skip
+        query=query.to(device),
+        key=key.to(device),
+        value=value.to(device),
+        mask=None if mask is None else mask.to(device),
+    )
     with torch.no_grad(), torch.autocast(device, enabled=False):
         output, _ = kernel(problem, operands, Backend(xp))
     difference = output.cpu().float() - _formula(problem, query, key, value, visible)

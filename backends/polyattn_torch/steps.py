@@ -11,14 +11,17 @@ from polyattn.plugin import (
     GRADIENT_ARRAYS,
     GRADIENT_EXPRESSIONS,
     Backend,
+    Cotangents,
     Expression,
     Gradients,
     Indices,
     Kernel,
     Operands,
     Problem,
+    Residuals,
     Score,
     Span,
+    Tangents,
     unrounded,
 )
 from polyattn_torch.autograd import (
@@ -67,9 +70,9 @@ class KernelStep:
         dtype, operands = getattr(torch, problem.dtype), self._operands(tensors)
         query, key, value = (x.to(dtype) for x in (operands.query, operands.key, operands.value))
         operands = operands._replace(query=query, key=key, value=value)
-        output, logsumexp = self._kernel(problem, operands, self._backend)
-        assert logsumexp is not None
-        return output, logsumexp
+        results: Any = self._kernel(problem, operands, self._backend)
+        found: Tensors = results
+        return found
 
     def gradients(
         self,
@@ -81,26 +84,22 @@ class KernelStep:
         by_operations: bool = False,
     ) -> tuple[torch.Tensor, ...]:
         """Return the gradients of the tensors that are wanted, in their dtypes."""
-        output, logsumexp = results
-        operands = self._operands(tensors)._replace(
-            output=output,
-            known_logsumexp=logsumexp,
-            output_gradient=of_results[0],
-            logsumexp_gradient=of_results[1],
-        )
+        residuals = Residuals(output=results[0], logsumexp=results[1])
+        cotangents = Cotangents(output=of_results[0], logsumexp=of_results[1])
         problem = self._problem(by_operations)
         problem = problem._replace(
             features=problem.features - {"logsumexp"} | {"backward"},
             constants=frozenset(self._constants(wanted)),
         )
-        found = self._by_slot(self._kernel.backward(problem, operands, self._backend))
+        operands = self._operands(tensors)
+        gradients = self._kernel.backward(problem, operands, residuals, cotangents, self._backend)
+        found = self._by_slot(gradients)
         return tuple([found[n].to(x.dtype) for n, x in enumerate(tensors) if wanted[n]])
 
     def tangents(self, tensors: Tensors, results: Tensors, moved: Optionals) -> Tensors:
         """Return the tangents of output and logsumexp, in their dtypes."""
-        output, logsumexp = results
         named: dict[str, Any] = {
-            f"{name}_tangent": moved[slot.number]
+            name: moved[slot.number]
             for name in GRADIENT_ARRAYS
             if isinstance(slot := getattr(self._template, name), Slot)
         }
@@ -109,14 +108,14 @@ class KernelStep:
             return moved_along(
                 lambda tensors: tuple(self.result(tensors, by_operations=True)), [tensors], [moved]
             )
-        operands = self._operands(tensors)._replace(
-            output=output, known_logsumexp=logsumexp, **named
+        found: Any = self._kernel.jvp(
+            self._problem(by_operations=True),
+            self._operands(tensors),
+            Residuals(output=results[0], logsumexp=results[1]),
+            Tangents(**named),
+            self._backend,
         )
-        by_output, by_logsumexp = self._kernel.jvp(
-            self._problem(by_operations=True), operands, self._backend
-        )
-        assert by_logsumexp is not None
-        return by_output.to(output.dtype), by_logsumexp.to(logsumexp.dtype)
+        return tuple([tangent.to(one.dtype) for tangent, one in zip(found, results, strict=True)])
 
     def _problem(self, by_operations: bool) -> Problem:
         if not by_operations and (torch.compiler.is_compiling() or not in_transform()):
@@ -186,11 +185,11 @@ def run_step(
 
 def _changed(x: Operands, change: Any) -> Operands:
     """Return operands with each tensor or slot replaced by `change(name, it)`."""
-    fields: list[Any] = [
-        field.map(change) if isinstance(field, Expression) else change(name, field)
+    fields: dict[str, Any] = {
+        name: field.map(change) if isinstance(field, Expression) else change(name, field)
         for name, field in zip(x._fields, x, strict=True)
-    ]
-    return Operands(*fields)
+    }
+    return Operands(**fields)
 
 
 def _needs_operations(problem: Problem, x: Operands, backend: Backend) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, TypeVar, cast
 
 from polyattn.api.names import BESIDE
 from polyattn.api.run import plan_of, run
-from polyattn.call.describe import Operands, describe
+from polyattn.call.describe import describe
 from polyattn.call.key import call_key
+from polyattn.call.operands import Operands
 from polyattn.call.options import OPTIONS
 from polyattn.dispatch.cache import CachedCall, cached_call
 from polyattn.dispatch.request import request

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -9,14 +10,23 @@ from polyattn.api.attention import AttentionOptions, attention
 from polyattn.api.names import check_names, with_our_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.api.run import compute, plan_of
-from polyattn.arrays import Array, cast, is_array, library_of
+from polyattn.arrays import Array, cast, facts_of, is_array, library_of
 from polyattn.autocast import autocast
-from polyattn.call.describe import Call, describe
+from polyattn.call.describe import at_home, describe
+from polyattn.call.facts import Call
 from polyattn.call.gradients import Gradients
-from polyattn.call.layout import gradients_as_called, heads_first
+from polyattn.call.layout import (
+    as_called,
+    gradients_as_called,
+    heads_first,
+    result_heads_first,
+    tangent_heads_first,
+)
+from polyattn.call.operands import Cotangents, Residuals, Tangents, mapped
 from polyattn.call.options import GRADIENT_ARRAYS
 from polyattn.expressions.expression import Expression
 from polyattn.expressions.replacements import ScaleRule
+from polyattn.host import home_of
 from polyattn.plugin import unrounded
 
 __all__ = ["attention_backward", "attention_jvp", "attention_vjp", "unrounded_partial"]
@@ -99,31 +109,34 @@ def attention_backward(
     if into is not None and not isinstance(into, Gradients):
         raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
-    return _backward(given, autocast(given), partial, output_gradient, logsumexp_gradient, into)
+    cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
+    return _backward(given, autocast(given), partial, cotangents, into)
 
 
 def _backward(
     given: dict[str, Any],
     arguments: dict[str, Any],
     partial: Partial,
-    output_gradient: Array,
-    logsumexp_gradient: Array | None,
+    cotangents: Cotangents,
     into: Gradients | None,
 ) -> Gradients:
     """Return the gradients of what is given, from the arguments that the call gets."""
     arguments = dict(arguments)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    call, operands = describe(**arguments)
     output, logsumexp = partial
-    call, operands = describe(
-        **arguments,
-        known_logsumexp=logsumexp,
-        output=output,
-        output_gradient=output_gradient,
-        logsumexp_gradient=logsumexp_gradient,
-    )
+    residuals = Residuals(output=output, logsumexp=logsumexp)
+    call = call._replace(residuals=mapped(residuals, _facts), cotangents=mapped(cotangents, _facts))
+    turn = functools.partial(result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
-    found = plan.run_backward(heads_first(call, operands))
+    found = plan.run_backward(
+        heads_first(call, operands), mapped(residuals, turn), mapped(cotangents, turn)
+    )
     return _finished(call, found, given, into)
+
+
+def _facts(name: str, array: Any) -> Any:
+    return facts_of(array, name)
 
 
 @with_our_names
@@ -172,7 +185,8 @@ def attention_vjp(
 
     def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
         """Return the gradients from that of the output, and of the logsumexp if it has one."""
-        return _backward(given, arguments, partial, output_gradient, logsumexp_gradient, None)
+        cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
+        return _backward(given, arguments, partial, cotangents, None)
 
     return output, pullback
 
@@ -316,10 +330,17 @@ def attention_jvp(
     if not moved:
         return output, library_of(output).xp.zeros_like(output)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
-    call, operands = describe(
-        **arguments, known_logsumexp=partial.logsumexp, output=partial.output, tangents=moved
+    call, operands = describe(**arguments)
+    residuals, home = Residuals(**partial._asdict()), home_of(operands.query)
+    fields = {name.removesuffix("_tangent"): array for name, array in moved.items()}
+    tangents = mapped(Tangents(**fields), lambda name, array: at_home(name, array, home))
+    call = call._replace(residuals=mapped(residuals, _facts), tangents=mapped(tangents, _facts))
+    result = plan_of(call, operands.query, backend, kernel).run_jvp(
+        heads_first(call, operands),
+        mapped(residuals, functools.partial(result_heads_first, call)),
+        mapped(tangents, functools.partial(tangent_heads_first, call)),
     )
-    tangent, _ = compute(call, operands, backend, kernel)
+    tangent, _ = as_called(call, *result)
     return output, cast(library_of(tangent).xp, tangent, output.dtype)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polyattn.arrays import Array, library_of
-from polyattn.call.describe import Call, Operands
+from polyattn.call.facts import Call
 from polyattn.call.layout import as_called, heads_first
+from polyattn.call.operands import Operands
 from polyattn.dispatch.cache import planned
 from polyattn.dispatch.plan import Plan
 from polyattn.dispatch.request import request

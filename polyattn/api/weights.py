@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, Unpack
 from polyattn.api.attention import AttentionOptions
 from polyattn.api.names import check_names, with_our_names
 from polyattn.arguments import check_int
-from polyattn.arrays import Array, library_of
+from polyattn.arrays import Array, facts_of, library_of
 from polyattn.autocast import autocast
 from polyattn.call.describe import describe
-from polyattn.call.layout import heads_first, is_flat
+from polyattn.call.layout import heads_first, is_flat, result_heads_first
 from polyattn.call.problem import examine
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import select
@@ -109,7 +109,9 @@ def attention_weights(
     check_names("attention_weights", options, without=("kernel",))
     arguments = autocast({"query": query, "key": key, "value": None, **options})
     backend = arguments.pop("backend", None)
-    call, operands = describe(**arguments, for_weights=True, known_logsumexp=logsumexp)
+    call, operands = describe(**arguments, for_weights=True)
+    if logsumexp is not None:
+        call = call._replace(known_logsumexp=facts_of(logsumexp, "logsumexp"))
     problem = examine(call)
     if problem.is_symbolic and not (rows is None and top is None):
         raise ValueError(f"rows= and top= need lengths that are known; got {call.query.shape}")
@@ -122,7 +124,8 @@ def attention_weights(
     if top is not None and per_key:
         raise ValueError("top and per_key cannot be given together")
     plan = select(call, problem, request(backend), kernel, library_of(operands.query).xp)
-    weights, keys = plan.run(heads_first(call, operands))
+    known = None if logsumexp is None else result_heads_first(call, "logsumexp", logsumexp)
+    weights, keys = plan.run_weights(heads_first(call, operands), known)
     if is_flat(call):
         weights, keys = weights[0, ...], None if keys is None else keys[0, ...]
     return weights if keys is None else TopWeights(weights, keys)

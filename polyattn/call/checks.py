@@ -10,8 +10,9 @@ from typing import Any
 from polyattn.arguments import Shape
 from polyattn.arrays import ArrayFacts, accumulator_of, broadcast_shapes
 from polyattn.call.axes import axes_of
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.features import DTYPES
+from polyattn.call.operands import named_arrays
 from polyattn.expressions.indices import is_ambiguous
 
 __all__ = [
@@ -163,25 +164,23 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
     if call.layout == "...LHD" and rank > 2:
         rows = (*rows[:-2], rows[-1], rows[-2])
     *_, value_size = axes_of((call.value or call.key).shape, call.layout)
-    known = call.known_logsumexp
+    residuals = call.residuals
+    known = residuals.logsumexp if residuals else call.known_logsumexp
     if known is not None and (known.shape != rows or known.dtype not in ("float32", "float64")):
         raise ValueError(
             f"logsumexp must be that of attention_partial for this call, {rows} in float32"
             f" or float64; got {known}"
         )
-    if call.output is not None and known is None and call.normalizer is None:
+    if residuals is None:
+        return
+    if known is None and call.normalizer is None:
         raise ValueError("a gradient needs the logsumexp: pass the result of attention_partial")
-    for name, shape in (
-        ("output", (*rows, value_size)),
-        ("output_gradient", (*rows, value_size)),
-        ("logsumexp_gradient", rows),
-    ):
-        given = getattr(call, name)
-        if given is None:
-            continue
+    accumulator = accumulator_of(call.query.dtype)
+    gradients = [] if call.cotangents is None else named_arrays(call.cotangents)
+    for name, given in (("output", residuals.output), *gradients):
+        shape = rows if name == "logsumexp_gradient" else (*rows, value_size)
         if given.shape != shape:
             raise ValueError(f"{name} must have the shape {shape} of the result; got {given}")
-        accumulator = accumulator_of(call.query.dtype)
         if given.dtype not in (call.query.dtype, accumulator):
             raise TypeError(
                 f"{name} must be {call.query.dtype} as the query, or {accumulator}; got {given}"
@@ -189,7 +188,7 @@ def _check_results(call: Call, scores: Shape, rank: int) -> None:
 
 
 def _check_tangents(call: Call) -> None:
-    for name, tangent in call.tangents:
+    for name, tangent in [] if call.tangents is None else named_arrays(call.tangents):
         of = getattr(call, name.removesuffix("_tangent"))
         if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
             raise ValueError(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn.arrays import ArrayFacts
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.layout import positions_matter
 from polyattn.expressions.expression import has_function
-
-if TYPE_CHECKING:
-    from polyattn.call.problem import Problem
 
 __all__ = ["DTYPES", "FEATURES", "MASKING", "Feature", "default_scale", "newest_offset"]
 
@@ -31,7 +28,7 @@ def newest_offset(call: Call, query_length: int | None, key_length: int | None) 
     return None if positions_matter(call) else 0
 
 
-def _is_moved(call: Call, problem: Problem) -> bool:
+def _is_moved(call: Call, problem: Any) -> bool:
     offset = problem.query_offset
     newest = newest_offset(call, problem.query_length, problem.key_length)
     return offset is not None and offset != newest
@@ -43,7 +40,7 @@ class Feature(NamedTuple):
     #: What a caller asks for.
     meaning: str
     #: Whether a call needs it, from its facts and from those in the letters of the semantics.
-    needs: Callable[[Call, Problem], bool]
+    needs: Callable[[Call, Any], bool]
     #: Whether it may hide keys.
     hides_keys: bool = False
 
@@ -51,9 +48,7 @@ class Feature(NamedTuple):
 #: The features that a call c, whose problem is p, can need. A kernel declares those that it
 #: computes, and never gets a problem that needs another.
 FEATURES: dict[str, Feature] = {
-    "backward": Feature(
-        "gradients by attention_backward", lambda c, p: c.output_gradient is not None
-    ),
+    "backward": Feature("gradients by attention_backward", lambda c, p: c.cotangents is not None),
     "batch_broadcast": Feature(
         "batch axes of query, key and value that differ",
         lambda c, p: any(x.shape[:-3] != c.query.shape[:-3] for _, x in c.operands()),
@@ -61,7 +56,7 @@ FEATURES: dict[str, Feature] = {
     "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
     "causal": Feature("is_causal=True", lambda c, p: c.is_causal, hides_keys=True),
     "dropout": Feature("dropout=", lambda c, p: c.dropout > 0),
-    "jvp": Feature("directional derivatives by attention_jvp", lambda c, p: bool(c.tangents)),
+    "jvp": Feature("directional derivatives by attention_jvp", lambda c, p: c.tangents is not None),
     "grouped_heads": Feature(
         "fewer key/value heads than query heads", lambda c, p: p.heads != p.key_heads
     ),

@@ -6,8 +6,9 @@ from typing import Any
 
 from polyattn.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
 from polyattn.call.axes import axes_of
-from polyattn.call.describe import Call, Operands
+from polyattn.call.facts import Call
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Operands
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 
@@ -19,16 +20,9 @@ __all__ = [
     "is_flat",
     "keeps_axes",
     "positions_matter",
+    "result_heads_first",
+    "tangent_heads_first",
 ]
-
-
-#: The operands with the axes of a result, and the axis of rows or heads.
-_OF_RESULTS = {
-    "known_logsumexp": -1,
-    "output": -2,
-    "output_gradient": -2,
-    "logsumexp_gradient": -1,
-}
 
 
 def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
@@ -50,14 +44,9 @@ def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
 
 def heads_first(call: Call, operands: Operands) -> Operands:
     """Return the operands of a call with the axes that a kernel knows."""
-    flat = is_flat(call)
-    swapped = call.layout == "...LHD" and not flat
     changed: dict[str, Array] = {}
-    for name, facts in call.operands() if swapped or _has_rank_2(call) else ():
-        array = getattr(operands, name)
-        changed[name] = array[None, ...] if len(facts.shape) == 2 else array
-        if swapped and len(facts.shape) != 2:
-            changed[name] = _swap(array, -2, -3)
+    for name, _ in call.operands() if call.layout == "...LHD" or _has_rank_2(call) else ():
+        changed[name] = _argument_heads_first(call, getattr(operands, name))
     if isinstance(call.query_offset, ArrayFacts):
         offset: Any = operands.query_offset
         changed["query_offset"] = offset[..., None, None, None]
@@ -69,16 +58,27 @@ def heads_first(call: Call, operands: Operands) -> Operands:
             # Added to an array: torch would take the number of its example for a bare symbol.
             zero = index_range(library_of(query).xp, 0, 1, query)
             changed["query_offset"] = (zero + offset)[:, None, None]
-    for name, facts in call.tangents if swapped or _has_rank_2(call) else ():
-        if name.removesuffix("_tangent") in ("query", "key", "value"):
-            array, is_flat_one = getattr(operands, name), len(facts.shape) == 2
-            if is_flat_one or swapped:
-                changed[name] = array[None, ...] if is_flat_one else _swap(array, -2, -3)
-    for name, axis in _OF_RESULTS.items() if swapped or flat else ():
-        array = getattr(operands, name)
-        if array is not None:
-            changed[name] = _swap(array, axis, axis - 1) if swapped else array[None, ...]
     return operands._replace(**changed) if changed else operands
+
+
+def tangent_heads_first(call: Call, name: str, array: Array) -> Array:
+    """Return the tangent of an argument with the axes that a kernel knows."""
+    of_argument = name in ("query_tangent", "key_tangent", "value_tangent")
+    return _argument_heads_first(call, array) if of_argument else array
+
+
+def result_heads_first(call: Call, name: str, array: Array) -> Array:
+    """Return a result of a call, or its gradient, with the axes that a kernel knows."""
+    if is_flat(call):
+        return array[None, ...]
+    axis = -1 if name.startswith("logsumexp") else -2
+    return _swap(array, axis, axis - 1) if call.layout == "...LHD" else array
+
+
+def _argument_heads_first(call: Call, array: Array) -> Array:
+    if len(array.shape) == 2:
+        return array[None, ...]
+    return _swap(array, -2, -3) if call.layout == "...LHD" else array
 
 
 def as_called(call: Call, output: Array, logsumexp: Array | None) -> tuple[Array, Array | None]:
@@ -122,13 +122,11 @@ def keeps_axes(call: Call) -> bool:
 
 def is_flat(call: Call) -> bool:
     """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
-    value = call.value or call.key
-    return len(call.query.shape) == len(call.key.shape) == len(value.shape) == 2
+    return all(len(facts.shape) == 2 for _, facts in call.operands())
 
 
 def _has_rank_2(call: Call) -> bool:
-    value = call.value or call.key
-    return 2 in (len(call.query.shape), len(call.key.shape), len(value.shape))
+    return any(len(facts.shape) == 2 for _, facts in call.operands())
 
 
 def _swap(array: Array, one: int, other: int) -> Array:

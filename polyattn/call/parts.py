@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from polyattn.arrays import Array, is_array
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.options import OPTIONS, Option, option_of
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression

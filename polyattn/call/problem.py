@@ -18,7 +18,7 @@ from polyattn.call.checks import (
     check_range,
     common_shape,
 )
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.features import FEATURES, MASKING, default_scale, newest_offset
 from polyattn.call.layout import chunks_heads_first, positions_matter
 from polyattn.call.options import FROM_ZERO, OPTIONS, Start
@@ -246,7 +246,8 @@ def _check_values(call: Call, problem: Problem) -> None:
     if problem.similarity_spec is not None:
         problem.similarity_spec.check(problem.head_size)
     if problem.normalizer is not None:
-        asked = call.logsumexp or call.known_logsumexp is not None
+        known = call.residuals.logsumexp if call.residuals else call.known_logsumexp
+        asked = call.logsumexp or known is not None
         for name, given in (("sinks", call.sinks is not None), ("logsumexp", asked)):
             if given:
                 raise ValueError(

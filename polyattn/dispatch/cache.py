@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Call, Operands
+from polyattn.call.facts import Call
 from polyattn.call.key import CallKey
 from polyattn.call.layout import as_called, heads_first, keeps_axes
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem, examine
 from polyattn.dispatch.placement import Placement
 from polyattn.dispatch.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from html import escape
 
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.options import OPTIONS
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polyattn.arrays import LONG_NAMES, ArrayFacts
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.transfer import conversion_loss

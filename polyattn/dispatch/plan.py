@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
-from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.options import GRADIENT_ARRAYS
 from polyattn.dispatch.placement import Placement
-from polyattn.dispatch.transfer import move_operands, mover_back
+from polyattn.dispatch.transfer import move_operands, move_results, mover_back
 from polyattn.expressions.expression import Expression
-from polyattn.plugin import Backend, Kernel
+from polyattn.plugin import Kernel
 from polyattn.tracing import is_compiling
 
 __all__ = ["Plan"]
@@ -36,33 +37,47 @@ class Plan(NamedTuple):
 
     def run(self, operands: Operands) -> tuple[Array, Array | None]:
         """Run the kernel, and return the result in the query's library and on its device."""
-        recorder = _recorder(operands)
-        if recorder is not None:
-            return recorder.run(self, operands)
-        backend, given = self._placed(operands)
-        _, _, problem, moved = self.placement
-        output, logsumexp = self._checked(backend.run(self.kernel, problem, given), given)
-        if "query" not in moved:
-            return output, logsumexp
-        back = mover_back(operands.query, backend, problem, self.query_device)
-        return back(output), None if logsumexp is None else back(logsumexp)
+        found: tuple[Array, Array | None] = self._run("run", operands)
+        return found
 
-    def run_backward(self, operands: Operands) -> Gradients:
+    def run_backward(
+        self, operands: Operands, residuals: Residuals, cotangents: Cotangents
+    ) -> Gradients:
         """Run the kernel's backward pass, and return gradients on the query's device."""
-        recorder = _recorder(operands)
+        found: Gradients = self._run("run_backward", operands, residuals, cotangents)
+        return found
+
+    def run_jvp(
+        self, operands: Operands, residuals: Residuals, tangents: Tangents
+    ) -> tuple[Array, Array | None]:
+        """Run the kernel's directional derivative, as `run` does."""
+        found: tuple[Array, Array | None] = self._run("run_jvp", operands, residuals, tangents)
+        return found
+
+    def run_weights(
+        self, operands: Operands, logsumexp: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Run the kernel of the weights, as `run` does."""
+        found: tuple[Array, Array | None] = self._run("run_weights", operands, logsumexp)
+        return found
+
+    def _run(self, method: str, operands: Operands, *others: Any) -> Any:
+        """Call a method of the backend with what it is given there, and bring the result back."""
+        recorder = _recorder(operands, others)
         if recorder is not None:
-            recorded: Gradients = recorder.run_backward(self, operands)
-            return recorded
-        backend, given = self._placed(operands)
-        _, _, problem, moved = self.placement
-        found = backend.run_backward(self.kernel, problem, given)
-        if not isinstance(found, Gradients):
-            raise TypeError(
-                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
-                f" {type(found).__name__}"
-            )
-        if self._is_handed_in:
-            self._check_gradients(found, given)
+            return getattr(recorder, method)(self, operands, *others)
+        backend, _, problem, moved = self.placement
+        if backend is None:
+            raise RuntimeError("a plan made from shapes only cannot run")
+        given = (operands, *others)
+        if moved:
+            x = move_operands(operands, moved, backend, problem, self.query_device)
+            given = (x, *[move_results(one, moved, backend, problem) for one in others])
+        found = getattr(backend, method)(self.kernel, problem, *given)
+        if method == "run_backward":
+            self._check_gradients(found, given[0])
+        elif method != "run_weights":
+            self._check_result(found, given[0])
         if "query" not in moved:
             return found
         back = mover_back(operands.query, backend, problem, self.query_device)
@@ -72,19 +87,11 @@ class Plan(NamedTuple):
                 return [moved_back(array) for array in one]
             return None if one is None else back(one)
 
-        return Gradients(*map(moved_back, found))
+        results = map(moved_back, found)
+        return Gradients(*results) if method == "run_backward" else tuple(results)
 
-    def _placed(self, operands: Operands) -> tuple[Backend, Operands]:
-        """Return the backend, and the operands where it computes."""
-        backend, _, problem, moved = self.placement
-        if backend is None:
-            raise RuntimeError("a plan made from shapes only cannot run")
-        if moved:
-            operands = move_operands(operands, moved, backend, problem, self.query_device)
-        return backend, operands
-
-    def _checked(self, result: Any, operands: Operands) -> tuple[Array, Array | None]:
-        """Return the result of the kernel, or raise if it breaks the contract."""
+    def _check_result(self, result: Any, operands: Operands) -> None:
+        """Raise if the result of the kernel breaks the contract."""
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"the kernel {self.kernel.name} must return (output, logsumexp); it returned"
@@ -92,7 +99,7 @@ class Plan(NamedTuple):
             )
         if result[1] is None and "logsumexp" in self.placement.problem.features:
             raise TypeError(f"the kernel {self.kernel.name} declares logsumexp and returned None")
-        if self._is_handed_in and operands.value is not None:
+        if self._is_handed_in:
             problem = self.placement.problem
             rows, accumulator = problem.scores[:-1], problem.accumulator
             dtype = accumulator if "jvp" in problem.features else problem.dtype
@@ -100,14 +107,21 @@ class Plan(NamedTuple):
             self._check_array("output", result[0], query, dtype, (*rows, problem.value_size))
             if result[1] is not None:
                 self._check_array("logsumexp", result[1], query, accumulator, rows)
-        return result
 
     @property
     def _is_handed_in(self) -> bool:
         """Whether the kernel is the caller's own, whose results nobody has tested."""
         return self.kernel not in self.placement.kernels and not is_compiling()
 
-    def _check_gradients(self, found: Gradients, operands: Operands) -> None:
+    def _check_gradients(self, found: Any, operands: Operands) -> None:
+        """Raise if the gradients of the kernel break the contract."""
+        if not isinstance(found, Gradients):
+            raise TypeError(
+                f"backward of the kernel {self.kernel.name} must return Gradients; it returned a"
+                f" {type(found).__name__}"
+            )
+        if not self._is_handed_in:
+            return
         problem, query = self.placement.problem, operands.query
         for name in GRADIENT_ARRAYS:
             argument, gradient = getattr(operands, name), getattr(found, name)
@@ -133,12 +147,14 @@ class Plan(NamedTuple):
         )
 
 
-def _recorder(operands: Operands) -> Recorder | None:
-    """Return the recorder of the operands, if one of them is an array that has one."""
+def _recorder(operands: Operands, others: Iterable[Any]) -> Recorder | None:
+    """Return the recorder of what a call is given, if an array has one."""
     if not recorders:
         return None
     things: list[Any] = list(operands)
     for value in operands:
         if isinstance(value, Expression):
             things += [thing for _, thing in value.carried()]
+    for record in others:
+        things += record if isinstance(record, tuple) else [record]
     return next((recorders[type(thing)] for thing in things if type(thing) in recorders), None)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.arrays import is_namespace
-from polyattn.call.describe import Call
+from polyattn.call.facts import Call
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
+from collections.abc import Iterator
 
-from polyattn.arrays import Array
-from polyattn.call.describe import Operands
-from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.dispatch.errors import UnsupportedError
-from polyattn.plugin import Backend, Kernel
+from polyattn.plugin import Backend
 
 __all__ = ["StandardBackend"]
 
@@ -17,18 +17,11 @@ __all__ = ["StandardBackend"]
 class StandardBackend(Backend):
     """A library that may lack a part of the standard, which an error then names."""
 
-    def run(
-        self, kernel: Kernel, problem: Problem, operands: Operands
-    ) -> tuple[Array, Array | None]:
+    @contextlib.contextmanager
+    def shield(self, problem: Problem, operands: Operands) -> Iterator[None]:
         try:
-            return super().run(kernel, problem, operands)
-        except AttributeError as error:
-            self._name_what_is_missing(error)
-            raise
-
-    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
-        try:
-            return super().run_backward(kernel, problem, operands)
+            with super().shield(problem, operands):
+                yield
         except AttributeError as error:
             self._name_what_is_missing(error)
             raise

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 from typing import Any
 
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array, library_of
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands, mapped
 from polyattn.call.options import OPTIONS
 from polyattn.call.problem import Problem
 from polyattn.dispatch import registry
@@ -14,7 +14,14 @@ from polyattn.dispatch.errors import UnsupportedError
 from polyattn.expressions.expression import Expression
 from polyattn.plugin import Backend
 
-__all__ = ["backend_of", "conversion_loss", "convert_like", "move_operands", "mover_back"]
+__all__ = [
+    "backend_of",
+    "conversion_loss",
+    "convert_like",
+    "move_operands",
+    "move_results",
+    "mover_back",
+]
 
 # A library may have no integers above 32 bits.
 _INT32_MAX = 2**31 - 1
@@ -27,7 +34,7 @@ def move_operands(
 ) -> Operands:
     """Return the operands, with those of these names moved to the device of the problem."""
     converted: dict[str, Any] = {}
-    for name in names:
+    for name in names & set(operands._fields):
         operand = getattr(operands, name)
         if name == "seed" and backend_of(operand) is not target:
             converted[name] = int(operand)  # not every library has integers of 64 bits
@@ -52,6 +59,17 @@ def move_operands(
         elif callable(operand):
             converted[name] = move_leaf(operand)
     return operands._replace(**converted)
+
+
+def move_results(given: Any, names: Set[str], target: Backend, problem: Problem) -> Any:
+    """Move the arrays of a record of derivatives, or the known logsumexp of weights."""
+
+    def move(name: str, array: Array) -> Array:
+        return _mover(backend_of(array), target, problem)(array) if name in names else array
+
+    if isinstance(given, tuple):
+        return mapped(given, move)  # type: ignore[type-var]
+    return None if given is None else move("known_logsumexp", given)
 
 
 def mover_back(query: Array, source: Backend, problem: Problem, device: str) -> _Move:

@@ -23,6 +23,7 @@ from autograd.tracer import getval, isbox
 
 from polyattn import UnsupportedError
 from polyattn.arrays import Array, Library, RecordedError, is_array, quiet
+from polyattn.call.operands import mapped, named_arrays
 from polyattn.expressions.expression import Expression, has_function
 from polyattn.expressions.scores import Chain, Function, Score, as_score
 from polyattn.integrations import autograd_functions
@@ -31,15 +32,14 @@ from polyattn.plugin import (
     GRADIENT_ARRAYS,
     GRADIENT_EXPRESSIONS,
     Backend,
-    Gradients,
+    Cotangents,
     Operands,
+    Residuals,
+    Tangents,
     unrounded,
 )
 
 __all__ = ["LIBRARY"]
-
-RESULTS = ("output", "known_logsumexp", "output_gradient", "logsumexp_gradient")
-TANGENTS = tuple([f"{name}_tangent" for name in GRADIENT_ARRAYS])
 
 
 class Recorder:
@@ -51,22 +51,24 @@ class Recorder:
 
     def run(self, plan: Any, operands: Operands) -> Any:
         """Run a plan as one operation, or by the formula on the boxes."""
-        problem = plan.placement.problem
-        if operands.value is None:  # of weights
-            return _on_boxes(plan.kernel, problem, operands)
-        if "jvp" in problem.features:
-            return _on_boxes(Dense().jvp, problem, operands)
         call = _Recorded(plan, operands)
         try:
             result = _attention(call, *call.arrays)
         except RecordedError:  # a function reads boxes that are no argument
-            return _on_boxes(Dense(), problem, operands)
+            return _on_boxes(Dense(), plan.placement.problem, operands)
         return (result[0], result[1]) if call.is_pair else (result, None)
 
-    def run_backward(self, plan: Any, operands: Operands) -> Gradients:
+    def run_backward(self, plan: Any, *given: Any) -> Any:
         """Compute gradients by the formula on the boxes."""
-        found: Gradients = _on_boxes(Dense().backward, plan.placement.problem, operands)
-        return found
+        return _on_boxes(Dense().backward, plan.placement.problem, *given)
+
+    def run_jvp(self, plan: Any, *given: Any) -> Any:
+        """Compute a directional derivative by the formula on the boxes."""
+        return _on_boxes(Dense().jvp, plan.placement.problem, *given)
+
+    def run_weights(self, plan: Any, *given: Any) -> Any:
+        """Compute weights on the boxes."""
+        return _on_boxes(plan.kernel.weights, plan.placement.problem, *given)
 
 
 # ---- functions in score_mod --------------------------------------------------------------------
@@ -111,13 +113,13 @@ def _derivative_of(rule: Any) -> Any:
 # ---- operations on boxes -----------------------------------------------------------------------
 
 
-def _on_boxes(function: Any, problem: Any, operands: Operands) -> Any:
+def _on_boxes(function: Any, problem: Any, *given: Any) -> Any:
     """Call a kernel of the array API on boxes, so that autograd records each of its operations."""
     problem = problem._replace(
         library="numpy", device="cpu", requires_grad=True, traced=True, converted=False
     )
     with quiet("numpy"):
-        return function(problem, operands, Backend(autograd_functions))
+        return function(problem, *given, Backend(autograd_functions))
 
 
 def _unboxed(mask: Any) -> Any:
@@ -154,7 +156,7 @@ class _Recorded:
             self.names += [name] * len(arrays)
             self.arrays += arrays
 
-    def operands(self, arrays: Sequence[Array], **others: Any) -> Operands:
+    def operands(self, arrays: Sequence[Array]) -> Operands:
         """Return the operands with these in place of the arrays that have gradients."""
         rest = iter(arrays)
         changed: dict[str, Any] = {}
@@ -164,7 +166,7 @@ class _Recorded:
             else:
                 expression = getattr(self._operands, name)
                 changed[name] = expression.map(lambda _, x: next(rest) if is_array(x) else x)
-        return self._operands._replace(**changed, **others)
+        return self._operands._replace(**changed)
 
     def by_formula(self, *arrays: Any) -> Any:
         """Return the result by the formula, in operations that autograd knows."""
@@ -186,21 +188,17 @@ class _Recorded:
         output = np.asarray(self.output, operands.query.dtype)
         return (output, self.logsumexp) if self.is_pair else output
 
-    def derivative(self, feature: str, arrays: Sequence[Array], **given: Array | None) -> Any:
+    def derivative(self, arrays: Sequence[Array], along: Cotangents | Tangents) -> Any:
         """Run the backward pass or a directional derivative, from the result of `forward`."""
-        operands = self.operands(
-            arrays,
-            output=self.output,
-            known_logsumexp=self.logsumexp,
-            **given,
-        )
-        plan, operands = _with_derivatives(self.plan, operands)
+        residuals = Residuals(output=self.output, logsumexp=self.logsumexp)
+        plan, operands = _with_derivatives(self.plan, self.operands(arrays))
         moved = plan.placement.moved
         if "query" in moved:
-            moved |= {n for n in (*RESULTS, *TANGENTS) if getattr(operands, n) is not None}
+            moved |= {name for name, _ in (*named_arrays(residuals), *named_arrays(along))}
         plan = plan._replace(placement=plan.placement._replace(moved=moved))
-        plan = _with_feature(plan, feature)
-        return plan.run_backward(operands) if feature == "backward" else plan.run(operands)
+        if isinstance(along, Tangents):
+            return _with_feature(plan, "jvp").run_jvp(operands, residuals, along)
+        return _with_feature(plan, "backward").run_backward(operands, residuals, along)
 
 
 def _with_feature(plan: Any, feature: str) -> Any:
@@ -257,13 +255,8 @@ def _gradients(
 ) -> list[Array]:
     """Return the gradients of all arrays of a call, by a kernel."""
     dtype = call.plan.placement.problem.accumulator
-    given = {
-        name: None if array is None else np.asarray(array, dtype)
-        for name, array in (
-            ("output_gradient", output_gradient), ("logsumexp_gradient", logsumexp_gradient)
-        )
-    }  # fmt: skip
-    found = call.derivative("backward", arrays, **given)
+    given = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
+    found = call.derivative(arrays, mapped(given, lambda _, array: np.asarray(array, dtype)))
     listed: list[Any] = []
     for name in dict.fromkeys(call.names):
         gradient = getattr(found, name)
@@ -283,10 +276,10 @@ def _pushforward(
         with quiet("numpy"):
             return make_jvp(lambda x: call.by_formula(*x), tuple(arrays))(tuple(tangents))[1]
     moved = {
-        f"{name}_tangent": np.asarray(tangent, arrays[n - 1].dtype)
+        name: np.asarray(tangent, arrays[n - 1].dtype)
         for n, name, tangent in zip(argnums, names, given, strict=True)
     }
-    tangent, of_logsumexp = call.derivative("jvp", arrays, **moved)
+    tangent, of_logsumexp = call.derivative(arrays, Tangents(**moved))
     whole = output[0] if call.is_pair else output
     tangent = np.asarray(tangent, whole.dtype)
     return (tangent, of_logsumexp) if call.is_pair else tangent

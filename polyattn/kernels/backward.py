@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, with_rank
-from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals
 from polyattn.call.problem import Problem
 from polyattn.expressions.derivatives import finite
 from polyattn.kernels.masked_sum import visible_product
@@ -27,14 +27,20 @@ __all__ = ["gradients"]
 
 
 def gradients(
-    problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    backend: Backend,
+    row_block: int,
+    column_block: int,
 ) -> Gradients:
     """Return the gradients of a call, in the accumulator's dtype, by tiles of such a size."""
     total = GradientSums(problem, x, backend.xp, (row_block, column_block))
     keys = Span(0, problem.key_length)
     for rows in Span(0, problem.query_length).split(row_block):
-        block = RowBlock.of(problem, x, backend, rows)
-        given = _Given.of(problem, x, backend, block)
+        block = RowBlock.of(problem, x, residuals.logsumexp, backend, rows)
+        given = _Given.of(problem, residuals.output, cotangents, backend, block)
         if total.wants("sinks"):
             of_sinks = backend.xp.sum(block.sink_weights * given.delta, axis=(-2, -1))
             total.add("sinks", -of_sinks, rows, keys)
@@ -52,14 +58,19 @@ class _Given(NamedTuple):
     delta: Array  # Σ output · output gradient − logsumexp gradient, (..., H, l, 1)
 
     @classmethod
-    def of(cls, problem: Problem, x: Operands, backend: Backend, block: RowBlock) -> _Given:
+    def of(
+        cls,
+        problem: Problem,
+        output: Array,
+        cotangents: Cotangents,
+        backend: Backend,
+        block: RowBlock,
+    ) -> _Given:
         xp, rows = backend.xp, block.rows
-        gradient, output = (
-            part_of(problem, array, rows, xp) for array in (x.output_gradient, x.output)
-        )
-        delta = xp.sum(output * gradient, axis=-1, keepdims=True)
-        if x.logsumexp_gradient is not None:
-            delta = delta - part_of(problem, x.logsumexp_gradient[..., None], rows, xp)
+        gradient = part_of(problem, cotangents.output, rows, xp)
+        delta = xp.sum(part_of(problem, output, rows, xp) * gradient, axis=-1, keepdims=True)
+        if cotangents.logsumexp is not None:
+            delta = delta - part_of(problem, cotangents.logsumexp[..., None], rows, xp)
         if block.empty is not None:
             delta = xp.where(block.empty, xp.zeros_like(delta), delta)
         return cls(fold_heads(problem, gradient, xp), delta)

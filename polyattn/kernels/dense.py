@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from polyattn.arrays import Array, cast, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.kernels.masked_sum import hide, weighted_sum
 from polyattn.plugin import Backend

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import gradients
 from polyattn.kernels.dense import attention
-from polyattn.kernels.jvp import tangents
+from polyattn.kernels.jvp import pushforward
 from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.tiles.grouped_heads import ungrouped
@@ -35,13 +35,19 @@ class Dense(Kernel):
             problem, operands = ungrouped(problem, operands, backend.xp)
         return attention(problem, operands, backend)
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        return gradients(problem, operands, backend, *_whole(problem))
+        return gradients(problem, operands, residuals, cotangents, backend, *_whole(problem))
 
-    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
-        return tangents(problem, operands, backend, *_whole(problem))
+        return pushforward(problem, operands, residuals, tangents, backend, *_whole(problem))
 
 
 def _whole(problem: Problem) -> tuple[int, int]:

@@ -7,7 +7,7 @@ tangent of a score and m = Σ p·t that of the logsumexp.
 from __future__ import annotations
 
 from polyattn.arrays import Array, cast, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.kernels.masked_sum import weighted_sum
 from polyattn.kernels.recomputed import RowBlock, Scored, per_head, score_tile
@@ -17,16 +17,22 @@ from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, unfold_heads
 from polyattn.tiles.items import part_of
 
-__all__ = ["tangents"]
+__all__ = ["pushforward"]
 
 
-def tangents(
-    problem: Problem, x: Operands, backend: Backend, row_block: int, column_block: int
+def pushforward(
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    tangents: Tangents,
+    backend: Backend,
+    row_block: int,
+    column_block: int,
 ) -> tuple[Array, Array]:
     """Return the tangents of output and logsumexp, in the accumulator's dtype, by tiles."""
-    xp, output = backend.xp, x.output
+    xp, output = backend.xp, residuals.output
     found = [
-        _of_rows(problem, x, backend, rows, column_block)
+        _of_rows(problem, x, residuals, tangents, backend, rows, column_block)
         for rows in Span(0, problem.query_length).split(row_block)
     ]
     if not found:
@@ -37,19 +43,25 @@ def tangents(
 
 
 def _of_rows(
-    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
+    problem: Problem,
+    x: Operands,
+    residuals: Residuals,
+    tangents: Tangents,
+    backend: Backend,
+    rows: Span,
+    column_block: int,
 ) -> tuple[Array, Array]:
     xp = backend.xp
-    output = part_of(problem, x.output, rows, xp)
-    block = RowBlock.of(problem, x, backend, rows)
+    output = part_of(problem, residuals.output, rows, xp)
+    block = RowBlock.of(problem, x, residuals.logsumexp, backend, rows)
     tangent = xp.zeros_like(output)
     mean = xp.sum(tangent, axis=-1, keepdims=True)  # 0, also where there are no values
-    if x.sinks_tangent is not None:
-        mean = mean + block.sink_weights * per_head(xp, x.sinks_tangent, mean)
+    if tangents.sinks is not None:
+        mean = mean + block.sink_weights * per_head(xp, tangents.sinks, mean)
     tiles = Span(0, problem.key_length).split(column_block)
     for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
         tile = score_tile(problem, x, backend, block, columns, masked)
-        t, weights = _of_scores(problem, x, backend, block, tile), tile.weights
+        t, weights = _of_scores(problem, x, tangents, backend, block, tile), tile.weights
         if problem.normalizer is None:
             t = weights * t
             mean = mean + xp.sum(t, axis=-1, keepdims=True)
@@ -65,22 +77,27 @@ def _of_rows(
             )
         value = part_of(problem, x.value, columns, xp)
         tangent = tangent + weighted_sum(problem, backend, t, tile.scores.final, value)
-        if x.value_tangent is not None:
-            moved = part_of(problem, x.value_tangent, columns, xp)
+        if tangents.value is not None:
+            moved = part_of(problem, tangents.value, columns, xp)
             tangent = tangent + weighted_sum(problem, backend, weights, tile.scores.final, moved)
     return tangent - mean * output, mean[..., 0]
 
 
 def _of_scores(
-    problem: Problem, x: Operands, backend: Backend, block: RowBlock, tile: Scored
+    problem: Problem,
+    x: Operands,
+    tangents: Tangents,
+    backend: Backend,
+    block: RowBlock,
+    tile: Scored,
 ) -> Array:
     """Return the tangent of a tile of scores, 0 where a key is absent."""
     xp, rows, query, key = backend.xp, block.rows, block.query, tile.key
     moved_query, moved_key = xp.zeros_like(query), xp.zeros_like(key)
-    if x.query_tangent is not None:
-        moved_query = scaled(problem, x.query_tangent[..., rows.start : rows.stop, :], xp)
-    if x.key_tangent is not None:
-        moved_key = part_of(problem, x.key_tangent, tile.columns, xp)
+    if tangents.query is not None:
+        moved_query = scaled(problem, tangents.query[..., rows.start : rows.stop, :], xp)
+    if tangents.key is not None:
+        moved_key = part_of(problem, tangents.key, tile.columns, xp)
     if x.similarity is None:
         t = backend.matmul(moved_query, xp.matrix_transpose(key))
         t = t + backend.matmul(query, xp.matrix_transpose(moved_key))
@@ -99,6 +116,6 @@ def _of_scores(
         t = t * (1 - bent * bent)
     # Each score depends on itself only, so that the pullback is the pushforward too.
     t, _ = tile.at.score_pullback(tile.scores.capped, t, backend.pullback)
-    if x.bias_tangent is not None:
-        t = t + cast(xp, tile.at.of_scores(x.bias_tangent), t.dtype)
+    if tangents.bias is not None:
+        t = t + cast(xp, tile.at.of_scores(tangents.bias), t.dtype)
     return xp.where(tile.seen, t, zeros) if problem.masks else t

@@ -10,7 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.kernels.dense import Scores, scores
 from polyattn.plugin import Backend
@@ -32,13 +32,15 @@ class RowBlock(NamedTuple):
     sink_weights: Array | None  # the weights of the sinks, (..., H, l, 1)
 
     @classmethod
-    def of(cls, problem: Problem, x: Operands, backend: Backend, rows: Span) -> RowBlock:
-        """Return those of a call."""
+    def of(
+        cls, problem: Problem, x: Operands, known: Array | None, backend: Backend, rows: Span
+    ) -> RowBlock:
+        """Return those of a call whose logsumexp is known."""
         xp, sink_weights = backend.xp, None
         query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
-        if x.known_logsumexp is None:
+        if known is None:
             return cls(rows, query, None, None, None)
-        logsumexp = part_of(problem, x.known_logsumexp[..., None], rows, xp)
+        logsumexp = part_of(problem, known[..., None], rows, xp)
         empty = logsumexp == -math.inf
         logsumexp = xp.where(empty, xp.zeros_like(logsumexp), logsumexp)
         if x.sinks is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from polyattn.arguments import Shape
 from polyattn.arrays import Array, cast, is_array
-from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.span import Span

@@ -10,13 +10,13 @@ import math
 from typing import Any
 
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.kernels.backward import gradients
 from polyattn.kernels.dense import attend
-from polyattn.kernels.jvp import tangents
+from polyattn.kernels.jvp import pushforward
 from polyattn.kernels.visible_tiles import visible_tiles
 from polyattn.plugin import Backend, Kernel
 from polyattn.span import Span
@@ -52,13 +52,21 @@ class Tiled(Kernel):
             return "one tile holds all the scores: dense does the same"
         return None
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Return the gradients, with memory for one tile beside them."""
-        return gradients(problem, operands, backend, *block_sizes(problem, self.tile))
+        sizes = block_sizes(problem, self.tile)
+        return gradients(problem, operands, residuals, cotangents, backend, *sizes)
 
-    def jvp(self, problem: Problem, operands: Operands, backend: Backend) -> tuple[Array, Array]:
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents, with memory for one tile beside them."""
-        return tangents(problem, operands, backend, *block_sizes(problem, self.tile))
+        sizes = block_sizes(problem, self.tile)
+        return pushforward(problem, operands, residuals, tangents, backend, *sizes)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

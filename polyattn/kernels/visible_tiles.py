@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.plugin import Backend
 from polyattn.span import Span

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn.arrays import Array, cast, index_range
-from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.kernels.dense import scores
 from polyattn.kernels.unknown_lengths import reasons_against_lengths
@@ -45,14 +45,14 @@ class Weights(Kernel):
         """Return what cannot be computed of lengths that are unknown."""
         return reasons_against_lengths(problem)
 
-    def __call__(
-        self, problem: Problem, operands: Operands, backend: Backend
+    def weights(
+        self, problem: Problem, operands: Operands, logsumexp: Array | None, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the weights (..., H, L, S) or their sums; with `top`, the keys as well."""
         if problem.is_symbolic:
             problem, operands = ungrouped(problem, operands, backend.xp)
         if not self.heads:
-            return self._of(problem, operands, backend, None)
+            return self._of(problem, operands, logsumexp, backend, None)
         one_head = problem._replace(heads=1, key_heads=1)
         found = []
         for head in (head for span in self.heads for head in range(*span)):
@@ -61,13 +61,14 @@ class Weights(Kernel):
                 query=operands.query[..., head : head + 1, :, :],
                 key=operands.key[..., group : group + 1, :, :],
             )
-            found.append(self._of(one_head, x, backend, Span(head, head + 1)))
+            found.append(self._of(one_head, x, logsumexp, backend, Span(head, head + 1)))
         axis = -2 if self.per_key else -3
         return _joined(backend.xp, found, axis)
 
     def _of(
-        self, problem: Problem, x: Operands, backend: Backend, heads: Span | None
-    ) -> tuple[Array, Array | None]:
+        self, problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend,
+        heads: Span | None,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         xp: Any = backend.xp
         spans = self.rows or (Span(0, problem.query_length),)
         if 0 in problem.scores:
@@ -82,7 +83,9 @@ class Weights(Kernel):
             row = math.prod(problem.batch) * problem.heads * problem.key_length
             size = max(1, self.tile // row)
             blocks = tuple([block for span in spans for block in span.split(size)])
-        found = [self._look(weigh(problem, x, backend, rows, heads), xp) for rows in blocks]
+        found = [
+            self._look(weigh(problem, x, logsumexp, backend, rows, heads), xp) for rows in blocks
+        ]
         if self.per_key:
             total = found[0][0]
             for sums, _ in found[1:]:
@@ -116,7 +119,10 @@ def _joined(
     return xp.concat(weights, axis=axis), None if keys[0] is None else xp.concat(keys, axis=axis)
 
 
-def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Span | None) -> Array:
+def weigh(
+    problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend, rows: Span,
+    heads: Span | None,
+) -> Array:  # fmt: skip
     """Return the weights of some rows, (..., H, l, S), 0 where a key is absent."""
     xp, columns = backend.xp, Span(0, problem.key_length)
     query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
@@ -125,8 +131,8 @@ def weigh(problem: Problem, x: Operands, backend: Backend, rows: Span, heads: Sp
     s = scores(problem, x, backend, query, key, at).final
     if problem.normalizer is not None:
         weights = problem.normalizer.weights(s, backend)
-    elif x.known_logsumexp is not None:
-        known = cast(xp, at.of_scores(x.known_logsumexp[..., None]), s.dtype)
+    elif logsumexp is not None:
+        known = cast(xp, at.of_scores(logsumexp[..., None]), s.dtype)
         weights = xp.exp(s - or_zero(xp, known))  # if it is −inf, so are all scores
     else:
         sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)

@@ -245,11 +245,11 @@ class MultiHeadAttention(Module):
     @property
     def value_size(self) -> int:
         """E, the size of a head's values."""
-        if self.fused is None:
-            assert self.value is not None
-            return int(self.value.weight.shape[1]) // self.key_heads
-        width = int(self.fused.weight.shape[1])
-        return width // self.key_heads - (self.heads // self.key_heads + 1) * self.head_size
+        if self.fused is not None:
+            width = int(self.fused.weight.shape[1])
+            return width // self.key_heads - (self.heads // self.key_heads + 1) * self.head_size
+        value: Any = self.value
+        return int(value.weight.shape[1]) // self.key_heads
 
     def cache(
         self, capacity: int | str, *, like: Array, batch: tuple[int | str, ...] = ()
@@ -311,13 +311,12 @@ class MultiHeadAttention(Module):
 
     def _apply_maps(self, x: Array, context: Array, values: Array) -> tuple[Array, Array, Array]:
         """Return queries (..., H, L, D) and keys (..., G, S, D), normalised, and values."""
-        if self.fused is None:
-            assert self.query is not None
-            assert self.key is not None
-            assert self.value is not None
-            query, key, value = self.query(x), self.key(context), self.value(values)
-        else:
+        if self.fused is not None:
             query, key, value = self._apply_fused(self.fused, x, context, values)
+        else:
+            maps: Any = (self.query, self.key, self.value)
+            given = zip(maps, (x, context, values), strict=True)
+            query, key, value = (apply(array) for apply, array in given)
         return (
             _split(query, self.heads, self.query_norm),
             _split(key, self.key_heads, self.key_norm),

@@ -301,14 +301,12 @@ class Rotary(Module):
             positions = index_range(xp, positions.start, positions.stop, like)
         if 0 in positions.shape:  # no position is the largest
             return self._angles.of(xp, positions, like.dtype, like)
-        rates = self._rates(xp, positions, like)
+        rates = self._rates(xp, positions, like, *self.dynamic)
         places = cast(xp, positions, rates.dtype)[..., None]
         return places * beside(places, rates)
 
-    def _rates(self, xp: Any, positions: Array, like: Array) -> Array:
+    def _rates(self, xp: Any, positions: Array, like: Array, factor: float, trained: int) -> Array:
         """Return the frequencies by dynamic scaling to the largest of the positions."""
-        assert self.dynamic is not None
-        factor, trained = self.dynamic
         wide = like.dtype if like.dtype == xp.float64 else xp.float32
         longest = cast(xp, xp.max(positions), wide) + 1
         beyond = xp.where(longest > trained, longest / trained - 1, xp.zeros_like(longest))

@@ -13,7 +13,8 @@ from polyattn.api.names import check_names
 from polyattn.api.partial import Partial, attention_partial
 from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
 from polyattn.autocast import autocast
-from polyattn.call.describe import Call, describe
+from polyattn.call.describe import describe
+from polyattn.call.facts import Call
 from polyattn.call.gradients import Gradients
 from polyattn.call.options import option_of
 from polyattn.call.parts import arrays_in, options_of, options_of_part

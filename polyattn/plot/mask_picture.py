@@ -22,7 +22,8 @@ from polyattn.arrays import (
     is_array,
     library_of,
 )
-from polyattn.call.describe import Operands, describe
+from polyattn.call.describe import describe
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem, examine
 from polyattn.expressions.indices import PointIndices
 from polyattn.expressions.masks import And, Dense, Mask, Not, Or, as_mask

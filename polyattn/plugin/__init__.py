@@ -39,9 +39,9 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 from __future__ import annotations
 
 from polyattn.arrays import Array, length_of, namespace_of, with_rank
-from polyattn.call.describe import Operands
 from polyattn.call.features import FEATURES, MASKING
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn.call.parts import map_arrays, options_of, options_of_part
 from polyattn.call.problem import Problem
@@ -87,6 +87,7 @@ __all__ = [
     "BackendPrimitives",
     "BackendSpec",
     "BackendTools",
+    "Cotangents",
     "Expression",
     "Filled",
     "Gradients",
@@ -97,9 +98,11 @@ __all__ = [
     "Part",
     "PointIndices",
     "Problem",
+    "Residuals",
     "Score",
     "SoftmaxState",
     "Span",
+    "Tangents",
     "TileGrid",
     "TileQuery",
     "axes_of_array",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 from polyattn import arrays
 from polyattn.arrays import Array
-from polyattn.call.describe import Operands
 from polyattn.call.gradients import Gradients
+from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
@@ -129,7 +130,10 @@ class Kernel:
         """
         raise NotImplementedError
 
-    def backward(self, problem: Problem, operands: Operands, backend: Backend) -> Gradients:
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
         """Compute the gradients of a call, for a kernel that declares ``"backward"``.
 
         The logsumexp may be that of more keys than are given; the weights follow from it.
@@ -139,7 +143,11 @@ class Kernel:
         problem : Problem
             The facts of the call; its features contain ``"backward"``.
         operands : Operands
-            Its arrays, with `output`, `known_logsumexp` and their gradients.
+            Its arrays.
+        residuals : Residuals
+            Its results.
+        cotangents : Cotangents
+            The gradients of the results.
         backend : Backend
             The backend that runs it, for its primitives.
 
@@ -152,8 +160,9 @@ class Kernel:
         raise NotImplementedError
 
     def jvp(
-        self, problem: Problem, operands: Operands, backend: Backend
-    ) -> tuple[Array, Array | None]:
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
         """Compute a directional derivative, for a kernel that declares ``"jvp"``.
 
         Parameters
@@ -161,7 +170,11 @@ class Kernel:
         problem : Problem
             The facts of the call; its features contain ``"jvp"``.
         operands : Operands
-            Its arrays, with `output`, `known_logsumexp` and the tangents.
+            Its arrays.
+        residuals : Residuals
+            Its results.
+        tangents : Tangents
+            The tangents of its arrays.
         backend : Backend
             The backend that runs it, for its primitives.
 
@@ -171,6 +184,31 @@ class Kernel:
             The tangent of the output, shape (..., H, L, E), in the accumulator's dtype.
         logsumexp : Array or None
             That of the logsumexp, shape (..., H, L).
+        """
+        raise NotImplementedError
+
+    def weights(
+        self, problem: Problem, operands: Operands, logsumexp: Array | None, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Compute weights; only the kernel of `polyattn.attention_weights` does.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+        operands : Operands
+            Its arrays, without a value.
+        logsumexp : Array or None
+            The logsumexp to divide by, shape (..., H, L), if it is known.
+        backend : Backend
+            The backend that runs it, for its primitives.
+
+        Returns
+        -------
+        weights : Array
+            The weights, or what was asked of them.
+        keys : Array or None
+            The keys of the largest weights, if these were asked for.
         """
         raise NotImplementedError
 
@@ -297,10 +335,27 @@ class Backend(BackendPrimitives, BackendTools):
         """
         return self.kernels
 
+    def shield(self, problem: Problem, operands: Operands) -> AbstractContextManager[Any]:
+        """Return the context that kernels run in, shielded from the global state of the library.
+
+        Parameters
+        ----------
+        problem : Problem
+            The facts of the call.
+        operands : Operands
+            Its arrays.
+
+        Returns
+        -------
+        context manager
+            By default it silences NumPy's floating-point warnings.
+        """
+        return arrays.quiet(problem.library)
+
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel, shielded from the global state of the library.
+        """Run a kernel in the context of `shield`.
 
         Parameters
         ----------
@@ -318,27 +373,71 @@ class Backend(BackendPrimitives, BackendTools):
         logsumexp : Array or None
             The kernel's logsumexp.
         """
-        with arrays.quiet(problem.library):
-            if "jvp" in problem.features:
-                return kernel.jvp(problem, operands, self)
+        with self.shield(problem, operands):
             return kernel(problem, operands, self)
 
-    def run_backward(self, kernel: Kernel, problem: Problem, operands: Operands) -> Gradients:
+    def run_backward(
+        self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
+        cotangents: Cotangents,
+    ) -> Gradients:  # fmt: skip
         """Run the backward pass of a kernel, as `run` does.
 
         Parameters
         ----------
-        kernel : Kernel
-            The kernel that was chosen.
-        problem : Problem
-            The facts of the call.
-        operands : Operands
-            Its arrays.
+        kernel, problem, operands : Kernel, Problem, Operands
+            As for `run`.
+        residuals : Residuals
+            The results of the call.
+        cotangents : Cotangents
+            Their gradients.
 
         Returns
         -------
         Gradients
             What the kernel returns.
         """
-        with arrays.quiet(problem.library):
-            return kernel.backward(problem, operands, self)
+        with self.shield(problem, operands):
+            return kernel.backward(problem, operands, residuals, cotangents, self)
+
+    def run_jvp(
+        self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
+        tangents: Tangents,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        """Run the directional derivative of a kernel, as `run` does.
+
+        Parameters
+        ----------
+        kernel, problem, operands : Kernel, Problem, Operands
+            As for `run`.
+        residuals : Residuals
+            The results of the call.
+        tangents : Tangents
+            The tangents of its arrays.
+
+        Returns
+        -------
+        output, logsumexp : Array
+            What the kernel returns.
+        """
+        with self.shield(problem, operands):
+            return kernel.jvp(problem, operands, residuals, tangents, self)
+
+    def run_weights(
+        self, kernel: Kernel, problem: Problem, operands: Operands, logsumexp: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Run the kernel of `polyattn.attention_weights`, as `run` does.
+
+        Parameters
+        ----------
+        kernel, problem, operands : Kernel, Problem, Operands
+            As for `run`.
+        logsumexp : Array or None
+            The logsumexp to divide by, if it is known.
+
+        Returns
+        -------
+        weights, keys : Array
+            What the kernel returns.
+        """
+        with self.shield(problem, operands):
+            return kernel.weights(problem, operands, logsumexp, self)

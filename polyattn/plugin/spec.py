@@ -10,7 +10,7 @@ from polyattn.plugin.backend import Backend
 
 __all__ = ["API_VERSION", "BackendSpec"]
 
-API_VERSION = 1
+API_VERSION = 2
 
 
 @dataclass(frozen=True)

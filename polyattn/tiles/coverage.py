@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, is_array, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.coverage import Coverage, TileTable
 from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.arrays import Array, cast, numbers_like, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 
 __all__ = ["fold_heads", "scaled", "unfold_heads", "ungrouped"]

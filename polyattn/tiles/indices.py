@@ -21,7 +21,7 @@ from polyattn.arrays import (
     length_of,
     with_rank,
 )
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn.expressions.masks import Mask

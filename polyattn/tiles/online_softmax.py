@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from polyattn.arrays import Array, cast, index_range, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 

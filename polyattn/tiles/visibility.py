@@ -15,7 +15,7 @@ from typing import Any
 
 from polyattn.arguments import Shape
 from polyattn.arrays import Array, broadcast_shapes, with_rank
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 from polyattn.tiles.band import band

@@ -281,6 +281,10 @@ def test_a_named_backend(backend):
     assert np.allclose(here.query, there.query, rtol=0, atol=1e-13)
     assert np.allclose(here.score_mod.slopes, there.score_mod.slopes, rtol=0, atol=1e-12)
     assert there.bias is there.softcap is there.similarity is None
+    primals, tangents = (query, key, value), draw(*SHAPES)
+    here, there = (attention_jvp(primals, tangents, backend=one)[1] for one in (None, backend))
+    assert isinstance(there, np.ndarray)
+    assert np.allclose(here, there, rtol=0, atol=1e-13)
 
 
 def test_what_cannot_be_differentiated_is_refused():

@@ -117,6 +117,15 @@ def test_a_logsumexp_that_is_known_gives_the_same(name, layout):
     np.testing.assert_allclose(some, expected[:, 2:3, 3:5], rtol=1e-5, atol=1e-6)
 
 
+def test_a_known_logsumexp_moves_to_a_named_backend():
+    known = attention_partial(QUERY, KEY, VALUE, sinks=np.ones(H, np.float32)).logsumexp
+    here, there = (
+        attention_weights(QUERY, KEY, logsumexp=known, backend=one) for one in (None, "torch")
+    )
+    assert isinstance(there, np.ndarray)
+    np.testing.assert_allclose(there, here, atol=1e-6)
+
+
 def test_by_a_merged_logsumexp_the_weights_of_some_keys_are_those_among_all():
     parts = [attention_partial(QUERY, KEY[:, :, s], VALUE[:, :, s]) for s in np.s_[:5, 5:]]
     known = merge(*parts).logsumexp

@@ -211,14 +211,16 @@ def test_a_kernel_runs_on_the_device_of_the_query():
     cuda = CupyBackend()
     query = cuda.place(X, "cuda:1")
     operands = types.SimpleNamespace(query=query)
-    here = lambda problem, operands, backend: (Device.current, backend)  # noqa: E731
-    for kernel, features, run in (
-        (here, set(), cuda.run),
-        (types.SimpleNamespace(jvp=here), {"jvp"}, cuda.run),
-        (types.SimpleNamespace(backward=here), {"backward"}, cuda.run_backward),
+    here = lambda *given: (Device.current, given[-1])  # noqa: E731
+    kernel = types.SimpleNamespace(jvp=here, backward=here, weights=here)
+    problem = types.SimpleNamespace(library="cupy")
+    for run, given in (
+        (cuda.run, (here, problem, operands)),
+        (cuda.run_jvp, (kernel, problem, operands, None, None)),
+        (cuda.run_backward, (kernel, problem, operands, None, None)),
+        (cuda.run_weights, (kernel, problem, operands, None)),
     ):
-        problem = types.SimpleNamespace(library="cupy", features=features)
-        assert run(kernel, problem, operands) == (1, cuda)
+        assert run(*given) == (1, cuda)
         assert Device.current == 0
 
 

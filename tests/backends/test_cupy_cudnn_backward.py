@@ -23,6 +23,7 @@ from polyattn.conformance.checks.gradients import check_backward
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnsupportedError
+from polyattn.plugin import Cotangents, Residuals
 from polyattn_cupy import graphs, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn
 
@@ -278,13 +279,11 @@ def problem_of(shapes, **options):
     arrays = {n: np.empty(x, "float32") for n, x in options.items() if n == "bias"}
     arrays |= {n: np.empty(x, bool) for n, x in options.items() if n == "mask"}
     query, key, value = (np.empty(shape, "float16") for shape in shapes)
-    output = np.empty((*query.shape[:-1], value.shape[-1]), "float16")
-    logsumexp = np.empty(query.shape[:-1], "float32")
-    call, _ = describe(
-        query, key, value, output=output, output_gradient=output, known_logsumexp=logsumexp,
-        **options | arrays,
-    )  # fmt: skip
-    return examine(call)
+    call, _ = describe(query, key, value, **options | arrays)
+    output = call.query._replace(shape=(*query.shape[:-1], value.shape[-1]))
+    logsumexp = call.query._replace(shape=query.shape[:-1], dtype="float32")
+    residuals = Residuals(output=output, logsumexp=logsumexp)
+    return examine(call._replace(residuals=residuals, cotangents=Cotangents(output=output)))
 
 
 def told(problem):

@@ -1027,7 +1027,7 @@ def test_flex_returns_the_logsumexp(monkeypatch, batch):
     monkeypatch.setattr(flex, "_compiled", lambda problem, codes: flex._call)
     q, k, v = (x.reshape(*batch, *x.shape[1:]) for x in (Q, K, V))
     asked = explain(q, k, v, mask=MASK[0, 0], logsumexp=True).problem
-    operands = Operands(q, k, v, MASK[0, 0], None, None, None, None)
+    operands = Operands(query=q, key=k, value=v, mask=MASK[0, 0])
     output, logsumexp = Flex()(asked, operands, polyattn.dispatch.registry.loaded("torch"))
     expected = attention_partial(q, k, v, mask=MASK[0, 0], kernel="dense")
     close(output, expected.output)

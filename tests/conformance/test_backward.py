@@ -24,14 +24,16 @@ class Mistaken(Dense):
     def __init__(self, *, given=None, found=None):
         self.given, self.found = given, found
 
-    def backward(self, problem, operands, backend):
+    def backward(self, problem, *records_and_backend):
+        *records, backend = records_and_backend
         if self.given is not None:
-            operands = operands._replace(**self.given(problem, operands))
-        gradients = super().backward(problem, operands, backend)
-        return self.found(gradients, operands) if self.found else gradients
+            records = self.given(problem, *records)
+        gradients = super().backward(problem, *records, backend)
+        return self.found(gradients, records[0]) if self.found else gradients
 
-    def jvp(self, problem, operands, backend):
-        return super().jvp(problem, operands._replace(**self.given(problem, operands)), backend)
+    def jvp(self, problem, *records_and_backend):
+        *records, backend = records_and_backend
+        return super().jvp(problem, *self.given(problem, *records), backend)
 
 
 def times(factor, name):
@@ -50,14 +52,15 @@ def put(name, change):
     return {"found": lambda g, x: g._replace(**{name: change(getattr(g, name), x)})}
 
 
-def own_logsumexp(problem, x):
+def own_logsumexp(problem, x, residuals, cotangents):
     problem = problem._replace(features=problem.features | {"logsumexp"})
-    return {"known_logsumexp": Dense()(problem, x, backend_of(x.query))[1]}
+    _, logsumexp = Dense()(problem, x, backend_of(x.query))
+    return x, residuals._replace(logsumexp=logsumexp), cotangents
 
 
-def scribbled(problem, x):
+def scribbled(problem, x, *others):
     x.query[...] = 0
-    return {}
+    return x, *others
 
 
 BY_DIFFERENCES = "gradient of {} in a direction is .*, by differences"
@@ -81,7 +84,7 @@ MISTAKES = [
     (times(-1, "score_mod"), "alibi value, float64", BY_DIFFERENCES.format("score_mod")),
     (times(-1, "similarity"), "additive, float64", BY_DIFFERENCES.format("similarity")),
     (
-        {"given": lambda p, x: {"logsumexp_gradient": None}},
+        {"given": lambda p, x, r, cotangents: (x, r, cotangents._replace(logsumexp=None))},
         "plain, float64",
         BY_DIFFERENCES.format("query"),
     ),
@@ -108,7 +111,8 @@ def test_a_wrong_gradient_is_refused(mistake, case, message):
     ],
 )
 def test_a_wrong_tangent_is_refused(case, message):
-    case, wrong = JVP_CASES[case], Mistaken(given=lambda p, x: {"key_tangent": -x.key_tangent})
+    case = JVP_CASES[case]
+    wrong = Mistaken(given=lambda p, x, r, tangents: (x, r, tangents._replace(key=-tangents.key)))
     assert check_jvp(NUMPY, KernelVariant(Dense()), case)
     with pytest.raises(AssertionError, match=f"^{case}: {message}"):
         check_jvp(NUMPY, KernelVariant(wrong), case)

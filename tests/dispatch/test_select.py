@@ -273,7 +273,7 @@ def _spec(name="acme", **changes):
             "no_such_library is not installed: pip install acme",
         ),
         (_spec(), "it cannot be loaded: ModuleNotFoundError"),
-        (_spec(api_version=2), "version 2 of the plugin contract"),
+        (_spec(api_version=1), "version 1 of the plugin contract"),
         (_spec(name="emca"), "named 'emca'"),
         (ImportError("broken"), "its plugin cannot be imported: ImportError: broken"),
         (SystemExit(3), "its plugin cannot be imported: SystemExit: 3"),
@@ -670,11 +670,11 @@ class Changed(kernels.Dense):
     def __call__(self, problem, operands, backend):
         return self._changed(super().__call__(problem, operands, backend))
 
-    def jvp(self, problem, operands, backend):
-        return self._changed(super().jvp(problem, operands, backend))
+    def jvp(self, *given):
+        return self._changed(super().jvp(*given))
 
-    def backward(self, problem, operands, backend):
-        found = super().backward(problem, operands, backend)
+    def backward(self, *given):
+        found = super().backward(*given)
         return found._replace(key=self.gradient(found.key))
 
 

@@ -9,7 +9,7 @@ from libraries import LIBRARIES, TORCH
 
 from polyattn import explain, scores
 from polyattn.arrays import is_array, library_of
-from polyattn.call.describe import Operands
+from polyattn.call.operands import Operands
 from polyattn.expressions.derivatives import unit
 from polyattn.expressions.scores import as_score
 from polyattn.plugin import BackendPrimitives
@@ -62,7 +62,7 @@ def tile(to, offset=None, rows=ROWS, columns=COLUMNS, **some):
     options = {} if offset is None else {"query_offset": to(offset)}
     query, key = to(QUERY), to(KEY)
     problem = explain(query, key, key, **options, backend="array-api").problem
-    operands = Operands(*[None] * 8)._replace(query=query, key=key, value=key)
+    operands = Operands(query=query, key=key, value=key)
     if offset is not None:
         operands = operands._replace(query_offset=to(offset.reshape(-1, 1, 1, 1)))
     return Indices(problem, library_of(query).xp, operands, rows, columns, **some)

@@ -139,6 +139,7 @@ def graph_of_call(shapes: Any, dtype: str, is_gradient: bool, options: Any) -> A
     """Return the graph that the kernel makes of a call, or of its gradients."""
     from polyattn import explain
     from polyattn.call.problem import examine
+    from polyattn.plugin import Cotangents, Residuals
     from polyattn_cupy.problem_graphs import gradient_graph_of, graph_of
 
     call = explain(*shapes, library="numpy", device="cpu", dtype=dtype, **options).call
@@ -147,9 +148,9 @@ def graph_of_call(shapes: Any, dtype: str, is_gradient: bool, options: Any) -> A
     rows = call.query.shape[:-1]
     output = call.query._replace(shape=(*rows, call.value.shape[-1]))
     logsumexp = call.query._replace(shape=rows, dtype="float32")
-    return gradient_graph_of(
-        examine(call._replace(output=output, output_gradient=output, known_logsumexp=logsumexp))
-    )
+    residuals = Residuals(output=output, logsumexp=logsumexp)
+    call = call._replace(residuals=residuals, cotangents=Cotangents(output=output))
+    return gradient_graph_of(examine(call))
 
 
 def ask(*, only_frontend: bool) -> int:

@@ -54,7 +54,7 @@ from polyattn.conformance.reference.tolerance import Deviation, accumulation_dty
 from polyattn.dispatch.request import request
 from polyattn.dispatch.select import explain_selection
 from polyattn.expressions.expression import Expression
-from polyattn.plugin import Kernel
+from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
 
 __all__ = [
     "DERIVATIVES",
@@ -102,11 +102,11 @@ def differentiates(feature: str, target: Target, variant: KernelVariant, case: C
         return False  # its own forward pass comes first
     query, shape = explanation.call.query, cotangent(case).shape
     known = query._replace(shape=shape[:-1], dtype=accumulation_dtype(case.dtype))
+    output = query._replace(shape=shape)
     call = explanation.call._replace(
-        output=query._replace(shape=shape),
-        output_gradient=query._replace(shape=shape) if feature == "backward" else None,
-        known_logsumexp=None if is_without_logsumexp(case) else known,
-        tangents=(("query_tangent", query),) if feature == "jvp" else (),
+        residuals=Residuals(output=output, logsumexp=None if is_without_logsumexp(case) else known),
+        cotangents=Cotangents(output=output) if feature == "backward" else None,
+        tangents=Tangents(query=query) if feature == "jvp" else None,
     )
     requested, xp = request(target.backend), library_of(arguments[0][0]).xp
     return explain_selection(call, examine(call), requested, kernel, xp).chosen is not None
