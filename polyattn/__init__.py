@@ -1,7 +1,9 @@
 """Attention for every array library: one function, one written meaning, backends by name."""
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from polyattn import masks, scores
 from polyattn.api.attention import attention
@@ -19,6 +21,7 @@ from polyattn.dispatch.errors import (
 from polyattn.dispatch.explanation import Explanation
 from polyattn.dispatch.listing import list_backends
 from polyattn.dispatch.request import use_backend
+from polyattn.expressions.expression import RENDERERS
 from polyattn.threads import use_threads
 
 __version__: str  # of the last tag, which the installed metadata has
@@ -46,6 +49,21 @@ __all__ = [
     "use_backend",
     "use_threads",
 ]
+
+
+def _renderer(module: str, name: str) -> Callable[..., Any]:
+    """Return a function that draws, whose module is imported when it is first called."""
+
+    def draw(*args: Any, **options: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **options)
+
+    return draw
+
+
+RENDERERS.update(
+    figure=_renderer("polyattn.plot.mask_picture", "mask"),
+    html=_renderer("polyattn.plot.svg", "as_html"),
+)
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -66,9 +66,6 @@ OUTSIDE = {
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }
-#: The imports that go up, made when they are called: a method of a mask draws it, and a backend has
-#: a kernel for its others.
-LAZY = {("expressions", "polyattn.plot.mask_picture"), ("expressions", "polyattn.plot.svg")}
 
 
 def imports_of(file):
@@ -95,7 +92,7 @@ def test_a_room_imports_the_rooms_below_it(file):
         root = module.partition(".")[0]
         if root != "polyattn":
             assert root in sys.stdlib_module_names | OUTSIDE.get(room, set()), module
-        elif (room, module) not in LAZY:
+        else:
             imported = room_of(module, name)
             public = module == "polyattn" and imported in ("", "__version__", *polyattn.__all__)
             assert (public and "api" in below) or imported in below, f"{module} {name}"
@@ -109,13 +106,13 @@ def test_no_room_is_above_a_room_that_imports_it():
 
 
 def modules():
-    """Return the modules that each module of the core imports, lazy ones left out."""
+    """Return the modules that each module of the core imports."""
     names = {".".join(("polyattn", *f.relative_to(ROOT).with_suffix("").parts)) for f in files()}
     graph = {}
     for file in files():
         module = ".".join(("polyattn", *file.relative_to(ROOT).with_suffix("").parts))
-        found = {full for m, n in imports_of(file) for full in (f"{m}.{n}", m) if full in names}
-        graph[module] = {x for x in found if (room_of(module), x) not in LAZY}
+        imported = {full for m, n in imports_of(file) for full in (f"{m}.{n}", m)}
+        graph[module] = imported & names
     return graph
 
 

@@ -15,12 +15,14 @@ from polyattn.expressions.parts import Part
 from polyattn.host import Home, is_host
 from polyattn.tracing import is_compiling
 
-__all__ = ["FUNCTION", "Expression", "has_function", "named"]
+__all__ = ["FUNCTION", "RENDERERS", "Expression", "has_function", "named"]
 
 V = TypeVar("V", bound="Expression")
 
 #: The placeholder for a function in a spec.
 FUNCTION = "function"
+#: What draws an expression, as a "figure" or as "html": it is above this module and registers here.
+RENDERERS: dict[str, Callable[..., Any]] = {}
 # Larger arrays print as their shape and dtype.
 MOST_PRINTED = 64
 

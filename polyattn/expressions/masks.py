@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, broadcast_shapes, is_array
 from polyattn.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
-from polyattn.expressions.expression import Expression
+from polyattn.expressions.expression import RENDERERS, Expression
 from polyattn.expressions.indices import (
     PointIndices,
     ScoreDims,
@@ -104,14 +104,10 @@ class Mask(Expression):
         matplotlib.figure.Figure
             The figure, as from `polyattn.plot.mask`. A notebook shows it at the end of a cell.
         """
-        from polyattn.plot.mask_picture import mask
-
-        return mask(self, query_length, key_length, **options)
+        return RENDERERS["figure"](self, query_length, key_length, **options)
 
     def _repr_html_(self) -> str:
-        from polyattn.plot.svg import as_html
-
-        return as_html(self)
+        return str(RENDERERS["html"](self))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
         home = home_of(j) if is_array(j) else None

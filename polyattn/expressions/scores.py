@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from polyattn.arrays import Array, ArrayFacts, cast, is_array, numbers_like
 from polyattn.expressions.derivatives import into_heads, used
-from polyattn.expressions.expression import Expression, shown
+from polyattn.expressions.expression import RENDERERS, Expression, shown
 from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn.expressions.parts import Part
 from polyattn.host import home_of
@@ -90,9 +90,7 @@ class Score(Expression):
         """
 
     def _repr_html_(self) -> str:
-        from polyattn.plot.svg import as_html
-
-        return as_html(self)
+        return str(RENDERERS["html"](self))
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
         home = home_of(s) if is_array(s) else None
