@@ -36,13 +36,16 @@ from typing import Any, NamedTuple
 from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full
 
 __all__ = [
-    "Piece", "Region", "Tile", "even_count", "even_size", "pieces", "row_sizes",
+    "TINY", "Piece", "Region", "Tile", "even_count", "even_size", "has_few_scores", "pieces",
+    "row_sizes",
     "split_heads", "tiles", "uses_table",
 ]  # fmt: skip
 
 Region = tuple[Span, Span]
 
 STRIP = 128
+# Up to this many scores of an item, few calls of NumPy are faster than tiles.
+TINY = 2**12
 # With fewer pieces than this, an item's keys are cut as well, to give every thread some work.
 FEW_PIECES = 8
 # Keys of a part: enough to make the cost of combining parts negligible.
@@ -197,6 +200,11 @@ def pieces(
     return tuple(result)
 
 
+def has_few_scores(problem: Problem, tile: int) -> bool:
+    """Return whether the gradient is that of the dense kernel: an item has so few scores."""
+    return problem.heads * problem.query_length * problem.key_length <= min(TINY, tile)
+
+
 def aligned_within(span: Span, bounds: Span) -> Span:
     """Return the part of a span within bounds, its other ends moved inwards to multiples of 16."""
     start, stop = max(span.start, bounds.start), min(span.stop, bounds.stop)
@@ -208,6 +216,12 @@ def aligned_within(span: Span, bounds: Span) -> Span:
 def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
     """Cut a piece into the tiles that a band does not leave empty: of all its rows, then strips."""
     side = math.isqrt(tile)
+    if has_few_scores(problem, tile):
+        # The gradient is that of the dense kernel, and the bits of a product depend on its shape.
+        if piece.columns.length:
+            crosses = not is_full(problem, piece.rows, piece.columns)
+            yield Tile(piece.heads, piece.rows, piece.columns, crosses, piece.columns.length)
+        return
     common = aligned_within(full_span(problem, piece.rows), piece.columns)
     if common.length:
         width = even_size(common.length, side)

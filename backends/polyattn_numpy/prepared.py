@@ -10,10 +10,9 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
-from polyattn_numpy.blocks import Piece, split_heads
+from polyattn_numpy.blocks import Piece, has_few_scores, split_heads
 from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.scratch import fast_exp2
-from polyattn_numpy.small import TINY
 
 __all__ = ["PreparedCall", "prepare"]
 
@@ -75,6 +74,5 @@ def counts_in_bits(problem: Problem, tile: int) -> bool:
     """Return whether scores are in bits, which static facts decide for all passes of a call."""
     if not problem.features.isdisjoint(("bias", "score_mod", "score_expression")):
         return False
-    # The gradient of so few scores is that of the dense kernel, which counts in nats.
-    few = problem.heads * problem.query_length * problem.key_length <= min(TINY, tile)
-    return not few and fast_exp2(problem.accumulator)
+    # The gradient of few scores is that of the dense kernel, which counts in nats.
+    return not has_few_scores(problem, tile) and fast_exp2(problem.accumulator)

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
+from polyattn_numpy.blocks import TINY
 from polyattn_numpy.scratch import ones
 
-__all__ = ["TINY", "Small"]
-
-# Up to this many scores of an item, few calls of NumPy are faster than tiles.
-TINY = 2**12
+__all__ = ["Small"]
 
 
 class Small(Kernel):

@@ -31,11 +31,10 @@ from polyattn_numpy.at_once import (
     write_at_once,
 )
 from polyattn_numpy.backward import gradients
-from polyattn_numpy.blocks import THREAD_WORK, Piece, pieces, split_heads
+from polyattn_numpy.blocks import THREAD_WORK, TINY, Piece, pieces, split_heads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
-from polyattn_numpy.small import TINY
 from polyattn_numpy.sweep import Sweep
 
 __all__ = ["Tiled", "empty_result"]

@@ -113,13 +113,21 @@ def _derivative_of(rule: Any) -> Any:
 # ---- operations on boxes -----------------------------------------------------------------------
 
 
+class _OnBoxes(Backend):
+    """Primitives on boxes, which record what is computed."""
+
+    def is_plain(self, *arrays: Array) -> bool:
+        """Return that autograd records what is computed."""
+        return False
+
+
 def _on_boxes(function: Any, problem: Any, *given: Any) -> Any:
     """Call a kernel of the array API on boxes, so that autograd records each of its operations."""
     problem = problem._replace(
         library="numpy", device="cpu", requires_grad=True, traced=True, converted=False
     )
     with quiet("numpy"):
-        return function(problem, *given, Backend(autograd_functions))
+        return function(problem, *given, _OnBoxes(autograd_functions))
 
 
 def _unboxed(mask: Any) -> Any:

@@ -17,7 +17,7 @@ from polyattn import arrays
 from polyattn.call.features import DTYPES
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
-from polyattn.dispatch import plans, registry
+from polyattn.dispatch import cache, registry
 from polyattn.plugin import Backend, BackendSpec
 
 
@@ -117,7 +117,7 @@ def register(monkeypatch, kernel):
     monkeypatch.setitem(sys.modules, "here", types.SimpleNamespace(HostBackend=HostBackend))
     monkeypatch.setattr(HostBackend, "kernels", (kernel,))
     monkeypatch.setattr(registry, "_plugins", {})
-    monkeypatch.setattr(plans, "_plans", {})
+    cache.forget()
     library = arrays.Library("host", array_api_compat.numpy)
     monkeypatch.setitem(arrays._libraries, HostArray, library)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import polyattn
 from polyattn import attention, attention_partial, explain
-from polyattn.dispatch import plans
+from polyattn.dispatch import cache
 from polyattn.plugin import Operands
 from polyattn_torch import device_info, engine_report, engines, flex, route, sdpa, selftest
 from polyattn_torch.backend import TorchBackend
@@ -68,7 +68,7 @@ def on(monkeypatch):
 
     def forget():
         route._cached_route.cache_clear()
-        plans._plans.clear()
+        cache.forget()
 
     def pass_for(device):
         forget()

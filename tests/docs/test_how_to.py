@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel
 
-from polyattn.dispatch import plans, registry
+from polyattn.dispatch import cache, registry
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 MANY, SERVICE, TROUBLE = "many-devices.md", "service.md", "troubleshooting.md"
@@ -223,7 +223,9 @@ def without_cupy(monkeypatch):
     genuine = registry.is_installed
     monkeypatch.setattr(registry, "is_installed", lambda name: name != "cupy" and genuine(name))
     monkeypatch.setattr(registry, "_plugins", {})
-    monkeypatch.setattr(plans, "_plans", {})
+    cache.forget()
+    yield
+    cache.forget()
 
 
 PAGES = sorted(page.name for page in FOLDER.glob("*.md"))
