@@ -11,18 +11,6 @@ from typing import Any
 from polyattn.arrays import is_array, library_of
 from polyattn.tracing import is_compiling
 
-__all__ = [
-    "Shape",
-    "WindowSize",
-    "check_int",
-    "check_shape",
-    "check_signature",
-    "check_window",
-    "few",
-    "got",
-    "short",
-]
-
 #: How many of many things a message lists.
 FEW = 20
 

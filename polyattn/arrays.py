@@ -17,34 +17,6 @@ import array_api_compat
 from polyattn.refused import CONVERSIONS, REFUSED
 from polyattn.tracing import constant_when_traced, know_torch
 
-__all__ = [
-    "LONG_NAMES",
-    "Array",
-    "ArrayFacts",
-    "Chunks",
-    "Library",
-    "RecordedError",
-    "Recorder",
-    "accumulator_of",
-    "are_one_length",
-    "broadcast_shapes",
-    "cast",
-    "check_not_recorded",
-    "facts_of",
-    "index_range",
-    "is_array",
-    "is_namespace",
-    "is_one_of",
-    "is_recorded",
-    "length_of",
-    "library_of",
-    "namespace_of",
-    "numbers_like",
-    "quiet",
-    "recorders",
-    "with_rank",
-]
-
 Array = Any
 Chunks = tuple[tuple[int, ...], ...]
 

@@ -8,8 +8,6 @@ from typing import Any
 from polyattn.arrays import ArrayFacts, cast, facts_of, is_array, library_of
 from polyattn.tracing import autocast_dtype, is_autocast_on, know_torch
 
-__all__ = ["autocast", "casts"]
-
 #: The arguments of attention that torch casts. Its own function has no sinks and no expressions.
 _OF_ATTENTION = (
     *("query", "key", "value", "bias"),

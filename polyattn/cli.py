@@ -24,8 +24,6 @@ from polyattn.files import check_file, write_file
 from polyattn.progress import progress
 from polyattn.streams import complain, naming, open_streams, reason, settle, show
 
-__all__ = ["main"]
-
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
 EXIT_CODES = (
     "Exit codes: 0 for success; 1 if a check failed, no kernel can compute the call, or something"

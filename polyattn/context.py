@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
-__all__ = ["Context"]
-
 T = TypeVar("T")
 
 

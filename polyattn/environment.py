@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-__all__ = ["reader_of"]
-
 
 def reader_of(name: str) -> Callable[[], str | None]:
     """Return a function that reads an environment variable.

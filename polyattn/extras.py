@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["require_matplotlib", "require_onnx"]
-
 
 def require_matplotlib(module: str = "") -> Any:
     """Return matplotlib, or its submodule of this name."""

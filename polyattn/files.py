@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
-__all__ = ["check_file", "replacing", "write_file"]
-
 
 def check_file(name: str, file: Path) -> None:
     """Raise if a file cannot be written or replaced, before any work."""

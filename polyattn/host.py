@@ -22,17 +22,6 @@ from polyattn.arrays import (
 )
 from polyattn.tracing import constant_when_traced, is_compiling, know_torch
 
-__all__ = [
-    "MOST_PLACED",
-    "Home",
-    "as_array",
-    "home_of",
-    "is_host",
-    "is_sequence",
-    "is_unreadable",
-    "native",
-]
-
 #: Arrays of floats and bools with more entries are not placed.
 MOST_PLACED = 2**16
 # dask reads NumPy's arrays while it makes a graph, to leave out chunks that no row sees.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-__all__ = ["html_page", "html_table"]
-
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
   --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6; --bar: 205 70% 45% }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["progress"]
-
 
 def progress(work: Iterable[Any] | None = None, *, unit: str, total: int | None = None) -> Any:
     """Return a bar on standard error, if that is a terminal, that iterates over the work."""

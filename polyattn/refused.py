@@ -1,7 +1,5 @@
 """Arrays that are refused, by library and class, with what to pass instead."""
 
-__all__ = ["CONVERSIONS", "REFUSED"]
-
 # Classes that look like arrays but do not behave like them, with the message for each.
 REFUSED = {
     ("numpy", "matrix"): "is a numpy.matrix, whose * and shapes differ from an array's; pass"

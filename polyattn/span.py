@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["Span"]
-
 
 class Span(NamedTuple):
     """Some rows or keys: a range that torch.compile can trace.

@@ -12,8 +12,6 @@ from typing import TextIO
 
 from polyattn.text_table import printable
 
-__all__ = ["complain", "naming", "open_streams", "reason", "settle", "show"]
-
 
 def open_streams() -> None:
     """Let a stream that is closed be the null device, and a letter that one lacks be a ?."""

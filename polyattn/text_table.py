@@ -10,8 +10,6 @@ from itertools import zip_longest
 
 from polyattn.tracing import constant_when_traced
 
-__all__ = ["line", "paragraph", "printable", "table", "terminal_width"]
-
 NARROWEST = 8  # columns of text: a column of a table is not made narrower
 LEAST = 60  # columns of the terminal: one that is narrower wraps the lines itself
 

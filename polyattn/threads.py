@@ -18,8 +18,6 @@ from typing import SupportsIndex
 from polyattn.context import Context
 from polyattn.environment import reader_of
 
-__all__ = ["granted", "thread_count", "use_threads"]
-
 VARIABLE = "POLYATTN_NUM_THREADS"
 _variable = reader_of(VARIABLE)
 

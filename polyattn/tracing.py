@@ -9,17 +9,6 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-__all__ = [
-    "autocast_dtype",
-    "constant_when_traced",
-    "is_autocast_on",
-    "is_compiling",
-    "is_transformed",
-    "know_torch",
-    "torch_transforms",
-    "without_autocast",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 #: Torch and what is asked of it in each call, once a tensor was seen.
 _torch_parts: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polyattn.kernels import Dense
+from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 

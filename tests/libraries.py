@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from polyattn.call.features import DTYPES
-from polyattn.kernels import Tiled
+from polyattn.kernels.tiled import Tiled
 
 
 def to_torch(x):

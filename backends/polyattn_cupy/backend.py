@@ -20,8 +20,6 @@ from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
 from polyattn_cupy.shapes import empty_result
 
-__all__ = ["CupyBackend"]
-
 ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
 
 

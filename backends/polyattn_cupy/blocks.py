@@ -22,8 +22,6 @@ from polyattn.plugin import (
 from polyattn_cupy import rows
 from polyattn_cupy.products import Matrices
 
-__all__ = ["Block", "begin", "blocks", "record_of", "stacked"]
-
 # Rows of a block if a band hides scores: few enough to skip most of what it hides, and enough for
 # an efficient product.
 BAND_ROWS = 512

@@ -34,8 +34,6 @@ from polyattn_cupy.problem_graphs import (
 )
 from polyattn_cupy.shapes import empty_result
 
-__all__ = ["Cudnn"]
-
 # A bias of more elements than this (256 MiB) would cost more than cuDNN saves.
 LARGEST_MADE_BIAS = 2**26
 # Gradients have vectors of at most this size.

@@ -28,8 +28,6 @@ from polyattn_cupy.inputs import bias_memory, made_bias, packed, ready
 from polyattn_cupy.problem_graphs import gradient_graph_of, needs_bias, parts_of
 from polyattn_cupy.shapes import summed
 
-__all__ = ["gradients"]
-
 # The factors with which a float32 number is a sum of three 16-bit numbers, however large it is.
 FACTORS = (2.0**10, 1.0, 2.0**-10)
 

@@ -26,8 +26,6 @@ from polyattn_cupy.fused_gradients import gradients
 from polyattn_cupy.products import Matrices, multiply, why_no_cublas
 from polyattn_cupy.shapes import empty_result
 
-__all__ = ["Fused"]
-
 # float16 weights are scaled by this: otherwise those of a long row would be in the range where
 # float16 has few digits. No weight is above 1, so all of them stay finite.
 WEIGHT_SCALE = {"float16": 2.0**15}

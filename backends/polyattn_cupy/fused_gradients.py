@@ -18,8 +18,6 @@ from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.products import Matrices, multiply
 from polyattn_cupy.shapes import summed
 
-__all__ = ["gradients"]
-
 
 class _Stacks(NamedTuple):
     """The arrays of all products: those that are given, and their gradients."""

@@ -11,12 +11,6 @@ from typing import Any, NamedTuple
 
 from polyattn_cupy import loading
 
-__all__ = [
-    "BIAS", "BIAS_GRADIENT", "KEY", "KEY_GRADIENT", "KEY_LENGTHS", "LOGSUMEXP", "OUTPUT",
-    "OUTPUT_GRADIENT", "QUERY", "QUERY_GRADIENT", "QUERY_LENGTHS", "VALUE", "VALUE_GRADIENT",
-    "Band", "GradientGraph", "Graph", "Tensor", "build", "describe",
-]  # fmt: skip
-
 # The names of the arrays of a graph.
 QUERY, KEY, VALUE, OUTPUT, LOGSUMEXP, BIAS = range(1, 7)
 OUTPUT_GRADIENT, QUERY_GRADIENT, KEY_GRADIENT, VALUE_GRADIENT, BIAS_GRADIENT = range(7, 12)

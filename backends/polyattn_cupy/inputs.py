@@ -19,8 +19,6 @@ from polyattn.plugin import (
 )
 from polyattn_cupy.problem_graphs import aligned, bias_shape
 
-__all__ = ["ALIGNMENT", "UNSEEN", "bias_memory", "made_bias", "packed", "ready"]
-
 # The bias of a hidden key, and the least bias. It is float32 for all inputs, because float16 has no
 # number that is far below all scores. It is finite and far from the ends of float32, because cuDNN
 # subtracts the greatest score of a row from each score, and the difference must not overflow.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["first_line", "library", "versions", "why_no_library"]
-
 # The frontend refuses gradients of 9.10.0 and 9.10.1 and windows of 9.14.0.
 OLDEST_CUDNN = 91500
 # 1.24 to 1.26 need functions that cuDNN lacks before 9.20; 1.28 is the oldest tested version.

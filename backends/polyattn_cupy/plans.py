@@ -16,8 +16,6 @@ import cupy
 from polyattn_cupy import graphs, loading
 from polyattn_cupy.graphs import GradientGraph, Graph
 
-__all__ = ["compute_capability", "run", "why_unsupported"]
-
 # The limit for one thread on one device, in case a caller's shapes rarely repeat.
 MOST_PLANS = 256
 

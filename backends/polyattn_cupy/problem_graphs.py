@@ -10,16 +10,6 @@ import numpy as np
 from polyattn.plugin import Problem, Span, band_from, made_shape
 from polyattn_cupy.graphs import Band, GradientGraph, Graph, Tensor
 
-__all__ = [
-    "aligned",
-    "band_of",
-    "bias_shape",
-    "gradient_graph_of",
-    "graph_of",
-    "needs_bias",
-    "parts_of",
-]
-
 # With a bias, cuDNN 9.19 makes NaN of gradients if the last tile of 128 keys is not full
 # and the logsumexp is low (pytorch#196678). With lengths given, it leaves out the rest of the tile.
 WHOLE_KEYS = 128

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 
-__all__ = ["Matrices", "multiply", "why_no_cublas"]
-
 TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType
 COMPUTE_32F, COMPUTE_64F = 68, 70  # cublasComputeType_t
 NO_TRANSPOSE, TRANSPOSE = 0, 1  # cublasOperation_t

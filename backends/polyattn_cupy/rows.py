@@ -9,18 +9,6 @@ from typing import Any
 import cupy
 import numpy as np
 
-__all__ = [
-    "MOST_THREADS",
-    "NO_HIGH",
-    "NO_LOW",
-    "OPTIONS",
-    "ROWS",
-    "SOURCE",
-    "gradient_name_of",
-    "launch",
-    "name_of",
-]
-
 SOURCE = Path(__file__).with_name("softmax.cu").read_text(encoding="utf-8")
 MOST_THREADS = 512
 OPTIONS = ("-std=c++17", f"-DMOST_THREADS={MOST_THREADS}")

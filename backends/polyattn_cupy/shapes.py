@@ -8,8 +8,6 @@ import cupy
 
 from polyattn.plugin import Array, Problem
 
-__all__ = ["empty_result", "summed"]
-
 
 def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     """Return an uninitialized output, and a logsumexp if the problem asks for it."""

@@ -23,8 +23,6 @@ from polyattn_dask.estimate import estimate
 from polyattn_dask.forward import attend
 from polyattn_dask.weights import weights
 
-__all__ = ["Chunked", "DaskBackend"]
-
 
 class Chunked(Kernel):
     """Attention by the chunks of the caller, computed by the library of the chunks."""

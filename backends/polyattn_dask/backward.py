@@ -16,8 +16,6 @@ from polyattn_dask.layer import Key, Layer
 from polyattn_dask.pullback import Nothing, Pick, PullBack, PullBackUnseen, add
 from polyattn_dask.sizes import BYTES
 
-__all__ = ["gradients"]
-
 RESULTS = ("output", "logsumexp", "output_gradient", "logsumexp_gradient")
 
 #: A task that adds to a block of a gradient, and which part of its result that is.

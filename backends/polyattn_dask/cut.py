@@ -12,8 +12,6 @@ from polyattn_dask.tasks import Pieces
 from polyattn_dask.template import Leaf, Template, template_of
 from polyattn_dask.visibility import Visibility
 
-__all__ = ["Cut", "cut"]
-
 
 class Cut(NamedTuple):
     """A call on dask arrays that are cut as its grid is.

@@ -21,8 +21,6 @@ from polyattn_dask.sizes import (
 from polyattn_dask.template import reads_whole_rows
 from polyattn_dask.visibility import Visibility
 
-__all__ = ["estimate"]
-
 #: With more pairs of chunks to look at, masks are not asked: about a second.
 MOST_LOOKS = 100_000
 #: The arguments whose arrays are worth a word if they are cut otherwise.

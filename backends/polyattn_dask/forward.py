@@ -12,8 +12,6 @@ from polyattn_dask.layer import Layer
 from polyattn_dask.sizes import partial_bytes
 from polyattn_dask.tasks import Attend, Join, Unseeing
 
-__all__ = ["attend", "block_of_rows"]
-
 
 def attend(problem: Problem, x: Operands) -> tuple[Array, Array | None]:
     """Return output and logsumexp, as dask arrays."""

@@ -14,18 +14,6 @@ import dask.array as da
 
 from polyattn.plugin import OPTIONS, Part, Problem, Span, axes_of_array, axes_of_last
 
-__all__ = [
-    "Axes",
-    "Chunks",
-    "Grid",
-    "Index",
-    "aligned",
-    "axes_of",
-    "chunks_like",
-    "grid_of",
-    "lengths_of",
-]
-
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G
 #: for the key heads, or None for an axis that is not cut.

@@ -13,8 +13,6 @@ from dask.highlevelgraph import HighLevelGraph
 from polyattn_dask.grid import Axes, Chunks, Grid, Index
 from polyattn_dask.sizes import limit, widths
 
-__all__ = ["Key", "Layer", "blocks_at"]
-
 Key = tuple[Any, ...]
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from polyattn.plugin import Array, Expression, Gradients, Part
 from polyattn_dask.tasks import Blocks, Pieces, front, zeros
 
-__all__ = ["Nothing", "Pick", "PullBack", "PullBackUnseen", "add"]
-
 #: Output and logsumexp, and their gradients, of a block of query rows.
 Results = Sequence[Array | None]
 

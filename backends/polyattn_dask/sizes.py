@@ -13,20 +13,6 @@ from dask.utils import parse_bytes
 from polyattn.plugin import Problem, Span
 from polyattn_dask.grid import Axes, Grid, Index
 
-__all__ = [
-    "BYTES",
-    "Extra",
-    "RunsOfChunks",
-    "bytes_of_a_key",
-    "grouped",
-    "items_in",
-    "key_bytes",
-    "limit",
-    "partial_bytes",
-    "query_bytes",
-    "widths",
-]
-
 BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 

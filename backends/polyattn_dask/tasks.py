@@ -17,8 +17,6 @@ from array_api_compat import array_namespace, device
 from polyattn.plugin import Array, Part, Span
 from polyattn_dask.template import Template
 
-__all__ = ["Attend", "Blocks", "Join", "Pieces", "front", "zeros"]
-
 Blocks = Sequence[Array]
 
 

@@ -19,8 +19,6 @@ from polyattn.plugin import (
 )
 from polyattn_dask.grid import Axes, Grid, aligned, axes_of
 
-__all__ = ["Leaf", "Template", "template_of"]
-
 
 class Hole(NamedTuple):
     """The place of an array in an expression."""

@@ -14,8 +14,6 @@ from polyattn.plugin import Mask, Operands, Problem, Span, TileQuery, column_spa
 from polyattn.plugin import combined_mask as combined
 from polyattn_dask.grid import Grid, Index, axes_of
 
-__all__ = ["Visibility"]
-
 
 class Visibility:
     """The chunks of keys of each block of query rows.

@@ -18,8 +18,6 @@ from polyattn_dask.layer import Key, Layer
 from polyattn_dask.sizes import BYTES, items_in
 from polyattn_dask.tasks import Blocks, Pieces, front, zeros
 
-__all__ = ["weights"]
-
 
 @dataclass(frozen=True)
 class Weigh:

@@ -22,8 +22,6 @@ from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.tile import product
 from polyattn_jax.xla import Xla
 
-__all__ = ["JaxBackend"]
-
 # Without jax_enable_x64 JAX narrows these to 32 bits.
 NARROWED = {"float64", "int64", "uint64", "uint32"}
 ENGINES = {

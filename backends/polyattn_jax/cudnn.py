@@ -26,8 +26,6 @@ from polyattn.plugin import (
 )
 from polyattn_jax.devices import default_kind
 
-__all__ = ["Cudnn"]
-
 # The score of a masked key: far below all scores, and finite, since cuDNN subtracts it from itself.
 MASKED = -(2.0**40)
 

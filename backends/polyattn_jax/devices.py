@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["all_devices", "default_kind", "device_of"]
-
 
 def all_devices() -> dict[str, Any]:
     """Return the devices of this process by name, the default first."""

@@ -29,9 +29,6 @@ from polyattn_jax.mesh import varying_like
 from polyattn_jax.operands import with_expressions
 from polyattn_jax.tangent import OperandTangents, attend_tangents
 
-__all__ = ["attend_backward", "attend_differentiably", "attend_jvp"]
-
-
 Results = tuple[Array, Array]
 #: The operands that may be expressions, or their specs, by name.
 Expressions = dict[str, Any]

@@ -16,8 +16,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from polyattn.plugin import Array
 
-__all__ = ["Explicit", "arrays_of", "with_arrays"]
-
 Size = tuple[int, int]
 
 

@@ -24,8 +24,6 @@ from polyattn_jax.mesh import all_finite
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import finite, materialized, product, scaled_query, tile_scores
 
-__all__ = ["attend"]
-
 
 def attend(problem: Problem, tile: int, x: Operands, dtype: str) -> tuple[Array, Array]:
     """Return output and logsumexp, in tiles of about `tile` scores at most."""

@@ -19,15 +19,6 @@ from jax import lax
 
 from polyattn.plugin import Array, Operands, Problem, Span, TileGrid, column_span, combined_mask
 
-__all__ = [
-    "Loop",
-    "block_sizes",
-    "has_one_offset",
-    "loops",
-    "tiles_to_compute",
-    "visible_tiles",
-]
-
 # The smallest area of a tile for each head, however many heads there are.
 MIN_AREA = 2**12
 # From this area on, XLA computes the product of one head on several threads; those of many heads

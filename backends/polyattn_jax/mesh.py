@@ -12,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from polyattn.plugin import Array
 
-__all__ = ["all_finite", "varying_like"]
-
 lax: Any = untyped_lax
 Spec: Any = PartitionSpec
 

@@ -17,15 +17,6 @@ from polyattn_jax.layout import block_sizes, has_one_offset
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
-__all__ = [
-    "explicit",
-    "expressions",
-    "prepared",
-    "specs",
-    "with_expressions",
-    "without_expressions",
-]
-
 # Operands that may be expressions, and the field of the problem that holds the spec of each.
 SPECS = {"mask": "mask_spec", "score_mod": "score_spec", "similarity": "similarity_spec"}
 # Larger query offsets could overflow int32 when a window is added to them.

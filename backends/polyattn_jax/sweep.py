@@ -26,8 +26,6 @@ from polyattn_jax.layout import (
 from polyattn_jax.mesh import varying_like
 from polyattn_jax.tile import TileIndices
 
-__all__ = ["Body", "Tile", "sweep"]
-
 Rows = dict[str, Array]
 
 

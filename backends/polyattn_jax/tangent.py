@@ -29,8 +29,6 @@ from polyattn_jax.explicit import arrays_of, with_arrays
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
 from polyattn_jax.tile import finite, modified, product, scaled_query, similarity
 
-__all__ = ["OperandTangents", "attend_tangents"]
-
 
 class OperandTangents(NamedTuple):
     """The tangents of the operands; None where one is 0.

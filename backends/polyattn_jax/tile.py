@@ -26,17 +26,6 @@ from polyattn.plugin import (
 )
 from polyattn_jax.explicit import Explicit
 
-__all__ = [
-    "TileIndices",
-    "finite",
-    "materialized",
-    "modified",
-    "product",
-    "scaled_query",
-    "similarity",
-    "tile_scores",
-]
-
 
 class TileIndices(Indices):
     """The (b, h, i, j) of a tile whose first row and key are traced."""

@@ -33,8 +33,6 @@ from polyattn_jax.operands import (
     without_numbers,
 )
 
-__all__ = ["Xla"]
-
 
 class Xla(Kernel):
     """A loop over tiles of the scores, compiled by XLA."""

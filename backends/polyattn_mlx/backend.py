@@ -15,8 +15,6 @@ import numpy as np
 from polyattn.plugin import Array, Backend, Operands, Problem, namespace_of
 from polyattn_mlx.fast import Fast
 
-__all__ = ["MlxBackend"]
-
 
 class MlxBackend(Backend):
     """MLX's arrays, on its default device or on the one that a call names."""

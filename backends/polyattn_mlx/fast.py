@@ -24,8 +24,6 @@ from polyattn.plugin import (
     visible_keys,
 )
 
-__all__ = ["Fast"]
-
 
 class Fast(Kernel):
     """`mx.fast.scaled_dot_product_attention`.

@@ -19,8 +19,6 @@ from polyattn_numpy.sweep import LEAST
 from polyattn_numpy.tile_scores import VECTORS
 from polyattn_numpy.visibility import RegionMask, Visibility
 
-__all__ = ["fits_at_once", "may_fit_at_once", "takes_items_apart", "write_at_once"]
-
 # Features that add only masks to the exponential between the two products.
 TAKEN = frozenset({
     "batch_broadcast", "causal", "grouped_heads", "logsumexp", "mask", "mask_expression",

@@ -14,8 +14,6 @@ from polyattn_numpy import threads
 from polyattn_numpy.small import Small
 from polyattn_numpy.tiled import Tiled, empty_result
 
-__all__ = ["NumpyBackend"]
-
 
 class NumpyBackend(Backend):
     """NumPy arrays on the CPU."""

@@ -25,8 +25,6 @@ from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
 from polyattn_numpy.prepared import prepare
 from polyattn_numpy.scratch import borrowed_scratch
 
-__all__ = ["gradients"]
-
 # Products of a tile: of the scores and the weights, and the gradients of query, key and value.
 PRODUCTS = 5
 

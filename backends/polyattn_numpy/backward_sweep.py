@@ -14,8 +14,6 @@ from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
 from polyattn_numpy.tile_gradients import Shares, Step, TileGradients, sum_to
 
-__all__ = ["BackwardSweep", "Results"]
-
 # The logsumexp of a row that sees no key, in place of -inf: its weights, exp(-NOTHING), are 0.
 NOTHING = 1e30
 

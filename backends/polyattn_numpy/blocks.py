@@ -35,12 +35,6 @@ from typing import Any, NamedTuple
 
 from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full
 
-__all__ = [
-    "TINY", "Piece", "Region", "Tile", "even_count", "even_size", "has_few_scores", "pieces",
-    "row_sizes",
-    "split_heads", "tiles", "uses_table",
-]  # fmt: skip
-
 Region = tuple[Span, Span]
 
 STRIP = 128

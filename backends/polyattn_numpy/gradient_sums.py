@@ -12,8 +12,6 @@ from polyattn.plugin import Array, Gradients, Operands, Problem, Span
 from polyattn_numpy.blocks import Piece, split_heads
 from polyattn_numpy.turns import Turns
 
-__all__ = ["GradientSums", "adds_across_heads"]
-
 
 def adds_across_heads(problem: Problem, x: Operands) -> bool:
     """Return whether different heads or batch items add to the same number."""

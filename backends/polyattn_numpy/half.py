@@ -6,8 +6,6 @@ import numpy as np
 
 from polyattn.plugin import Array
 
-__all__ = ["convert"]
-
 # A float16 shifted into the place of a float32's bits is 2^112 times too small.
 _SCALE = np.float32(2.0**112)
 _SIGN_AND_NUMBER = np.uint32(0x8FFFE000)

@@ -27,8 +27,6 @@ from polyattn_numpy.blocks import (
     uses_table,
 )
 
-__all__ = ["MaskTable"]
-
 EMPTY, MIXED, FULL = range(3)
 # Keys of a cell if a tile has 512. Fewer than rows: narrow products lose less speed than low ones.
 CELL = 64

@@ -10,8 +10,6 @@ import numpy as np
 from polyattn.plugin import Array
 from polyattn_numpy.scratch import has_small_products
 
-__all__ = ["SoftmaxState", "combine", "product_of_seen", "weighted_sum"]
-
 # Multiply-adds of a product that counts as small.
 SMALL_PRODUCT = 2**19
 

@@ -14,8 +14,6 @@ from polyattn_numpy.blocks import Piece, has_few_scores, split_heads
 from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.scratch import fast_exp2
 
-__all__ = ["PreparedCall", "prepare"]
-
 LOG2_E = math.log2(math.e)
 
 

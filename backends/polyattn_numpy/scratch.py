@@ -14,8 +14,6 @@ import numpy as np
 from polyattn.plugin import Array
 from polyattn_numpy.threads import blas
 
-__all__ = ["Scratch", "band_tile", "borrowed_scratch", "fast_exp2", "has_small_products", "ones"]
-
 
 class Scratch:
     """Named arrays that are written to again and again."""

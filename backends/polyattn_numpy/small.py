@@ -10,8 +10,6 @@ from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_numpy.blocks import TINY
 from polyattn_numpy.scratch import ones
 
-__all__ = ["Small"]
-
 
 class Small(Kernel):
     """The formula at once, for keys that all rows see."""

@@ -32,8 +32,6 @@ from polyattn_numpy.scratch import Scratch, ones
 from polyattn_numpy.tile_scores import TileScores
 from polyattn_numpy.visibility import RegionMask
 
-__all__ = ["Sweep"]
-
 # Sums of weights below this may lack weights below float32's range.
 LEAST = 2.0**-20
 PRIMITIVES = BackendPrimitives(xp)

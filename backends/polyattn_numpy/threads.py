@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 from threadpoolctl import ThreadpoolController
 
-__all__ = ["Shared", "StoppedError", "blas", "default", "each"]
-
 T = TypeVar("T")
 
 

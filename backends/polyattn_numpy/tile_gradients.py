@@ -25,8 +25,6 @@ from polyattn_numpy.scratch import Scratch, ones
 from polyattn_numpy.tile_scores import TileScores
 from polyattn_numpy.visibility import RegionMask
 
-__all__ = ["Shares", "Step", "TileGradients", "sum_to"]
-
 
 class Step(NamedTuple):
     """A tile with its operands. Output gradient and value have the additional column."""

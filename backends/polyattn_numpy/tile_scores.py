@@ -17,8 +17,6 @@ from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch
 from polyattn_numpy.visibility import Visibility
 
-__all__ = ["VECTORS", "TileScores"]
-
 # For so few rows, products with vectors read each key from memory once and then from the cache.
 VECTORS = 8
 

@@ -37,8 +37,6 @@ from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sweep import Sweep
 
-__all__ = ["Tiled", "empty_result"]
-
 # Up to so many scores of an item, the dense kernel is faster than a piece that is computed at once;
 # up to `TINY` it is faster than tiles.
 TINY_AT_ONCE = 2**9

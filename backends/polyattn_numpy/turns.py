@@ -15,8 +15,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from polyattn.plugin import Span
 from polyattn_numpy.blocks import Piece
 
-__all__ = ["Turn", "Turns"]
-
 # Seconds between two looks at what a piece waits for: little beside the work on a tile.
 PAUSE = 5e-5
 

@@ -19,8 +19,6 @@ from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import band_tile
 
-__all__ = ["RegionMask", "Visibility"]
-
 #: An index into a tile's scores, and which of the scores there are visible.
 RegionMask = tuple[Any, Array]
 

@@ -25,8 +25,6 @@ from polyattn.plugin import (
 from polyattn_onnx.model import model_of
 from polyattn_onnx.operator import Operator
 
-__all__ = ["Native", "OnnxBackend"]
-
 #: The opset of a call that names none: the newest whose attributes ONNX Runtime knows all.
 DEFAULT = 24
 

@@ -8,8 +8,6 @@ from onnx import helper
 
 from polyattn_onnx.node import Node
 
-__all__ = ["model_of"]
-
 
 def model_of(node: Node) -> onnx.ModelProto:
     """Return the model; its inputs are those that the node has, in the operator's order.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Node"]
-
 
 class Node(NamedTuple):
     """The static facts of a node.

@@ -26,8 +26,6 @@ from polyattn.plugin import (
 )
 from polyattn_onnx.node import Node
 
-__all__ = ["FIRST", "LAST", "Operator", "reason_against_empty_rows"]
-
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25
 #: The first opset with the input nonpad_kv_seqlen, and the first with the attributes of windows.

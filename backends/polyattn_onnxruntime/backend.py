@@ -12,8 +12,6 @@ from polyattn.plugin import Array, Backend, Operands, Problem, native, thread_co
 from polyattn_onnx.operator import Operator
 from polyattn_onnxruntime.sessions import devices, session_of
 
-__all__ = ["Node", "OnnxruntimeBackend"]
-
 
 class Node(Operator):
     """One node, of the standard's operator Attention, as ONNX Runtime computes it."""

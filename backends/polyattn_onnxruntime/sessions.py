@@ -10,8 +10,6 @@ import onnxruntime
 from polyattn_onnx.model import model_of
 from polyattn_onnx.node import Node
 
-__all__ = ["PROVIDERS", "devices", "session_of"]
-
 #: The execution provider of each kind of device.
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",

@@ -2,8 +2,6 @@
 
 from polyattn.plugin import BackendSpec
 
-__all__ = ["SPEC"]
-
 SPEC = BackendSpec(
     name="torch",
     namespaces=("torch",),

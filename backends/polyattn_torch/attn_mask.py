@@ -24,17 +24,6 @@ from polyattn.plugin import (
     visible_keys,
 )
 
-__all__ = [
-    "as_bias",
-    "attn_mask",
-    "is_square_causal",
-    "made_mask",
-    "needs_band",
-    "on_keys",
-    "seen_keys",
-    "takes_mask",
-]
-
 
 def is_square_causal(problem: Problem) -> bool:
     """Return whether torch's is_causal means exactly this problem's band.

@@ -19,16 +19,6 @@ import torch.autograd.forward_ad as forward_mode
 from polyattn.plugin import Problem
 from polyattn_torch.batched_gradients import item_by_item
 
-__all__ = [
-    "Step",
-    "apply",
-    "autocast_disabled",
-    "in_transform",
-    "is_autocast_enabled",
-    "is_recorded",
-    "moved_along",
-]
-
 Tensors = Sequence[torch.Tensor]
 #: One entry for each tensor of a step, None where there is nothing.
 Optionals = Sequence[torch.Tensor | None]

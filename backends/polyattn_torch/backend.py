@@ -22,8 +22,6 @@ from polyattn_torch.onnx_node import IN_EXPORT
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
 
-__all__ = ["TorchBackend"]
-
 
 class TorchBackend(Backend):
     """PyTorch tensors on any of torch's devices."""

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["item_by_item"]
-
 _Optionals = Sequence[torch.Tensor | None]
 
 

@@ -14,8 +14,6 @@ import torch
 
 from polyattn.plugin import Mask, Operands, PointIndices, Problem, TileGrid
 
-__all__ = ["TILE", "block_mask", "point_indices"]
-
 #: Rows and keys of a tile: FlexAttention's default, a multiple of its CUDA kernels' tiles.
 TILE = 128
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["DeviceInfo", "constant_when_traced", "describe_device"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

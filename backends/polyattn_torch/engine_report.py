@@ -16,8 +16,6 @@ from polyattn.plugin import Problem
 from polyattn_torch.quirks import Workaround
 from polyattn_torch.route import Route
 
-__all__ = ["report_engine"]
-
 # The results of torch._fused_sdp_choice.
 ENGINES = ("math", "flash", "efficient", "cudnn", "overrideable")
 

@@ -18,17 +18,6 @@ from polyattn_torch.device_info import DeviceInfo
 from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.workarounds import EngineInputs, padded
 
-__all__ = [
-    "CUDNN",
-    "EFFICIENT",
-    "FLASH",
-    "FLASH_CPU",
-    "WITH_LOGSUMEXP",
-    "Engine",
-    "in_rows",
-    "operator",
-]
-
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
 

@@ -30,8 +30,6 @@ from polyattn.plugin import (
 )
 from polyattn_torch.block_mask import block_mask, point_indices
 
-__all__ = ["Flex"]
-
 try:
     from torch.nn.attention.flex_attention import AuxRequest
 except ImportError:  # torch 2.9 and before

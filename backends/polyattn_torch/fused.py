@@ -25,8 +25,6 @@ from polyattn_torch.autograd import Optionals, Tensors, apply, in_transform, is_
 from polyattn_torch.engines import in_rows, operator
 from polyattn_torch.workarounds import EngineInputs, padded
 
-__all__ = ["recorded", "takes"]
-
 _QKV = ("query", "key", "value")
 _OPTIONS = ("dropout_p", "is_causal", "attn_mask", "scale")
 _forward = operator("_scaled_dot_product_flash_attention_for_cpu", *_QKV, *_OPTIONS)

@@ -9,8 +9,6 @@ import torch
 
 from polyattn_torch.device_info import constant_when_traced
 
-__all__ = ["exported_opset"]
-
 
 def exported_opset() -> int | None:
     """Return the opset that torch.onnx.export was asked for; 0 if for none, None outside of it."""

@@ -12,8 +12,6 @@ from polyattn.plugin import Array, Backend, Operands, Problem, may_have_empty_ro
 from polyattn_onnx.operator import FIRST, LAST, Operator, reason_against_empty_rows
 from polyattn_torch.onnx_export import exported_opset
 
-__all__ = ["IN_EXPORT", "OnnxNode", "reason_in_export"]
-
 
 class OnnxNode(Operator):
     """A node of the model that ``torch.onnx.export(dynamo=True)`` is making."""

@@ -15,8 +15,6 @@ from polyattn.plugin import Problem, may_have_empty_rows
 from polyattn_torch.attn_mask import is_square_causal, takes_mask
 from polyattn_torch.device_info import DeviceInfo
 
-__all__ = ["QUIRKS", "Quirk", "Workaround", "refusals", "workarounds_for"]
-
 
 class Workaround(Enum):
     """The way in which `Sdpa` avoids a quirk; `explain` shows the text."""

@@ -13,8 +13,6 @@ from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.engines import EFFICIENT, FLASH, WITH_LOGSUMEXP, Engine
 from polyattn_torch.quirks import Workaround, workarounds_for
 
-__all__ = ["Route", "plain_options", "route_of", "why_no_engine"]
-
 
 class Route(NamedTuple):
     """The way in which torch computes a problem."""

@@ -29,8 +29,6 @@ from polyattn_torch.route import plain_options, route_of, why_no_engine
 from polyattn_torch.selftest import TESTED, self_test
 from polyattn_torch.workarounds import EngineInputs, apply_workarounds, undo_workarounds
 
-__all__ = ["Sdpa"]
-
 # Building a mask of more elements than this (64 MiB of bool) costs more than sdpa saves: the kernel
 # tiled skips what the mask would hide.
 LARGEST_MADE_MASK = 2**26

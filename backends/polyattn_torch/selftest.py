@@ -15,8 +15,6 @@ import torch
 from polyattn.plugin import Array, Backend, Kernel, Operands, Problem
 from polyattn_torch.device_info import constant_when_traced
 
-__all__ = ["TESTED", "self_test", "try_out"]
-
 #: The kinds of device that are tested.
 TESTED = frozenset({"mps"})
 

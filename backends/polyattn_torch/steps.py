@@ -33,8 +33,6 @@ from polyattn_torch.autograd import (
     moved_along,
 )
 
-__all__ = ["KernelStep", "run_step", "step_of"]
-
 
 class Slot(NamedTuple):
     """The place of a tensor among those of a step; an array to `Expression.map`."""

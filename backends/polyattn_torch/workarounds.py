@@ -12,8 +12,6 @@ from polyattn.plugin import Problem, cleared, empty_rows
 from polyattn_torch.attn_mask import as_bias
 from polyattn_torch.quirks import Workaround
 
-__all__ = ["EngineInputs", "apply_workarounds", "padded", "undo_workarounds"]
-
 
 class EngineInputs(NamedTuple):
     """The arrays that an engine takes, each with one batch axis."""

@@ -17,8 +17,6 @@ from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 from polyattn.plugin import Kernel
 
-__all__ = ["AttentionOptions", "attention"]
-
 
 class AttentionOptions(TypedDict, total=False):
     """The keyword arguments of `attention`, which documents them."""

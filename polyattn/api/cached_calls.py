@@ -16,8 +16,6 @@ from polyattn.call.options import OPTIONS
 from polyattn.dispatch.cache import CachedCall, cached_call
 from polyattn.dispatch.request import request
 
-__all__ = ["with_cached_calls"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OPTIONS = frozenset((*OPTIONS, *BESIDE))
 _OPERANDS = frozenset(Operands._fields)

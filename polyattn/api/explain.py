@@ -20,8 +20,6 @@ from polyattn.dispatch.select import check_kernel, check_possible, default_devic
 from polyattn.expressions.masks import Mask
 from polyattn.span import Span
 
-__all__ = ["explain"]
-
 
 @with_our_names
 def explain(

@@ -29,8 +29,6 @@ from polyattn.expressions.replacements import ScaleRule
 from polyattn.host import home_of
 from polyattn.plugin import unrounded
 
-__all__ = ["attention_backward", "attention_jvp", "attention_vjp", "unrounded_partial"]
-
 
 @with_our_names
 def attention_backward(

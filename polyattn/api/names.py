@@ -8,8 +8,6 @@ from typing import Any, TypeVar, cast
 
 from polyattn.call.options import OPTIONS
 
-__all__ = ["FOREIGN", "check_names", "with_our_names"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _MASK = "mask= for bools, where True takes part, or bias= for floats"

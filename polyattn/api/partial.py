@@ -18,8 +18,6 @@ from polyattn.autocast import autocast
 from polyattn.call.describe import describe
 from polyattn.call.features import DTYPES
 
-__all__ = ["Partial", "attention_partial", "merge"]
-
 
 class Partial(NamedTuple):
     """The result of attention over some of the keys.

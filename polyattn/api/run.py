@@ -14,8 +14,6 @@ from polyattn.dispatch.request import request
 from polyattn.dispatch.select import check_kernel
 from polyattn.plugin import Kernel
 
-__all__ = ["compute", "plan_of", "run"]
-
 
 def compute(
     call: Call,

@@ -18,8 +18,6 @@ from polyattn.dispatch.select import select
 from polyattn.kernels.weights import Weights
 from polyattn.span import Span
 
-__all__ = ["WHICH", "TopWeights", "attention_weights"]
-
 # The types that select rows or heads, for messages.
 WHICH = "an integer, a sequence of them, or a slice"
 

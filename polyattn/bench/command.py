@@ -21,8 +21,6 @@ from polyattn.files import check_file, replacing, write_file
 from polyattn.progress import progress
 from polyattn.streams import complain, reason, show
 
-__all__ = ["add_options", "run"]
-
 LENGTHS = "256:4096"
 SECONDS = 60.0
 

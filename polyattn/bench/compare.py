@@ -14,8 +14,6 @@ from polyattn.bench.table import digits, duration
 from polyattn.bench.timing import FEWEST
 from polyattn.text_table import paragraph, table
 
-__all__ = ["compare"]
-
 Key = tuple[int, str]
 LEGEND = """\
   B/A: the ratio of the medians, and its widest range by the quartiles;

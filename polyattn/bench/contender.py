@@ -17,8 +17,6 @@ from polyattn.dispatch.errors import BackendUnavailableError, UnsupportedError
 from polyattn.dispatch.request import parse
 from polyattn.plugin import Array, Backend
 
-__all__ = ["Contender", "Running", "contenders", "everything_here"]
-
 
 @dataclass(frozen=True)
 class Contender:

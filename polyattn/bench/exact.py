@@ -9,8 +9,6 @@ import numpy as np
 from polyattn.api.attention import attention
 from polyattn.bench.workload import Workload
 
-__all__ = ["Rows", "exact_rows", "largest_error"]
-
 BLOCKS, ROWS = 4, 16
 
 

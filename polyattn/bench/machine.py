@@ -23,8 +23,6 @@ from polyattn.threads import granted, thread_count
 if TYPE_CHECKING:
     from polyattn.bench.contender import Contender
 
-__all__ = ["Machine", "look", "processor", "versions"]
-
 PACKAGES = ("numpy", "torch", "jax", "cupy", "onnxruntime")
 # Prefixes of environment variables that change how fast a library is.
 PREFIXES = (

@@ -16,8 +16,6 @@ from typing import Any
 
 from polyattn.bench.contender import Running
 
-__all__ = ["host_peak", "peak_memory"]
-
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 

@@ -10,8 +10,6 @@ from polyattn.bench.report import Report, Row
 from polyattn.bench.table import COLUMNS, LEGEND, cells_of, rate_unit, roof_texts
 from polyattn.html_page import html_page
 
-__all__ = ["page"]
-
 
 def page(report: Report) -> str:
     """Return a report as an HTML page."""

@@ -18,8 +18,6 @@ from polyattn.bench.contender import Contender
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Array
 
-__all__ = ["Peak", "measure", "roof", "roofs"]
-
 SIDES = (512, 1024, 2048, 4096, 8192)  # sides of the square matrices
 LONG = 0.03  # seconds of a product after which a larger one is no faster
 SMALLEST, LARGEST = 2**28, 2**31  # bytes that are summed: more than the caches hold

@@ -16,8 +16,6 @@ from polyattn.bench.report import Report, Row
 from polyattn.bench.table import rate_unit
 from polyattn.extras import require_matplotlib
 
-__all__ = ["DPI", "draw", "svg"]
-
 DPI = 130
 # Okabe and Ito's colours without black, which the roofs have; yellow, faint on white, is last.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442")

@@ -15,8 +15,6 @@ from polyattn.bench.timing import Spread
 from polyattn.bench.workload import Workload
 from polyattn.text_table import printable
 
-__all__ = ["Report", "Row", "read"]
-
 FORMAT, VERSION = "polyattn bench", 1
 # What the numbers of a file may be: seconds of a call, and any number.
 SHORTEST, LONGEST = 1e-12, 1e12

@@ -22,8 +22,6 @@ from polyattn.bench.report import Report, Row, number
 from polyattn.bench.table import digits
 from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
-__all__ = ["measure", "measure_peaks"]
-
 # Smallest number of calls for a row: to compile, to estimate, for the memory, and the rounds.
 CALLS = 3 + FEWEST
 # Seconds for the rounds of the first of several lengths, so that rows are printed soon.

@@ -10,21 +10,6 @@ from polyattn import text_table
 from polyattn.bench.machine import fact
 from polyattn.bench.report import Report, Row
 
-__all__ = [
-    "COLUMNS",
-    "LEGEND",
-    "cells_of",
-    "digits",
-    "duration",
-    "footer",
-    "group",
-    "head",
-    "heading",
-    "rate_unit",
-    "roof_texts",
-    "share",
-]
-
 WIDTH = 100
 COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
 WIDTHS = (7, 15, 7, 7, 5, 7, 10)

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["FEWEST", "REST", "Spread", "alternate", "ratios", "rounds", "spread_of", "window"]
-
 REST = 0.1  # seconds
 WINDOW = 0.04  # seconds
 FEWEST, MOST = 3, 7  # rounds

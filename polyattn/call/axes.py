@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from polyattn.arguments import Shape
 
-__all__ = ["axes_of"]
-
 
 def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
     """Return the batch axes, heads, length and size of query, key or value."""

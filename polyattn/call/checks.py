@@ -15,14 +15,6 @@ from polyattn.call.features import DTYPES
 from polyattn.call.operands import named_arrays
 from polyattn.expressions.indices import is_ambiguous
 
-__all__ = [
-    "check_dtypes",
-    "check_lengths",
-    "check_operand_shapes",
-    "check_range",
-    "common_shape",
-]
-
 
 def check_dtypes(call: Call) -> None:
     operands = call.operands()

@@ -21,8 +21,6 @@ from polyattn.expressions.scores import Chain, Function, Score, Softcap
 from polyattn.host import Home, as_array, home_of, is_host
 from polyattn.tracing import torch_transforms
 
-__all__ = ["at_home", "describe"]
-
 _OPERANDS = frozenset(Operands._fields)
 
 

@@ -13,8 +13,6 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 
-__all__ = ["Call"]
-
 
 class Call(NamedTuple):
     """The facts of a call; plans are cached by them.

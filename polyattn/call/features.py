@@ -11,8 +11,6 @@ from polyattn.call.facts import Call
 from polyattn.call.layout import positions_matter
 from polyattn.expressions.expression import has_function
 
-__all__ = ["DTYPES", "FEATURES", "MASKING", "Feature", "default_scale", "newest_offset"]
-
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 

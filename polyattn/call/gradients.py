@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 from polyattn.arrays import Array
 
-__all__ = ["Gradients"]
-
 
 class Gradients(NamedTuple):
     """The gradients of the arguments of a call; None where an argument has none.

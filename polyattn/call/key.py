@@ -14,8 +14,6 @@ from polyattn.arrays import Array
 from polyattn.autocast import casts
 from polyattn.tracing import constant_when_traced, is_autocast_on, is_transformed, know_torch
 
-__all__ = ["CallKey", "call_key"]
-
 CallKey = tuple[Any, ...]  # hashable
 
 # With their types in a key, because True equals 1 and is not allowed where 1 is.

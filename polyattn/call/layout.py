@@ -12,18 +12,6 @@ from polyattn.call.operands import Operands
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.scores import Score
 
-__all__ = [
-    "as_called",
-    "chunks_heads_first",
-    "gradients_as_called",
-    "heads_first",
-    "is_flat",
-    "keeps_axes",
-    "positions_matter",
-    "result_heads_first",
-    "tangent_heads_first",
-]
-
 
 def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
     """Return the chunks of each array that is cut, on the axes that a kernel knows."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 from polyattn.arrays import Array
 from polyattn.expressions.replacements import Similarity
 
-__all__ = ["Cotangents", "Operands", "Residuals", "Tangents", "mapped", "named_arrays"]
-
 
 class Operands(NamedTuple):
     """The arrays and functions of one call, heads before length, query, key and value of rank >= 3.

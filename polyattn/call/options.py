@@ -18,16 +18,6 @@ from polyattn.expressions.masks import Mask
 from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Score
 
-__all__ = [
-    "FROM_ZERO",
-    "GRADIENT_ARRAYS",
-    "GRADIENT_EXPRESSIONS",
-    "OPTIONS",
-    "Option",
-    "Start",
-    "option_of",
-]
-
 #: The flat batch item, query head, query row and key that a part of a call begins with.
 Start = tuple[int, int, int, int]
 FROM_ZERO: Start = (0, 0, 0, 0)

@@ -11,8 +11,6 @@ from polyattn.call.options import OPTIONS, Option, option_of
 from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 
-__all__ = ["PartOfScores", "arrays_in", "map_arrays", "options_of", "options_of_part"]
-
 
 class PartOfScores(Protocol):
     """Some batch items, heads, rows and keys of a call, which count from its own first ones."""

@@ -28,8 +28,6 @@ from polyattn.expressions.patterns import Band
 from polyattn.expressions.replacements import ByNorm, LongSequence, Normalizer, Similarity
 from polyattn.expressions.scores import Score
 
-__all__ = ["Problem", "examine"]
-
 
 class Problem(NamedTuple):
     """The facts of a checked call, in the letters of the semantics.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["BACKEND", "LIBRARY", "pytest_addoption", "pytest_report_header"]
-
 BACKEND, LIBRARY = "--polyattn-backend", "--polyattn-library"
 
 

@@ -24,8 +24,6 @@ from polyattn.dispatch.select import select
 from polyattn.plugin import Backend, Kernel
 from polyattn.tracing import is_compiling
 
-__all__ = ["CachedCall", "cached_call", "forget", "planned"]
-
 _CAPACITY = 4096
 
 

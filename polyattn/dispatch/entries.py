@@ -15,8 +15,6 @@ from importlib.metadata import (
 )
 from typing import NamedTuple
 
-__all__ = ["Entry", "entries"]
-
 GROUP = "polyattn.backends"
 
 

@@ -12,8 +12,6 @@ from polyattn.expressions.expression import Expression
 from polyattn.html_page import html_table
 from polyattn.text_table import paragraph, table
 
-__all__ = ["Candidate", "Explanation"]
-
 
 @dataclass(frozen=True)
 class Candidate:

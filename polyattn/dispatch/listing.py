@@ -11,8 +11,6 @@ from polyattn.dispatch import registry
 from polyattn.html_page import html_table
 from polyattn.text_table import table
 
-__all__ = ["BackendInfo", "BackendTable", "list_backends"]
-
 
 @dataclass(frozen=True)
 class BackendInfo:

@@ -16,8 +16,6 @@ from polyattn.dispatch.transfer import conversion_loss
 from polyattn.plugin import Backend, BackendSpec, Kernel
 from polyattn.tracing import is_compiling
 
-__all__ = ["Placement", "Refusal", "check_one_place", "find_placement"]
-
 
 class Placement(NamedTuple):
     """A backend that could run a call, and the operands that must move there."""

@@ -15,8 +15,6 @@ from polyattn.expressions.expression import Expression
 from polyattn.plugin import Kernel
 from polyattn.tracing import is_compiling
 
-__all__ = ["Plan"]
-
 
 class Plan(NamedTuple):
     """The complete decision about a call: a kernel and its placement."""

@@ -16,27 +16,11 @@ from typing import Any
 from polyattn.arrays import is_namespace
 from polyattn.dispatch.entries import Entry, entries
 from polyattn.dispatch.standard import StandardBackend
-from polyattn.kernels import Dense, Tiled
+from polyattn.kernels.dense_kernel import Dense
+from polyattn.kernels.tiled import Tiled
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
 from polyattn.plugin.spec import API_VERSION
 from polyattn.tracing import constant_when_traced
-
-__all__ = [
-    "ARRAY_API",
-    "accepted",
-    "array_api_backend",
-    "device_of",
-    "devices_of",
-    "flaw",
-    "is_installed",
-    "kernels_of",
-    "load",
-    "loaded",
-    "names",
-    "serving",
-    "spec_of",
-    "specs",
-]
 
 #: The backend that runs the core's kernels on the library of the arrays.
 ARRAY_API = "array-api"

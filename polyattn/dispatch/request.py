@@ -17,8 +17,6 @@ from polyattn.dispatch import registry
 from polyattn.dispatch.errors import UnknownBackendError
 from polyattn.environment import reader_of
 
-__all__ = ["AUTO", "Names", "Request", "check_known", "parse", "request", "use_backend"]
-
 AUTO = "auto"
 VARIABLE = "POLYATTN_BACKEND"
 _variable = reader_of(VARIABLE)

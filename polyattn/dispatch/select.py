@@ -23,8 +23,6 @@ from polyattn.dispatch.request import AUTO, Names, Request, check_known
 from polyattn.expressions.scores import Chain, Function
 from polyattn.plugin import Backend, Kernel
 
-__all__ = ["check_kernel", "check_possible", "default_device", "explain_selection", "select"]
-
 
 def select(
     call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any

@@ -11,8 +11,6 @@ from polyattn.call.problem import Problem
 from polyattn.dispatch.errors import UnsupportedError
 from polyattn.plugin import Backend
 
-__all__ = ["StandardBackend"]
-
 
 class StandardBackend(Backend):
     """A library that may lack a part of the standard, which an error then names."""

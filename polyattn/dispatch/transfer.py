@@ -14,15 +14,6 @@ from polyattn.dispatch.errors import UnsupportedError
 from polyattn.expressions.expression import Expression
 from polyattn.plugin import Backend
 
-__all__ = [
-    "backend_of",
-    "conversion_loss",
-    "convert_like",
-    "move_operands",
-    "move_results",
-    "mover_back",
-]
-
 # A library may have no integers above 32 bits.
 _INT32_MAX = 2**31 - 1
 

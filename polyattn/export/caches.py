@@ -8,8 +8,6 @@ from typing import Any, TypeGuard
 from polyattn.arrays import Array, ArrayFacts, facts_of, is_array
 from polyattn.nn.cache import KVCache
 
-__all__ = ["Caches", "Shape", "are_caches", "arrays_of", "named", "with_caches"]
-
 Shape = tuple[int | str, ...]
 Caches = KVCache | tuple[KVCache, ...]
 

@@ -25,8 +25,6 @@ from polyattn.files import check_file
 from polyattn.host import native
 from polyattn.nn.module import Module
 
-__all__ = ["onnx"]
-
 #: The first opset with TensorScatter, which writes to a cache.
 CACHED = 24
 #: The dtypes that ndonnx has.

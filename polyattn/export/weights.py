@@ -12,8 +12,6 @@ import numpy
 from polyattn.extras import require_onnx
 from polyattn.files import replacing
 
-__all__ = ["check_size", "store"]
-
 #: How many bytes of weights a model holds: less than protobuf's 2 GiB, for the nodes beside them.
 LARGEST = 2**31 - 2**26
 #: The weights in a file begin at multiples of this, so that a runtime can map them into memory.

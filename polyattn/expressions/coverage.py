@@ -12,8 +12,6 @@ from polyattn.arrays import Array
 from polyattn.expressions.parts import Part
 from polyattn.tracing import constant_when_traced
 
-__all__ = ["UNKNOWN", "Block", "Coverage", "TileTable", "logical_not"]
-
 
 class Coverage(NamedTuple):
     """The visibility of a block: bools, or arrays of them with the axes (..., H, rows, keys)."""

@@ -12,22 +12,6 @@ from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, with_rank
 
-__all__ = [
-    "Primitives",
-    "by_rows",
-    "finite",
-    "into_heads",
-    "joined",
-    "lengths",
-    "over_lengths",
-    "over_size",
-    "sign",
-    "stacked",
-    "unit",
-    "unit_slope",
-    "used",
-]
-
 Primitives = Any  # `BackendPrimitives`, whose module imports the expressions
 
 

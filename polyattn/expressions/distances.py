@@ -9,8 +9,6 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.expressions.derivatives import Primitives, by_rows, joined, over_size
 
-__all__ = ["distances"]
-
 # A square q² + k² − 2q·k that is less than 1 part in so many of q² + k² has lost digits.
 NEAR = 4
 # With vectors of fewer numbers, a sum over their entries takes no longer than the product.

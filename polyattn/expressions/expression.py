@@ -15,8 +15,6 @@ from polyattn.expressions.parts import Part
 from polyattn.host import Home, is_host
 from polyattn.tracing import is_compiling
 
-__all__ = ["FUNCTION", "RENDERERS", "Expression", "has_function", "named"]
-
 V = TypeVar("V", bound="Expression")
 
 #: The placeholder for a function in a spec.

@@ -21,15 +21,6 @@ from polyattn.arrays import (
     library_of,
 )
 
-__all__ = [
-    "INDEX_LIMIT",
-    "PointIndices",
-    "ScoreDims",
-    "ScoreIndices",
-    "is_ambiguous",
-    "saturating_sum",
-]
-
 # Beyond any length, and far enough from the end of int32 to be added to a length.
 INDEX_LIMIT = 2**30
 

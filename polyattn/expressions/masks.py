@@ -24,8 +24,6 @@ from polyattn.expressions.indices import (
 from polyattn.expressions.parts import Part
 from polyattn.host import home_of
 
-__all__ = ["And", "Dense", "Joined", "Mask", "Not", "Or", "Rule", "as_mask"]
-
 
 class Mask(Expression):
     """The keys that each row may see. Masks compose by ``&``, ``|`` and ``~``.

@@ -14,8 +14,6 @@ from polyattn.arrays import library_of
 from polyattn.expressions.indices import saturating_sum
 from polyattn.span import Span
 
-__all__ = ["Part", "axes_of_array"]
-
 # The axes of the array in each field of an expression, the last ones: L, S and H of the scores, and
 # "-" for an axis of its own. A dot says that batch axes may come before them.
 _AXES = {

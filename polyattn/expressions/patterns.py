@@ -18,8 +18,6 @@ from polyattn.expressions.indices import (
 from polyattn.expressions.masks import Mask
 from polyattn.expressions.parts import Part
 
-__all__ = ["Band", "Dilated", "Filled", "GlobalTokens", "Padding", "Prefix", "Segments"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Band(Mask):

@@ -27,19 +27,6 @@ from polyattn.expressions.derivatives import (
 from polyattn.expressions.distances import distances
 from polyattn.expressions.expression import Expression
 
-__all__ = [
-    "Additive",
-    "ByNorm",
-    "Cosine",
-    "Distance",
-    "LongSequence",
-    "Normalizer",
-    "ScaleRule",
-    "Sigmoid",
-    "Similarity",
-    "Sparsemax",
-]
-
 
 class Similarity(Expression):
     """A replacement for q·k. Its scale is 1 by default."""

@@ -14,17 +14,6 @@ from polyattn.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn.expressions.parts import Part
 from polyattn.host import home_of
 
-__all__ = [
-    "Alibi",
-    "Chain",
-    "Function",
-    "RelativeBias",
-    "Score",
-    "Softcap",
-    "Temperature",
-    "as_score",
-]
-
 
 class Score(Expression):
     """A modification of scores. Modifications compose by ``>>``.

@@ -39,8 +39,6 @@ from polyattn.plugin import (
     unrounded,
 )
 
-__all__ = ["LIBRARY"]
-
 
 class Recorder:
     """What autograd's boxes need of polyattn."""

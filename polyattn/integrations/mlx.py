@@ -13,8 +13,6 @@ import mlx.core as mx
 
 from polyattn.arrays import Library
 
-__all__ = ["LIBRARY"]
-
 
 def _arange(
     start: int, stop: int | None = None, step: int = 1, dtype: mx.Dtype = mx.int64

@@ -16,8 +16,6 @@ import spox.opset.ai.onnx.v21 as op
 
 from polyattn.arrays import Library, broadcast_shapes
 
-__all__ = ["LIBRARY"]
-
 
 def _matmul(a: Any, b: Any) -> Any:
     terms = a.shape[-1] or b.shape[-2 if b.ndim > 1 else -1]

@@ -22,8 +22,6 @@ from polyattn import masks, parallel
 from polyattn.arrays import is_one_of
 from polyattn.parallel.over import communicator_of
 
-__all__ = ["Ranks"]
-
 #: The parts of mask functions that arguments of the attention express: causality and window.
 EXPRESSED = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay"}
 

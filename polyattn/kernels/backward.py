@@ -23,8 +23,6 @@ from polyattn.span import Span
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn.tiles.items import part_of
 
-__all__ = ["gradients"]
-
 
 def gradients(
     problem: Problem,

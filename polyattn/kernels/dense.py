@@ -20,8 +20,6 @@ from polyattn.tiles.indices import Indices
 from polyattn.tiles.items import part_of
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
-__all__ = ["Scores", "attend", "attention", "scores"]
-
 
 def attention(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array | None]:
     """Return the output, and the logsumexp if the problem asks for it."""

@@ -14,8 +14,6 @@ from polyattn.kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 from polyattn.tiles.grouped_heads import ungrouped
 
-__all__ = ["Dense"]
-
 
 class Dense(Kernel):
     """The formula over all rows and keys at once, with memory for L × S scores."""

@@ -17,8 +17,6 @@ from polyattn.span import Span
 from polyattn.tiles.grouped_heads import scaled, unfold_heads
 from polyattn.tiles.items import part_of
 
-__all__ = ["pushforward"]
-
 
 def pushforward(
     problem: Problem,

@@ -15,8 +15,6 @@ from polyattn.expressions.derivatives import finite
 from polyattn.plugin import Backend
 from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
 
-__all__ = ["hide", "visible_product", "weighted_sum"]
-
 
 def hide(xp: Any, scores: Array, seen: Array) -> Array:
     """Return scores with −inf wherever a key is not seen."""

@@ -19,8 +19,6 @@ from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.indices import Indices
 from polyattn.tiles.items import part_of
 
-__all__ = ["RowBlock", "Scored", "per_head", "score_tile"]
-
 
 class RowBlock(NamedTuple):
     """What the tiles of some rows share, in the accumulator's dtype."""

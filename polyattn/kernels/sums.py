@@ -13,8 +13,6 @@ from polyattn.call.problem import Problem
 from polyattn.expressions.expression import Expression
 from polyattn.span import Span
 
-__all__ = ["GradientSums", "sum_to"]
-
 #: The axes of an operand along the rows and along the keys of the scores.
 AXES = {"query": (-2, None), "key": (None, -2), "value": (None, -2), "bias": (-2, -1)}
 

@@ -24,8 +24,6 @@ from polyattn.tiles.band import band, column_span
 from polyattn.tiles.grouped_heads import scaled
 from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 
-__all__ = ["Tiled"]
-
 # The least scores of a tile per head, for any number of heads.
 SMALLEST = 2**12
 # The rows of a tile in a narrow band, at least.

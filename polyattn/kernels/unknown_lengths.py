@@ -5,8 +5,6 @@ from __future__ import annotations
 from polyattn.call.problem import Problem
 from polyattn.tiles.batch_axes import reason_against_batch
 
-__all__ = ["reasons_against_lengths"]
-
 #: Features whose numbers are computed from the lengths.
 NUMBERED = frozenset({"backward", "jvp"})
 

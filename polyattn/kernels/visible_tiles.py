@@ -11,8 +11,6 @@ from polyattn.span import Span
 from polyattn.tiles.band import column_span
 from polyattn.tiles.coverage import TileQuery, combined_mask
 
-__all__ = ["visible_tiles"]
-
 
 def visible_tiles(
     problem: Problem, x: Operands, backend: Backend, rows: Span, tiles: Iterable[Span]

@@ -22,8 +22,6 @@ from polyattn.tiles.indices import Indices
 from polyattn.tiles.items import part_of
 from polyattn.tiles.online_softmax import initial_state, or_zero
 
-__all__ = ["Weights"]
-
 
 @dataclass(frozen=True)
 class Weights(Kernel):

@@ -8,8 +8,6 @@ from typing import Any
 from polyattn.arrays import Array, cast, index_range, numbers_like
 from polyattn.nn.shapes import beside
 
-__all__ = ["FAR", "Angles"]
-
 #: The first position whose angles are exact to 1e-6 in float32; those before it are products.
 FAR = 2**13
 #: A digit of a position, so short that float32 holds its product with a number of as many bits.

@@ -16,8 +16,6 @@ from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import Placed, Rotary
 from polyattn.nn.shapes import with_last_axes
 
-__all__ = ["MultiHeadAttention"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MultiHeadAttention(Module):

@@ -16,8 +16,6 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 
-__all__ = ["DecoderBlock", "EncoderBlock", "Stack"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EncoderBlock(Module):

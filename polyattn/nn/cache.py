@@ -31,8 +31,6 @@ from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
 from polyattn.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
 
-__all__ = ["KVCache"]
-
 
 class _Buffer:
     """Arrays that a cache allocated, and how far the caches that share them have written."""

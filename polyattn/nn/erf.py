@@ -16,8 +16,6 @@ from typing import Any
 
 from polyattn.arrays import Array, library_of
 
-__all__ = ["erfc", "gelu"]
-
 _ROOT = math.sqrt(0.5)
 #: From here on Q is 0 in every dtype.
 _LARGEST = 40.0

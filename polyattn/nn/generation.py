@@ -14,8 +14,6 @@ from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer
 
-__all__ = ["generate"]
-
 
 def generate(
     model: Transformer,

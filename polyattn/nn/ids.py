@@ -11,8 +11,6 @@ from polyattn.host import as_array, home_of, is_host
 from polyattn.nn.shapes import rows_of
 from polyattn.tracing import is_transformed
 
-__all__ = ["check_range", "for_each_token", "look_up"]
-
 
 def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:
     """Return the rows ids + offset of a table; `name` is what messages call an id."""

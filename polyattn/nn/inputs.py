@@ -8,8 +8,6 @@ from polyattn.arrays import Array, facts_of, library_of
 from polyattn.nn.layers import ACTIVATIONS, Linear
 from polyattn.nn.module import Module
 
-__all__ = ["FrameEmbedding", "PatchEmbedding"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PatchEmbedding(Module):

@@ -20,17 +20,6 @@ from polyattn.nn.passes import affine, by_rows
 from polyattn.nn.shapes import beside
 from polyattn.tracing import is_autocast_on
 
-__all__ = [
-    "ACTIVATIONS",
-    "Embedding",
-    "FeedForward",
-    "LayerNorm",
-    "Linear",
-    "Norm",
-    "RMSNorm",
-    "initializer",
-]
-
 
 def initializer(like: Array, seed: int | Initializer) -> Initializer:
     """Return an initializer for a seed; the parts of a module share one."""

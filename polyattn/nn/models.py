@@ -20,8 +20,6 @@ from polyattn.nn.module import Initializer, Module
 from polyattn.nn.positions import LearnedPositions, Placed, RelativeBias, Sinusoidal
 from polyattn.nn.shapes import beside
 
-__all__ = ["Transformer"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Transformer(Module):

@@ -18,8 +18,6 @@ import numpy as np
 from polyattn.arguments import check_int
 from polyattn.arrays import Array, cast, facts_of, is_array, library_of, numbers_like
 
-__all__ = ["Initializer", "Module"]
-
 M = TypeVar("M", bound="Module")
 
 

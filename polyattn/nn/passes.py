@@ -13,8 +13,6 @@ from polyattn.arrays import Array, is_recorded, library_of, namespace_of
 from polyattn.dispatch.transfer import backend_of
 from polyattn.nn.shapes import beside
 
-__all__ = ["affine", "by_rows"]
-
 # The bytes that a step reads and writes at a time: few enough for the caches, and so many that
 # threads seldom wait for Python's lock between the steps.
 BLOCK_BYTES = 2**20

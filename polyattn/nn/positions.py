@@ -19,8 +19,6 @@ from polyattn.nn.scaling import frequencies_of, ntk_scaling
 from polyattn.nn.shapes import beside, with_last_axes
 from polyattn.tracing import is_compiling
 
-__all__ = ["LearnedPositions", "RelativeBias", "Rotary", "Sinusoidal"]
-
 
 @dataclass(frozen=True, repr=False)
 class Sinusoidal(Module):

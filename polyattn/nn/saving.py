@@ -21,8 +21,6 @@ from polyattn.nn.load.plan import Family, Wanted
 from polyattn.nn.load.stored import Stored
 from polyattn.nn.models import Transformer
 
-__all__ = ["save"]
-
 FILES, INDEX = ("model.safetensors", "config.json"), "model.safetensors.index.json"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["frequencies_of", "linear_scaling", "ntk_scaling", "yarn_scaling"]
-
 
 def frequencies_of(size: int, base: float = 10000.0) -> tuple[float, ...]:
     """Return the angle of each pair between neighbouring positions."""

@@ -6,8 +6,6 @@ from polyattn.arrays import Array, index_range, library_of, namespace_of, with_r
 from polyattn.dispatch.transfer import backend_of
 from polyattn.tracing import is_compiling
 
-__all__ = ["beside", "rows_of", "with_last_axes", "with_rows"]
-
 
 def beside(x: Array, parameter: Array) -> Array:
     """Return a parameter that broadcasts with `x`: JAX can be told to refuse another rank."""

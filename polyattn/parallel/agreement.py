@@ -17,8 +17,6 @@ from polyattn.expressions.expression import Expression
 from polyattn.host import is_host, is_sequence
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["check_one_call"]
-
 #: What each rank may choose for itself.
 OWN = {"backend", "kernel"}
 #: How many ranks of one call, and how many calls, a message shows.

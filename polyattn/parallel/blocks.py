@@ -7,8 +7,6 @@ from typing import Any
 
 from polyattn.arrays import Array, library_of
 
-__all__ = ["joined", "place", "split", "take"]
-
 
 def take(array: Array, axis: int, start: Any, length: int) -> Array:
     """Return `length` entries of an array along an axis."""

@@ -24,8 +24,6 @@ from polyattn.expressions.replacements import ScaleRule
 from polyattn.parallel.cut import Block, place_score
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 
-__all__ = ["ParallelCall", "Shares", "add_shares", "described", "in_dtype"]
-
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
 Shares = dict[str, list[Any]]
 

@@ -13,8 +13,6 @@ from polyattn.parallel.ring import Ring
 from polyattn.parallel.strategy import Strategy
 from polyattn.text_table import table
 
-__all__ = ["STRATEGIES", "Candidate", "ParallelExplanation", "chosen", "examined"]
-
 #: The strategies, in the order in which "auto" tries them. It never takes "decode", which differs
 #: in what each rank holds.
 STRATEGIES: dict[str, Strategy] = {x.name: x for x in (Heads(), Gather(), Ring(), Decode())}

@@ -7,8 +7,6 @@ from typing import Any
 
 from polyattn.arrays import Array, library_of, numbers_like
 
-__all__ = ["Communicator"]
-
 
 class Communicator:
     """The ranks of one call, seen from one of them.

@@ -19,8 +19,6 @@ from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
 from polyattn.expressions.scores import Alibi, Chain, Function, RelativeBias, Score
 from polyattn.parallel.blocks import place, take
 
-__all__ = ["Block", "cut_mask", "cut_score", "place_score"]
-
 
 class Block(NamedTuple):
     """Some rows, keys and heads of a call: the start, which JAX may trace, and the length."""

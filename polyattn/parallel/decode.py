@@ -15,8 +15,6 @@ from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import slots
 from polyattn.parallel.strategy import Strategy, needs_whole_rows
 
-__all__ = ["Decode"]
-
 
 class Decode(Strategy):
     """All ranks hold all rows, and each its own keys."""

@@ -13,8 +13,6 @@ from polyattn.parallel.cut import Block
 from polyattn.parallel.layout import permute, slots, unpermute
 from polyattn.parallel.strategy import Strategy
 
-__all__ = ["Gather"]
-
 
 class Gather(Strategy):
     """Each rank gathers all keys and values."""

@@ -17,8 +17,6 @@ from polyattn.parallel.cut import Block
 from polyattn.parallel.layout import permute, unpermute
 from polyattn.parallel.strategy import Strategy
 
-__all__ = ["Heads"]
-
 
 class Heads(Strategy):
     """Ranks exchange tokens for heads."""

@@ -11,8 +11,6 @@ from jax import lax as untyped_lax
 
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["JaxAxis"]
-
 lax: Any = untyped_lax
 
 

@@ -13,8 +13,6 @@ from jax import lax as untyped_lax
 from polyattn.api.partial import Partial
 from polyattn.parallel.task import Task
 
-__all__ = ["attend"]
-
 lax: Any = untyped_lax
 
 

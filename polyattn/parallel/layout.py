@@ -12,17 +12,6 @@ from typing import Any
 from polyattn.arrays import Array, index_range, library_of
 from polyattn.parallel.blocks import joined, split, take
 
-__all__ = [
-    "LAYOUTS",
-    "check_layout",
-    "chunks_of",
-    "permute",
-    "positions",
-    "shard",
-    "slots",
-    "unpermute",
-]
-
 #: The layouts, and the number of chunks that a rank holds.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}
 

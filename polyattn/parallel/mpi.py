@@ -11,8 +11,6 @@ from polyattn.arrays import Array, library_of
 from polyattn.parallel.blocks import split as parts_of
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["MPIRanks"]
-
 
 class MPIRanks(Communicator):
     """The processes of an MPI communicator."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["communicator_of", "size_of"]
-
 
 def communicator_of(over: Any) -> Communicator:
     """Return the communicator that ``over=`` means."""

@@ -21,8 +21,6 @@ from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import slots
 from polyattn.parallel.strategy import Strategy, needs_whole_rows
 
-__all__ = ["Ring"]
-
 
 class Ring(Strategy):
     """Keys and values travel around the ranks."""

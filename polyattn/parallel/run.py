@@ -16,8 +16,6 @@ from polyattn.parallel.choice import ParallelExplanation, chosen, examined
 from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
 
-__all__ = ["attention", "attention_vjp", "explain"]
-
 #: The libraries that differentiate, and the modules with the rule for each.
 _RECORDED = {
     "jax": "polyattn.parallel.jax_vjp",

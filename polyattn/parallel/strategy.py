@@ -11,8 +11,6 @@ from polyattn.expressions.replacements import ByNorm
 from polyattn.parallel.call import ParallelCall, Shares
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["Strategy", "needs_whole_rows"]
-
 
 class Strategy(ABC):
     """A way to share a call among ranks, written over a `Communicator`."""

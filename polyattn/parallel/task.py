@@ -16,8 +16,6 @@ from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.strategy import Strategy
 from polyattn.tracing import without_autocast
 
-__all__ = ["Task"]
-
 
 @contextmanager
 def _shielded(array: Array) -> Iterator[None]:

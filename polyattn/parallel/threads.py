@@ -12,8 +12,6 @@ from polyattn.arrays import Array, library_of
 from polyattn.parallel.blocks import take
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["Threads", "run_threads"]
-
 
 class _Mail:
     """What ranks have sent to one another, and the first error of any of them."""

@@ -14,8 +14,6 @@ import torch
 from polyattn.api.partial import Partial
 from polyattn.parallel.task import Task
 
-__all__ = ["attend"]
-
 
 def attend(task: Task, arrays: list[torch.Tensor]) -> torch.Tensor:
     """Return the output of this rank's rows, recorded by autograd."""

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyattn.parallel.communicator import Communicator
 
-__all__ = ["TorchGroup", "group_of"]
-
 
 def group_of(over: Any) -> Any:
     """Return the process group of a group or mesh, or None if it is neither."""

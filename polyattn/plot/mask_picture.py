@@ -33,8 +33,6 @@ from polyattn.host import home_of, is_host
 from polyattn.tiles.compiled import Compiled
 from polyattn.tiles.coverage import TileGrid
 
-__all__ = ["draw_mask", "mask"]
-
 FIGURE = {"figsize": (4.6, 5.5), "layout": "compressed"}
 # With more scores, each would be smaller than a pixel.
 MAX_CELLS = 2**20

@@ -18,8 +18,6 @@ from polyattn.expressions.scores import Score
 from polyattn.host import is_host
 from polyattn.plot.mask_picture import COLOURS, FRAME, evaluate
 
-__all__ = ["as_html"]
-
 SIDE = 192  # pixels
 # With more rows or keys, a picture shows tiles.
 MOST_CELLS = 128

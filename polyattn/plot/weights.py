@@ -18,8 +18,6 @@ from polyattn.arrays import Array, cast, is_array, library_of
 from polyattn.dispatch.transfer import convert_like
 from polyattn.extras import require_matplotlib
 
-__all__ = ["attention_map", "entropy"]
-
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
 COLOURS, NOTHING = "cividis", "#d9dce1"
 FONT = 8  # points

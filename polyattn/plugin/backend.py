@@ -14,8 +14,6 @@ from polyattn.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
 
-__all__ = ["Backend", "Kernel", "unrounded"]
-
 
 class Kernel:
     """A way to compute attention.

@@ -11,8 +11,6 @@ from polyattn.arrays import Array
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 
-__all__ = ["BackendPrimitives"]
-
 
 class BackendPrimitives:
     """The part of a backend that the array-API kernels compute with.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from polyattn.call.features import DTYPES
 from polyattn.plugin.backend import Backend
 
-__all__ = ["API_VERSION", "BackendSpec"]
-
 API_VERSION = 2
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from polyattn.arrays import Array
 
-__all__ = ["BackendTools"]
-
 
 class BackendTools:
     """The optional part of a backend, which no call of attention needs."""

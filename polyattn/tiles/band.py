@@ -10,8 +10,6 @@ from polyattn.call.problem import Problem
 from polyattn.expressions.patterns import Band
 from polyattn.span import Span
 
-__all__ = ["band", "column_span", "full_span", "is_full", "visible_band"]
-
 
 def band(problem: Problem) -> tuple[int | None, int | None]:
     """Return the ends (low, high) of the band: row i sees the keys i + low <= j <= i + high.

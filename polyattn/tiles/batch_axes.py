@@ -8,8 +8,6 @@ from typing import Any
 from polyattn.arrays import Array
 from polyattn.call.problem import Problem
 
-__all__ = ["one_batch_axis", "reason_against_batch"]
-
 
 def reason_against_batch(problem: Problem) -> str | None:
     """Return why batch axes cannot be broadcast or merged, if one is of unknown length.

@@ -22,8 +22,6 @@ from polyattn.expressions.parts import Part
 from polyattn.host import home_of, is_host
 from polyattn.span import Span
 
-__all__ = ["Compiled", "compile_mask"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Compiled(Mask):

@@ -17,8 +17,6 @@ from polyattn.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn.expressions.masks import And, Dense, Mask, Rule
 from polyattn.span import Span
 
-__all__ = ["TileGrid", "TileQuery", "combined_mask"]
-
 
 def combined_mask(problem: Problem, x: Operands) -> Mask | None:
     """Return causal, window and ``mask=`` as one mask, or None if all are absent.

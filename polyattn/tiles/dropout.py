@@ -17,10 +17,6 @@ from typing import Any
 
 from polyattn.arrays import Array, cast, index_range, is_array
 
-__all__ = [
-    "WORDS", "keep_mask", "keep_mask_by_key", "keep_mask_by_word", "keep_mask_of_keys", "philox",
-]  # fmt: skip
-
 #: Returns which weights are kept for the first, second, third and fourth keys of blocks.
 ByWord = Callable[[Array], tuple[Array, ...]]
 #: Number of words per counter.

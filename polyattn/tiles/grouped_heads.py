@@ -12,8 +12,6 @@ from polyattn.arrays import Array, cast, numbers_like, with_rank
 from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 
-__all__ = ["fold_heads", "scaled", "unfold_heads", "ungrouped"]
-
 
 def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands]:
     """Give each query head its own copy of key and value: nothing is reshaped."""

@@ -31,8 +31,6 @@ from polyattn.tiles.band import visible_band
 from polyattn.tiles.dropout import WORDS, keep_mask_by_key, keep_mask_by_word, keep_mask_of_keys
 from polyattn.tiles.items import cut_items
 
-__all__ = ["Indices"]
-
 
 class Indices:
     """The indices (b, h, i, j) of one tile of scores, and the keys that are visible in it.

@@ -8,8 +8,6 @@ from polyattn.arrays import Array, cast
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 
-__all__ = ["cut_items", "part_of"]
-
 
 def part_of(problem: Problem, array: Array, span: Span, xp: Any) -> Array:
     """Return some rows or keys of an array (..., n, size), in the accumulator's dtype."""

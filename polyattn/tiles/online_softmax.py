@@ -15,8 +15,6 @@ from polyattn.call.operands import Operands
 from polyattn.call.problem import Problem
 from polyattn.span import Span
 
-__all__ = ["SoftmaxState", "combine", "initial_state", "normalize", "or_zero"]
-
 
 class SoftmaxState(NamedTuple):
     """Σ w·v, max s and Σ w of each row, where w = exp(s − max s).

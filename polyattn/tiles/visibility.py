@@ -22,19 +22,6 @@ from polyattn.tiles.band import band
 from polyattn.tiles.batch_axes import one_batch_axis
 from polyattn.tiles.indices import Indices
 
-__all__ = [
-    "band_from",
-    "cleared",
-    "empty_rows",
-    "finite_bias",
-    "made_shape",
-    "may_have_empty_rows",
-    "score_axes",
-    "visible_keys",
-    "visible_scores",
-]
-
-
 # ---- what static facts say ----
 
 

@@ -27,7 +27,7 @@ from polyattn.conformance.reference.gradients import (
     gradients,
     has_formula,
 )
-from polyattn.kernels import Dense
+from polyattn.kernels.dense_kernel import Dense
 
 SMALL = {"dtype": "float64", "batch": (1,), "L": 3, "S": 4, "D": 2, "E": 3}
 EXAMPLES = {

@@ -18,7 +18,7 @@ from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks import promises
 from polyattn.conformance.report import html, report, run
 from polyattn.dispatch import registry
-from polyattn.kernels import Dense
+from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import Backend
 
 QUICK = ["check", "numpy", "--kernel", "dense", "--quick"]

@@ -17,7 +17,7 @@ from polyattn.conformance.cases.case import arrays_in
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.cases import cases_for, check_case, covering, takes
 from polyattn.conformance.checks.gradients import DERIVATIVES
-from polyattn.kernels import Dense
+from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import FEATURES
 
 # Each runs the suite, in a process of its own.

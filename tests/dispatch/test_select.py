@@ -25,7 +25,6 @@ from polyattn import (
     attention_partial,
     attention_vjp,
     explain,
-    kernels,
     masks,
     scores,
     use_backend,
@@ -36,6 +35,7 @@ from polyattn.call.describe import describe
 from polyattn.call.problem import examine
 from polyattn.context import Context
 from polyattn.dispatch import cache, placement, registry, request, select
+from polyattn.kernels.dense_kernel import Dense
 from polyattn.threads import thread_count
 
 RNG = np.random.default_rng(0)
@@ -580,7 +580,7 @@ def test_a_plan_is_remembered_by_facts_not_by_values():
     assert cache._plan.cache_info().misses == cache.cached_call.cache_info().misses == 1
 
 
-@pytest.mark.parametrize("kernel", [None, kernels.Dense()])
+@pytest.mark.parametrize("kernel", [None, Dense()])
 def test_gradients_of_16_bits_select_once(kernel, monkeypatch):
     x = np.ones((3, 7, 11), "float16")
 
@@ -621,7 +621,7 @@ class Carried:
         return args[-1] >= 0 if len(args) == 4 else args[0]
 
 
-class Given(kernels.Dense):
+class Given(Dense):
     """A kernel of the caller's."""
 
 
@@ -654,7 +654,7 @@ def test_the_plan_cache_keeps_no_object_of_the_caller_alive(make, options_of):
         gc.unfreeze()
 
 
-class Changed(kernels.Dense):
+class Changed(Dense):
     """A kernel whose results are changed."""
 
     name = "changed"

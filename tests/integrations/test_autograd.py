@@ -17,7 +17,7 @@ from polyattn.conformance.checks.autodiff import differentiable
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
 from polyattn.dispatch import registry
 from polyattn.integrations import autograd_functions as functions
-from polyattn.kernels import Dense
+from polyattn.kernels.dense_kernel import Dense
 
 RANDOM = np.random.default_rng(3)
 QUERY, KEY, VALUE = (

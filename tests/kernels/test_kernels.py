@@ -10,7 +10,8 @@ from libraries import tiles_of
 
 import polyattn
 from polyattn import attention, attention_partial
-from polyattn.kernels import Tiled, tiled
+from polyattn.kernels import tiled
+from polyattn.kernels.tiled import Tiled
 from polyattn.span import Span
 from polyattn.tiles.band import column_span, is_full
 

@@ -21,18 +21,6 @@ from polyattn import explain
 from polyattn.arrays import is_array
 from polyattn.expressions.expression import Expression
 
-__all__ = [
-    "ARRAYS",
-    "VIEWS",
-    "Case",
-    "Generated",
-    "arrays_in",
-    "finfo",
-    "make_case",
-    "sampled",
-    "with_arrays",
-]
-
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]

@@ -37,8 +37,6 @@ from polyattn.conformance.cases.generators import (
     without_3_and_4,
 )
 
-__all__ = ["CASES", "ESSENTIAL", "TOPICS"]
-
 Fields = dict[str, Any]
 Group = dict[str, Fields]
 

@@ -12,8 +12,6 @@ from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
 from polyattn.conformance.cases.generators import bent, offsets, random_mask, two_in_three
 
-__all__ = ["STEPS", "make_expression_cases"]
-
 Fields = dict[str, Any]
 Group = dict[str, Fields]
 

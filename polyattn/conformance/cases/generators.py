@@ -15,30 +15,6 @@ import numpy as np
 from polyattn.arrays import cast, library_of
 from polyattn.conformance.cases.case import Case, Generated, Shape
 
-__all__ = [
-    "alibi",
-    "bent",
-    "bias_with",
-    "first_keys",
-    "hidden",
-    "hiding_3_and_4",
-    "hiding_a_third",
-    "hiding_all",
-    "hiding_every_third_row",
-    "like",
-    "mask_with_empty_rows",
-    "mask_without",
-    "no_key",
-    "offsets",
-    "padding",
-    "random_mask",
-    "segments",
-    "slope_of_bent",
-    "third_row_empty",
-    "two_in_three",
-    "without_3_and_4",
-]
-
 
 def random_mask(case: Case, rng: Any, shape: Shape | None = None) -> Any:
     return rng.random(case.score_shape if shape is None else shape) < 0.7

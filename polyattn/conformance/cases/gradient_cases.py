@@ -17,8 +17,6 @@ from polyattn.conformance.cases.generators import (
     slope_of_bent,
 )
 
-__all__ = ["BACKWARD_CASES", "GRADIENT_CASES", "JVP_CASES", "POISONED_GRADIENT_CASES"]
-
 #: A score function with its derivative, which every library can differentiate.
 BENT = scores.function(bent, slope_of_bent)
 #: What the keys have in common multiplies each error that the gradients of a row's scores share.

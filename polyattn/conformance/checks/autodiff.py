@@ -12,8 +12,6 @@ from polyattn.conformance.checks.target import Target
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn.plugin import Kernel
 
-__all__ = ["BY", "Arguments", "differentiable"]
-
 Arguments = tuple[list[Any], dict[str, Any]]
 
 

@@ -31,21 +31,6 @@ from polyattn.conformance.reference.tolerance import (
 from polyattn.dispatch.errors import BackendError
 from polyattn.plugin import Kernel
 
-__all__ = [
-    "Outcome",
-    "bits_of",
-    "cases_for",
-    "check_case",
-    "check_like",
-    "check_own",
-    "check_unwritten",
-    "covering",
-    "has_logsumexp",
-    "is_applicable",
-    "name_case",
-    "takes",
-]
-
 
 class Outcome(NamedTuple):
     """The result of a case on a kernel.

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["call_named", "print_fatal_errors"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -56,17 +56,6 @@ from polyattn.dispatch.select import explain_selection
 from polyattn.expressions.expression import Expression
 from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
 
-__all__ = [
-    "DERIVATIVES",
-    "Derivative",
-    "check_backward",
-    "check_gradients",
-    "check_jvp",
-    "check_method",
-    "differentiates",
-    "has_gradients",
-]
-
 
 def has_gradients(target: Target) -> bool:
     """Return whether this module can differentiate in the library of the target."""

@@ -17,8 +17,6 @@ from array_api_extra.testing import lazy_xp_function, patch_lazy_xp_functions
 from polyattn.arrays import library_of
 from polyattn.conformance.checks.target import Target
 
-__all__ = ["is_lazy", "lazily"]
-
 LAZY = ("jax", "dask")
 
 

@@ -29,17 +29,6 @@ from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
 from polyattn.dispatch import registry
 
-__all__ = [
-    "check_batch_invariance",
-    "check_declarations",
-    "check_determinism",
-    "check_dtypes_are_kept",
-    "check_first_call_from_threads",
-    "check_import_hygiene",
-    "check_sizes",
-    "is_worth_threads",
-]
-
 
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
     """Check that a kernel supports some case, and one for each feature that it declares."""

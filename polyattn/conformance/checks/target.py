@@ -25,9 +25,6 @@ from polyattn.dispatch.errors import BackendUnavailableError
 from polyattn.dispatch.explanation import Explanation
 from polyattn.plugin import Kernel
 
-__all__ = ["KernelVariant", "Target"]
-
-
 CALLS_REMEMBERED = 100
 
 

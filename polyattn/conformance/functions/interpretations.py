@@ -22,8 +22,6 @@ from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import Array, heads_first, lift
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 
-__all__ = ["INTERPRETATIONS", "Interpretation", "interpret"]
-
 Options = dict[str, Any]
 Arguments = tuple[tuple[Array, Array, Array], Options]
 

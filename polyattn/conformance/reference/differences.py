@@ -20,8 +20,6 @@ from polyattn.conformance.reference.textbook import factor_of, textbook
 from polyattn.conformance.reference.tolerance import accumulation_dtype
 from polyattn.expressions.replacements import ScaleRule
 
-__all__ = ["TOLERANCE", "direction", "logsumexp_cotangent", "slopes", "tangent"]
-
 #: How exact the differences are, with a margin: relative to the sum of what is compared.
 TOLERANCE = 1e-9
 

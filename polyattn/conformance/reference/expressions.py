@@ -16,8 +16,6 @@ import numpy as np
 from polyattn.expressions import masks, patterns, scores
 from polyattn.tiles import compiled
 
-__all__ = ["Rows", "plainly"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -28,15 +28,6 @@ from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dty
 from polyattn.expressions.replacements import LongSequence
 from polyattn.expressions.scores import Chain, Softcap
 
-__all__ = [
-    "ORDERS",
-    "adjoint_yardstick",
-    "cotangent",
-    "gradient_yardsticks",
-    "gradients",
-    "has_formula",
-]
-
 #: The features that `gradients` leaves out.
 LEFT_OUT = frozenset({"normalizer", "score_norm", "similarity"})
 

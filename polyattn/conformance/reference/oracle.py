@@ -34,8 +34,6 @@ from polyattn.expressions.replacements import (
     Sparsemax,
 )
 
-__all__ = ["Oracle", "oracle"]
-
 Array = np.ndarray[Any, Any]
 
 

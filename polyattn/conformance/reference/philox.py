@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["keep_mask", "philox"]
-
 Words = tuple[int, int, int, int]
 
 

@@ -30,8 +30,6 @@ from polyattn.expressions.replacements import (
     Sparsemax,
 )
 
-__all__ = ["ORDERS", "textbook"]
-
 #: Options of `textbook` that change only the order of evaluation, and combinations of them: those
 #: of a loop over the keys in C, and of kernels that subtract no maximum from small scores.
 ORDERS = (

@@ -14,8 +14,6 @@ from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import PROMISES, ROWS, Cell, Report, Section, cell_text
 from polyattn.html_page import html_page
 
-__all__ = ["callable_page", "page"]
-
 _INTRO = """
 <p>Each row is a feature, a dtype or a corner case of attention; each column is a kernel. A number
 is the largest error of an element in the cases of the row, in units of <b>eps · Σ w|v|</b>: what

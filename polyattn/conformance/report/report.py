@@ -23,18 +23,6 @@ from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
 from polyattn.text_table import paragraph, table
 
-__all__ = [
-    "PROMISES",
-    "ROWS",
-    "Cell",
-    "Failure",
-    "Report",
-    "Row",
-    "Section",
-    "cell_text",
-    "rows_of",
-]
-
 
 class Row(NamedTuple):
     """A row of the table, and the rule for the cases that it shows."""

@@ -37,8 +37,6 @@ from polyattn.dispatch import registry
 from polyattn.dispatch.registry import ARRAY_API
 from polyattn.progress import progress
 
-__all__ = ["default_targets", "described", "run", "steps"]
-
 #: The checks of a plugin as a whole, which take its name.
 PLUGIN = {
     "loading the plugin's spec imports no array library": promises.check_import_hygiene,

@@ -18,8 +18,6 @@ from polyattn.nn.load.stored import joined_linear, layer_norm, linear, part_line
 from polyattn.nn.models import Transformer
 from polyattn.nn.positions import LearnedPositions, Rotary
 
-__all__ = ["DECODERS"]
-
 #: The norms before and after attention, and before and after the feed-forward layer.
 Norms = tuple[str | None, str | None, str | None, str | None]
 

@@ -16,8 +16,6 @@ from polyattn.nn.load.stored import joined_linear, layer_norm, linear, part_line
 from polyattn.nn.models import Transformer
 from polyattn.nn.positions import LearnedPositions, RelativeBias
 
-__all__ = ["ENCODERS"]
-
 
 @dataclass(frozen=True)
 class Encoder:

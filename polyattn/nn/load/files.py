@@ -18,8 +18,6 @@ from typing import Any
 from polyattn.arguments import few, short
 from polyattn.arrays import Array
 
-__all__ = ["Weights", "check_folder", "imported", "read_config", "read_weights"]
-
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

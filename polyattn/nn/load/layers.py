@@ -22,8 +22,6 @@ from polyattn.nn.load.stored import (
     without_prefix,
 )
 
-__all__ = ["keras_attention", "torch_attention", "torch_encoder_layer"]
-
 
 def torch_attention(
     weights: Mapping[str, Array], heads: int, *, like: Array, prefix: str = ""

@@ -23,8 +23,6 @@ from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import block_names, fill, renamed
 from polyattn.nn.models import Transformer
 
-__all__ = ["FAMILIES", "model"]
-
 #: The weight of an output map, whose name is the same with and without the prefix of a family.
 HEAD = "lm_head.weight"
 UNQUANTIZED = "load the checkpoint of 16 or 32 bits that this one was made from"

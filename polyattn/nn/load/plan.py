@@ -12,8 +12,6 @@ from polyattn.nn.load.stored import linear
 from polyattn.nn.models import Transformer
 from polyattn.nn.positions import Rotary
 
-__all__ = ["Blocks", "Family", "Plan", "Wanted", "output_map"]
-
 #: Returns the names of the blocks, from their prefix, their number and the setting it is from.
 Blocks = Callable[[str, int, str], list[str]]
 

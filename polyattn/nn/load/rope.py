@@ -11,8 +11,6 @@ from polyattn.nn.load.settings import Settings
 from polyattn.nn.positions import Rotary
 from polyattn.nn.scaling import frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
 
-__all__ = ["rotary"]
-
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 

@@ -16,8 +16,6 @@ from polyattn.nn.load.stored import Stored, layer_norm, linear, vector
 from polyattn.nn.models import Transformer
 from polyattn.nn.positions import LearnedPositions
 
-__all__ = ["SENSES"]
-
 
 def _block(
     name: str, sizes: tuple[int, int, int], epsilon: float, activation: str, parts: tuple[str, ...],

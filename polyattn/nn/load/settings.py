@@ -6,8 +6,6 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-__all__ = ["FULL", "SLIDING", "Settings", "check_number"]
-
 # The kinds of a block that ``layer_types`` lists.
 FULL, SLIDING = "full_attention", "sliding_attention"
 

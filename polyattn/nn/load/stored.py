@@ -20,21 +20,6 @@ from polyattn.dispatch.transfer import convert_like
 from polyattn.nn.layers import LayerNorm, Linear, RMSNorm
 from polyattn.nn.module import Module
 
-__all__ = [
-    "Stored",
-    "block_names",
-    "fill",
-    "joined_linear",
-    "layer_norm",
-    "linear",
-    "part_linear",
-    "renamed",
-    "rms_norm",
-    "transposed",
-    "vector",
-    "without_prefix",
-]
-
 M = TypeVar("M", bound=Module)
 Shape = tuple[int, ...]
 # Others, such as those of 8 bits, are quantized and mean nothing without their scales.
