@@ -26,7 +26,7 @@ import polyattn
 from polyattn.bench.machine import look
 
 if TYPE_CHECKING:
-    from polyattn.dispatch.listing import BackendInfo
+    from polyattn._dispatch.listing import BackendInfo
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -11,7 +11,7 @@ import polyattn_numpy
 import polyattn_onnx
 import polyattn_onnxruntime
 import polyattn_torch
-from polyattn.dispatch import registry
+from polyattn._dispatch import registry
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")

@@ -6,23 +6,23 @@ from types import ModuleType
 from typing import Any
 
 from polyattn import masks, scores
-from polyattn.api.attention import attention
-from polyattn.api.explain import explain
-from polyattn.api.gradients import attention_backward, attention_jvp, attention_vjp
-from polyattn.api.partial import Partial, attention_partial, merge
-from polyattn.api.weights import TopWeights, attention_weights
-from polyattn.call.gradients import Gradients
-from polyattn.dispatch.errors import (
+from polyattn._api.attention import attention
+from polyattn._api.explain import explain
+from polyattn._api.gradients import attention_backward, attention_jvp, attention_vjp
+from polyattn._api.partial import Partial, attention_partial, merge
+from polyattn._api.weights import TopWeights, attention_weights
+from polyattn._base.threads import use_threads
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.expressions.expression import RENDERERS
+from polyattn._dispatch.errors import (
     BackendError,
     BackendUnavailableError,
     UnknownBackendError,
     UnsupportedError,
 )
-from polyattn.dispatch.explanation import Explanation
-from polyattn.dispatch.listing import list_backends
-from polyattn.dispatch.request import use_backend
-from polyattn.expressions.expression import RENDERERS
-from polyattn.threads import use_threads
+from polyattn._dispatch.explanation import Explanation
+from polyattn._dispatch.listing import list_backends
+from polyattn._dispatch.request import use_backend
 
 __version__: str  # of the last tag, which the installed metadata has
 

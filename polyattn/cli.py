@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
+from polyattn._base.files import check_file, write_file
+from polyattn._base.progress import progress
+from polyattn._base.streams import complain, naming, open_streams, reason, settle, show
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import BackendError
 from polyattn.bench import command
-from polyattn.dispatch import registry
-from polyattn.dispatch.errors import BackendError
-from polyattn.files import check_file, write_file
-from polyattn.progress import progress
-from polyattn.streams import complain, naming, open_streams, reason, settle, show
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "minilm" / "demo.py"
 EXIT_CODES = (

@@ -12,10 +12,10 @@ import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from polyattn.api.attention import attention
-from polyattn.api.partial import Partial, attention_partial
-from polyattn.api.weights import attention_weights
-from polyattn.arrays import Array, cast, facts_of, index_range, library_of
+from polyattn._api.attention import attention
+from polyattn._api.partial import Partial, attention_partial
+from polyattn._api.weights import attention_weights
+from polyattn._base.arrays import Array, cast, facts_of, index_range, library_of
 
 __all__ = [
     "OnnxAttention",

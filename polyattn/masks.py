@@ -11,12 +11,13 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arguments import check_int, check_signature, check_window
-from polyattn.arrays import Array, facts_of, is_array
-from polyattn.expressions.expression import Expression
-from polyattn.expressions.indices import ScoreDims
-from polyattn.expressions.masks import Dense, Mask, Rule, as_mask
-from polyattn.expressions.patterns import (
+from polyattn._base.arguments import check_int, check_signature, check_window
+from polyattn._base.arrays import Array, facts_of, is_array
+from polyattn._base.host import as_array, is_unreadable
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.indices import ScoreDims
+from polyattn._core.expressions.masks import Dense, Mask, Rule, as_mask
+from polyattn._core.expressions.patterns import (
     Band,
     Dilated,
     GlobalTokens,
@@ -24,8 +25,7 @@ from polyattn.expressions.patterns import (
     Prefix,
     Segments,
 )
-from polyattn.host import as_array, is_unreadable
-from polyattn.tiles.compiled import compile_mask
+from polyattn._core.tiles.compiled import compile_mask
 
 __all__ = [
     "Mask",

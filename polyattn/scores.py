@@ -14,8 +14,9 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, is_array
-from polyattn.expressions.replacements import (
+from polyattn._base.arrays import Array, is_array
+from polyattn._base.host import as_array
+from polyattn._core.expressions.replacements import (
     Additive,
     ByNorm,
     Cosine,
@@ -27,8 +28,14 @@ from polyattn.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
-from polyattn.expressions.scores import Alibi, RelativeBias, Score, Softcap, Temperature, as_score
-from polyattn.host import as_array
+from polyattn._core.expressions.scores import (
+    Alibi,
+    RelativeBias,
+    Score,
+    Softcap,
+    Temperature,
+    as_score,
+)
 
 __all__ = [
     "Normalizer",

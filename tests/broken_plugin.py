@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polyattn.kernels.dense_kernel import Dense
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 

@@ -3,11 +3,11 @@
 Those that the formula of `attention` shares are in that file.
 """
 
-BACKWARD, SUMS = "polyattn/kernels/backward.py", "polyattn/kernels/sums.py"
-AGAIN, VISIBLE = "polyattn/kernels/recomputed.py", "polyattn/kernels/visible_tiles.py"
-JVP, INTO = "polyattn/kernels/jvp.py", "polyattn/api/gradients.py"
-SLOPES, STEPS = "polyattn/expressions/derivatives.py", "polyattn/expressions/scores.py"
-REPLACEMENTS = "polyattn/expressions/replacements.py"
+BACKWARD, SUMS = "polyattn/_kernels/backward.py", "polyattn/_kernels/sums.py"
+AGAIN, VISIBLE = "polyattn/_kernels/recomputed.py", "polyattn/_kernels/visible_tiles.py"
+JVP, INTO = "polyattn/_kernels/jvp.py", "polyattn/_api/gradients.py"
+SLOPES, STEPS = "polyattn/_core/expressions/derivatives.py", "polyattn/_core/expressions/scores.py"
+REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
 NUMPY, SWEEP = "backends/polyattn_numpy/backward.py", "backends/polyattn_numpy/backward_sweep.py"
 TILES = "backends/polyattn_numpy/tile_gradients.py"
 NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from polyattn.call.features import DTYPES
-from polyattn.kernels.tiled import Tiled
+from polyattn._core.call.features import DTYPES
+from polyattn._kernels.tiled import Tiled
 
 
 def to_torch(x):

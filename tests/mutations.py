@@ -28,17 +28,20 @@ import gradient_mutations
 import other_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMULA, TILED = "polyattn/kernels/dense.py", "polyattn/kernels/tiled.py"
-VISIBLE = "polyattn/kernels/visible_tiles.py"
-BAND, GROUPS = "polyattn/tiles/band.py", "polyattn/tiles/grouped_heads.py"
-SPAN = "polyattn/span.py"
-MASKS, REPLACEMENTS = "polyattn/expressions/masks.py", "polyattn/expressions/replacements.py"
-RUNNING, ABSENT = "polyattn/tiles/online_softmax.py", "polyattn/kernels/masked_sum.py"
-NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/tiles/indices.py"
+FORMULA, TILED = "polyattn/_kernels/dense.py", "polyattn/_kernels/tiled.py"
+VISIBLE = "polyattn/_kernels/visible_tiles.py"
+BAND, GROUPS = "polyattn/_core/tiles/band.py", "polyattn/_core/tiles/grouped_heads.py"
+SPAN = "polyattn/_base/span.py"
+MASKS, REPLACEMENTS = (
+    "polyattn/_core/expressions/masks.py",
+    "polyattn/_core/expressions/replacements.py",
+)
+RUNNING, ABSENT = "polyattn/_core/tiles/online_softmax.py", "polyattn/_kernels/masked_sum.py"
+NUMPY, INDICES = "backends/polyattn_numpy/backend.py", "polyattn/_core/tiles/indices.py"
 BLOCKS, SWEEP = "backends/polyattn_numpy/blocks.py", "backends/polyattn_numpy/sweep.py"
-PATTERNS, TILES = "polyattn/expressions/patterns.py", "polyattn/tiles/coverage.py"
-PLACES = "polyattn/expressions/indices.py"
-STEPS, DROPOUT = "polyattn/expressions/scores.py", "polyattn/tiles/dropout.py"
+PATTERNS, TILES = "polyattn/_core/expressions/patterns.py", "polyattn/_core/tiles/coverage.py"
+PLACES = "polyattn/_core/expressions/indices.py"
+STEPS, DROPOUT = "polyattn/_core/expressions/scores.py", "polyattn/_core/tiles/dropout.py"
 TILE_SCORES = "backends/polyattn_numpy/tile_scores.py"
 NUMPY_TILED = "backends/polyattn_numpy/tiled.py"
 NUMPY_SOFTMAX = "backends/polyattn_numpy/online_softmax.py"

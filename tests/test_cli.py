@@ -16,12 +16,12 @@ import pytest
 import polyattn
 import polyattn_command
 from polyattn import BackendError, cli
+from polyattn._base.progress import progress
+from polyattn._base.streams import complain, reason, show
+from polyattn._dispatch import listing
 from polyattn.cli import main
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
-from polyattn.dispatch import listing
-from polyattn.progress import progress
-from polyattn.streams import complain, reason, show
 
 
 def test_backends(capsys):
@@ -59,10 +59,10 @@ def test_a_version_is_known_where_the_package_is_not_named_as_its_module(monkeyp
 
 
 def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
-    genuine = polyattn.dispatch.registry.is_installed
-    monkeypatch.setattr(polyattn.dispatch.registry, "_plugins", {})
+    genuine = polyattn._dispatch.registry.is_installed
+    monkeypatch.setattr(polyattn._dispatch.registry, "_plugins", {})
     monkeypatch.setattr(
-        polyattn.dispatch.registry, "is_installed", lambda name: name != "torch" and genuine(name)
+        polyattn._dispatch.registry, "is_installed", lambda name: name != "torch" and genuine(name)
     )
     assert main(["backends"]) == 0
     assert 'torch is not installed: pip install "polyattn[torch]"' in capsys.readouterr().out
@@ -245,7 +245,7 @@ def test_the_demo_reads_the_weights_that_the_help_looks_for():
 STARTED = "import sys; from polyattn_command import main; sys.exit(main())"
 #: What makes a command short.
 BRIEF = {
-    "backends": "from polyattn.dispatch import registry; registry.names = lambda: ('numpy',); ",
+    "backends": "from polyattn._dispatch import registry; registry.names = lambda: ('numpy',); ",
     "check": "from polyattn import conformance as c; c.ESSENTIAL = {'plain': c.CASES['plain']}; ",
 }
 RUNS = {

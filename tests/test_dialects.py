@@ -13,8 +13,8 @@ import torch
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from polyattn import attention, use_backend
+from polyattn._dispatch import registry
 from polyattn.dialects import dot_product_attention, onnx_attention, scaled_dot_product_attention
-from polyattn.dispatch import registry
 
 
 def onnx_cases():

@@ -24,8 +24,8 @@ import polyattn.parallel
 import polyattn.plot
 import polyattn.plugin
 import polyattn.scores
-from polyattn.expressions.coverage import Block
-from polyattn.expressions.indices import ScoreIndices
+from polyattn._core.expressions.coverage import Block
+from polyattn._core.expressions.indices import ScoreIndices
 
 MODULES = (
     polyattn,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from polyattn import cli, nn
+from polyattn._base.files import replacing, write_file
 from polyattn.export import onnx as export
-from polyattn.files import replacing, write_file
 
 LIKE = np.zeros(1, np.float32)
 CONFIG = {

@@ -14,58 +14,42 @@ FRAMEWORKS = {"torch", "jax", "cupy", "dask", "tensorflow", "mlx", "autograd", "
 #: What `polyattn.conformance` needs beside NumPy: the extra "testing", less what is no import.
 TESTING = {"array_api_extra", "ml_dtypes", "mpmath", "numpy", "pytest"}
 
-GROUND = {
-    "arguments",
-    "arrays",
-    "autocast",
-    "context",
-    "environment",
-    "extras",
-    "files",
-    "host",
-    "html_page",
-    "progress",
-    "refused",
-    "span",
-    "streams",
-    "text_table",
-    "threads",
-    "tracing",
-}
-#: Each room, and the rooms below it: all that it may import. `__init__` is the package's names.
+#: Each room, and the rooms below it that it imports. `__init__` is the package's names.
 ROOMS = {
-    **dict.fromkeys(GROUND, GROUND),
-    "expressions": GROUND,
-    "call": GROUND | {"expressions"},
-    "tiles": GROUND | {"expressions", "call"},
-    "masks": GROUND | {"expressions", "tiles"},
-    "scores": GROUND | {"expressions"},
-    "plugin": GROUND | {"expressions", "call", "tiles"},
-    "kernels": GROUND | {"expressions", "call", "tiles", "plugin"},
-    "dispatch": GROUND | {"expressions", "call", "plugin", "kernels"},
-    "api": GROUND | {"expressions", "call", "plugin", "kernels", "dispatch"},
-}
-ROOMS["__init__"] = ROOMS["api"] | {"masks", "scores", "api"}
-ROOMS["plot"] = GROUND | {"expressions", "call", "tiles", "dispatch", "api"}
-ROOMS["dialects"] = GROUND | {"api"}
-ROOMS["nn"] = GROUND | {"expressions", "masks", "scores", "dispatch", "api"}
-ROOMS["parallel"] = GROUND | {"expressions", "call", "api"}
-ROOMS["integrations"] = ROOMS["parallel"] | ROOMS["nn"] | {"plugin", "kernels", "nn", "parallel"}
-ROOMS["integrations"] |= {"__init__"}
-ROOMS["bench"] = GROUND | {"call", "plugin", "kernels", "dispatch", "api", "__init__"}
-ROOMS["conformance"] = ROOMS["api"] | {"tiles", "masks", "scores", "__init__"}
-ROOMS["export"] = GROUND | {"__init__", "dispatch", "nn"}
-ROOMS["cli"] = GROUND | {"bench", "conformance", "dispatch", "export", "__init__"}
+    "_base": set(),
+    "_core.expressions": {"_base"},
+    "_core.call": {"_base", "_core.expressions"},
+    "_core.tiles": {"_base", "_core.expressions", "_core.call"},
+    "masks": {"_base", "_core.expressions", "_core.tiles"},
+    "scores": {"_base", "_core.expressions"},
+    "plugin": {"_base", "_core.expressions", "_core.call", "_core.tiles"},
+    "_kernels": {"_base", "_core.expressions", "_core.call", "_core.tiles", "plugin"},
+    "_dispatch": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels"},
+    "_api": {"_base", "_core.expressions", "_core.call", "plugin", "_kernels", "_dispatch"},
+    "__init__": {"_base", "_core.expressions", "_core.call", "masks", "scores", "_dispatch",
+        "_api"},
+    "plot": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_dispatch", "_api"},
+    "dialects": {"_base", "_api"},
+    "nn": {"_base", "_core.expressions", "masks", "scores", "_dispatch", "_api"},
+    "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
+    "integrations": {"_base", "_core.expressions", "_core.call", "masks", "plugin", "_kernels",
+        "_api", "__init__", "nn", "parallel"},
+    "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
+    "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
+        "plugin", "_dispatch", "__init__"},
+    "export": {"_base", "_dispatch", "__init__", "nn"},
+    "cli": {"_base", "_dispatch", "__init__", "bench", "conformance", "export"},
+}  # fmt: skip
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
     "__main__": {"polyattn_command"},
-    "arrays": {"array_api_compat"},
+    "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},
     "conformance": TESTING,
     "export": {"numpy"},
-    "host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
+    "_base.host": {"numpy"},  # imported when a sequence, or an array of NumPy, is placed
     "integrations": {"autograd", "jax", "mlx", "ndonnx", "numpy", "spox", "torch", "transformers"},
-    "progress": {"tqdm"},
+    "_base.progress": {"tqdm"},
     "parallel": {"cupy", "jax", "mpi4py", "torch"},  # each in a module of its own
     "nn": {"numpy"},  # whose bit generator draws the first parameters of a layer
 }
@@ -107,8 +91,16 @@ def test_a_room_imports_the_rooms_below_it(file):
 def test_no_room_is_above_a_room_that_imports_it():
     order = list(ROOMS)
     for room, below in ROOMS.items():
-        if room not in GROUND:
-            assert all(order.index(other) < order.index(room) for other in below), room
+        assert all(order.index(other) < order.index(room) for other in below), room
+
+
+def test_each_room_imports_all_the_rooms_of_its_row():
+    imported = {room: set() for room in ROOMS}
+    for file in ROOT.rglob("*.py"):
+        room = room_of(module_of(file))
+        ours = [x for x in imports_of(file) if x[0].partition(".")[0] == "polyattn"]
+        imported[room] |= {room_of(*x) for x in ours} - {room}
+    assert imported == ROOMS
 
 
 def modules():
@@ -150,7 +142,7 @@ def test_a_plugin_reads_no_private_name_of_the_core(file):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_"
     }
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    core = "\n".join(x.read_text(encoding="utf-8") for x in (ROOT / "tiles").glob("*.py"))
+    core = "\n".join(x.read_text(encoding="utf-8") for x in (ROOT / "_core" / "tiles").glob("*.py"))
     read = {name for name in private - own if f"self.{name} =" in core}
     assert not read, read
 
@@ -164,7 +156,7 @@ def loaded_after(run_python, code, names):
     "code",
     [
         "import polyattn.cli, polyattn.bench.run, polyattn.plugin, polyattn_numpy, polyattn_torch\n"
-        "import polyattn.dispatch.registry as r; r.names()\n"
+        "import polyattn._dispatch.registry as r; r.names()\n"
         "polyattn.explain((2, 3, 4), (2, 3, 4), (2, 3, 4))",
         "import numpy as np, polyattn; x = np.ones((2, 3, 4)); polyattn.attention(x, x, x)\n"
         "with polyattn.use_backend('numpy'): polyattn.attention(x, x, x)",

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 import polyattn
-from polyattn.arrays import library_of
+from polyattn._base.arrays import library_of
+from polyattn._core.call.describe import describe
+from polyattn._core.call.key import call_key
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import examine
+from polyattn._dispatch.cache import cached_call
+from polyattn._dispatch.request import request
+from polyattn._dispatch.select import select
 from polyattn.bench import timing
-from polyattn.call.describe import describe
-from polyattn.call.key import call_key
-from polyattn.call.operands import Operands
-from polyattn.call.problem import examine
-from polyattn.dispatch.cache import cached_call
-from polyattn.dispatch.request import request
-from polyattn.dispatch.select import select
 
 SHAPE = (1, 1, 16, 16)
 ROUNDS = 41

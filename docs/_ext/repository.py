@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 # Made by a build, and ignored by git.
 MADE = "_files"
 # Files that a page of docs/ already shows.
-SHOWN = {"polyattn/kernels/dense.py": "reference/formula", "CHANGELOG.md": "changelog"}
+SHOWN = {"polyattn/_kernels/dense.py": "reference/formula", "CHANGELOG.md": "changelog"}
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 PICTURES = {".png", ".svg"}
 

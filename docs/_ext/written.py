@@ -15,7 +15,7 @@ from repository import relinked
 from sphinx.application import Sphinx
 
 import polyattn
-from polyattn.dispatch import errors
+from polyattn._dispatch import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from polyattn.call.features import DTYPES
-from polyattn.extras import require_matplotlib
-from polyattn.files import check_file, replacing, write_file
-from polyattn.progress import progress
-from polyattn.streams import complain, reason, show
+from polyattn._base.extras import require_matplotlib
+from polyattn._base.files import check_file, replacing, write_file
+from polyattn._base.progress import progress
+from polyattn._base.streams import complain, reason, show
+from polyattn._core.call.features import DTYPES
 
 LENGTHS = "256:4096"
 SECONDS = 60.0
@@ -187,7 +187,7 @@ def _workload(options: argparse.Namespace) -> Any:
 
 def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
     """Return the backends that support the call; raise if one that was named does not."""
-    from polyattn.dispatch.errors import UnsupportedError
+    from polyattn._dispatch.errors import UnsupportedError
 
     supporting = []
     for one in contenders:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from polyattn._base.text_table import paragraph, table
 from polyattn.bench.machine import fact
 from polyattn.bench.report import Report, Row
 from polyattn.bench.table import digits, duration
 from polyattn.bench.timing import FEWEST
-from polyattn.text_table import paragraph, table
 
 Key = tuple[int, str]
 LEGEND = """\

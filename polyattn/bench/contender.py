@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.api.attention import attention
-from polyattn.api.explain import explain
-from polyattn.arrays import namespace_of
+from polyattn._api.attention import attention
+from polyattn._api.explain import explain
+from polyattn._base.arrays import namespace_of
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import BackendUnavailableError, UnsupportedError
+from polyattn._dispatch.request import parse
 from polyattn.bench.workload import Workload
-from polyattn.dispatch import registry
-from polyattn.dispatch.errors import BackendUnavailableError, UnsupportedError
-from polyattn.dispatch.request import parse
 from polyattn.plugin import Array, Backend
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.api.attention import attention
+from polyattn._api.attention import attention
 from polyattn.bench.workload import Workload
 
 BLOCKS, ROWS = 4, 16

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import threadpoolctl
 
 import polyattn
-from polyattn.dispatch import registry
-from polyattn.text_table import terminal_width
-from polyattn.threads import granted, thread_count
+from polyattn._base.text_table import terminal_width
+from polyattn._base.threads import granted, thread_count
+from polyattn._dispatch import registry
 
 if TYPE_CHECKING:
     from polyattn.bench.contender import Contender

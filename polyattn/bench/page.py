@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from polyattn._base.html_page import html_page
 from polyattn.bench import picture
 from polyattn.bench.report import Report, Row
 from polyattn.bench.table import COLUMNS, LEGEND, cells_of, rate_unit, roof_texts
-from polyattn.html_page import html_page
 
 
 def page(report: Report) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from io import StringIO
 from typing import Any
 
+from polyattn._base.extras import require_matplotlib
 from polyattn.bench.peaks import roof
 from polyattn.bench.report import Report, Row
 from polyattn.bench.table import rate_unit
-from polyattn.extras import require_matplotlib
 
 DPI = 130
 # Okabe and Ito's colours without black, which the roofs have; yellow, faint on white, is last.

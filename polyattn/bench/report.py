@@ -9,11 +9,11 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from polyattn._base.text_table import printable
 from polyattn.bench.machine import Machine
 from polyattn.bench.peaks import Peak, roof, roofs
 from polyattn.bench.timing import Spread
 from polyattn.bench.workload import Workload
-from polyattn.text_table import printable
 
 FORMAT, VERSION = "polyattn bench", 1
 # What the numbers of a file may be: seconds of a call, and any number.

@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from polyattn import text_table
+from polyattn._base import text_table
 from polyattn.bench.machine import fact
 from polyattn.bench.report import Report, Row
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
@@ -27,7 +28,6 @@ from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, promises
 from polyattn.conformance.checks.lazy import is_lazy, lazily
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.dispatch.registry import ARRAY_API
 
 __all__ = ["BackendSuite"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from polyattn.arrays import Array, ArrayFacts, facts_of, is_array
+from polyattn._base.arrays import Array, ArrayFacts, facts_of, is_array
 from polyattn.nn.cache import KVCache
 
 Shape = tuple[int | str, ...]

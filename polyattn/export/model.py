@@ -14,15 +14,15 @@ from typing import Any
 import numpy
 
 import polyattn
-from polyattn.arguments import check_int
-from polyattn.arrays import Array
-from polyattn.dispatch.request import use_backend
-from polyattn.dispatch.transfer import backend_of
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array
+from polyattn._base.extras import require_onnx
+from polyattn._base.files import check_file
+from polyattn._base.host import native
+from polyattn._dispatch.request import use_backend
+from polyattn._dispatch.transfer import backend_of
 from polyattn.export.caches import Caches, Shape, are_caches, arrays_of, named, with_caches
 from polyattn.export.weights import check_size, store
-from polyattn.extras import require_onnx
-from polyattn.files import check_file
-from polyattn.host import native
 from polyattn.nn.module import Module
 
 #: The first opset with TensorScatter, which writes to a cache.

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy
 
-from polyattn.extras import require_onnx
-from polyattn.files import replacing
+from polyattn._base.extras import require_onnx
+from polyattn._base.files import replacing
 
 #: How many bytes of weights a model holds: less than protobuf's 2 GiB, for the nodes beside them.
 LARGEST = 2**31 - 2**26

@@ -22,12 +22,12 @@ from autograd.extend import defjvp_argnums, defvjp_argnums, vspace
 from autograd.tracer import getval, isbox
 
 from polyattn import UnsupportedError
-from polyattn.arrays import Array, Library, RecordedError, is_array, quiet
-from polyattn.call.operands import mapped, named_arrays
-from polyattn.expressions.expression import Expression, has_function
-from polyattn.expressions.scores import Chain, Function, Score, as_score
+from polyattn._base.arrays import Array, Library, RecordedError, is_array, quiet
+from polyattn._core.call.operands import mapped, named_arrays
+from polyattn._core.expressions.expression import Expression, has_function
+from polyattn._core.expressions.scores import Chain, Function, Score, as_score
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.integrations import autograd_functions
-from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import (
     GRADIENT_ARRAYS,
     GRADIENT_EXPRESSIONS,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from polyattn.arrays import is_array
+from polyattn._base.arrays import is_array
 from polyattn.integrations import subclasses
 from polyattn.nn.cache import KVCache
 from polyattn.nn.module import Module, holds_modules

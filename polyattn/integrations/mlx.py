@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from polyattn.arrays import Library
+from polyattn._base.arrays import Library
 
 
 def _arange(

@@ -14,7 +14,7 @@ import ndonnx
 import numpy as np
 import spox.opset.ai.onnx.v21 as op
 
-from polyattn.arrays import Library, broadcast_shapes
+from polyattn._base.arrays import Library, broadcast_shapes
 
 
 def _matmul(a: Any, b: Any) -> Any:

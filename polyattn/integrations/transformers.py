@@ -20,10 +20,10 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from polyattn.api.attention import attention
-from polyattn.api.explain import explain
-from polyattn.api.weights import attention_weights
-from polyattn.call.options import OPTIONS
+from polyattn._api.attention import attention
+from polyattn._api.explain import explain
+from polyattn._api.weights import attention_weights
+from polyattn._core.call.options import OPTIONS
 from polyattn.integrations import subclasses
 from polyattn.integrations.transformers_ranks import Ranks
 from polyattn.plugin import Kernel

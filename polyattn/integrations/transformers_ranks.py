@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 )
 
 from polyattn import masks, parallel
-from polyattn.arrays import is_one_of
+from polyattn._base.arrays import is_one_of
 from polyattn.parallel.over import communicator_of
 
 #: The parts of mask functions that arguments of the attention express: causality and window.

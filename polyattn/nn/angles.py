@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyattn.arrays import Array, cast, index_range, numbers_like
+from polyattn._base.arrays import Array, cast, index_range, numbers_like
 from polyattn.nn.shapes import beside
 
 #: The first position whose angles are exact to 1e-6 in float32; those before it are products.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.api.attention import attention
-from polyattn.api.weights import attention_weights
-from polyattn.arguments import check_int
-from polyattn.arrays import Array, index_range, length_of, library_of
+from polyattn._api.attention import attention
+from polyattn._api.weights import attention_weights
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, index_range, length_of, library_of
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token
 from polyattn.nn.layers import Linear, Norm, initializer

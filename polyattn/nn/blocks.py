@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arrays import Array
+from polyattn._base.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer

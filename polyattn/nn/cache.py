@@ -12,8 +12,8 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from polyattn.arguments import check_int
-from polyattn.arrays import (
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import (
     Array,
     ArrayFacts,
     cast,
@@ -25,11 +25,11 @@ from polyattn.arrays import (
     library_of,
     numbers_like,
 )
-from polyattn.expressions.masks import as_mask
-from polyattn.expressions.patterns import Filled
+from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
+from polyattn._core.expressions.masks import as_mask
+from polyattn._core.expressions.patterns import Filled
 from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
-from polyattn.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
 
 
 class _Buffer:

@@ -14,7 +14,7 @@ import math
 import sys
 from typing import Any
 
-from polyattn.arrays import Array, library_of
+from polyattn._base.arrays import Array, library_of
 
 _ROOT = math.sqrt(0.5)
 #: From here on Q is 0 in every dtype.

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.arguments import check_int
-from polyattn.arrays import Array, cast, facts_of, library_of, numbers_like
-from polyattn.dispatch.transfer import convert_like
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, cast, facts_of, library_of, numbers_like
+from polyattn._dispatch.transfer import convert_like
 from polyattn.nn.ids import check_range
 from polyattn.nn.layers import Embedding
 from polyattn.nn.models import Transformer

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.arrays import Array, facts_of, library_of
-from polyattn.host import as_array, home_of, is_host
+from polyattn._base.arrays import Array, facts_of, library_of
+from polyattn._base.host import as_array, home_of, is_host
+from polyattn._base.tracing import is_transformed
 from polyattn.nn.shapes import rows_of
-from polyattn.tracing import is_transformed
 
 
 def look_up(table: Array, ids: Array, name: str, offset: int = 0) -> Array:

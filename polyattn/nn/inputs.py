@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn.arrays import Array, facts_of, library_of
+from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn.nn.layers import ACTIVATIONS, Linear
 from polyattn.nn.module import Module
 

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arrays import Array, cast, facts_of, library_of, namespace_of
-from polyattn.autocast import autocast
+from polyattn._base.arrays import Array, cast, facts_of, library_of, namespace_of
+from polyattn._base.autocast import autocast
+from polyattn._base.tracing import is_autocast_on
 from polyattn.nn.erf import gelu
 from polyattn.nn.ids import look_up
 from polyattn.nn.module import Initializer, Module
 from polyattn.nn.passes import affine, by_rows
 from polyattn.nn.shapes import beside
-from polyattn.tracing import is_autocast_on
 
 
 def initializer(like: Array, seed: int | Initializer) -> Initializer:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.arguments import check_int
-from polyattn.arrays import Array, cast, index_range, length_of, library_of
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, cast, index_range, length_of, library_of
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
 from polyattn.nn.ids import for_each_token, look_up

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polyattn.arguments import check_int
-from polyattn.arrays import Array, cast, facts_of, is_array, library_of, numbers_like
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of, numbers_like
 
 M = TypeVar("M", bound="Module")
 

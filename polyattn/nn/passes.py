@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arrays import Array, is_recorded, library_of, namespace_of
-from polyattn.dispatch.transfer import backend_of
+from polyattn._base.arrays import Array, is_recorded, library_of, namespace_of
+from polyattn._dispatch.transfer import backend_of
 from polyattn.nn.shapes import beside
 
 # The bytes that a step reads and writes at a time: few enough for the caches, and so many that

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.arrays import Array, facts_of, library_of
-from polyattn.dispatch.transfer import convert_like
-from polyattn.files import check_file, replacing
+from polyattn._base.arrays import Array, facts_of, library_of
+from polyattn._base.files import check_file, replacing
+from polyattn._dispatch.transfer import convert_like
 from polyattn.nn.load.files import imported, read_config
 from polyattn.nn.load.models import family_of
 from polyattn.nn.load.plan import Family, Wanted

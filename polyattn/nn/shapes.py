@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, index_range, library_of, namespace_of, with_rank
-from polyattn.dispatch.transfer import backend_of
-from polyattn.tracing import is_compiling
+from polyattn._base.arrays import Array, index_range, library_of, namespace_of, with_rank
+from polyattn._base.tracing import is_compiling
+from polyattn._dispatch.transfer import backend_of
 
 
 def beside(x: Array, parameter: Array) -> Array:

@@ -12,9 +12,9 @@ import json
 import numbers
 from typing import Any
 
-from polyattn.arrays import Array, is_array
-from polyattn.expressions.expression import Expression
-from polyattn.host import is_host, is_sequence
+from polyattn._base.arrays import Array, is_array
+from polyattn._base.host import is_host, is_sequence
+from polyattn._core.expressions.expression import Expression
 from polyattn.parallel.communicator import Communicator
 
 #: What each rank may choose for itself.

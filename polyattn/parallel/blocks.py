@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from polyattn.arrays import Array, library_of
+from polyattn._base.arrays import Array, library_of
 
 
 def take(array: Array, axis: int, start: Any, length: int) -> Array:

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.api.attention import attention
-from polyattn.api.gradients import attention_backward, unrounded_partial
-from polyattn.api.names import check_names
-from polyattn.api.partial import Partial, attention_partial
-from polyattn.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
-from polyattn.autocast import autocast
-from polyattn.call.describe import describe
-from polyattn.call.facts import Call
-from polyattn.call.gradients import Gradients
-from polyattn.call.options import option_of
-from polyattn.call.parts import arrays_in, options_of, options_of_part
-from polyattn.call.problem import Problem, examine
-from polyattn.expressions.expression import Expression
-from polyattn.expressions.replacements import ScaleRule
+from polyattn._api.attention import attention
+from polyattn._api.gradients import attention_backward, unrounded_partial
+from polyattn._api.names import check_names
+from polyattn._api.partial import Partial, attention_partial
+from polyattn._base.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
+from polyattn._base.autocast import autocast
+from polyattn._core.call.describe import describe
+from polyattn._core.call.facts import Call
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.options import option_of
+from polyattn._core.call.parts import arrays_in, options_of, options_of_part
+from polyattn._core.call.problem import Problem, examine
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.parallel.cut import Block, place_score
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from polyattn._base.text_table import table
 from polyattn.parallel.call import ParallelCall, described
 from polyattn.parallel.decode import Decode
 from polyattn.parallel.gather import Gather
 from polyattn.parallel.heads import Heads
 from polyattn.parallel.ring import Ring
 from polyattn.parallel.strategy import Strategy
-from polyattn.text_table import table
 
 #: The strategies, in the order in which "auto" tries them. It never takes "decode", which differs
 #: in what each rank holds.

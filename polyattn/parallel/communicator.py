@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyattn.arrays import Array, library_of, numbers_like
+from polyattn._base.arrays import Array, library_of, numbers_like
 
 
 class Communicator:

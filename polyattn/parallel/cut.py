@@ -10,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from polyattn.arrays import Array, cast, is_array, library_of
-from polyattn.expressions.expression import Expression
-from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import And, Dense, Mask, Not, Or, Rule
-from polyattn.expressions.patterns import Band, Dilated, GlobalTokens, Padding, Prefix, Segments
-from polyattn.expressions.replacements import Normalizer, ScaleRule, Similarity
-from polyattn.expressions.scores import Alibi, Chain, Function, RelativeBias, Score
+from polyattn._base.arrays import Array, cast, is_array, library_of
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.indices import PointIndices
+from polyattn._core.expressions.masks import And, Dense, Mask, Not, Or, Rule
+from polyattn._core.expressions.patterns import (
+    Band,
+    Dilated,
+    GlobalTokens,
+    Padding,
+    Prefix,
+    Segments,
+)
+from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
+from polyattn._core.expressions.scores import Alibi, Chain, Function, RelativeBias, Score
 from polyattn.parallel.blocks import place, take
 
 

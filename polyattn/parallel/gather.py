@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.api.partial import Partial
-from polyattn.arrays import Array
+from polyattn._api.partial import Partial
+from polyattn._base.arrays import Array
 from polyattn.parallel.blocks import joined, place, split, take
 from polyattn.parallel.call import ParallelCall, Shares, add_shares
 from polyattn.parallel.communicator import Communicator

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.api.partial import Partial
-from polyattn.arrays import Array, library_of
+from polyattn._api.partial import Partial
+from polyattn._base.arrays import Array, library_of
 from polyattn.parallel.call import ParallelCall, Shares
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.cut import Block

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax as untyped_lax
 
-from polyattn.api.partial import Partial
+from polyattn._api.partial import Partial
 from polyattn.parallel.task import Task
 
 lax: Any = untyped_lax

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.arrays import Array, index_range, library_of
+from polyattn._base.arrays import Array, index_range, library_of
 from polyattn.parallel.blocks import joined, split, take
 
 #: The layouts, and the number of chunks that a rank holds.

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from polyattn.arrays import Array, library_of
+from polyattn._base.arrays import Array, library_of
 from polyattn.parallel.blocks import split as parts_of
 from polyattn.parallel.communicator import Communicator
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.api.partial import Partial, merge
-from polyattn.arrays import Array
+from polyattn._api.partial import Partial, merge
+from polyattn._base.arrays import Array
 from polyattn.parallel.blocks import joined, split
 from polyattn.parallel.call import ParallelCall, Shares, add_shares
 from polyattn.parallel.communicator import Communicator

@@ -6,10 +6,10 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.arguments import check_shape
-from polyattn.arrays import Array, ArrayFacts, is_array, library_of
-from polyattn.autocast import autocast, casts
-from polyattn.call.gradients import Gradients
+from polyattn._base.arguments import check_shape
+from polyattn._base.arrays import Array, ArrayFacts, is_array, library_of
+from polyattn._base.autocast import autocast, casts
+from polyattn._core.call.gradients import Gradients
 from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.call import in_dtype
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from polyattn.api.partial import Partial
-from polyattn.arrays import Array
-from polyattn.expressions.replacements import ByNorm
+from polyattn._api.partial import Partial
+from polyattn._base.arrays import Array
+from polyattn._core.expressions.replacements import ByNorm
 from polyattn.parallel.call import ParallelCall, Shares
 from polyattn.parallel.communicator import Communicator
 

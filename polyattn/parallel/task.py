@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from polyattn.api.partial import Partial
-from polyattn.arrays import Array, cast, facts_of, library_of, quiet
-from polyattn.call.gradients import Gradients
-from polyattn.call.parts import arrays_in, map_arrays
+from polyattn._api.partial import Partial
+from polyattn._base.arrays import Array, cast, facts_of, library_of, quiet
+from polyattn._base.tracing import without_autocast
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.parts import arrays_in, map_arrays
 from polyattn.parallel.call import ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.strategy import Strategy
-from polyattn.tracing import without_autocast
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyattn.arrays import Array, library_of
+from polyattn._base.arrays import Array, library_of
 from polyattn.parallel.blocks import take
 from polyattn.parallel.communicator import Communicator
 

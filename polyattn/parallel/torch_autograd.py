@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from polyattn.api.partial import Partial
+from polyattn._api.partial import Partial
 from polyattn.parallel.task import Task
 
 

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from polyattn.arrays import (
+from polyattn._base.arrays import (
     Array,
     ArrayFacts,
     broadcast_shapes,
@@ -22,16 +22,16 @@ from polyattn.arrays import (
     is_array,
     library_of,
 )
-from polyattn.call.describe import describe
-from polyattn.call.operands import Operands
-from polyattn.call.problem import Problem, examine
-from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import And, Dense, Mask, Not, Or, as_mask
-from polyattn.expressions.patterns import Padding, Prefix, Segments
-from polyattn.extras import require_matplotlib
-from polyattn.host import home_of, is_host
-from polyattn.tiles.compiled import Compiled
-from polyattn.tiles.coverage import TileGrid
+from polyattn._base.extras import require_matplotlib
+from polyattn._base.host import home_of, is_host
+from polyattn._core.call.describe import describe
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem, examine
+from polyattn._core.expressions.indices import PointIndices
+from polyattn._core.expressions.masks import And, Dense, Mask, Not, Or, as_mask
+from polyattn._core.expressions.patterns import Padding, Prefix, Segments
+from polyattn._core.tiles.compiled import Compiled
+from polyattn._core.tiles.coverage import TileGrid
 
 FIGURE = {"figsize": (4.6, 5.5), "layout": "compressed"}
 # With more scores, each would be smaller than a pixel.

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from typing import Any
 
-from polyattn.arrays import facts_of, is_array, library_of
-from polyattn.expressions.masks import Mask
-from polyattn.expressions.scores import Score
-from polyattn.host import is_host
+from polyattn._base.arrays import facts_of, is_array, library_of
+from polyattn._base.host import is_host
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.scores import Score
 from polyattn.plot.mask_picture import COLOURS, FRAME, evaluate
 
 SIDE = 192  # pixels

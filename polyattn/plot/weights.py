@@ -12,11 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from polyattn.api.weights import WHICH
-from polyattn.arguments import check_int
-from polyattn.arrays import Array, cast, is_array, library_of
-from polyattn.dispatch.transfer import convert_like
-from polyattn.extras import require_matplotlib
+from polyattn._api.weights import WHICH
+from polyattn._base.arguments import check_int
+from polyattn._base.arrays import Array, cast, is_array, library_of
+from polyattn._base.extras import require_matplotlib
+from polyattn._dispatch.transfer import convert_like
 
 # Perceptually uniform, and made for readers with a colour vision deficiency (Nuñez et al., 2018).
 COLOURS, NOTHING = "cividis", "#d9dce1"

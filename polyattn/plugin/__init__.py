@@ -38,33 +38,35 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 
 from __future__ import annotations
 
-from polyattn.arrays import Array, length_of, namespace_of, with_rank
-from polyattn.call.features import FEATURES, MASKING
-from polyattn.call.gradients import Gradients
-from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
-from polyattn.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
-from polyattn.call.parts import map_arrays, options_of, options_of_part
-from polyattn.call.problem import Problem
-from polyattn.expressions.expression import Expression
-from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.masks import Mask
-from polyattn.expressions.parts import Part, axes_of_array, axes_of_last
-from polyattn.expressions.patterns import Filled
-from polyattn.expressions.scores import Score
-from polyattn.host import native
-from polyattn.plugin.backend import Backend, Kernel, unrounded
-from polyattn.plugin.primitives import BackendPrimitives
-from polyattn.plugin.spec import BackendSpec
-from polyattn.plugin.tools import BackendTools
-from polyattn.span import Span
-from polyattn.threads import thread_count
-from polyattn.tiles.band import band, column_span, full_span, is_full
-from polyattn.tiles.batch_axes import one_batch_axis, reason_against_batch
-from polyattn.tiles.coverage import TileGrid, TileQuery, combined_mask
-from polyattn.tiles.grouped_heads import fold_heads, unfold_heads
-from polyattn.tiles.indices import Indices
-from polyattn.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize, or_zero
-from polyattn.tiles.visibility import (
+from polyattn._base.arrays import Array, length_of, namespace_of, with_rank
+from polyattn._base.host import native
+from polyattn._base.span import Span
+from polyattn._base.threads import thread_count
+from polyattn._core.call.features import FEATURES, MASKING
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
+from polyattn._core.call.parts import map_arrays, options_of, options_of_part
+from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.indices import PointIndices
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.parts import Part, axes_of_array, axes_of_last
+from polyattn._core.expressions.patterns import Filled
+from polyattn._core.expressions.scores import Score
+from polyattn._core.tiles.band import band, column_span, full_span, is_full
+from polyattn._core.tiles.batch_axes import one_batch_axis, reason_against_batch
+from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
+from polyattn._core.tiles.grouped_heads import fold_heads, unfold_heads
+from polyattn._core.tiles.indices import Indices
+from polyattn._core.tiles.online_softmax import (
+    SoftmaxState,
+    combine,
+    initial_state,
+    normalize,
+    or_zero,
+)
+from polyattn._core.tiles.visibility import (
     band_from,
     cleared,
     empty_rows,
@@ -75,6 +77,10 @@ from polyattn.tiles.visibility import (
     visible_keys,
     visible_scores,
 )
+from polyattn.plugin.backend import Backend, Kernel, unrounded
+from polyattn.plugin.primitives import BackendPrimitives
+from polyattn.plugin.spec import BackendSpec
+from polyattn.plugin.tools import BackendTools
 
 __all__ = [
     "FEATURES",

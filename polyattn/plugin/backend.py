@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from polyattn import arrays
-from polyattn.arrays import Array
-from polyattn.call.gradients import Gradients
-from polyattn.call.operands import Cotangents, Operands, Residuals, Tangents
-from polyattn.call.problem import Problem
+from polyattn._base import arrays
+from polyattn._base.arrays import Array
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
 

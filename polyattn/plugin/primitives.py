@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from polyattn import arrays
-from polyattn.arrays import Array
-from polyattn.call.problem import Problem
-from polyattn.span import Span
+from polyattn._base import arrays
+from polyattn._base.arrays import Array
+from polyattn._base.span import Span
+from polyattn._core.call.problem import Problem
 
 
 class BackendPrimitives:

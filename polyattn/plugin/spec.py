@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
-from polyattn.call.features import DTYPES
+from polyattn._core.call.features import DTYPES
 from polyattn.plugin.backend import Backend
 
 API_VERSION = 2

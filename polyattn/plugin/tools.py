@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from polyattn.arrays import Array
+from polyattn._base.arrays import Array
 
 
 class BackendTools:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import polyattn
 from polyattn import UnsupportedError, attention, attention_partial, masks, scores
-from polyattn.dispatch import registry
+from polyattn._dispatch import registry
 
 Q = np.zeros((2, 4, 5, 8), np.float32)
 K = np.zeros((2, 2, 7, 8), np.float32)

@@ -8,10 +8,10 @@ import torch
 
 import polyattn
 from polyattn import attention, masks, scores
-from polyattn.api import cached_calls
-from polyattn.call.describe import describe
-from polyattn.call.key import call_key
-from polyattn.dispatch.cache import forget
+from polyattn._api import cached_calls
+from polyattn._core.call.describe import describe
+from polyattn._core.call.key import call_key
+from polyattn._dispatch.cache import forget
 
 SHAPE = (2, 4, 4, 8)
 X = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
@@ -37,7 +37,7 @@ def no_calls():
 def described(monkeypatch):
     """Return a list that grows with each call that is described."""
     calls = []
-    for module in (cached_calls, sys.modules["polyattn.api.attention"]):
+    for module in (cached_calls, sys.modules["polyattn._api.attention"]):
         monkeypatch.setattr(
             module, "describe", lambda *a, **k: calls.append(a) or describe(*a, **k)
         )

@@ -22,13 +22,13 @@ from polyattn import (
     parallel,
     scores,
 )
-from polyattn.arrays import is_array
+from polyattn._base.arrays import is_array
+from polyattn._kernels.dense_kernel import Dense
+from polyattn._kernels.tiled import Tiled
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.checks.target import Target
 from polyattn.conformance.reference.gradients import cotangent
-from polyattn.kernels.dense_kernel import Dense
-from polyattn.kernels.tiled import Tiled
 
 RNG = np.random.default_rng(0)
 SHAPES = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 5))

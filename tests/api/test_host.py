@@ -94,7 +94,7 @@ def test_compiled_before_a_first_tensor(run_python):
 def test_the_expression_keeps_what_was_placed(monkeypatch):
     mask, x = masks.padding(LENGTHS), torch.asarray(X)
     attention(x, x, x, mask=mask & masks.causal())
-    monkeypatch.setattr("polyattn.host.numbers_like", None)
+    monkeypatch.setattr("polyattn._base.host.numbers_like", None)
     close(attention(x, x, x, mask=mask | masks.prefix(1)).shape, x.shape)  # in other company too
     assert mask == masks.padding(LENGTHS)
     assert "_placed" in mask.__dict__

@@ -10,8 +10,8 @@ import torch
 
 import polyattn
 from polyattn import attention
-from polyattn.api.attention import AttentionOptions
-from polyattn.api.names import FOREIGN
+from polyattn._api.attention import AttentionOptions
+from polyattn._api.names import FOREIGN
 
 ROOT = Path(__file__).resolve().parents[2]
 X = np.ones((2, 4, 6, 8), np.float32)

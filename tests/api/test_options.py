@@ -11,18 +11,18 @@ import pytest
 import polyattn
 from polyattn import attention, attention_partial, attention_weights, explain, masks, nn, parallel
 from polyattn import scores as rules
-from polyattn.api.attention import AttentionOptions
-from polyattn.api.names import BESIDE
-from polyattn.call import describe as describing
-from polyattn.call import problem as examining
-from polyattn.call.features import FEATURES, Feature
-from polyattn.call.options import OPTIONS, Option
-from polyattn.call.parts import options_of, options_of_part
-from polyattn.dispatch import registry
-from polyattn.expressions.parts import Part
-from polyattn.kernels.dense_kernel import Dense
+from polyattn._api.attention import AttentionOptions
+from polyattn._api.names import BESIDE
+from polyattn._base.span import Span
+from polyattn._core.call import describe as describing
+from polyattn._core.call import problem as examining
+from polyattn._core.call.features import FEATURES, Feature
+from polyattn._core.call.options import OPTIONS, Option
+from polyattn._core.call.parts import options_of, options_of_part
+from polyattn._core.expressions.parts import Part
+from polyattn._dispatch import registry
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.parallel.choice import STRATEGIES
-from polyattn.span import Span
 
 X = np.random.default_rng(0).standard_normal((2, 4, 4, 8), dtype=np.float32)
 SEEN = np.tril(np.ones((4, 4), bool))

@@ -11,7 +11,7 @@ import torch
 from test_cupy_host import HostArray, at_home, stand_in
 
 from polyattn import attention
-from polyattn.dispatch.errors import BackendUnavailableError
+from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn_cupy import SPEC, backend, loading, rows, shapes
 from polyattn_cupy.backend import CupyBackend
 

@@ -13,11 +13,11 @@ from test_cupy_cudnn_host import HANDLES, Handle, HostGraph, eights, forget, put
 from test_cupy_host import Device, cases
 
 from polyattn import attention, attention_partial, explain
+from polyattn._dispatch import registry
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.dispatch import registry
 from polyattn_cupy import graphs, loading, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.graphs import Band, Tensor

@@ -16,13 +16,13 @@ from polyattn import (
     attention_vjp,
     merge,
 )
-from polyattn.call.describe import describe
-from polyattn.call.problem import examine
+from polyattn._core.call.describe import describe
+from polyattn._core.call.problem import examine
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import UnsupportedError
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.conformance.checks.gradients import check_backward
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.dispatch import registry
-from polyattn.dispatch.errors import UnsupportedError
 from polyattn.plugin import Cotangents, Residuals
 from polyattn_cupy import graphs, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn

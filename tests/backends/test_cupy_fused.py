@@ -9,11 +9,11 @@ from test_cupy_fused_host import DTYPES, compiled, put_in_place
 from test_cupy_host import cases
 
 from polyattn import attention, attention_partial, explain
+from polyattn._dispatch import registry
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.dispatch import registry
 from polyattn_cupy import blocks, products, rows
 from polyattn_cupy.fused import Fused
 

@@ -14,11 +14,11 @@ from polyattn import (
     attention_vjp,
     merge,
 )
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import UnsupportedError
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.conformance.checks.gradients import check_backward
 from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn.dispatch import registry
-from polyattn.dispatch.errors import UnsupportedError
 from polyattn_cupy import fused
 from polyattn_cupy.fused import Fused
 

@@ -13,11 +13,11 @@ import array_api_compat.numpy
 import numpy as np
 import pytest
 
-from polyattn import arrays
-from polyattn.call.features import DTYPES
+from polyattn._base import arrays
+from polyattn._core.call.features import DTYPES
+from polyattn._dispatch import cache, registry
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
-from polyattn.dispatch import cache, registry
 from polyattn.plugin import Backend, BackendSpec
 
 

@@ -21,8 +21,8 @@ from polyattn import (
     masks,
     scores,
 )
-from polyattn.dispatch import registry
-from polyattn.threads import thread_count
+from polyattn._base.threads import thread_count
+from polyattn._dispatch import registry
 from polyattn_dask import estimate
 from polyattn_dask.grid import spans_of
 from polyattn_dask.layer import Layer

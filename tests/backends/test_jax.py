@@ -286,7 +286,7 @@ def test_devices_have_names():
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(
-        polyattn.dispatch.errors.BackendError, match=r"no device 'cuda' here; available: cpu"
+        polyattn._dispatch.errors.BackendError, match=r"no device 'cuda' here; available: cpu"
     ):
         attention(Q, K, V, backend="jax:cuda")
 
@@ -328,7 +328,7 @@ def test_a_strided_tensor_comes_too():
 @pytest.mark.parametrize("to", [np.asarray, torch.from_numpy], ids=["numpy", "torch"])
 def test_float64_is_kept_or_refused(to):
     q, k, v = (to(x.astype(np.float64)) for x in (Q, K, V))
-    with pytest.raises(polyattn.dispatch.errors.UnsupportedError, match="jax_enable_x64"):
+    with pytest.raises(polyattn._dispatch.errors.UnsupportedError, match="jax_enable_x64"):
         attention(q, k, v, backend="jax")
     assert explain(q, k, v, backend="jax,numpy").chosen.backend == "numpy"
     q32, k32, v32 = map(to, (Q, K, V))
@@ -358,7 +358,7 @@ def test_a_result_can_be_written_to_and_any_byte_order_comes():
 
 def test_a_traced_key_beside_a_query_of_another_library_is_refused():
     with pytest.raises(
-        polyattn.dispatch.errors.UnsupportedError, match="key is traced, so the result"
+        polyattn._dispatch.errors.UnsupportedError, match="key is traced, so the result"
     ):
         jax.jit(lambda k, v: attention(Q, k, v, backend="jax"))(K, V)
 
@@ -510,7 +510,7 @@ assert call(here, here, here, backend="jax:cpu").device == one
 assert call(there, there, there, backend="jax:cpu").device == other
 try:
     jax.jit(lambda x: call(x, x, x, backend="jax:cpu:1"))(free)
-except polyattn.dispatch.errors.UnsupportedError as error:
+except polyattn._dispatch.errors.UnsupportedError as error:
     assert "is traced, and is computed on the device of" in str(error), error
 else:
     raise AssertionError

@@ -13,7 +13,7 @@ from polyattn import (
     masks,
     scores,
 )
-from polyattn.kernels.tiled import Tiled
+from polyattn._kernels.tiled import Tiled
 from polyattn_jax.backend import JaxBackend
 from polyattn_jax.xla import Xla
 

@@ -285,7 +285,7 @@ def first_piece_last(monkeypatch):
 
     def run_later(sweep):
         seen.add(threading.current_thread().name)
-        if sweep.number == 0 and polyattn.threads.thread_count() > 1:
+        if sweep.number == 0 and polyattn._base.threads.thread_count() > 1:
             assert go_on.wait(60)
         run(sweep)
         ended.append(sweep.number)

@@ -18,9 +18,9 @@ import pytest
 import polyattn
 import polyattn_numpy.tiled as module
 from polyattn import attention, attention_partial, scores
-from polyattn.expressions.replacements import Distance
-from polyattn.span import Span
-from polyattn.tiles.band import column_span
+from polyattn._base.span import Span
+from polyattn._core.expressions.replacements import Distance
+from polyattn._core.tiles.band import column_span
 from polyattn_numpy import threads
 from polyattn_numpy.blocks import pieces, tiles
 from polyattn_numpy.tiled import Tiled
@@ -604,7 +604,8 @@ def test_the_plugins_own_kernel_stands_in_the_place_of_the_cores():
     names = [c.kernel for c in polyattn.explain(shape, shape, shape, backend="numpy").candidates]
     assert names == ["small", "tiled", "dense"]
     assert isinstance(
-        polyattn.dispatch.registry.kernels_of(polyattn.dispatch.registry.loaded("numpy"))[1], Tiled
+        polyattn._dispatch.registry.kernels_of(polyattn._dispatch.registry.loaded("numpy"))[1],
+        Tiled,
     )
 
 
@@ -642,7 +643,7 @@ def test_any_byte_order_and_stride(dtype, qkv):
 
 
 def test_a_block_wins_over_the_variable_over_the_machine(monkeypatch):
-    from polyattn.threads import thread_count
+    from polyattn._base.threads import thread_count
 
     monkeypatch.delenv("POLYATTN_NUM_THREADS", raising=False)
     assert thread_count(lambda: 1) == 1
@@ -664,14 +665,14 @@ def test_a_variable_that_is_no_number_is_refused(monkeypatch, text, length, qkv)
 
 
 def test_a_variable_that_is_empty_is_not_set(monkeypatch):
-    from polyattn.threads import granted, thread_count
+    from polyattn._base.threads import granted, thread_count
 
     monkeypatch.setenv("POLYATTN_NUM_THREADS", "")
     assert thread_count() == granted(os.getpid())
 
 
 def test_use_threads_takes_any_integer():
-    from polyattn.threads import thread_count
+    from polyattn._base.threads import thread_count
 
     with polyattn.use_threads(np.int64(2)):
         assert type(thread_count()) is int
@@ -691,7 +692,7 @@ def test_use_threads_refuses_what_is_no_number(count, error):
 
 
 def test_the_control_group_limits(tmp_path):
-    from polyattn.threads import _quota
+    from polyattn._base.threads import _quota
 
     assert _quota(tmp_path) > 10**6
     (tmp_path / "cpu.max").write_text("150000 100000\n")
@@ -711,7 +712,7 @@ def test_affinity_limits(run_python):
     code = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from polyattn.threads import thread_count
+from polyattn._base.threads import thread_count
 print(thread_count())
 """
     if hasattr(os, "sched_setaffinity"):

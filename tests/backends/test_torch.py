@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores, use_backend
-from polyattn.arrays import is_one_of
-from polyattn.tiles.dropout import philox
+from polyattn._base.arrays import is_one_of
+from polyattn._core.tiles.dropout import philox
 from polyattn_torch.backend import TorchBackend
 
 RNG = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ def test_a_bias_that_cuda_would_misread_is_refused():
     problem = explain(
         Q.shape, K.shape, V.shape, bias=(6, 9), dtype="bfloat16", library="torch", device="cuda:0"
     ).problem._replace(bias_dtype="float32")
-    kernel = polyattn.dispatch.registry.loaded("torch").kernels[0]
+    kernel = polyattn._dispatch.registry.loaded("torch").kernels[0]
     assert "a bias of another dtype" in kernel.reasons_against(problem)[0]
 
 
@@ -345,7 +345,7 @@ def test_partial_and_merge_compile():
 @pytest.mark.slow
 def test_a_context_around_a_compiled_call_takes_effect():
     def which(q):
-        names = polyattn.dispatch.request.request(None).names
+        names = polyattn._dispatch.request.request(None).names
         return attention(q, q, q) + (1 if names == ("array-api",) else 0)
 
     function = compiled(which)
@@ -380,7 +380,7 @@ def test_a_context_of_another_thread_does_not_reach_a_compiled_call():
 
 def test_a_compiled_call_takes_the_context_of_its_task():
     """Two tasks of one thread, whose blocks overlap, call one program by turns."""
-    function = compiled(lambda q: q + len(polyattn.dispatch.request.request(None).names))
+    function = compiled(lambda q: q + len(polyattn._dispatch.request.request(None).names))
 
     async def task(*names):
         with use_backend(*names):

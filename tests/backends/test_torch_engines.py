@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import polyattn
 from polyattn import attention, attention_partial, explain
-from polyattn.dispatch import cache
+from polyattn._dispatch import cache
 from polyattn.plugin import Operands
 from polyattn_torch import device_info, engine_report, engines, flex, route, sdpa, selftest
 from polyattn_torch.backend import TorchBackend
@@ -1028,7 +1028,7 @@ def test_flex_returns_the_logsumexp(monkeypatch, batch):
     q, k, v = (x.reshape(*batch, *x.shape[1:]) for x in (Q, K, V))
     asked = explain(q, k, v, mask=MASK[0, 0], logsumexp=True).problem
     operands = Operands(query=q, key=k, value=v, mask=MASK[0, 0])
-    output, logsumexp = Flex()(asked, operands, polyattn.dispatch.registry.loaded("torch"))
+    output, logsumexp = Flex()(asked, operands, polyattn._dispatch.registry.loaded("torch"))
     expected = attention_partial(q, k, v, mask=MASK[0, 0], kernel="dense")
     close(output, expected.output)
     close(logsumexp, expected.logsumexp)

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 
 from polyattn import attention, attention_partial, merge, scores
-from polyattn.kernels.tiled import Tiled
+from polyattn._kernels.tiled import Tiled
 from polyattn_torch import fused
 
 pytestmark = [

@@ -8,10 +8,10 @@ from torch._dynamo.utils import counters
 
 import polyattn
 from polyattn import attention, explain, masks, scores
-from polyattn.call.describe import describe
-from polyattn.call.layout import heads_first
-from polyattn.call.problem import examine
-from polyattn.kernels.tiled import Tiled
+from polyattn._core.call.describe import describe
+from polyattn._core.call.layout import heads_first
+from polyattn._core.call.problem import examine
+from polyattn._kernels.tiled import Tiled
 from polyattn.plugin import Span, combined_mask
 from polyattn_torch import block_mask as tiles
 from polyattn_torch.attn_mask import attn_mask, made_mask

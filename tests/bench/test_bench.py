@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from polyattn import attention
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import BackendUnavailableError, UnknownBackendError, UnsupportedError
 from polyattn.bench import exact, memory, peaks, run, timing
 from polyattn.bench.contender import Running, contenders, everything_here
 from polyattn.bench.machine import look
 from polyattn.bench.report import Report
 from polyattn.bench.workload import Workload
-from polyattn.dispatch import registry
-from polyattn.dispatch.errors import BackendUnavailableError, UnknownBackendError, UnsupportedError
 from polyattn.plugin import Backend, BackendSpec
 
 NUMPY, ARRAY_API = contenders("numpy,array-api")

@@ -495,7 +495,7 @@ def test_an_interrupt_while_libraries_are_loaded_is_said_in_a_line(capsys, monke
     def load(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polyattn.dispatch.registry.load", load)
+    monkeypatch.setattr("polyattn._dispatch.registry.load", load)
     assert main([*HASTE, "--backends", "numpy"]) == 130
     assert capsys.readouterr() == ("", "polyattn bench: interrupted\n")
 

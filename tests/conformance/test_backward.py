@@ -5,12 +5,12 @@ import re
 
 import pytest
 
+from polyattn._dispatch.transfer import backend_of
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.conformance import CASES, KernelVariant, Target
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
 from polyattn.conformance.checks.gradients import check_backward, check_jvp
 from polyattn.conformance.checks.promises import check_declarations
-from polyattn.dispatch.transfer import backend_of
-from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import Kernel
 
 NUMPY = Target("numpy")

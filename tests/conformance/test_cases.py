@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from polyattn import attention, attention_partial
-from polyattn.call.features import DTYPES, FEATURES
+from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn.conformance import CASES, ESSENTIAL
 from polyattn.conformance.checks.gradients import DERIVATIVES
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from polyattn import scores
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.conformance import CASES, KernelVariant, Target, deviation, make_case, oracle
 from polyattn.conformance.cases.case import Generated
 from polyattn.conformance.cases.expression_cases import composed, relative
@@ -27,7 +28,6 @@ from polyattn.conformance.reference.gradients import (
     gradients,
     has_formula,
 )
-from polyattn.kernels.dense_kernel import Dense
 
 SMALL = {"dtype": "float64", "batch": (1,), "L": 3, "S": 4, "D": 2, "E": 3}
 EXAMPLES = {

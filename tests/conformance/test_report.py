@@ -11,14 +11,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from polyattn.call.features import DTYPES, FEATURES
+from polyattn._core.call.features import DTYPES, FEATURES
+from polyattn._dispatch import registry
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.cli import main
 from polyattn.conformance import CASES, ESSENTIAL, KernelVariant, Target
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks import promises
 from polyattn.conformance.report import html, report, run
-from polyattn.dispatch import registry
-from polyattn.kernels.dense_kernel import Dense
 from polyattn.plugin import Backend
 
 QUICK = ["check", "numpy", "--kernel", "dense", "--quick"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from polyattn.dispatch import cache, registry
+from polyattn._dispatch import cache, registry
 
 
 class _Entry:

@@ -15,8 +15,8 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores
-from polyattn.dispatch import cache, registry
-from polyattn.dispatch.placement import find_placement
+from polyattn._dispatch import cache, registry
+from polyattn._dispatch.placement import find_placement
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
 RNG = np.random.default_rng(0)
@@ -270,9 +270,9 @@ def test_cupy_devices_are_named_as_in_other_libraries(monkeypatch):
     class Stub:
         shape, dtype, device = (2, 3), np.dtype("f4"), types.SimpleNamespace(id=3)
 
-    library = polyattn.arrays.Library("cupy", np)
-    monkeypatch.setitem(polyattn.arrays._libraries, Stub, library)
-    assert polyattn.arrays.facts_of(Stub()).device == "cuda:3"
+    library = polyattn._base.arrays.Library("cupy", np)
+    monkeypatch.setitem(polyattn._base.arrays._libraries, Stub, library)
+    assert polyattn._base.arrays.facts_of(Stub()).device == "cuda:3"
 
 
 def test_two_namespaces_of_one_package_are_two_libraries():
@@ -286,8 +286,12 @@ def test_two_namespaces_of_one_package_are_two_libraries():
         return Wrapped()
 
     one, two = wrapped("wrap.one"), wrapped("wrap.two")
-    assert polyattn.arrays.facts_of(one).library != polyattn.arrays.facts_of(two).library
-    backends = [registry.array_api_backend(polyattn.arrays.namespace_of(x)) for x in (one, two)]
+    assert (
+        polyattn._base.arrays.facts_of(one).library != polyattn._base.arrays.facts_of(two).library
+    )
+    backends = [
+        registry.array_api_backend(polyattn._base.arrays.namespace_of(x)) for x in (one, two)
+    ]
     assert backends[0] is not backends[1]
 
 

@@ -30,13 +30,13 @@ from polyattn import (
     use_backend,
     use_threads,
 )
-from polyattn.arrays import library_of
-from polyattn.call.describe import describe
-from polyattn.call.problem import examine
-from polyattn.context import Context
-from polyattn.dispatch import cache, placement, registry, request, select
-from polyattn.kernels.dense_kernel import Dense
-from polyattn.threads import thread_count
+from polyattn._base.arrays import library_of
+from polyattn._base.context import Context
+from polyattn._base.threads import thread_count
+from polyattn._core.call.describe import describe
+from polyattn._core.call.problem import examine
+from polyattn._dispatch import cache, placement, registry, request, select
+from polyattn._kernels.dense_kernel import Dense
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
@@ -335,7 +335,7 @@ def test_the_result_comes_back_to_the_callers_library(make, library, backend):
     x = make(X)
     output, logsumexp = attention_partial(x, x, x, is_causal=True, backend=backend)
     assert type(output) is type(logsumexp) is type(x)
-    assert polyattn.arrays.library_of(output).name == library
+    assert polyattn._base.arrays.library_of(output).name == library
     np.testing.assert_allclose(np.asarray(output), reference(is_causal=True), atol=1e-6)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import polyattn
-from polyattn.dispatch import registry
+from polyattn._dispatch import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel
 
-from polyattn.dispatch import cache, registry
+from polyattn._dispatch import cache, registry
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 MANY, SERVICE, TROUBLE = "many-devices.md", "service.md", "troubleshooting.md"

@@ -15,9 +15,9 @@ from docutils.utils import new_document
 from PIL import Image
 
 from polyattn import attention
+from polyattn._dispatch import errors
 from polyattn.conformance import CASES
 from polyattn.conformance.reference.tolerance import exact
-from polyattn.dispatch import errors
 from polyattn.plugin import FEATURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_a_page_is_edited_in_the_file_that_it_shows(looks):
         "learn/heads": "docs/learn/heads.md",
         "_files/CONTRIBUTING": "CONTRIBUTING.md",
         "_files/examples/train/README": "examples/train/README.md",
-        "_files/polyattn/arrays.py": "polyattn/arrays.py",
+        "_files/polyattn/masks.py": "polyattn/masks.py",
     }.items():
         assert looks.source_of(page) == ROOT / path
         assert (ROOT / path).is_file()
@@ -152,15 +152,16 @@ def test_the_glossary_has_the_words_that_people_look_for_in_order():
 
 
 def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
-    text = "[a](../examples/plugin) [b](../polyattn/arrays.py#x) [c](masks.md) [d](gone.md) [e](#f)"
+    text = "[a](../examples/plugin) [b](../polyattn/masks.py#x) [c](masks.md) [d](gone.md) [e](#f)"
     assert repository.relinked(text, DOCS) == (
-        "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/arrays.py.md#x)"
+        "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/masks.py.md#x)"
         " [c](/masks.md) [d](gone.md) [e](#f)"
     )
     there = ROOT / "examples" / "train"
     assert repository.relinked("![](loss.png)", there) == "![](/../examples/train/loss.png)"
     assert (
-        repository.relinked("[](../polyattn/kernels/dense.py)", DOCS) == "[](/reference/formula.md)"
+        repository.relinked("[](../polyattn/_kernels/dense.py)", DOCS)
+        == "[](/reference/formula.md)"
     )
     assert repository.home("_files/examples/train/README") == there
     assert repository.home("learn/heads") == DOCS / "learn"

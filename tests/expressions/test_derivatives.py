@@ -8,13 +8,13 @@ import torch
 from libraries import LIBRARIES, TORCH
 
 from polyattn import explain, scores
-from polyattn.arrays import is_array, library_of
-from polyattn.call.operands import Operands
-from polyattn.expressions.derivatives import unit
-from polyattn.expressions.scores import as_score
+from polyattn._base.arrays import is_array, library_of
+from polyattn._base.span import Span
+from polyattn._core.call.operands import Operands
+from polyattn._core.expressions.derivatives import unit
+from polyattn._core.expressions.scores import as_score
+from polyattn._core.tiles.indices import Indices
 from polyattn.plugin import BackendPrimitives
-from polyattn.span import Span
-from polyattn.tiles.indices import Indices
 from polyattn_numpy.backend import NumpyBackend
 from polyattn_torch.backend import TorchBackend
 

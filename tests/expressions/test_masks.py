@@ -13,9 +13,9 @@ import torch
 from libraries import LIBRARIES, STRICT, tiles_of
 
 from polyattn import attention, explain, masks
-from polyattn.call.describe import describe
-from polyattn.call.problem import examine
-from polyattn.expressions.masks import And, Mask, Or
+from polyattn._core.call.describe import describe
+from polyattn._core.call.problem import examine
+from polyattn._core.expressions.masks import And, Mask, Or
 from polyattn.plugin import Span, TileGrid, TileQuery, combined_mask
 
 B, H, L, S, D = 2, 3, 21, 26, 4
@@ -215,7 +215,7 @@ def test_sorted_segments_know_their_tiles():
 
 def test_empty_tiles_are_not_computed(monkeypatch):
     visited = []
-    module = "polyattn.kernels.tiled"
+    module = "polyattn._kernels.tiled"
     original = __import__(module, fromlist=["attend"]).attend
 
     def attend(problem, x, backend, query, rows, columns, **options):
@@ -397,7 +397,7 @@ def test_explain_shows_what_was_given_in_place_of_its_arrays():
 
 
 def test_a_decision_is_remembered_by_facts_and_not_by_arrays():
-    from polyattn.dispatch import cache
+    from polyattn._dispatch import cache
 
     x = np.ones((2, 4, 6, 8))
     attention(x, x, x, mask=masks.padding(np.array([3, 4])))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from polyattn import attention_weights, masks, scores
-from polyattn.arrays import is_array
-from polyattn.expressions.expression import Expression
-from polyattn.expressions.indices import PointIndices
-from polyattn.expressions.parts import Part, axes_of_array
+from polyattn._base.arrays import is_array
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.indices import PointIndices
+from polyattn._core.expressions.parts import Part, axes_of_array
 from polyattn.plugin import Span, TileQuery
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3

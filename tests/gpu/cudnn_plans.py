@@ -138,7 +138,7 @@ def make_driver(folders: list[Path], where: Path) -> None:
 def graph_of_call(shapes: Any, dtype: str, is_gradient: bool, options: Any) -> Any:
     """Return the graph that the kernel makes of a call, or of its gradients."""
     from polyattn import explain
-    from polyattn.call.problem import examine
+    from polyattn._core.call.problem import examine
     from polyattn.plugin import Cotangents, Residuals
     from polyattn_cupy.problem_graphs import gradient_graph_of, graph_of
 

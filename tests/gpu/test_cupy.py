@@ -236,7 +236,7 @@ def test_arrays_of_torch_come_without_a_copy():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch has no CUDA")
-    from polyattn.dispatch import registry
+    from polyattn._dispatch import registry
 
     tensor = torch.randn(2, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert registry.load("cupy") is None

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from polyattn import attention, attention_partial, explain, list_backends, masks, scores
+from polyattn._dispatch import registry
 from polyattn.conformance.suite import BackendSuite
-from polyattn.dispatch import registry
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device", allow_module_level=True)

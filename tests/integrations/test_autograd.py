@@ -10,14 +10,14 @@ from autograd.test_util import check_grads
 
 import polyattn
 from polyattn import attention, attention_partial, masks, nn, scores
-from polyattn.arrays import library_of
+from polyattn._base.arrays import library_of
+from polyattn._dispatch import registry
+from polyattn._kernels.dense_kernel import Dense
 from polyattn.conformance import Target, deviation
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES, POISONED_GRADIENT_CASES
 from polyattn.conformance.checks.autodiff import differentiable
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks
-from polyattn.dispatch import registry
 from polyattn.integrations import autograd_functions as functions
-from polyattn.kernels.dense_kernel import Dense
 
 RANDOM = np.random.default_rng(3)
 QUERY, KEY, VALUE = (

@@ -10,10 +10,10 @@ from libraries import tiles_of
 
 import polyattn
 from polyattn import attention, attention_partial
-from polyattn.kernels import tiled
-from polyattn.kernels.tiled import Tiled
-from polyattn.span import Span
-from polyattn.tiles.band import column_span, is_full
+from polyattn._base.span import Span
+from polyattn._core.tiles.band import column_span, is_full
+from polyattn._kernels import tiled
+from polyattn._kernels.tiled import Tiled
 
 RNG = np.random.default_rng(0)
 

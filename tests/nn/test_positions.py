@@ -13,7 +13,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turn_
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_halves
 
 from polyattn import attention, nn, scores
-from polyattn.arrays import library_of
+from polyattn._base.arrays import library_of
 from polyattn.nn.positions import Placed
 
 RNG = np.random.default_rng(6)

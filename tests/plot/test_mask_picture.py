@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from polyattn import attention, masks
-from polyattn.expressions.patterns import Band
+from polyattn._core.expressions.patterns import Band
 from polyattn.plot.mask_picture import COLOURS, EMPTY, FULL, HIDDEN, SEEN, draw_mask
 
 matplotlib.use("Agg")

@@ -10,8 +10,8 @@ import torch
 from libraries import LIBRARIES, Library, tiles_of
 
 from polyattn import attention, attention_partial, masks
-from polyattn.arrays import namespace_of
-from polyattn.tiles.dropout import keep_mask, keep_mask_by_word, philox
+from polyattn._base.arrays import namespace_of
+from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
 EVERY = (*LIBRARIES, JAX)

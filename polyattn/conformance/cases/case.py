@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from polyattn import explain
-from polyattn.arrays import is_array
-from polyattn.expressions.expression import Expression
+from polyattn._base.arrays import is_array
+from polyattn._core.expressions.expression import Expression
 
 finfo: Any = ml_dtypes.finfo
 Array = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.call.features import DTYPES
+from polyattn._core.call.features import DTYPES
 from polyattn.conformance.cases.case import ARRAYS, VIEWS, Case, Generated, make_case, sampled
 from polyattn.conformance.cases.expression_cases import STEPS, make_expression_cases
 from polyattn.conformance.cases.generators import (

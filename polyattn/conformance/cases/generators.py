@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.arrays import cast, library_of
+from polyattn._base.arrays import cast, library_of
 from polyattn.conformance.cases.case import Case, Generated, Shape
 
 

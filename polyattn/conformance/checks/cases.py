@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn import attention_partial
-from polyattn.arrays import facts_of
+from polyattn._base.arrays import facts_of
+from polyattn._dispatch.errors import BackendError
 from polyattn.conformance.cases.case import Case, Generated, arrays_in
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.checks.lazy import is_lazy
@@ -28,7 +29,6 @@ from polyattn.conformance.reference.tolerance import (
     logsumexp_yardstick,
     output_yardstick,
 )
-from polyattn.dispatch.errors import BackendError
 from polyattn.plugin import Kernel
 
 

@@ -21,8 +21,11 @@ from polyattn import (
     attention_partial,
     merge,
 )
-from polyattn.arrays import facts_of, library_of
-from polyattn.call.problem import examine
+from polyattn._base.arrays import facts_of, library_of
+from polyattn._core.call.problem import examine
+from polyattn._core.expressions.expression import Expression
+from polyattn._dispatch.request import request
+from polyattn._dispatch.select import explain_selection
 from polyattn.conformance.cases.case import Case, arrays_in
 from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
 from polyattn.conformance.checks.autodiff import BY, Arguments
@@ -51,9 +54,6 @@ from polyattn.conformance.reference.gradients import (
 )
 from polyattn.conformance.reference.oracle import lift
 from polyattn.conformance.reference.tolerance import Deviation, accumulation_dtype, deviation
-from polyattn.dispatch.request import request
-from polyattn.dispatch.select import explain_selection
-from polyattn.expressions.expression import Expression
 from polyattn.plugin import Cotangents, Kernel, Residuals, Tangents
 
 

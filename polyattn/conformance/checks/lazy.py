@@ -14,7 +14,7 @@ from typing import Any
 
 from array_api_extra.testing import lazy_xp_function, patch_lazy_xp_functions
 
-from polyattn.arrays import library_of
+from polyattn._base.arrays import library_of
 from polyattn.conformance.checks.target import Target
 
 LAZY = ("jax", "dask")

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.arrays import facts_of
+from polyattn._base.arrays import facts_of
+from polyattn._dispatch import registry
 from polyattn.conformance.cases.case import Case, make_case
 from polyattn.conformance.checks.cases import cases_for, check_case, has_logsumexp, takes
 from polyattn.conformance.checks.gradients import (
@@ -27,7 +28,6 @@ from polyattn.conformance.checks.gradients import (
 )
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.gradients import gradient_yardsticks
-from polyattn.dispatch import registry
 
 
 def check_declarations(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> None:
@@ -136,7 +136,7 @@ def _equal(one: Any, other: Any) -> bool:
 _HYGIENE = """
 import sys
 import polyattn.plugin
-from polyattn.dispatch.entries import entries
+from polyattn._dispatch.entries import entries
 before = set(sys.modules)
 spec = next(e for e in entries() if e.name == {name!r} and e.flaw is None).load()
 loaded = set(sys.modules) - before

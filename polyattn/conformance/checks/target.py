@@ -17,12 +17,12 @@ import ml_dtypes  # noqa: F401 -- NumPy has bfloat16 by name once this is import
 import numpy as np
 
 from polyattn import attention, explain
-from polyattn.arrays import facts_of
-from polyattn.call.features import DTYPES
+from polyattn._base.arrays import facts_of
+from polyattn._core.call.features import DTYPES
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import BackendUnavailableError
+from polyattn._dispatch.explanation import Explanation
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
-from polyattn.dispatch import registry
-from polyattn.dispatch.errors import BackendUnavailableError
-from polyattn.dispatch.explanation import Explanation
 from polyattn.plugin import Kernel
 
 CALLS_REMEMBERED = 100

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from polyattn.call.features import DTYPES, FEATURES
+from polyattn._base.text_table import paragraph, table
+from polyattn._core.call.features import DTYPES, FEATURES
+from polyattn._core.expressions.expression import Expression
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.frames import call_named
@@ -19,8 +21,6 @@ from polyattn.conformance.functions.check import (
     Function,
     check_callable,
 )
-from polyattn.expressions.expression import Expression
-from polyattn.text_table import paragraph, table
 
 __all__ = ["Row", "as_dict", "lines", "summarise", "summary"]
 

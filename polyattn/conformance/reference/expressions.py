@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyattn.expressions import masks, patterns, scores
-from polyattn.tiles import compiled
+from polyattn._core.expressions import masks, patterns, scores
+from polyattn._core.tiles import compiled
 
 Array = np.ndarray[Any, Any]
 

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from polyattn._core.expressions.replacements import LongSequence
+from polyattn._core.expressions.scores import Chain, Softcap
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.reference.expressions import Rows, plainly
 from polyattn.conformance.reference.oracle import Array, as_called, heads_first, lift
 from polyattn.conformance.reference.philox import keep_mask
 from polyattn.conformance.reference.textbook import product_of
 from polyattn.conformance.reference.tolerance import Yardstick, accumulation_dtype, yardstick
-from polyattn.expressions.replacements import LongSequence
-from polyattn.expressions.scores import Chain, Softcap
 
 #: The features that `gradients` leaves out.
 LEFT_OUT = frozenset({"normalizer", "score_norm", "similarity"})

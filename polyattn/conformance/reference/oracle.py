@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import mpmath
 import numpy as np
 
-from polyattn.conformance.reference.expressions import Rows, plainly
-from polyattn.conformance.reference.philox import keep_mask
-from polyattn.expressions.replacements import (
+from polyattn._core.expressions.replacements import (
     Additive,
     ByNorm,
     Cosine,
@@ -33,6 +31,8 @@ from polyattn.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
+from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.philox import keep_mask
 
 Array = np.ndarray[Any, Any]
 

@@ -1,7 +1,7 @@
 """Decide which weights dropout keeps, independently: Philox 4×32-10 in Python integers.
 
-It shares only the definition with `polyattn.tiles.dropout`: the weight (b, h, i, j) is kept where
-word j mod 4 of the counter (j // 4, i, h, b), keyed by the seed, is no less than rate · 2³².
+It shares only the definition with `polyattn._core.tiles.dropout`: the weight (b, h, i, j) is kept
+where word j mod 4 of the counter (j // 4, i, h, b), keyed by the seed, is no less than rate · 2³².
 """
 
 from __future__ import annotations

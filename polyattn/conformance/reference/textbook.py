@@ -14,10 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.conformance.reference.expressions import Rows, plainly
-from polyattn.conformance.reference.oracle import as_called, heads_first, lift
-from polyattn.conformance.reference.philox import keep_mask
-from polyattn.expressions.replacements import (
+from polyattn._core.expressions.replacements import (
     Additive,
     ByNorm,
     Cosine,
@@ -29,6 +26,9 @@ from polyattn.expressions.replacements import (
     Similarity,
     Sparsemax,
 )
+from polyattn.conformance.reference.expressions import Rows, plainly
+from polyattn.conformance.reference.oracle import as_called, heads_first, lift
+from polyattn.conformance.reference.philox import keep_mask
 
 #: Options of `textbook` that change only the order of evaluation, and combinations of them: those
 #: of a loop over the keys in C, and of kernels that subtract no maximum from small scores.

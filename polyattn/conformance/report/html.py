@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from html import escape
 
 import polyattn
+from polyattn._base.html_page import html_page
 from polyattn.conformance.checks.target import KernelVariant
 from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
 from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import PROMISES, ROWS, Cell, Report, Section, cell_text
-from polyattn.html_page import html_page
 
 _INTRO = """
 <p>Each row is a feature, a dtype or a corner case of attention; each column is a kernel. A number

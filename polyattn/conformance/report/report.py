@@ -15,13 +15,13 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import polyattn
-from polyattn.call.features import DTYPES, FEATURES
+from polyattn._base.text_table import paragraph, table
+from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
-from polyattn.text_table import paragraph, table
 
 
 class Row(NamedTuple):

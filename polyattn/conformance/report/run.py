@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from polyattn.call.features import DTYPES
+from polyattn._base.progress import progress
+from polyattn._core.call.features import DTYPES
+from polyattn._dispatch import registry
+from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
 from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
@@ -33,9 +36,6 @@ from polyattn.conformance.report.report import (
     Section,
     rows_of,
 )
-from polyattn.dispatch import registry
-from polyattn.dispatch.registry import ARRAY_API
-from polyattn.progress import progress
 
 #: The checks of a plugin as a whole, which take its name.
 PLUGIN = {

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-from polyattn.arguments import few, short
-from polyattn.arrays import Array
+from polyattn._base.arguments import few, short
+from polyattn._base.arrays import Array
 
 Weights = Mapping[str, Array] | str | os.PathLike[str]
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth")

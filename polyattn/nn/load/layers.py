@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from polyattn.arguments import check_int, few, short
-from polyattn.arrays import Array
+from polyattn._base.arguments import check_int, few, short
+from polyattn._base.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock
 from polyattn.nn.layers import FeedForward, Linear

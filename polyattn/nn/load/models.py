@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from polyattn.arguments import short
-from polyattn.arrays import Array
+from polyattn._base.arguments import short
+from polyattn._base.arrays import Array
 from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
 from polyattn.nn.load.files import Weights, check_folder, read_config, read_weights

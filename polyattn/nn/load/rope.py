@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from polyattn.arguments import check_int
+from polyattn._base.arguments import check_int
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.positions import Rotary
 from polyattn.nn.scaling import frequencies_of, linear_scaling, ntk_scaling, yarn_scaling

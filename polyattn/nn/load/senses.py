@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from polyattn.arrays import Array
+from polyattn._base.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock, Stack
 from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding

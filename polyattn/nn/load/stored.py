@@ -14,9 +14,9 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from polyattn.arguments import few, short
-from polyattn.arrays import Array, cast, facts_of, library_of
-from polyattn.dispatch.transfer import convert_like
+from polyattn._base.arguments import few, short
+from polyattn._base.arrays import Array, cast, facts_of, library_of
+from polyattn._dispatch.transfer import convert_like
 from polyattn.nn.layers import LayerNorm, Linear, RMSNorm
 from polyattn.nn.module import Module
 

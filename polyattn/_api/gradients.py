@@ -1,0 +1,348 @@
+"""Gradients of attention without automatic differentiation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+from polyattn._api.attention import AttentionOptions, attention
+from polyattn._api.names import check_names, with_our_names
+from polyattn._api.partial import Partial, attention_partial
+from polyattn._api.run import compute, plan_of
+from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of
+from polyattn._base.autocast import autocast
+from polyattn._base.host import home_of
+from polyattn._core.call.describe import at_home, describe
+from polyattn._core.call.facts import Call
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.layout import (
+    as_called,
+    gradients_as_called,
+    heads_first,
+    result_heads_first,
+    tangent_heads_first,
+)
+from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
+from polyattn._core.call.options import GRADIENT_ARRAYS
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.replacements import ScaleRule
+from polyattn.plugin import unrounded
+
+
+@with_our_names
+def attention_backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    partial: Partial,
+    output_gradient: Array,
+    *,
+    logsumexp_gradient: Array | None = None,
+    into: Gradients | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Gradients:
+    """Compute the gradients of attention from its result and the gradient of its output.
+
+    The weights are computed again a tile at a time, so memory is for the gradients and one tile.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`.
+    partial : Partial
+        The result of `attention_partial` for the same call. The result of `merge` over more keys is
+        right too: then the gradients of key and value are those of these keys, and those of the
+        query are the share of these keys, to be added to the shares of the others. With a
+        `normalizer` there is no logsumexp: ``Partial(output, None)``. For 16-bit inputs, give the
+        partial of ``attention_partial(dtype="float32")``: an output that was rounded to 16 bits
+        costs the gradients digits, and most of them where the keys have a large mean.
+    output_gradient : Array
+        The gradient of a loss with respect to the output, shape (..., H, L, E) in the layout of the
+        call.
+    logsumexp_gradient : Array, optional
+        The gradient with respect to the logsumexp, shape (..., H, L); none by default.
+    into : Gradients, optional
+        Sums to add to, in float32, or float64 for float64 inputs. All gradients are then returned
+        in that dtype. ``Gradients()`` starts from zero. By default gradients have the dtypes of
+        their arguments.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    Gradients
+        The gradients of query, key, value, bias and sinks; of arrays in `score_mod` and
+        `similarity`; and of the numbers `scale` and `softcap`. A row that sees no key adds 0.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`.
+
+    See Also
+    --------
+    attention_vjp : Compute the output, and a function that returns the gradients.
+
+    References
+    ----------
+    .. [1] Dao, "FlashAttention-2", 2023, arXiv:2307.08691, algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_backward, attention_partial
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> partial = attention_partial(x, x, x, is_causal=True)
+    >>> gradients = attention_backward(x, x, x, partial, np.ones_like(x), is_causal=True)
+    >>> gradients.value[0, :, 0].round(3)
+    array([2.283, 1.283, 0.783, 0.45 , 0.2  ], dtype=float32)
+    """
+    check_names("attention_backward", options)
+    if not isinstance(partial, tuple) or len(partial) != 2:
+        raise TypeError(
+            "partial must be the Partial that attention_partial returned for this call; got a"
+            f" {type(partial).__name__}"
+        )
+    if into is not None and not isinstance(into, Gradients):
+        raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
+    cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
+    return _backward(given, autocast(given), partial, cotangents, into)
+
+
+def _backward(
+    given: dict[str, Any],
+    arguments: dict[str, Any],
+    partial: Partial,
+    cotangents: Cotangents,
+    into: Gradients | None,
+) -> Gradients:
+    """Return the gradients of what is given, from the arguments that the call gets."""
+    arguments = dict(arguments)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    call, operands = describe(**arguments)
+    output, logsumexp = partial
+    residuals = Residuals(output=output, logsumexp=logsumexp)
+    call = call._replace(residuals=mapped(residuals, _facts), cotangents=mapped(cotangents, _facts))
+    turn = functools.partial(result_heads_first, call)
+    plan = plan_of(call, operands.query, backend, kernel)
+    found = plan.run_backward(
+        heads_first(call, operands), mapped(residuals, turn), mapped(cotangents, turn)
+    )
+    return _finished(call, found, given, into)
+
+
+def _facts(name: str, array: Any) -> Any:
+    return facts_of(array, name)
+
+
+@with_our_names
+def attention_vjp(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> tuple[Array, Callable[..., Gradients]]:
+    """Compute attention, and return a function that computes its gradients.
+
+    Parameters
+    ----------
+    query, key, value : Array
+        As for `attention`.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    output : Array
+        As from `attention`.
+    pullback : callable
+        Takes the gradient of the output, and optionally that of the logsumexp, and returns
+        `Gradients`, as `attention_backward`.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`.
+
+    See Also
+    --------
+    attention_backward : The same from a result that is there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_vjp
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, pullback = attention_vjp(x, x, x, softcap=5.0)
+    >>> pullback(output).query.shape
+    (8, 5, 64)
+    """
+    check_names("attention_vjp", options)
+    given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
+    arguments = autocast(given)
+    output, partial = _with_residuals(**arguments)
+
+    def pullback(output_gradient: Array, logsumexp_gradient: Array | None = None) -> Gradients:
+        """Return the gradients from that of the output, and of the logsumexp if it has one."""
+        cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
+        return _backward(given, arguments, partial, cotangents, None)
+
+    return output, pullback
+
+
+def unrounded_partial(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> Partial:
+    """Return `attention_partial` for a gradient, which needs the output in the dtype of sums.
+
+    The gradient of a score is p · (output gradient · value − d), where d is the sum of output ·
+    output gradient. An output that was rounded to 16 bits gives all keys of a row the same error,
+    and the gradient of the query the sum of it times what the keys have in common.
+    """
+    arguments: dict[str, Any] = dict(options)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    call, operands = describe(query, key, value, logsumexp=True, **arguments)
+    if call.query.dtype in ("float16", "bfloat16"):
+        plan = plan_of(call, query, backend, kernel)
+        if kernel is None:  # the gradient may be another kernel's
+            plan = plan.with_feature("backward") or plan
+        problem = plan.placement.problem
+        if unrounded(plan.kernel, problem) is not problem:
+            return attention_partial(query, key, value, dtype="float32", **options)
+    return Partial(*compute(call, operands, backend, kernel))
+
+
+def _with_residuals(
+    query: Array, key: Array, value: Array, **options: Unpack[AttentionOptions]
+) -> tuple[Array, Partial]:
+    """Return the output, and what derivatives need: a normalizer has no logsumexp."""
+    if options.get("normalizer") is not None:
+        output = attention(query, key, value, **options)
+        return output, Partial(output, None)
+    partial = unrounded_partial(query, key, value, **options)
+    library = library_of(partial.output)
+    return cast(library.xp, partial.output, query.dtype), partial
+
+
+def _finished(
+    call: Call, found: Gradients, arguments: dict[str, Any], into: Gradients | None
+) -> Gradients:
+    """Return the gradients as the caller gets them: axes, dtypes, expressions, and sums."""
+    if isinstance(call.scale, ScaleRule):
+        found = found._replace(scale=None)
+    found = gradients_as_called(call, found)
+    changed: dict[str, Any] = {}
+    for name, gradient in zip(found._fields, found, strict=True):
+        given, before = arguments.get(name), None if into is None else getattr(into, name)
+        if isinstance(gradient, list):
+            changed[name] = _in_expression(given, gradient, before, into is not None)
+        elif gradient is not None:
+            changed[name] = _in_dtype(gradient, given, before, into is not None)
+    return Gradients(**changed)
+
+
+def _in_dtype(gradient: Array, given: Any, before: Any, accumulates: bool) -> Array:
+    if accumulates:
+        return gradient if before is None else before + gradient
+    # Numbers of the host have none of the library's dtypes.
+    if not is_array(given) or library_of(given).xp is not library_of(gradient).xp:
+        return gradient
+    return cast(library_of(gradient).xp, gradient, given.dtype)
+
+
+def _in_expression(given: Any, gradients: list[Array], before: Any, accumulates: bool) -> Any:
+    """Return an expression with a gradient in place of each array; None if it has no array."""
+    if not gradients or not isinstance(given, Expression):
+        return None
+    rest = iter(gradients)
+    sums = iter([] if before is None else [x for _, x in before.carried() if is_array(x)])
+    return given.map(
+        lambda _, thing: (
+            _in_dtype(next(rest), thing, next(sums, None), accumulates)
+            if is_array(thing)
+            else thing
+        )
+    )
+
+
+@with_our_names
+def attention_jvp(
+    primals: Sequence[Array],
+    tangents: Sequence[Array | None],
+    *,
+    bias_tangent: Array | None = None,
+    sinks_tangent: Array | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array]:
+    """Compute attention and its directional derivative: forward mode.
+
+    Parameters
+    ----------
+    primals : sequence of Array
+        Query, key and value, as for `attention`.
+    tangents : sequence of (Array or None)
+        The direction: the tangents of query, key and value, in their shapes and dtypes; None for 0.
+    bias_tangent, sinks_tangent : Array, optional
+        The tangents of `bias` and `sinks`; 0 by default.
+    **options
+        As for `attention`.
+
+    Returns
+    -------
+    output : Array
+        As from `attention`.
+    output_tangent : Array
+        The derivative of the output in that direction, in its shape and dtype.
+
+    Raises
+    ------
+    TypeError, ValueError, UnsupportedError
+        As for `attention`.
+
+    See Also
+    --------
+    attention_vjp : Reverse mode.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from polyattn import attention_jvp
+    >>> x = np.ones((8, 5, 64), dtype=np.float32)
+    >>> output, tangent = attention_jvp((x, x, x), (None, None, x))
+    >>> bool(np.allclose(tangent, output))  # linear in the values
+    True
+    """
+    check_names("attention_jvp", options)
+    for name, given in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(given, (tuple, list)) or len(given) != 3:
+            raise TypeError(f"{name} must be those of query, key and value; got {_listed(given)}")
+    moved = {
+        f"{name}_tangent": tangent
+        for name, tangent in zip(
+            GRADIENT_ARRAYS, (*tangents, bias_tangent, sinks_tangent), strict=True
+        )
+        if tangent is not None
+    }
+    arguments = autocast(dict(zip(GRADIENT_ARRAYS, primals, strict=False)) | moved | dict(options))
+    moved = {name: arguments.pop(name) for name in moved}
+    output, partial = _with_residuals(**arguments)
+    if not moved:
+        return output, library_of(output).xp.zeros_like(output)
+    backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
+    call, operands = describe(**arguments)
+    residuals, home = Residuals(**partial._asdict()), home_of(operands.query)
+    fields = {name.removesuffix("_tangent"): array for name, array in moved.items()}
+    tangents = mapped(Tangents(**fields), lambda name, array: at_home(name, array, home))
+    call = call._replace(residuals=mapped(residuals, _facts), tangents=mapped(tangents, _facts))
+    result = plan_of(call, operands.query, backend, kernel).run_jvp(
+        heads_first(call, operands),
+        mapped(residuals, functools.partial(result_heads_first, call)),
+        mapped(tangents, functools.partial(tangent_heads_first, call)),
+    )
+    tangent, _ = as_called(call, *result)
+    return output, cast(library_of(tangent).xp, tangent, output.dtype)
+
+
+def _listed(given: Any) -> str:
+    return (
+        f"{len(given)} of them" if isinstance(given, (tuple, list)) else f"a {type(given).__name__}"
+    )

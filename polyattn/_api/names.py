@@ -1,0 +1,81 @@
+"""The names of the arguments of attention, and those that other libraries give them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
+
+from polyattn._core.call.options import OPTIONS
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_MASK = "mask= for bools, where True takes part, or bias= for floats"
+_DROPOUT = "dropout=(rate, seed)"
+_WINDOW = "window=(left, right), with None where FlashAttention has -1"
+_LENGTHS = "mask=masks.padding(key_lengths, query_lengths)"
+_PACKED = "mask=masks.segments(query_ids, key_ids)"
+_LOGSUMEXP = "nothing, and call attention_partial, which returns the logsumexp"
+_WEIGHTS = "nothing, and call attention_weights, which returns the weights"
+
+#: The keyword arguments of `attention` beside its options.
+BESIDE = ("layout", "backend", "kernel")
+
+#: Names of other libraries, with what to pass instead.
+FOREIGN = {
+    "q": "query=",
+    "k": "key=",
+    "v": "value=",
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "key_padding_mask": "mask=~key_padding_mask[:, None, None, :], or mask=masks.padding(lengths)",
+    "block_mask": "mask= with the function that it was made of, block_mask.mask_mod",
+    "attn_bias": "bias=",
+    "causal": "is_causal=",
+    "window_size": _WINDOW,
+    "local_window_size": _WINDOW,
+    "sliding_window": "window=(size - 1, 0)",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "scaling": "scale=",
+    "logits_soft_cap": "softcap=",
+    "logit_cap": "softcap=",
+    "alibi_slopes": "score_mod=scores.alibi(slopes)",
+    "s_aux": "sinks=",
+    "dropout_p": _DROPOUT,
+    "dropout_rate": _DROPOUT,
+    "enable_gqa": "nothing: fewer key than query heads are always grouped",
+    "query_seq_lengths": _LENGTHS,
+    "key_value_seq_lengths": _LENGTHS,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "return_lse": _LOGSUMEXP,
+    "need_weights": _WEIGHTS,
+    "return_attn_probs": _WEIGHTS,
+    "implementation": "backend= or kernel=",
+}
+
+
+def with_our_names(function: _F) -> _F:
+    """Let a function name its own argument when it is called with that of another library."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Before Python binds the arguments: q= for query= would be a missing argument.
+        for name in kwargs:
+            if name in FOREIGN:
+                raise TypeError(
+                    f"{function.__name__}() has no argument {name!r}; pass {FOREIGN[name]}. The"
+                    ' page docs/how-to/troubleshooting.md has all names, under "Names of other'
+                    ' libraries"'
+                )
+        return function(*args, **kwargs)
+
+    return cast(_F, call)
+
+
+def check_names(function: str, options: Collection[str], without: Collection[str] = ()) -> None:
+    """Raise if a keyword is not an option of `attention`, as Python does for a full signature."""
+    for name in options:
+        if name in without or not (name in OPTIONS or name in BESIDE):
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

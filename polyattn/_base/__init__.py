@@ -1,0 +1,1 @@
+"""What all parts share: arguments, arrays, files, streams, threads and the like."""

@@ -1,0 +1,98 @@
+"""Check single arguments: each function returns the value in a plain form or raises."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any
+
+from polyattn._base.arrays import is_array, library_of
+from polyattn._base.tracing import is_compiling
+
+#: How many of many things a message lists.
+FEW = 20
+
+Shape = tuple[int, ...]
+WindowSize = tuple[int | None, int | None]
+
+
+def check_signature(name: str, function: Callable[..., Any], parameters: str) -> None:
+    """Raise if a function cannot be called with these parameters, such as "i, j"."""
+    if is_compiling():
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        return
+    try:
+        signature.bind(*parameters.split(", "))
+    except TypeError:
+        raise TypeError(f"{name} must take ({parameters}); it takes {signature}") from None
+
+
+def check_shape(shape: Any) -> Shape:
+    """Return a shape as a tuple of Python integers, or raise."""
+    try:
+        lengths = tuple(operator.index(length) for length in shape)
+    except TypeError:
+        lengths = (-1,)
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"a shape must hold integers of at least 0; {got(shape)}")
+    return lengths
+
+
+def got(value: Any) -> str:
+    """Return the end of a message, which quotes the caller's value."""
+    return f"got {value!r}"
+
+
+def short(text: Any, most: int = 80) -> str:
+    """Return a text from elsewhere for a message: cut, and quoted unless it is printable."""
+    text = str(text)
+    if len(text) > most:
+        return f"{text[: most // 2]!r} … {text[-most // 4 :]!r} ({len(text):,} characters)"
+    return text if text.isprintable() else repr(text)
+
+
+def few(texts: Iterable[str], number: int, separator: str = ", ") -> str:
+    """Return the first texts of this number, and how many more there are."""
+    first = list(islice(texts, FEW))
+    return separator.join([*first, f"and {number - FEW:,} more"] if number > FEW else first)
+
+
+def check_int(name: str, value: Any, kinds: str = "an integer") -> int:
+    """Return an integer of any type as a Python integer, or raise."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be {kinds}; {got(value)}")
+
+
+def check_window(value: Any) -> WindowSize:
+    """Return a window as a pair of Python integers or None, or raise."""
+    hint = (
+        "window must be a pair (left, right): how many keys before and after its own position a row"
+        " sees, None for no bound. A window of 256 tokens that ends at the row's own position is"
+        " (255, 0)"
+    )
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise TypeError(f"{hint}; {got(value)}")
+    ends = []
+    for end in value:
+        try:
+            ends.append(None if end is None else check_int("an end", end))
+        except TypeError:
+            if is_array(end) and library_of(end).traced:
+                hint = (
+                    "the end of a window has no number while it is traced: make it a static"
+                    " argument, or pass mask=lambda b, h, i, j: (i + offset - left <= j) & (j <= i"
+                    " + offset + right), with offset = S - L"
+                )
+            raise TypeError(f"{hint}; {got(value)}") from None
+        if ends[-1] is not None and ends[-1] < 0:
+            raise ValueError(f"a window's ends must be at least 0, or None; {got(value)}")
+    return ends[0], ends[1]

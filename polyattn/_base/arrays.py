@@ -1,0 +1,392 @@
+"""The library, dtype, device and shape of an array, and helpers for every library.
+
+Only this module imports array-api-compat. Nothing here reads an array's values, or imports an array
+library before one of its arrays is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import array_api_compat
+
+from polyattn._base.refused import CONVERSIONS, REFUSED
+from polyattn._base.tracing import constant_when_traced, know_torch
+
+Array = Any
+Chunks = tuple[tuple[int, ...], ...]
+
+
+class Recorder(Protocol):
+    """The part of an integration that knows arrays which record what is done to them.
+
+    Such an array is a box around an array with numbers. Its library is that of the numbers, so that
+    boxes and plain arrays mix, and all that is decided by facts is decided as for plain arrays.
+    """
+
+    def value(self, array: Array) -> Array:
+        """Return the array with the numbers."""
+
+    def run(self, plan: Any, operands: Any) -> tuple[Array, Array | None]:
+        """Run a `Plan`, and record how its results depend on the operands."""
+
+    def run_backward(self, plan: Any, operands: Any, residuals: Any, cotangents: Any) -> Any:
+        """Run the backward pass of a `Plan`, and record how its `Gradients` depend on all."""
+
+    def run_jvp(self, plan: Any, operands: Any, residuals: Any, tangents: Any) -> Any:
+        """Run the directional derivative of a `Plan`, and record how it depends on all."""
+
+    def run_weights(self, plan: Any, operands: Any, logsumexp: Any) -> Any:
+        """Run the `Plan` of a call for weights, and record how they depend on all."""
+
+
+class RecordedError(TypeError):
+    """The error of a function that reads a recorded array and was called with plain ones."""
+
+
+class Library(NamedTuple):
+    """The library of a class of arrays."""
+
+    name: str  # the short name
+    xp: Any  # the array API namespace
+    traced: bool = False  # whether these arrays are traced, lazy, or wrappers without own memory
+    strided: Any = None  # the layout of an ordinary array, if the library has several
+    recorder: Recorder | None = None  # of arrays that record operations, to differentiate them
+
+
+class ArrayFacts(NamedTuple):
+    """The static facts of an array, known without reading its values."""
+
+    library: str
+    dtype: str
+    device: str
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+    traced: bool = False
+    chunks: Chunks | None = None  # the lengths of its chunks along each axis, if it is cut
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+# Modules that know the arrays of a library: imported when the first is seen. Each has a `LIBRARY`.
+_INTEGRATED = {
+    ("autograd", "ArrayBox"): "polyattn.integrations.autograd",
+    ("mlx", "array"): "polyattn.integrations.mlx",
+    ("ndonnx", "Array"): "polyattn.integrations.ndonnx",
+}
+
+# Caches by class, which decides the library. Never emptied: a lost race only repeats the work.
+_libraries: dict[type, Library] = {}
+_dtype_names: dict[str, dict[Any, str]] = {}
+#: The library of tensors of torch, by whether their class has its own dispatch.
+_tensors: dict[bool, Library] = {}
+#: The recorder of each class of arrays that has one, once an array of it was seen.
+recorders: dict[type, Recorder] = {}
+
+_SHORT_NAMES = {"jax.numpy": "jax", "dask.array": "dask", "mlx.core": "mlx"}
+LONG_NAMES = {short: long for long, short in _SHORT_NAMES.items()}
+
+
+def library_of(array: Array, name: str = "array") -> Library:
+    """Return the library of `array`; errors refer to the array as `name`."""
+    cls = type(array)
+    library = _libraries.get(cls)
+    if library is None:
+        reason = _reason_against(cls)
+        if reason is not None:
+            raise TypeError(f"{name} {reason.format(name)}")
+        dispatches = _tensor_dispatches(cls)
+        library = _standard_library(array, name) if dispatches is None else _tensors[dispatches]
+        if library.recorder is not None:
+            recorders[cls] = library.recorder
+        _libraries[cls] = library
+    return library
+
+
+def is_namespace(library: str) -> bool:
+    """Return whether a library of this name can have arrays; imports it."""
+    try:
+        module = importlib.import_module(LONG_NAMES.get(library, library))
+    except (ImportError, ValueError):  # an empty name is a ValueError
+        return False
+    return hasattr(module, "matmul") and hasattr(module, "asarray")
+
+
+def is_recorded(array: Array) -> bool:
+    """Return whether the array records operations, so that functions must return new arrays."""
+    return library_of(array).recorder is not None
+
+
+def check_not_recorded(function: str, result: Array, xp: Any) -> None:
+    """Raise if what a function returned is of another namespace, which records operations."""
+    library = library_of(result)
+    if library.recorder is not None and library.xp is not xp:
+        raise RecordedError(
+            f"{function} reads an array that is differentiated, and query, key and value are not:"
+            " the gradient would be lost. Pass that array in bias=, or in an expression such as"
+            " scores.relative_bias(array)"
+        )
+
+
+def namespace_of(*arrays: Array) -> Any:
+    """Return the namespace whose functions take all these arrays of one library.
+
+    Parameters
+    ----------
+    *arrays : Array
+        The arrays.
+
+    Returns
+    -------
+    module
+        The standard's namespace, with what polyattn adds to a library that lacks some of it.
+    """
+    libraries = [library_of(array) for array in arrays]
+    return next((x.xp for x in libraries if x.recorder is not None), libraries[0].xp)
+
+
+def _names(cls: type) -> list[tuple[str, str]]:
+    return [(c.__module__.partition(".")[0], c.__name__) for c in cls.__mro__]
+
+
+@constant_when_traced
+def _reason_against(cls: type) -> str | None:
+    if cls.__module__.startswith("dask.array._array_expr"):
+        return REFUSED["dask", "ArrayExpr"]
+    return next((REFUSED[key] for key in _names(cls) if key in REFUSED), None)
+
+
+@constant_when_traced
+def _tensor_dispatches(cls: type) -> bool | None:
+    """Return whether a class of tensors has its own dispatch; None if it is no class of tensors."""
+    # Decided by the class, and stored in a dict that the traced code has not read before, so that
+    # even the first call of a program may be traced by torch.compile. It sees no later change of
+    # the dict, so that it must be complete.
+    if not any(c.__module__ == "torch" and c.__name__ == "Tensor" for c in cls.__mro__):
+        return None
+    xp = importlib.import_module("array_api_compat.torch")
+    know_torch()
+    torch = sys.modules["torch"]
+    # A class with its own dispatch, such as FakeTensor, has no numbers in its own memory.
+    _tensors.update({own: Library("torch", xp, own, torch.strided) for own in (False, True)})
+    tensor_class: Any = cls
+    return tensor_class.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _standard_library(array: Array, name: str) -> Library:
+    classes = type(array).__mro__
+    for key in _names(type(array)):
+        if key in _INTEGRATED:
+            known: Library = importlib.import_module(_INTEGRATED[key]).LIBRARY
+            return known
+    try:
+        xp = array_api_compat.array_namespace(array)
+    except TypeError:
+        root, kind = _names(type(array))[0]
+        whole = kind if root == "builtins" else f"{root}.{kind}"
+        hint = CONVERSIONS.get(root, "convert it first, for example by numpy.asarray({0})")
+        raise TypeError(
+            f"{name} is a {whole}, not an array of a library that follows the array API standard;"
+            f" {hint.format(name)}"
+        ) from None
+    library = xp.__name__.removeprefix("array_api_compat.")
+    library = _SHORT_NAMES.get(library, library)
+    traced = any(c.__name__ == "Tracer" and c.__module__.startswith("jax") for c in classes)
+    return Library(library, xp, traced or library == "dask")
+
+
+@constant_when_traced
+def _dtype_name(library: str, dtype: Any) -> str:
+    # One dict per library: dtypes of two libraries may have equal hashes, but cannot be compared.
+    names = _dtype_names.setdefault(library, {})
+    name = names.get(dtype)
+    if name is None:
+        name = names[dtype] = getattr(dtype, "name", None) or str(dtype).rpartition(".")[2]
+    return name
+
+
+def facts_of(array: Array, name: str = "array") -> ArrayFacts:
+    """Return the facts of `array`; errors refer to the array as `name`."""
+    library = library_of(array, name)
+    if library.recorder is not None:
+        return facts_of(library.recorder.value(array), name)
+    if library.strided is not None and array.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor: put its parts after one another along the length, and pass"
+            " mask=masks.segments(ids), with the number of the part of each token"
+        )
+    if library.strided is not None and (array.layout is not library.strided or array.is_quantized):
+        ordinary = "dequantize" if array.is_quantized else "to_dense"
+        raise TypeError(
+            f"{name} is a sparse, quantized or otherwise special tensor; attention takes"
+            f" ordinary ones, such as {name}.{ordinary}()"
+        )
+    return ArrayFacts(
+        library.name,
+        _dtype_name(library.name, array.dtype),
+        _device_name(library, array),
+        _known_lengths(array.shape) if library.traced else tuple(array.shape),
+        bool(getattr(array, "requires_grad", False)),
+        library.traced,
+        array.chunks if library.name == "dask" else None,
+    )
+
+
+def _known_lengths(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return a shape with None for each length that an export leaves open as a symbol.
+
+    All that is decided by lengths would compare the symbol with a number: JAX refuses that, and
+    torch keeps the answer for the length of its example.
+    """
+    # dask's unknown length is the float NaN.
+    return tuple([n if isinstance(n, (int, float)) else None for n in shape])  # type: ignore[misc]
+
+
+def _device_name(library: Library, array: Array) -> str:
+    if library.name == "jax":
+        # JAX chooses the device of an array unless the array was committed to one.
+        return _jax_device_name(array.device) if not library.traced and array.committed else ""
+    if library.name == "cupy":
+        return f"cuda:{array.device.id}"
+    if library.name == "ndonnx":  # whose only device is an object without a name
+        return "graph"
+    return str(getattr(array, "device", ""))
+
+
+def _jax_device_name(device: Any) -> str:
+    platform = getattr(device, "platform", None)
+    if platform is None:  # a sharding over several devices
+        return ""
+    # JAX's platform "gpu" is CUDA or ROCm; the text of the device, "cuda:0", says which.
+    return str(device) if platform == "gpu" else f"{platform}:{device.id}"
+
+
+def is_array(thing: Any) -> bool:
+    """Return whether this is an array of any library, or an `ArrayFacts`."""
+    # Only the type of a number that torch.compile keeps as a symbol can be inspected.
+    if isinstance(thing, (bool, int, float)):
+        return False
+    return hasattr(thing, "shape") and hasattr(thing, "dtype")
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape that these shapes broadcast to, or None if they do not.
+
+    An unknown length, None, is taken to be that of the others, if it is not theirs to be 1.
+    """
+    rank = max(len(shape) for shape in shapes)
+    common = [1] * rank
+    for shape in shapes:
+        for axis, length in enumerate(shape, start=rank - len(shape)):
+            if common[axis] == 1 or (common[axis] is None and length != 1):
+                common[axis] = length
+            elif not is_one_of(length, 1, None, common[axis]):
+                return None
+    return tuple(common)
+
+
+def is_one_of(length: int | None, *lengths: int | None) -> bool:
+    """Return whether a length is one of some, any of which torch.compile may hold as a symbol.
+
+    It takes ``5 in (1, symbol)`` for False, whatever the symbol is (pytorch#153366).
+    """
+    for one in lengths:  # noqa: SIM110 -- which torch.compile traces
+        if length == one:
+            return True
+    return False
+
+
+def length_of(array: Array, axis: int) -> Any:
+    """Return the length of an axis, which may be known only where the array is computed.
+
+    Parameters
+    ----------
+    array : Array
+        The array.
+    axis : int
+        The axis.
+
+    Returns
+    -------
+    int or Array
+        An array without axes where the length is not in the array's shape.
+    """
+    length = array.shape[axis]
+    return array.dynamic_shape[axis] if length is None else length
+
+
+def are_one_length(one: Any, other: Any) -> bool:
+    """Return whether two lengths are equal, also where both are the same symbol of an export."""
+    equal = one == other
+    if isinstance(equal, bool):
+        return equal
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return bool(shapes.statically_known_true(equal))
+
+
+def cast(xp: Any, array: Array, dtype: Any) -> Array:
+    """Return `array` in `dtype`, without the copy that the standard's astype always makes."""
+    return array if array.dtype == dtype else xp.astype(array, dtype)
+
+
+def accumulator_of(dtype: str) -> str:
+    """Return the dtype of scores, sums and logsumexp for arrays of this one."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def with_rank(array: Array, rank: int) -> Array:
+    """Return an array with axes of length 1 before its own, so that it has at least `rank` axes.
+
+    Arrays of one rank broadcast in every library; JAX can be told to refuse others.
+
+    Parameters
+    ----------
+    array : Array
+        The array.
+    rank : int
+        The number of axes.
+
+    Returns
+    -------
+    Array
+        The array itself if it has as many axes.
+    """
+    missing = rank - len(array.shape)
+    if missing <= 0:
+        return array
+    library = library_of(array)
+    if library.name == "jax":  # where an index takes twice the time
+        return library.xp.expand_dims(array, tuple(range(missing)))
+    return array[(*[None] * missing, ...)]
+
+
+def _on_device_of(xp: Any, like: Array) -> dict[str, Any]:
+    device = getattr(like, "device", None)
+    return {} if device is None or array_api_compat.is_jax_namespace(xp) else {"device": device}
+
+
+def index_range(xp: Any, start: int, stop: Any, like: Array) -> Array:
+    """Return the integers from `start` to `stop` (exclusive), on the device of `like`."""
+    return xp.arange(start, stop, **_on_device_of(xp, like))
+
+
+def numbers_like(xp: Any, numbers: Any, dtype: Any, like: Array) -> Array:
+    """Return a sequence or NumPy array of numbers as an array, on the device of `like`."""
+    return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))
+
+
+def quiet(library: str) -> AbstractContextManager[Any]:
+    """Silence NumPy's floating-point warnings, also where another library runs on NumPy.
+
+    exp underflows to 0 by design, and a masked key may hold any number.
+    """
+    numpy = sys.modules.get("numpy")
+    if numpy is None or library in ("torch", "jax", "cupy"):
+        return contextlib.nullcontext()
+    errstate: AbstractContextManager[Any] = numpy.errstate(all="ignore")
+    return errstate

@@ -1,0 +1,59 @@
+"""Follow torch.autocast, as torch's own functions do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyattn._base.arrays import ArrayFacts, cast, facts_of, is_array, library_of
+from polyattn._base.tracing import autocast_dtype, is_autocast_on, know_torch
+
+#: The arguments of attention that torch casts. Its own function has no sinks and no expressions.
+_OF_ATTENTION = (
+    *("query", "key", "value", "bias"),
+    *("query_tangent", "key_tangent", "value_tangent", "bias_tangent"),
+)
+
+
+def casts(arguments: Mapping[str, Any], names: tuple[str, ...] = _OF_ATTENTION) -> dict[str, str]:
+    """Return the dtypes to which autocast casts arguments, by name.
+
+    Parameters
+    ----------
+    arguments : mapping of str
+        The arguments, of which an array may be given by its facts.
+    names : tuple of str
+        Those that may be cast.
+
+    Returns
+    -------
+    dict of str
+        Empty where autocast changes nothing.
+    """
+    found: dict[str, str] = {}
+    if not (know_torch() and is_autocast_on()):
+        return found
+    for name in names:
+        array = arguments.get(name)
+        if not is_array(array):
+            continue
+        facts = array if isinstance(array, ArrayFacts) else facts_of(array, name)
+        if facts.library != "torch" or "float" not in facts.dtype or facts.dtype == "float64":
+            continue
+        dtype = autocast_dtype(facts.device.partition(":")[0])
+        if dtype is not None and dtype != facts.dtype:
+            found[name] = dtype
+    return found
+
+
+def autocast(arguments: dict[str, Any], names: tuple[str, ...] = _OF_ATTENTION) -> dict[str, Any]:
+    """Return arguments as autocast gives them to a function of torch."""
+    found = casts(arguments, names)
+    return arguments | {name: _in_dtype(arguments[name], dtype) for name, dtype in found.items()}
+
+
+def _in_dtype(array: Any, dtype: str) -> Any:
+    if isinstance(array, ArrayFacts):
+        return array._replace(dtype=dtype)
+    xp = library_of(array).xp
+    return cast(xp, array, getattr(xp, dtype))

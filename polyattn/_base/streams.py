@@ -1,0 +1,65 @@
+"""Use the standard streams of the command line, which may be closed or full."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from polyattn._base.text_table import printable
+
+
+def open_streams() -> None:
+    """Let a stream that is closed be the null device, and a letter that one lacks be a ?."""
+    # A file that is opened later would get the number of a closed stream, and with it all output.
+    number = 0
+    while number <= 2:
+        number = os.open(os.devnull, os.O_RDWR)
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A stream that is not buffered fails in argparse, which hides that.
+            stream.reconfigure(errors="replace", write_through=False)
+
+
+def show(text: object) -> None:
+    """Print a result at once, even into a pipe."""
+    with naming("standard output"):
+        print(printable(str(text)), flush=True)
+
+
+def complain(text: str) -> None:
+    """Print to standard error, unless that is full."""
+    with suppress(OSError):
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def reason(error: OSError) -> str:
+    """Return what went wrong, also of an error that is not the system's."""
+    return error.strerror or ", ".join(map(str, error.args)) or type(error).__name__
+
+
+@contextmanager
+def naming(file: str | Path) -> Iterator[None]:
+    """Let an error of the system name the file that is written: that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
+def settle(stream: TextIO) -> None:
+    """Discard what a stream cannot write: Python would report it as it ends, by another code."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

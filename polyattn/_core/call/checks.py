@@ -1,0 +1,196 @@
+"""Checks of a call as a whole.
+
+A check sees shapes, dtypes, libraries and options, never the values of an array.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn._base.arguments import Shape
+from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
+from polyattn._core.call.axes import axes_of
+from polyattn._core.call.facts import Call
+from polyattn._core.call.features import DTYPES
+from polyattn._core.call.operands import named_arrays
+from polyattn._core.expressions.indices import is_ambiguous
+
+
+def check_dtypes(call: Call) -> None:
+    operands = call.operands()
+    for name, facts in operands:
+        if facts.dtype not in DTYPES:
+            raise TypeError(
+                f"{name} has dtype {facts.dtype}; attention takes {', '.join(DTYPES)}:"
+                " cast it first"
+            )
+    if len({facts.dtype for _, facts in operands}) > 1:
+        given = ", ".join(f"{name} {facts.dtype}" for name, facts in operands)
+        raise TypeError(f"query, key and value must have one dtype; got {given}: cast them to one")
+    if isinstance(call.mask, ArrayFacts) and call.mask.dtype != "bool":
+        dtype = call.mask.dtype
+        if "float" in dtype:
+            to_bool = "mask.bool()" if call.mask.library == "torch" else "mask.astype(bool)"
+            hint = (
+                f"one of 0 and 1, as Flax makes it, is {to_bool}; a float array that is added to"
+                " the scores goes in bias="
+            )
+        else:
+            hint = "True takes part, False does not: pass mask != 0 or mask == 0, as you mean it"
+        raise TypeError(f"mask must be a bool array or a function; got dtype {dtype}: {hint}")
+    for name, extra in (("bias", call.bias), ("sinks", call.sinks)):
+        if extra is not None and extra.dtype not in DTYPES:
+            hint = "; a bool array goes in mask=" if extra.dtype == "bool" else ""
+            raise TypeError(f"{name} must be a float array; got dtype {extra.dtype}{hint}")
+    offset = call.query_offset
+    if isinstance(offset, ArrayFacts) and "int" not in offset.dtype:
+        raise TypeError(f"query_offset must hold integers; got dtype {offset.dtype}")
+
+
+def check_lengths(call: Call) -> None:
+    for name, facts in call.arrays():
+        if any(length != length for length in facts.shape):  # dask: NaN, for an unknown length
+            raise ValueError(
+                f"{name} has the shape {facts.shape}, whose lengths are not all known;"
+                " compute them first (dask: compute_chunk_sizes())"
+            )
+
+
+def check_range(call: Call) -> None:
+    # Scores are float32 for all but float64.
+    largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)
+    for name, value in (("scale", call.scale), ("softcap", call.softcap)):
+        if isinstance(value, float) and value != 0 and not smallest <= abs(value) <= largest:
+            raise ValueError(
+                f"{name} must be within the range of the scores' dtype, {smallest} to {largest};"
+                f" got {value!r}"
+            )
+
+
+def common_shape(call: Call) -> tuple[Any, ...]:
+    for name, facts in call.operands():
+        if len(facts.shape) < 2:
+            raise _shape_error(call, f"{name} needs at least the axes length and size; got")
+        if None in axes_of(facts.shape, call.layout)[1::2]:
+            reason = "lengths and batch axes may be unknown, but not heads and sizes; got"
+            raise _shape_error(call, reason)
+    q_batch, heads, query_length, head_size = axes_of(call.query.shape, call.layout)
+    k_batch, key_heads, key_length, key_size = axes_of(call.key.shape, call.layout)
+    v_batch, value_heads, value_length, value_size = axes_of(
+        (call.value or call.key).shape, call.layout
+    )
+    if head_size != key_size:
+        raise _shape_error(
+            call, f"vectors of query and key must have one size D; got {head_size} and {key_size}:"
+        )
+    if None not in (key_length, value_length) and key_length != value_length:
+        raise _shape_error(
+            call, f"key and value must have one length S; got {key_length} and {value_length}:"
+        )
+    if key_heads != value_heads:
+        raise _shape_error(
+            call,
+            f"key and value must have one number of heads G; got {key_heads} and {value_heads}:",
+        )
+    if (key_heads == 0 and heads != 0) or (key_heads and heads % key_heads):
+        other = "" if call.layout == "...LHD" else '; if length comes before heads, layout="...LHD"'
+        raise _shape_error(
+            call,
+            f"the number of query heads must be a multiple of that of key heads; got {heads} and"
+            f" {key_heads}:",
+            other,
+        )
+    batch = broadcast_shapes(q_batch, k_batch, v_batch)
+    if batch is None:
+        raise _shape_error(
+            call,
+            f"batch axes must be equal or 1 to broadcast; got {q_batch}, {k_batch}, {v_batch}:",
+        )
+    key_length = value_length if key_length is None else key_length
+    return batch, heads, key_heads, query_length, key_length, head_size, value_size
+
+
+def _shape_error(call: Call, reason: str, hint: str = "") -> ValueError:
+    """Return an error that ends with the shapes of the call and their letters."""
+    shapes = ", ".join([f"{name} {facts.shape}" for name, facts in call.operands()])
+    letters = (
+        "(..., H, L, D), (..., G, S, D), (..., G, S, E)"
+        if call.layout == "...HLD"
+        else "(..., L, H, D), (..., S, G, D), (..., S, G, E)"
+    )
+    return ValueError(f"{reason} {shapes}, for {letters}{hint}")
+
+
+def check_operand_shapes(call: Call, scores: Shape) -> None:
+    rank = max(2, *(len(facts.shape) for _, facts in call.operands()))
+    if isinstance(call.mask, ArrayFacts):
+        mask = call.mask.shape
+        if is_ambiguous(mask, rank):
+            raise ValueError(
+                f"mask {mask} has {len(mask)} axes for scores {scores} of {rank}, so its first"
+                " could be batch or heads: write mask[:, None] for a mask per batch item,"
+                " mask[None] for one per head"
+            )
+        _check_broadcasts("mask", mask, scores[-rank:])
+    if call.bias is not None:
+        _check_broadcasts("bias", call.bias.shape, scores[-rank:])
+    if call.sinks is not None and call.sinks.shape != (scores[-3],):
+        raise ValueError(
+            f"sinks must hold one number per query head, shape ({scores[-3]},); got"
+            f" {call.sinks.shape}"
+        )
+    _check_results(call, scores, rank)
+    _check_tangents(call)
+    if isinstance(call.query_offset, ArrayFacts):
+        offset, batch = call.query_offset.shape, scores[:-3]
+        if len(offset) > len(batch) or broadcast_shapes(offset, batch) != batch:
+            raise ValueError(
+                "query_offset as an array gives one offset per batch item: its shape must broadcast"
+                f" to {batch}; got {offset}"
+            )
+
+
+def _check_results(call: Call, scores: Shape, rank: int) -> None:
+    """Check the arrays of a call for weights or gradients that are shaped as its results."""
+    rows = scores[:-1][-max(1, rank - 1) :]
+    if call.layout == "...LHD" and rank > 2:
+        rows = (*rows[:-2], rows[-1], rows[-2])
+    *_, value_size = axes_of((call.value or call.key).shape, call.layout)
+    residuals = call.residuals
+    known = residuals.logsumexp if residuals else call.known_logsumexp
+    if known is not None and (known.shape != rows or known.dtype not in ("float32", "float64")):
+        raise ValueError(
+            f"logsumexp must be that of attention_partial for this call, {rows} in float32"
+            f" or float64; got {known}"
+        )
+    if residuals is None:
+        return
+    if known is None and call.normalizer is None:
+        raise ValueError("a gradient needs the logsumexp: pass the result of attention_partial")
+    accumulator = accumulator_of(call.query.dtype)
+    gradients = [] if call.cotangents is None else named_arrays(call.cotangents)
+    for name, given in (("output", residuals.output), *gradients):
+        shape = rows if name == "logsumexp_gradient" else (*rows, value_size)
+        if given.shape != shape:
+            raise ValueError(f"{name} must have the shape {shape} of the result; got {given}")
+        if given.dtype not in (call.query.dtype, accumulator):
+            raise TypeError(
+                f"{name} must be {call.query.dtype} as the query, or {accumulator}; got {given}"
+            )
+
+
+def _check_tangents(call: Call) -> None:
+    for name, tangent in [] if call.tangents is None else named_arrays(call.tangents):
+        of = getattr(call, name.removesuffix("_tangent"))
+        if of is None or (tangent.shape, tangent.dtype) != (of.shape, of.dtype):
+            raise ValueError(
+                f"{name} must have the shape and dtype of its argument, {of}; got {tangent}"
+            )
+
+
+def _check_broadcasts(name: str, shape: Shape, scores: Shape) -> None:
+    if len(shape) > len(scores) or broadcast_shapes(shape, scores) != scores:
+        letters = ("L", "S") if len(scores) == 2 else ("...", "H", "L", "S")
+        raise ValueError(
+            f"{name} {shape} does not broadcast to the scores ({', '.join(letters)}) = {scores}"
+        )

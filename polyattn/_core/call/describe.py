@@ -1,0 +1,170 @@
+"""Describe a call: the facts of its arrays and its options, each option checked by itself.
+
+`polyattn._core.call.problem` checks them together.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
+from polyattn._base.host import Home, as_array, home_of, is_host
+from polyattn._base.tracing import torch_transforms
+from polyattn._core.call.axes import axes_of
+from polyattn._core.call.facts import Call
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.options import OPTIONS
+from polyattn._core.expressions.expression import FUNCTION, Expression
+from polyattn._core.expressions.masks import And, Dense, Mask, Rule
+from polyattn._core.expressions.patterns import Band
+from polyattn._core.expressions.scores import Chain, Function, Score, Softcap
+
+_OPERANDS = frozenset(Operands._fields)
+
+
+def describe(
+    query: Array,
+    key: Array,
+    value: Array | None,
+    *,
+    for_weights: bool = False,
+    layout: Any = "...HLD",
+    logsumexp: bool = False,
+    facts: Callable[[Any, str], ArrayFacts] = facts_of,
+    **options: Any,
+) -> tuple[Call, Operands]:
+    """Return the facts of a call, its options checked one by one, and its operands.
+
+    A part of an expression that has an option of its own is moved to the option, so that every
+    kernel that supports the option supports it. `examine` checks the whole.
+    """
+    if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
+        raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
+    values = _checked(options, home_of(query))
+    described = {name: _described(name, value, facts) for name, value in values.items()}
+    if "dropout" in values:
+        _take_dropout_apart(described, values, facts)
+    # By keyword to `__new__`: to the class itself it takes twice as long.
+    call = Call.__new__(
+        Call,
+        query=facts(query, "query"),
+        key=facts(key, "key"),
+        value=None if for_weights else facts(value, "value"),
+        layout=layout,
+        logsumexp=logsumexp,
+        transforms=torch_transforms(),
+        **described,
+    )
+    given = {name: values[name] for name in values if name in _OPERANDS}
+    operands = Operands.__new__(Operands, query=query, key=key, value=value, **given)
+    if call.query.traced and "query_offset" not in values:
+        call = call._replace(query_offset=_known_offset(query, key, layout))
+    return call, operands
+
+
+def _checked(options: dict[str, Any], home: Home | None) -> dict[str, Any]:
+    """Return the options that are given, each checked by itself and moved to where it belongs."""
+    values: dict[str, Any] = {}
+    for name, given in options.items():
+        option = OPTIONS[name]
+        if given is option.default:
+            continue
+        if isinstance(given, Expression):
+            given = given if home is None else given.placed(home)
+        elif option.axes is not None:
+            given = at_home(name, given, home)
+        values[name] = option.read(given)
+    if isinstance(values.get("mask"), Mask):
+        _move_band(values)
+    if isinstance(values.get("score_mod"), Score):
+        _move_softcap(values)
+    return values
+
+
+def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
+    """Return an option without the contents of arrays, functions and tables."""
+    if isinstance(value, (int, float, tuple)):
+        return value
+    if isinstance(value, Expression):
+        return value.spec(facts)
+    if callable(value):
+        return FUNCTION
+    return value if OPTIONS[name].axes is None else facts(value, name)
+
+
+def _take_dropout_apart(
+    described: dict[str, Any], values: dict[str, Any], facts: Callable[[Any, str], ArrayFacts]
+) -> None:
+    """Take dropout apart: its rate, its seed, and where its hash begins."""
+    described["dropout"], seed, start = values.pop("dropout")
+    if described["dropout"] == 0:
+        return
+    values["seed"] = seed
+    if is_array(seed):
+        described["seed"] = facts(seed, "dropout's seed")
+    if is_array(start):
+        values["dropout_start"], start = start, facts(start, "dropout's start")
+    described["dropout_start"] = start
+
+
+def _known_offset(query: Array, key: Array, layout: str) -> int | None:
+    """Return the offset S − L, 0, of lengths that an export leaves open as the same symbol."""
+    if min(len(query.shape), len(key.shape)) < 2:
+        return None
+    one, other = (axes_of(array.shape, layout)[2] for array in (query, key))
+    is_open = one is not None and not isinstance(one, int)
+    return 0 if is_open and are_one_length(one, other) else None
+
+
+def at_home(name: str, given: Any, home: Home | None) -> Any:
+    """Return numbers of the host as an array beside the query; anything else as it is."""
+    if given is None or isinstance(given, int):
+        return given
+    given = as_array(name, given)
+    if home is None:
+        return given
+    if isinstance(given, Expression):
+        return given.placed(home)
+    is_integer = name == "query_offset" and isinstance(given, numbers.Integral)
+    return home.put(name, given) if is_host(given) and not is_integer else given
+
+
+def _move_band(values: dict[str, Any]) -> None:
+    """Move causal and window out of a mask to their options, and simplify the rest."""
+    mask = values.pop("mask")
+    rest: list[Mask] = []
+    for part in mask.parts if isinstance(mask, And) else (mask,):
+        if not isinstance(part, Band):
+            rest.append(part)
+        elif part == Band(None, 0):
+            values["is_causal"] = True
+        else:
+            window = values.get("window")
+            band = part if window is None else part.intersection(Band(*window))
+            values["window"] = band.left, band.right
+    if len(rest) > 1:
+        values["mask"] = And(tuple(rest))
+    elif rest:
+        only: Any = rest[0]
+        only = only.array if isinstance(only, Dense) else only
+        values["mask"] = only.function if isinstance(only, Rule) else only
+
+
+def _move_softcap(values: dict[str, Any]) -> None:
+    """Move a leading softcap to its option, and take a single function out of its expression.
+
+    A function with a derivative stays: only the expression has both.
+    """
+    score_mod: Any = values.pop("score_mod")
+    parts = score_mod.parts if isinstance(score_mod, Chain) else (score_mod,)
+    first = parts[0]
+    if "softcap" not in values and isinstance(first, Softcap):
+        parts, values["softcap"] = parts[1:], first.cap
+    if len(parts) > 1:
+        values["score_mod"] = Chain(parts)
+    elif parts:
+        only: Any = parts[0]
+        is_bare = isinstance(only, Function) and only.derivative is None
+        values["score_mod"] = only.rule if is_bare else only

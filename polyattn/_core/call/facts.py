@@ -1,0 +1,64 @@
+"""The facts of a call, without the contents of its arrays: what checks and plans go by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from polyattn._base.arguments import WindowSize
+from polyattn._base.arrays import ArrayFacts
+from polyattn._core.call.operands import Cotangents, Residuals, Tangents, named_arrays
+from polyattn._core.call.options import FROM_ZERO, Start
+from polyattn._core.expressions.expression import named
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
+from polyattn._core.expressions.scores import Score
+
+
+class Call(NamedTuple):
+    """The facts of a call; plans are cached by them.
+
+    The records of a derivative hold facts in place of arrays. A call for gradients has cotangents,
+    one for a directional derivative has tangents, and both have residuals.
+    """
+
+    query: ArrayFacts
+    key: ArrayFacts
+    value: ArrayFacts | None  # a call for weights has none
+    mask: ArrayFacts | Mask | str | None = None
+    bias: ArrayFacts | None = None
+    is_causal: bool = False
+    window: WindowSize | None = None
+    query_offset: ArrayFacts | int | None = None
+    scale: float | ScaleRule | None = None
+    softcap: float | None = None
+    score_mod: Score | str | None = None
+    sinks: ArrayFacts | None = None
+    dropout: float = 0.0
+    seed: ArrayFacts | None = None
+    dropout_start: ArrayFacts | Start = FROM_ZERO
+    similarity: Similarity | None = None
+    normalizer: Normalizer | None = None
+    layout: str = "...HLD"
+    logsumexp: bool = False
+    transforms: frozenset[str] = frozenset()
+    known_logsumexp: ArrayFacts | None = None  # of a call for weights
+    residuals: Residuals | None = None
+    cotangents: Cotangents | None = None
+    tangents: Tangents | None = None
+
+    def operands(self) -> list[tuple[str, ArrayFacts]]:
+        """Return the names and facts of query, key and value."""
+        given = [("query", self.query), ("key", self.key)]
+        return given if self.value is None else [*given, ("value", self.value)]
+
+    def arrays(self) -> list[tuple[str, ArrayFacts]]:
+        """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
+        found: list[tuple[str, ArrayFacts]] = []
+        for name, given in zip(self._fields, self, strict=True):
+            if isinstance(given, ArrayFacts):
+                found.append((name, given))
+            elif isinstance(given, (Mask, Score, Similarity)):
+                found += named(given, name)
+            elif isinstance(given, (Residuals, Cotangents, Tangents)):
+                found += named_arrays(given)
+        return found

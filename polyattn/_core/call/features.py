@@ -1,0 +1,111 @@
+"""The closed list of features that a call can need of a kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from polyattn._base.arrays import ArrayFacts
+from polyattn._core.call.facts import Call
+from polyattn._core.call.layout import positions_matter
+from polyattn._core.expressions.expression import has_function
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def default_scale(call: Call, head_size: int) -> float:
+    """Return the scale of a call that names none."""
+    return 1 / math.sqrt(head_size) if head_size and call.similarity is None else 1.0
+
+
+def newest_offset(call: Call, query_length: int | None, key_length: int | None) -> int | None:
+    """Return the offset S − L; None if it is an array, because a length is unknown."""
+    if query_length is not None and key_length is not None:
+        return key_length - query_length
+    return None if positions_matter(call) else 0
+
+
+def _is_moved(call: Call, problem: Any) -> bool:
+    offset = problem.query_offset
+    newest = newest_offset(call, problem.query_length, problem.key_length)
+    return offset is not None and offset != newest
+
+
+class Feature(NamedTuple):
+    """What a call can need of a kernel."""
+
+    #: What a caller asks for.
+    meaning: str
+    #: Whether a call needs it, from its facts and from those in the letters of the semantics.
+    needs: Callable[[Call, Any], bool]
+    #: Whether it may hide keys.
+    hides_keys: bool = False
+
+
+#: The features that a call c, whose problem is p, can need. A kernel declares those that it
+#: computes, and never gets a problem that needs another.
+FEATURES: dict[str, Feature] = {
+    "backward": Feature("gradients by attention_backward", lambda c, p: c.cotangents is not None),
+    "batch_broadcast": Feature(
+        "batch axes of query, key and value that differ",
+        lambda c, p: any(x.shape[:-3] != c.query.shape[:-3] for _, x in c.operands()),
+    ),
+    "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
+    "causal": Feature("is_causal=True", lambda c, p: c.is_causal, hides_keys=True),
+    "dropout": Feature("dropout=", lambda c, p: c.dropout > 0),
+    "jvp": Feature("directional derivatives by attention_jvp", lambda c, p: c.tangents is not None),
+    "grouped_heads": Feature(
+        "fewer key/value heads than query heads", lambda c, p: p.heads != p.key_heads
+    ),
+    "logsumexp": Feature("the logsumexp of each row beside the output", lambda c, p: c.logsumexp),
+    "mask": Feature(
+        "mask= as an array", lambda c, p: isinstance(c.mask, ArrayFacts), hides_keys=True
+    ),
+    "mask_mod": Feature(
+        "mask= as a function",
+        lambda c, p: isinstance(c.mask, str) or has_function(p.mask_spec),
+        hides_keys=True,
+    ),
+    "mask_expression": Feature(
+        "mask= as a mask expression that no other option expresses",
+        lambda c, p: p.mask_spec is not None,
+        hides_keys=True,
+    ),
+    "normalizer": Feature(
+        "normalizer=, in place of softmax", lambda c, p: c.normalizer is not None
+    ),
+    "query_offset": Feature(
+        "query_offset= as a number other than S − L", lambda c, p: _is_moved(c, p)
+    ),
+    "query_offset_array": Feature(
+        "query_offset= as an array",
+        lambda c, p: isinstance(c.query_offset, ArrayFacts) and p.query_offset is None,
+    ),
+    "scale": Feature(
+        "scale= other than 1/√D", lambda c, p: p.scale != default_scale(c, p.head_size)
+    ),
+    "score_mod": Feature(
+        "score_mod= as a function",
+        lambda c, p: isinstance(c.score_mod, str) or has_function(p.score_spec),
+        hides_keys=True,
+    ),
+    "score_norm": Feature("scale=scores.by_norm()", lambda c, p: p.score_norm is not None),
+    "score_expression": Feature(
+        "score_mod= as a score expression that no other option expresses",
+        lambda c, p: p.score_spec is not None,
+        hides_keys=True,
+    ),
+    "similarity": Feature("similarity=, in place of q·k", lambda c, p: c.similarity is not None),
+    "sinks": Feature("sinks=", lambda c, p: c.sinks is not None),
+    "softcap": Feature("softcap=", lambda c, p: c.softcap is not None),
+    "value_size": Feature(
+        "value vectors of another size than query and key vectors",
+        lambda c, p: p.value_size != p.head_size,
+    ),
+    "window": Feature("window=", lambda c, p: p.window != (None, None), hides_keys=True),
+}
+
+
+#: Features that can mask keys.
+MASKING = frozenset([name for name, feature in FEATURES.items() if feature.hides_keys])

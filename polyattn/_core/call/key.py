@@ -1,0 +1,80 @@
+"""The key of a call: what decides it, so that a repeated call needs no description.
+
+A key has the facts of ordinary arrays, and other arguments with their types: from arguments with
+equal keys `describe` makes equal calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from polyattn._base.arrays import Array
+from polyattn._base.autocast import casts
+from polyattn._base.tracing import constant_when_traced, is_autocast_on, is_transformed, know_torch
+
+CallKey = tuple[Any, ...]  # hashable
+
+# With their types in a key, because True equals 1 and is not allowed where 1 is.
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
+    """Return what decides a call, or None if only its description does.
+
+    Parameters
+    ----------
+    operands : sequence
+        Query, key and value.
+    options : mapping of str
+        The options that are given.
+
+    Returns
+    -------
+    tuple or None
+        None unless the arrays are ordinary ones of one class and the rest is plain, and while torch
+        compiles or transforms the caller, or casts the arrays.
+    """
+    if len(operands) != 3:
+        return None
+    query, key, value = operands
+    kind = type(query)
+    read = _reader_of(kind)
+    if read is None or type(key) is not kind or type(value) is not kind or is_transformed():
+        return None
+    try:
+        if is_autocast_on() and casts({"query": query, "key": key, "value": value, **options}):
+            return None
+        found: CallKey = (kind, read(query), read(key), read(value))
+        for name, option in options.items():
+            its_kind = type(option)
+            if its_kind in _PLAIN:
+                found += name, its_kind, option
+            elif its_kind is kind:
+                found += name, read(option)
+            elif name == "window" and its_kind is tuple and _PLAIN.issuperset(map(type, option)):
+                found += name, option, *map(type, option)
+            else:
+                return None
+    except RuntimeError:  # a nested tensor has no shape
+        return None
+    return found
+
+
+_Reader = Callable[[Array], tuple[Hashable, ...]]
+# By exact class, because a subclass may be anything.
+_KNOWN: dict[tuple[str, str], _Reader] = {
+    ("numpy", "ndarray"): attrgetter("dtype", "shape"),
+    ("torch", "Tensor"): attrgetter("dtype", "device", "shape", "layout", "requires_grad"),
+}
+_readers: dict[type, _Reader | None] = {}
+
+
+@constant_when_traced
+def _reader_of(kind: type) -> _Reader | None:
+    """Return the function that reads the arrays of a class, if they are ordinary."""
+    if kind not in _readers:
+        know_torch()
+        _readers[kind] = _KNOWN.get((kind.__module__, kind.__qualname__))
+    return _readers[kind]

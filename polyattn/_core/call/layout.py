@@ -1,0 +1,123 @@
+"""The layout of axes: every conversion between the caller's axes and the kernels'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
+from polyattn._core.call.axes import axes_of
+from polyattn._core.call.facts import Call
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Operands
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.scores import Score
+
+
+def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
+    """Return the chunks of each array that is cut, on the axes that a kernel knows."""
+    operands = {name for name, _ in call.operands()}
+    found: list[tuple[str, Chunks]] = []
+    for name, facts in call.arrays():
+        chunks = facts.chunks
+        if chunks is None:
+            continue
+        if name in operands and len(chunks) == 2:
+            chunks = ((1,), *chunks)
+        elif name in operands and call.layout == "...LHD":
+            *batch, length, heads, size = chunks
+            chunks = (*batch, heads, length, size)
+        found.append((name, chunks))
+    return tuple(found)
+
+
+def heads_first(call: Call, operands: Operands) -> Operands:
+    """Return the operands of a call with the axes that a kernel knows."""
+    changed: dict[str, Array] = {}
+    for name, _ in call.operands() if call.layout == "...LHD" or _has_rank_2(call) else ():
+        changed[name] = _argument_heads_first(call, getattr(operands, name))
+    if isinstance(call.query_offset, ArrayFacts):
+        offset: Any = operands.query_offset
+        changed["query_offset"] = offset[..., None, None, None]
+    elif call.query_offset is None and positions_matter(call):
+        lengths = [axes_of(facts.shape, call.layout)[2] for facts in (call.query, call.key)]
+        if None in lengths:
+            query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
+            offset = length_of(key, -2) - length_of(query, -2)
+            # Added to an array: torch would take the number of its example for a bare symbol.
+            zero = index_range(library_of(query).xp, 0, 1, query)
+            changed["query_offset"] = (zero + offset)[:, None, None]
+    return operands._replace(**changed) if changed else operands
+
+
+def tangent_heads_first(call: Call, name: str, array: Array) -> Array:
+    """Return the tangent of an argument with the axes that a kernel knows."""
+    of_argument = name in ("query_tangent", "key_tangent", "value_tangent")
+    return _argument_heads_first(call, array) if of_argument else array
+
+
+def result_heads_first(call: Call, name: str, array: Array) -> Array:
+    """Return a result of a call, or its gradient, with the axes that a kernel knows."""
+    if is_flat(call):
+        return array[None, ...]
+    axis = -1 if name.startswith("logsumexp") else -2
+    return _swap(array, axis, axis - 1) if call.layout == "...LHD" else array
+
+
+def _argument_heads_first(call: Call, array: Array) -> Array:
+    if len(array.shape) == 2:
+        return array[None, ...]
+    return _swap(array, -2, -3) if call.layout == "...LHD" else array
+
+
+def as_called(call: Call, output: Array, logsumexp: Array | None) -> tuple[Array, Array | None]:
+    """Return a kernel's results with the axes of the caller."""
+    if is_flat(call):
+        return output[0, ...], None if logsumexp is None else logsumexp[0, ...]
+    if call.layout == "...LHD":
+        output = _swap(output, -2, -3)
+        logsumexp = None if logsumexp is None else _swap(logsumexp, -1, -2)
+    return output, logsumexp
+
+
+def gradients_as_called(call: Call, gradients: Gradients) -> Gradients:
+    """Return a kernel's gradients with the axes of the caller."""
+    changed: dict[str, Array] = {}
+    for name, facts in call.operands():
+        array = getattr(gradients, name)
+        if len(facts.shape) == 2:
+            changed[name] = array[0, ...]
+        elif call.layout == "...LHD":
+            changed[name] = _swap(array, -2, -3)
+    return gradients._replace(**changed) if changed else gradients
+
+
+def positions_matter(call: Call) -> bool:
+    """Return whether the result may depend on the positions of the rows among the keys."""
+    return (
+        call.is_causal
+        or (call.window or (None, None)) != (None, None)
+        or isinstance(call.mask, Mask)
+        or isinstance(call.score_mod, Score)
+    )
+
+
+def keeps_axes(call: Call) -> bool:
+    """Return whether the caller's axes are those that a kernel knows, in arguments and results."""
+    is_moved = call.layout == "...LHD" or isinstance(call.query_offset, ArrayFacts)
+    is_moved = is_moved or None in (*call.query.shape, *call.key.shape)
+    return not is_moved and not _has_rank_2(call)
+
+
+def is_flat(call: Call) -> bool:
+    """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
+    return all(len(facts.shape) == 2 for _, facts in call.operands())
+
+
+def _has_rank_2(call: Call) -> bool:
+    return any(len(facts.shape) == 2 for _, facts in call.operands())
+
+
+def _swap(array: Array, one: int, other: int) -> Array:
+    axes = list(range(len(array.shape)))
+    axes[one], axes[other] = axes[other], axes[one]
+    return library_of(array).xp.permute_dims(array, tuple(axes))

@@ -1,0 +1,115 @@
+"""The arrays of a call, by when they exist: its arguments, its results, and derivatives of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from polyattn._base.arrays import Array
+from polyattn._core.expressions.replacements import Similarity
+
+
+class Operands(NamedTuple):
+    """The arrays and functions of one call, heads before length, query, key and value of rank >= 3.
+
+    Attributes
+    ----------
+    query, key, value : Array
+        Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E). A call for weights has no value.
+    mask : Array of bool, Mask, callable or None
+        An array broadcasts to (..., H, L, S); a function takes (b, h, i, j).
+    bias : Array or None
+        Broadcasts to (..., H, L, S).
+    query_offset : int, Array or None
+        An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
+    score_mod : Score, callable or None
+        A function takes (score, b, h, i, j).
+    sinks : Array or None
+        Shape (H,).
+    similarity : Similarity or None
+        The replacement for q·k.
+    seed : int, Array or None
+        The seed of dropout.
+    dropout_start : Array or None
+        Where the hash of dropout begins, shape (4,), if the problem has no numbers for it.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    mask: Array | Callable[..., Array] | None = None
+    bias: Array | None = None
+    query_offset: int | Array | None = None
+    score_mod: Callable[..., Array] | None = None
+    sinks: Array | None = None
+    similarity: Similarity | None = None
+    seed: int | Array | None = None
+    dropout_start: Array | None = None
+
+    @classmethod
+    def of_options(cls, **options: Any) -> Operands:
+        """Return options without arrays that they are for, as those of a mask that is looked at."""
+        return cls(query=None, key=None, value=None, **options)
+
+
+class Residuals(NamedTuple):
+    """The results of a call, which its derivatives start from.
+
+    Attributes
+    ----------
+    output : Array
+        Shape (..., H, L, E).
+    logsumexp : Array
+        Shape (..., H, L); None with a normalizer. It may be that of more keys than are given.
+    """
+
+    output: Array
+    logsumexp: Array
+
+
+class Cotangents(NamedTuple):
+    """The gradients of a loss with respect to the results of a call.
+
+    Attributes
+    ----------
+    output : Array
+        Shape (..., H, L, E).
+    logsumexp : Array or None
+        Shape (..., H, L); None for 0.
+    """
+
+    output: Array
+    logsumexp: Array | None = None
+
+
+class Tangents(NamedTuple):
+    """The direction of a derivative: the tangents of arguments, each in its shape; None for 0.
+
+    Attributes
+    ----------
+    query, key, value, bias, sinks : Array or None
+        The tangents.
+    """
+
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+
+
+R = TypeVar("R", Residuals, Cotangents, Tangents)
+_SUFFIXES = {Residuals: "", Cotangents: "_gradient", Tangents: "_tangent"}
+
+
+def mapped(record: R, change: Callable[[str, Any], Any]) -> R:
+    """Return a record with ``change(name, array)`` for each array, by the caller's name for it."""
+    suffix, given = _SUFFIXES[type(record)], record._asdict()
+    arrays = {name: array for name, array in given.items() if array is not None}
+    return record._replace(**{n: change(n + suffix, array) for n, array in arrays.items()})
+
+
+def named_arrays(record: Residuals | Cotangents | Tangents) -> list[tuple[str, Any]]:
+    """Return the arrays of a record by the caller's names for them."""
+    suffix = _SUFFIXES[type(record)]
+    return [(n + suffix, array) for n, array in record._asdict().items() if array is not None]

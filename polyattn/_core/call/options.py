@@ -1,0 +1,243 @@
+"""The options of a call: one table, and the check of each by itself.
+
+What takes options reads the table, so that an option that it does not know is refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from polyattn._base.arguments import check_int, check_signature, check_window, got
+from polyattn._base.arrays import is_array, library_of
+from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
+from polyattn._core.expressions.scores import Score
+
+#: The flat batch item, query head, query row and key that a part of a call begins with.
+Start = tuple[int, int, int, int]
+FROM_ZERO: Start = (0, 0, 0, 0)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False; {got(value)}")
+
+
+def check_finite(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float, numbers.Real)) or isinstance(value, bool):
+        rules = ", or a rule such as scores.long_sequence()" if name == "scale" else ""
+        raise TypeError(f"{name} must be a number{rules}; {got(value)}{_advice(name, value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not -math.inf < number < math.inf:
+        raise ValueError(f"{name} must be finite; {got(value)}")
+    return number
+
+
+def _advice(name: str, value: Any) -> str:
+    """Return what to do with what is no number."""
+    if name == "scale":
+        return ". An array can scale query itself"
+    if name != "softcap" or not is_array(value):
+        return ""
+    rule = "score_mod=lambda s, b, h, i, j: softcap * tanh(s / softcap)"
+    if library_of(value).traced:
+        return f". It has no number while it is traced: make it a static argument, or pass {rule}"
+    if tuple(value.shape) == ():
+        return f". Pass float(softcap), or to differentiate it {rule}"
+    return f". For one of each head pass {rule.replace('softcap', 'softcap[h]')}"
+
+
+def check_softcap(value: Any) -> float:
+    number = check_finite("softcap", value)
+    if number <= 0:
+        raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
+    return number
+
+
+def check_scale(value: Any) -> float | ScaleRule:
+    return value if isinstance(value, ScaleRule) else check_finite("scale", value)
+
+
+def check_offset(value: Any) -> Any:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    if not hasattr(value, "shape"):
+        raise TypeError(
+            f"query_offset must be an integer or an integer array of the batch; {got(value)}"
+        )
+    return value
+
+
+def check_mask(value: Any) -> Any:
+    if isinstance(value, Mask):
+        for _, thing in value.carried():
+            if not is_array(thing):
+                check_signature("the mask function", thing, "b, h, i, j")
+        return value
+    _check_place("mask", value)
+    if isinstance(value, str):
+        raise TypeError(
+            f"mask must be an array, a function, or an expression of polyattn.masks; {got(value)}"
+        )
+    if callable(value):
+        check_signature("the mask function", value, "b, h, i, j")
+    return value
+
+
+def check_score_mod(value: Any) -> Any:
+    if isinstance(value, Score):
+        for name, thing in value.carried():
+            if not is_array(thing):
+                of = "the derivative of score_mod" if name == "derivative" else "score_mod"
+                check_signature(of, thing, "score, b, h, i, j")
+        return value
+    _check_place("score_mod", value)
+    if not callable(value):
+        raise TypeError(
+            "score_mod must be a function (score, b, h, i, j) -> score, or an expression of"
+            f" polyattn.scores; {got(value)}"
+        )
+    check_signature("score_mod", value, "score, b, h, i, j")
+    return value
+
+
+def check_similarity(value: Any) -> Any:
+    return _of_kind("similarity", value, Similarity, "scores.cosine()")
+
+
+def check_normalizer(value: Any) -> Any:
+    return _of_kind("normalizer", value, Normalizer, "scores.sparsemax()")
+
+
+def _of_kind(name: str, value: Any, kind: type, example: str) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be an expression of polyattn.scores such as {example}; {got(value)}"
+        )
+    return value
+
+
+def _check_place(name: str, value: Any) -> None:
+    """Raise if an expression belongs in another argument."""
+    if isinstance(value, Expression):
+        place = next(
+            row.name for row in OPTIONS.values() if row.kind and isinstance(value, row.kind)
+        )
+        raise TypeError(f"{value!r} goes in {place}=, not in {name}=")
+
+
+def check_dropout(value: Any) -> tuple[float, Any, Any]:
+    if not isinstance(value, (tuple, list)) or len(value) not in (2, 3):
+        raise TypeError(
+            "dropout must be a pair (rate, seed), since nothing is random without a seed, or"
+            f" (rate, seed, start); {got(value)}"
+        )
+    start = _check_start(value[2]) if len(value) == 3 else FROM_ZERO
+    rate, seed = check_finite("dropout rate", value[0]), value[1]
+    if not 0 <= rate < 1:
+        raise ValueError(f"a dropout rate must be in [0, 1); {got(value)}")
+    # What NumPy holds can be read, and then goes with arrays of any library.
+    if is_array(seed) and type(seed).__module__ != "numpy":
+        if tuple(seed.shape) != () or "int" not in str(seed.dtype):
+            raise TypeError(f"a dropout seed must be one integer; {got(value)}")
+        return rate, seed, start
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"a dropout seed must be one integer; {got(value)}") from None
+    if not 0 <= number < 2**64:
+        raise ValueError(f"a dropout seed must be in [0, 2**64); {got(value)}")
+    return rate, number, start
+
+
+_WRONG_START = (
+    "the start of dropout must be four integers of at least 0, the first batch item, head, row and"
+    " key of this part of a call, or an array of them; "
+)
+
+
+def _check_start(value: Any) -> Any:
+    if is_array(value):
+        if tuple(value.shape) != (4,) or "int" not in str(value.dtype):
+            raise TypeError(_WRONG_START + got(value))
+        if type(value).__module__ != "numpy":
+            return value
+        value = value.tolist()
+    if not isinstance(value, (tuple, list)) or len(value) != 4:
+        raise TypeError(_WRONG_START + got(value))
+    item, head, row, key = (check_int("the start of dropout", number) for number in value)
+    if min(item, head, row, key) < 0:
+        raise ValueError(_WRONG_START + got(value))
+    return item, head, row, key
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+
+def _as_given(value: Any) -> Any:
+    return value
+
+
+class Option(NamedTuple):
+    """An option of `attention`: what is to know of it beside its step of the formula."""
+
+    name: str
+    #: Checks a value by itself, and returns it in a plain form.
+    read: Callable[[Any], Any] = _as_given
+    #: The kind of expressions that it takes.
+    kind: type[Expression] | None = None
+    #: The last axes of the scores that its array follows, after a dot if batch axes may come before
+    #: them; None if it takes no array.
+    axes: str | None = None
+    #: The dtype of an array that is given to `explain` by its shape; that of the query if None.
+    dtype: str | None = None
+    #: What has a gradient: its "array", the arrays "carried" by its expression, or its "number".
+    gradient: str | None = None
+    default: Any = None
+
+
+#: The options, in the order of the signature of `attention`.
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in (
+        Option("mask", check_mask, kind=Mask, axes=".HLS", dtype="bool"),
+        Option("bias", axes=".HLS", gradient="array"),
+        Option("is_causal", lambda value: check_bool("is_causal", value), default=False),
+        Option("window", check_window),
+        Option("query_offset", check_offset, axes=".", dtype="int64"),
+        Option("scale", check_scale, kind=ScaleRule, gradient="number"),
+        Option("softcap", check_softcap, gradient="number"),
+        Option("score_mod", check_score_mod, kind=Score, gradient="carried"),
+        Option("sinks", axes="H", gradient="array"),
+        Option("dropout", check_dropout),
+        Option("similarity", check_similarity, kind=Similarity, gradient="carried"),
+        Option("normalizer", check_normalizer, kind=Normalizer),
+    )
+}
+
+
+def with_gradient(what: str) -> tuple[str, ...]:
+    """Return the names of the options of which this has a gradient."""
+    return tuple([name for name, option in OPTIONS.items() if option.gradient == what])
+
+
+#: The arguments that are arrays with a gradient, and the options whose expressions carry such.
+GRADIENT_ARRAYS = ("query", "key", "value", *with_gradient("array"))
+GRADIENT_EXPRESSIONS = with_gradient("carried")
+
+
+def option_of(name: str) -> Option:
+    """Return an option; raise if there is none of this name."""
+    try:
+        return OPTIONS[name]
+    except KeyError:
+        raise TypeError(f"attention has no option {name!r}") from None

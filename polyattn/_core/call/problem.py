@@ -1,0 +1,253 @@
+"""Examine a call: check it as a whole and state its facts in the letters of the semantics.
+
+Checks see only shapes, dtypes, libraries and options, never the contents of an array. So they work
+on traced and lazy arrays, and do not wait for a device. They come before any conversion.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from polyattn._base.arguments import Shape, WindowSize
+from polyattn._base.arrays import ArrayFacts, Chunks, accumulator_of
+from polyattn._core.call.checks import (
+    check_dtypes,
+    check_lengths,
+    check_operand_shapes,
+    check_range,
+    common_shape,
+)
+from polyattn._core.call.facts import Call
+from polyattn._core.call.features import FEATURES, MASKING, default_scale, newest_offset
+from polyattn._core.call.layout import chunks_heads_first, positions_matter
+from polyattn._core.call.options import FROM_ZERO, OPTIONS, Start
+from polyattn._core.expressions.indices import ScoreDims
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.patterns import Band
+from polyattn._core.expressions.replacements import ByNorm, LongSequence, Normalizer, Similarity
+from polyattn._core.expressions.scores import Score
+
+
+class Problem(NamedTuple):
+    """The facts of a checked call, in the letters of the semantics.
+
+    Where arrays are not made yet, as in a graph for export, a length of the batch, L or S may be
+    unknown: None.
+
+    Attributes
+    ----------
+    library, device, dtype : str
+        The library, device and dtype of the arrays; the device is empty if it is not known.
+    batch : tuple of int
+        The batch axes, broadcast.
+    heads, key_heads : int
+        H and G.
+    query_length, key_length : int
+        L and S.
+    head_size, value_size : int
+        D and E.
+    is_causal : bool
+        Whether a row sees no key after its position.
+    window : tuple of (int or None, int or None)
+        How far a row sees to either side of its position.
+    query_offset : int or None
+        The position of the first row; None if an array gives it, and if it is S − L of lengths
+        that are unknown. S − L if positions do not matter.
+    scale : float
+        The factor of q·k.
+    softcap : float or None
+        The bound of the scores.
+    mask, bias : tuple of int or None
+        The shape of the array, if there is one.
+    bias_dtype : str or None
+        The dtype of the bias.
+    features : frozenset of str
+        Which of `FEATURES` the call needs.
+    requires_grad : bool
+        Whether an array carries a graph of gradients.
+    transforms : frozenset of str
+        Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are transforming the call.
+    traced : bool
+        Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
+    converted : bool
+        Whether the arrays come from another library or device than the kernel's.
+    mask_spec, score_spec, similarity_spec : Mask, Score, Similarity or None
+        The expressions given for mask, score_mod and similarity, with facts in place of arrays,
+        and compiled masks without their tables, except in `explain`.
+    score_norm : ByNorm or None
+        The rule that divides the scores of each row by their norm.
+    normalizer : Normalizer or None
+        The replacement for softmax.
+    dropout : float
+        The rate at which weights are dropped.
+    dropout_start : tuple of int or None
+        What the flat batch item, head, row and key of the call begin with in the hash of dropout;
+        None if an array gives them.
+    chunks : tuple of (str, tuple)
+        The lengths of the chunks of each array that is cut, along its axes, by the array's name.
+    constants : frozenset of str
+        In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
+        asked for: a kernel may return None for them.
+    """
+
+    library: str
+    device: str
+    dtype: str
+    batch: Shape
+    heads: int
+    key_heads: int
+    query_length: int
+    key_length: int
+    head_size: int
+    value_size: int
+    is_causal: bool
+    window: WindowSize
+    query_offset: int | None
+    scale: float
+    softcap: float | None
+    mask: Shape | None
+    bias: Shape | None
+    bias_dtype: str | None
+    features: frozenset[str]
+    requires_grad: bool
+    transforms: frozenset[str]
+    traced: bool = False
+    converted: bool = False
+    mask_spec: Mask | None = None
+    score_spec: Score | None = None
+    similarity_spec: Similarity | None = None
+    score_norm: ByNorm | None = None
+    normalizer: Normalizer | None = None
+    dropout: float = 0.0
+    dropout_start: Start | None = FROM_ZERO
+    chunks: tuple[tuple[str, Chunks], ...] = ()
+    constants: frozenset[str] = frozenset()
+
+    @property
+    def device_kind(self) -> str:
+        """The device without its number: ``cpu``, ``cuda``, ``mps``."""
+        return self.device.partition(":")[0]
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype of scores, sums and logsumexp."""
+        return accumulator_of(self.dtype)
+
+    @property
+    def scores(self) -> Shape:
+        """The shape (..., H, L, S) of the scores, which mask and bias broadcast to."""
+        return (*self.batch, self.heads, self.query_length, self.key_length)
+
+    @property
+    def group_size(self) -> int:
+        """The number of query heads that read one key/value head; 1 if there are none."""
+        return max(1, self.heads // max(1, self.key_heads))
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a length is unknown."""
+        return None in self.scores
+
+    @property
+    def band(self) -> Band | None:
+        """Causal and window as one mask, or None if neither is given."""
+        left, right = self.window
+        right = 0 if self.is_causal else right
+        return None if left is None and right is None else Band(left, right)
+
+    @property
+    def masks_by_position(self) -> bool:
+        """Whether causal or window is given."""
+        return not self.features.isdisjoint(("causal", "window"))
+
+    @property
+    def masks_by_position_only(self) -> bool:
+        """Whether only causal and window may hide keys."""
+        return self.features.isdisjoint(MASKING - {"causal", "window"})
+
+    @property
+    def masks(self) -> bool:
+        """Whether any key may be absent for any row."""
+        return not self.features.isdisjoint(MASKING)
+
+
+# The options that a problem has in another form, or has not; it has the others as they are.
+_REWRITTEN = frozenset(
+    ("mask", "bias", "window", "query_offset", "scale", "score_mod", "sinks", "similarity")
+)
+
+
+def examine(call: Call) -> Problem:
+    """Check a call as a whole and return its Problem."""
+    check_dtypes(call)
+    check_lengths(call)
+    check_range(call)
+    batch, heads, key_heads, *lengths_and_sizes = common_shape(call)
+    query_length, key_length, head_size, value_size = lengths_and_sizes
+    scores = (*batch, heads, query_length, key_length)
+    check_operand_shapes(call, scores)
+    offset = call.query_offset if positions_matter(call) else None
+    if offset is None:
+        offset = newest_offset(call, query_length, key_length)
+    arrays = call.arrays()
+    problem = Problem(
+        library=call.query.library,
+        device=call.query.device,
+        dtype=call.query.dtype,
+        batch=batch,
+        heads=heads,
+        key_heads=key_heads,
+        query_length=query_length,
+        key_length=key_length,
+        head_size=head_size,
+        value_size=value_size,
+        window=call.window or (None, None),
+        query_offset=None if isinstance(offset, ArrayFacts) else offset,
+        scale=_scale(call.scale, default_scale(call, head_size), key_length),
+        mask=call.mask.shape if isinstance(call.mask, ArrayFacts) else None,
+        bias=None if call.bias is None else call.bias.shape,
+        bias_dtype=None if call.bias is None else call.bias.dtype,
+        features=frozenset(),
+        requires_grad=any(facts.requires_grad for _, facts in arrays),
+        transforms=call.transforms,
+        traced=any(facts.traced for _, facts in arrays),
+        mask_spec=call.mask if isinstance(call.mask, Mask) else None,
+        score_spec=call.score_mod if isinstance(call.score_mod, Score) else None,
+        similarity_spec=call.similarity,
+        score_norm=call.scale if isinstance(call.scale, ByNorm) else None,
+        dropout_start=None if isinstance(call.dropout_start, ArrayFacts) else call.dropout_start,
+        chunks=chunks_heads_first(call),
+        **{name: getattr(call, name) for name in OPTIONS if name not in _REWRITTEN},
+    )
+    _check_values(call, problem)
+    needed = [name for name, feature in FEATURES.items() if feature.needs(call, problem)]
+    return problem._replace(features=frozenset(needed))
+
+
+def _scale(given: Any, default: float, key_length: int | None) -> float:
+    if isinstance(given, LongSequence):
+        if key_length is None:
+            raise ValueError(f"scale={given!r} needs a key length that is known")
+        return default / math.sqrt(max(key_length, 1))
+    return default if given is None or isinstance(given, ByNorm) else float(given)
+
+
+def _check_values(call: Call, problem: Problem) -> None:
+    dims = ScoreDims(
+        problem.batch, problem.heads, problem.query_length, problem.key_length, problem.query_offset
+    )
+    if problem.mask_spec is not None:
+        problem.mask_spec.check(dims)
+    if problem.score_spec is not None:
+        problem.score_spec.check(dims)
+    if problem.similarity_spec is not None:
+        problem.similarity_spec.check(problem.head_size)
+    if problem.normalizer is not None:
+        known = call.residuals.logsumexp if call.residuals else call.known_logsumexp
+        asked = call.logsumexp or known is not None
+        for name, given in (("sinks", call.sinks is not None), ("logsumexp", asked)):
+            if given:
+                raise ValueError(
+                    f"normalizer={problem.normalizer!r} supports no {name}; only softmax does"
+                )

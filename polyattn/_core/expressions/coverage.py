@@ -1,0 +1,126 @@
+"""The coverage of a block of scores by a mask, found without a look at each key.
+
+A block gives bounds, as Python numbers or as arrays of them. A coverage is conservative: an empty
+block may be reported as non-empty, which costs time; the reverse would give a wrong result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from polyattn._base.arrays import Array
+from polyattn._base.tracing import constant_when_traced
+from polyattn._core.expressions.parts import Part
+
+
+class Coverage(NamedTuple):
+    """The visibility of a block: bools, or arrays of them with the axes (..., H, rows, keys)."""
+
+    any_visible: Any  # False where surely no row of the block sees a key of it
+    all_visible: Any  # True where surely every row of the block sees all its keys
+
+
+UNKNOWN = Coverage(True, False)
+
+
+class TileTable(NamedTuple):
+    """The coverage of each tile of a mask, as bytes of 0 and 1."""
+
+    size: int  # rows and keys of a tile
+    shape: tuple[int, int, int, int]  # batch items, heads (1 where all are alike), tiles each way
+    any_visible: bytes
+    all_visible: bytes
+
+    def of_block(self, rows: tuple[int, int], columns: tuple[int, int]) -> Coverage:
+        """Return the coverage of a block of any bounds, over all batch items and heads."""
+        # Numbers of tiles, which torch.compile makes constants even where a length is a symbol.
+        down, across = (
+            tuple(range(first // self.size, -(-stop // self.size)))
+            for first, stop in (rows, columns)
+        )
+        return Coverage(*_of_tiles(self.any_visible, self.all_visible, self.shape, down, across))
+
+    def of_part(self, part: Part) -> TileTable:
+        """Return the table of a part of the scores, whose first row and key begin a tile."""
+        items, heads, height, width = self.shape
+        at_items = part.flat_items if items > 1 else [0]
+        at_heads = range(*part.heads) if heads > 1 else [0]
+        down, across = (
+            range(span.start // self.size, -(-span.stop // self.size))
+            for span in (part.rows, part.columns)
+        )
+        lines = [
+            ((item * heads + head) * height + row) * width + across.start
+            for item in at_items
+            for head in at_heads
+            for row in down
+        ]
+        any_visible, all_visible = (
+            b"".join([half[line : line + len(across)] for line in lines])
+            for half in (self.any_visible, self.all_visible)
+        )
+        shape = len(at_items), len(at_heads), len(down), len(across)
+        return TileTable(self.size, shape, any_visible, all_visible)
+
+
+@constant_when_traced
+def _of_tiles(
+    any_visible: bytes,
+    all_visible: bytes,
+    shape: tuple[int, int, int, int],
+    down: tuple[int, ...],
+    across: tuple[int, ...],
+) -> tuple[bool, bool]:
+    items, heads, height, width = shape
+    left, right = across[0], across[-1] + 1
+    starts = [(table * height + row) * width for table in range(items * heads) for row in down]
+    lines = [slice(start + left, start + right) for start in starts]
+    return any(1 in any_visible[x] for x in lines), all(0 not in all_visible[x] for x in lines)
+
+
+class Block(Protocol):
+    """Some rows and keys, or many such blocks at once: then the bounds are arrays.
+
+    Attributes
+    ----------
+    rows, columns : tuple
+        The first one, and the one after the last.
+    reads : bool
+        Whether arrays may be read.
+    """
+
+    @property
+    def rows(self) -> tuple[Any, Any]: ...
+    @property
+    def columns(self) -> tuple[Any, Any]: ...
+    @property
+    def reads(self) -> bool: ...
+    @property
+    def positioned(self) -> bool:
+        """Whether the positions of the rows among the keys are known."""
+
+    def first(self, shift: int = 0) -> Any:
+        """Return the position of the first row, plus `shift`."""
+
+    def last(self, shift: int = 0) -> Any:
+        """Return the position of the last row, plus `shift`."""
+
+    def per_item(self, numbers: int | Array) -> Any:
+        """Return the number of each batch item, from one for all or an array (...,)."""
+
+    def per_row(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the least and the greatest number of the rows, from an array (..., L)."""
+
+    def per_key(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the least and the greatest number of the keys, from an array (..., S)."""
+
+    def any_and_all(self, visible: Array) -> tuple[Array, Array]:
+        """Return whether any and whether all of a mask array (..., H, L, S) holds."""
+
+    def table(self, table: TileTable) -> Coverage:
+        """Return the coverage that a table of tiles gives."""
+
+
+def logical_not(flags: Any) -> Any:
+    """Return the opposite of a bool, or of an array of bools."""
+    return not flags if isinstance(flags, bool) else ~flags

@@ -1,0 +1,305 @@
+"""Expressions: immutable objects that describe a step of attention and may carry arrays.
+
+Expressions compare by content and print as the code that makes them. `spec()` replaces each array
+by its shape and dtype, so the result can be a cache key. Arrays are read only to compare or print.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+from polyattn._base.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
+from polyattn._base.host import Home, is_host
+from polyattn._base.tracing import is_compiling
+from polyattn._core.expressions.parts import Part
+
+V = TypeVar("V", bound="Expression")
+
+#: The placeholder for a function in a spec.
+FUNCTION = "function"
+#: What draws an expression, as a "figure" or as "html": it is above this module and registers here.
+RENDERERS: dict[str, Callable[..., Any]] = {}
+# Larger arrays print as their shape and dtype.
+MOST_PRINTED = 64
+
+
+class Expression:
+    """A frozen dataclass whose fields are plain, arrays, functions, expressions, or tuples of them.
+
+    Attributes
+    ----------
+    module, name : str
+        The code that makes it is ``module.name(fields)``.
+    __match_args__ : tuple of str
+        The names of the fields.
+    """
+
+    module: ClassVar[str]
+    name: ClassVar[str]
+    __match_args__: ClassVar[tuple[str, ...]] = ()
+
+    def map(self: V, change: Callable[[str, Any], Any]) -> V:
+        """Return the expression with each array and function replaced.
+
+        Parameters
+        ----------
+        change : callable
+            Takes the name of the field and the array or function, and returns what replaces it.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
+        return self._map(change, lambda table: table)
+
+    def _map(self: V, change: Callable[[str, Any], Any], other: Callable[[bytes], bytes]) -> V:
+        """Replace each array and function, and each table of bytes."""
+
+        def changed(name: str, field: Any) -> Any:
+            if is_array(field) or (callable(field) and not isinstance(field, Expression)):
+                return change(name, field)
+            if isinstance(field, Expression):
+                return field._map(change, other)
+            if isinstance(field, tuple):
+                return tuple([changed(name, one) for one in field])
+            return other(field) if isinstance(field, bytes) else field
+
+        return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
+
+    def placed(self: V, home: Home) -> V:
+        """Return the expression with the NumPy arrays that it carries placed beside the query.
+
+        The expression keeps the arrays, except traced ones: they belong to the program that is
+        traced.
+
+        Parameters
+        ----------
+        home : Home
+            Where the query is.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind; the same one if nothing moves.
+        """
+        if is_compiling():
+            return self.map(lambda name, x: home.put(name, x) if is_host(x) else x)
+        remembers = not isinstance(home.like, ArrayFacts)
+        if remembers and home.key in self.__dict__.get("_placed", {}):
+            found: V | None = self.__dict__["_placed"][home.key]
+            return self if found is None else found
+        fields = [getattr(self, name) for name in self.__match_args__]
+        new = [_placed(*pair, home) for pair in zip(self.__match_args__, fields, strict=True)]
+        moved = any(one is not other for one, other in zip(fields, new, strict=True))
+        result = type(self)(*new) if moved else self
+        if remembers and not (moved and _is_traced(result)):
+            self.__dict__.setdefault("_placed", {})[home.key] = result if moved else None
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_placed"}
+
+    def carried(self) -> list[tuple[str, Any]]:
+        """Return the name and the object of each array and function in the expression."""
+        fields = [(name, getattr(self, name)) for name in self.__match_args__]
+        return [pair for name, field in fields for pair in _carried(name, field)]
+
+    def apart(self: V) -> V:
+        """Return an equal expression in which an array follows one axis of the scores only."""
+        return self._rebuilt(lambda field: field.apart())
+
+    def with_lengths(self: V, change: Callable[[int], Any]) -> V:
+        """Return the expression with each length replaced that is one number for all batch items.
+
+        Parameters
+        ----------
+        change : callable
+            Takes the number, and returns the number or array that replaces it.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
+        return self._rebuilt(lambda field: field.with_lengths(change))
+
+    def part(self, part: Part) -> Any:
+        """Return the expression over a part of the scores, counted from its first row and key.
+
+        Parameters
+        ----------
+        part : Part
+            The part; the arrays of the expression are cut to it already.
+
+        Returns
+        -------
+        Expression
+            An expression of the same meaning there.
+        """
+        return self._rebuilt(lambda field: field.part(part))
+
+    def _rebuilt(self: V, change: Callable[[Any], Any]) -> V:
+        """Replace each expression in a field."""
+
+        def changed(field: Any) -> Any:
+            if isinstance(field, Expression):
+                return change(field)
+            return tuple(map(changed, field)) if type(field) is tuple else field
+
+        return type(self)(*[changed(getattr(self, name)) for name in self.__match_args__])
+
+    def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
+        """Return the expression with facts for arrays, and without functions and tables.
+
+        Parameters
+        ----------
+        facts : callable, optional
+            Takes an array and its name, and returns its facts.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
+        return self._map(
+            lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
+        )
+
+    def filled(self: V, value: Expression) -> V:
+        """Return a spec with the tables of the expression that it was made from.
+
+        Parameters
+        ----------
+        value : Expression
+            The expression that the spec was made from.
+
+        Returns
+        -------
+        Expression
+            The spec.
+        """
+        tables: list[bytes] = []
+
+        def note(table: bytes) -> bytes:
+            tables.append(table)
+            return table
+
+        value._map(lambda name, x: x, note)
+        rest = iter(tables)
+        return self._map(lambda name, x: x, lambda table: next(rest)) if tables else self
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(_same(getattr(self, n), getattr(other, n)) for n in self.__match_args__)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(_key(getattr(self, name)) for name in self.__match_args__)))
+
+    def __repr__(self) -> str:
+        fields = [(name, getattr(self, name)) for name in self.__match_args__]
+        while fields and _same(fields[-1][1], getattr(type(self), fields[-1][0], _NOTHING)):
+            fields.pop()
+        given = [shown(field) for _, field in fields]
+        return f"{self.module}.{self.name}({', '.join(given)})"
+
+
+def _carried(name: str, field: Any) -> list[tuple[str, Any]]:
+    if isinstance(field, Expression):
+        return field.carried()
+    if is_array(field) or callable(field):
+        return [(name, field)]
+    parts = field if isinstance(field, tuple) else ()
+    return [pair for part in parts for pair in _carried(name, part)]
+
+
+def _placed(name: str, field: Any, home: Home) -> Any:
+    """Return a field of an expression with its NumPy arrays placed; the same one if it has none."""
+    if isinstance(field, Expression):
+        return field.placed(home)
+    if isinstance(field, tuple) and not is_array(field):
+        new = tuple([_placed(name, one, home) for one in field])
+        return new if any(a is not b for a, b in zip(field, new, strict=True)) else field
+    return home.put(name, field) if is_host(field) else field
+
+
+def _is_traced(value: Expression) -> bool:
+    return any(is_array(thing) and facts_of(thing).traced for _, thing in value.carried())
+
+
+# Unequal to every field.
+_NOTHING = object()
+
+
+def has_function(value: Any) -> bool:
+    """Return whether the expression that a spec was made from has a function."""
+    if isinstance(value, Expression):
+        return any(has_function(getattr(value, name)) for name in value.__match_args__)
+    if isinstance(value, tuple) and not is_array(value):
+        return any(has_function(one) for one in value)
+    return isinstance(value, str) and value == FUNCTION
+
+
+def named(value: Expression | None, of: str) -> Iterator[tuple[str, ArrayFacts]]:
+    """Yield the name ``argument.field`` and the facts of each array in a spec."""
+    if value is not None:
+        for name, thing in value.carried():
+            yield f"{of}.{name}", thing
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, tuple) and isinstance(other, tuple) and not is_array(one):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if not (is_array(one) and is_array(other)) or isinstance(one, ArrayFacts):
+        return bool(type(one) is type(other) and one == other)
+    facts = facts_of(one), facts_of(other)
+    if any(fact.traced for fact in facts) or facts[0] != facts[1]:
+        return False  # a traced array equals only itself
+    return bool(library_of(one).xp.all(one == other))
+
+
+def _key(field: Any) -> Any:
+    if is_array(field) and not isinstance(field, ArrayFacts):
+        return tuple(field.shape), str(field.dtype)
+    return tuple(map(_key, field)) if isinstance(field, tuple) else field
+
+
+def shown(field: Any) -> str:
+    """Return a field as code, or as its shape and dtype if the code would be long."""
+    if isinstance(field, ArrayFacts):
+        return f"<{field.shape} {field.dtype}>"
+    if isinstance(field, str) and field == FUNCTION:
+        return "<function>"
+    if is_array(field):
+        return _shown_array(field)
+    if isinstance(field, tuple):
+        return "(" + ", ".join(map(shown, field)) + ("," if len(field) == 1 else "") + ")"
+    if callable(field) and not isinstance(field, Expression):
+        return str(getattr(field, "__qualname__", None) or repr(field))
+    return repr(field)
+
+
+def _shown_array(array: Any) -> str:
+    facts = facts_of(array)
+    module = "jax.numpy" if facts.library == "jax" else facts.library
+    known = not (facts.traced or is_recorded(array)) and facts.device != "meta"
+    # An empty list does not show the lengths of the axes inside it.
+    if not known or math.prod(facts.shape) > MOST_PRINTED or 0 in facts.shape[:-1]:
+        return f"<{facts.shape} {facts.dtype} of {module}>"
+    numbers = _listed(array, facts.dtype)
+    for name in ("inf", "nan"):
+        numbers = numbers.replace(name, f"{module}.{name}")
+    return f"{module}.asarray({numbers}, dtype={module}.{facts.dtype})"
+
+
+def _listed(array: Any, dtype: str) -> str:
+    if len(array.shape):
+        entries = [_listed(array[n, ...], dtype) for n in range(array.shape[0])]
+        return f"[{', '.join(entries)}]"
+    kind = bool if dtype == "bool" else float if "float" in dtype else int
+    return repr(kind(array))

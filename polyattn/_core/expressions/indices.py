@@ -1,0 +1,263 @@
+"""The indices that a mask or score expression is evaluated at.
+
+`ScoreIndices` is the interface that expressions use. `PointIndices` holds single
+indices, as a function in FlexAttention's form gets them; `polyattn._core.tiles.indices` has the
+indices of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from polyattn._base.arrays import (
+    Array,
+    ArrayFacts,
+    broadcast_shapes,
+    cast,
+    facts_of,
+    is_one_of,
+    library_of,
+)
+
+# Beyond any length, and far enough from the end of int32 to be added to a length.
+INDEX_LIMIT = 2**30
+
+
+def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
+    """Return offset + shift, limited to ±INDEX_LIMIT, although neither may fit in `dtype`.
+
+    An offset given as an array may hold any number of its dtype, and a window is a Python
+    integer of any size. Only their sum determines which keys are seen.
+    """
+    if isinstance(offset, int):
+        return max(-INDEX_LIMIT, min(offset + shift, INDEX_LIMIT))
+    if "uint" in str(offset.dtype) and xp.iinfo(dtype).bits == 64:
+        # torch supports few operations on unsigned integers.
+        signed = cast(xp, offset, dtype)
+        offset = xp.where(signed < 0, xp.full_like(signed, 2**63 - 1), signed)
+    info = xp.iinfo(offset.dtype)
+    low, high = -INDEX_LIMIT - shift, INDEX_LIMIT - shift
+    if high <= info.min:
+        return INDEX_LIMIT
+    if low >= info.max:
+        return -INDEX_LIMIT
+    offset = cast(xp, xp.clip(offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
+    # In two steps: the shift itself may be just out of range where the sum is not.
+    half = shift // 2
+    return offset + half + (shift - half)
+
+
+def is_ambiguous(mask: tuple[int, ...], rank: int) -> bool:
+    """Return whether the first axis of a mask array could be batch or heads."""
+    return 2 < len(mask) < rank and any(length != 1 for length in mask[:-2])
+
+
+class ScoreDims(NamedTuple):
+    """The lengths of a call, which an expression checks itself against."""
+
+    batch: tuple[int, ...]  # broadcast
+    heads: int
+    query_length: int
+    key_length: int
+    query_offset: int | None  # None if an array gives it
+
+    @property
+    def items(self) -> int:
+        """The number of batch items."""
+        return math.prod(self.batch)
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        """The shape of the scores."""
+        return (*self.batch, self.heads, self.query_length, self.key_length)
+
+    def check_per_item(self, name: str, facts: ArrayFacts | int | None) -> None:
+        """Raise unless an array holds an integer for each batch item."""
+        if isinstance(facts, ArrayFacts):
+            _check_integers(name, facts)
+            self._check_batch(name, facts.shape, facts.shape, "(...,)")
+
+    def check_per_token(self, name: str, facts: ArrayFacts, letter: str, length: int) -> None:
+        """Raise unless an array holds an integer for each token of each batch item."""
+        _check_integers(name, facts)
+        if not facts.shape or not is_one_of(facts.shape[-1], length, None):
+            raise ValueError(f"{name} must have {letter} = {length} ids; got {facts.shape}")
+        self._check_batch(name, facts.shape[:-1], facts.shape, f"(..., {letter})")
+
+    def _check_batch(
+        self, name: str, lead: tuple[int, ...], shape: tuple[int, ...], letters: str
+    ) -> None:
+        if len(lead) > len(self.batch) or broadcast_shapes(lead, self.batch) != self.batch:
+            raise ValueError(
+                f"{name} of shape {letters} must broadcast to the batch axes {self.batch}; got"
+                f" {shape}"
+            )
+
+
+def _check_integers(name: str, facts: ArrayFacts) -> None:
+    if "int" not in facts.dtype:
+        raise TypeError(f"{name} must hold integers; got {facts}")
+
+
+class ScoreIndices(Protocol):
+    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
+
+    Attributes
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    batch, head, row, column : Array
+        The flat batch item, the query head, the query row and the key.
+    """
+
+    xp: Any
+
+    @property
+    def batch(self) -> Array: ...
+    @property
+    def head(self) -> Array: ...
+    @property
+    def row(self) -> Array: ...
+    @property
+    def column(self) -> Array: ...
+
+    def position(self, shift: int = 0) -> Array:
+        """Return the positions of the rows among the keys, plus `shift`."""
+
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return key minus position, or only its remainder by `modulus`."""
+
+    def per_item(self, numbers: int | Array) -> Any:
+        """Return the number of each batch item, from one for all or an array (...,)."""
+
+    def per_head(self, numbers: Array) -> Array:
+        """Return the number of each query head, from an array (H,)."""
+
+    def per_row(self, numbers: Array) -> Array:
+        """Return the number of each query row, from an array (..., L)."""
+
+    def per_key(self, numbers: Array) -> Array:
+        """Return the number of each key, from an array (..., S)."""
+
+    def of_scores(self, array: Array) -> Array:
+        """Return the entries of an array that broadcasts to (..., H, L, S)."""
+
+    def looked_up(self, table: Array, *indices: Array) -> Array:
+        """Return the entries of a table at arrays of indices, one for each axis."""
+
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
+        """Call a mask function (b, h, i, j)."""
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Call a score function (score, b, h, i, j)."""
+
+
+class PointIndices:
+    """Single indices, as a function in FlexAttention's form gets them.
+
+    Parameters
+    ----------
+    b, h, i, j : Array
+        Index arrays, or scalars, that broadcast with one another.
+    offset : int or Array
+        The position of the first row, an array holding one for each flat batch item.
+    batch : tuple of int, optional
+        The batch axes that b counts through; by default those that an array has.
+    """
+
+    def __init__(
+        self,
+        b: Array,
+        h: Array,
+        i: Array,
+        j: Array,
+        *,
+        offset: int | Array = 0,
+        batch: tuple[int, ...] | None = None,
+    ) -> None:
+        self.batch, self.head, self.row, self.column = b, h, i, j
+        self._offset, self._batch = offset, batch
+        self.xp = library_of(j, "the indices").xp
+
+    def position(self, shift: int = 0) -> Array:
+        """Return the positions of the rows among the keys, plus `shift`."""
+        offset = self._offset
+        if not isinstance(offset, int):
+            offset = offset[self.batch]
+        by = saturating_sum(offset, shift, self.xp, self._dtype)
+        return self.row if isinstance(by, int) and by == 0 else self.row + by
+
+    def away_from_row(self, modulus: int | None = None) -> Array:
+        """Return key minus position, or only its remainder by `modulus`."""
+        if modulus is None:
+            return self.column - self.position()
+        offset = self._offset
+        if not isinstance(offset, int):
+            offset = cast(self.xp, offset[self.batch], self._dtype)
+        return (self.column - self.row - offset % modulus) % modulus
+
+    @property
+    def _dtype(self) -> Any:
+        """The dtype of positions."""
+        return self.column.dtype
+
+    def per_item(self, numbers: Any) -> Any:
+        """Return the number of each batch item, from one for all or an array (...,)."""
+        if isinstance(numbers, int):
+            return min(numbers, INDEX_LIMIT)
+        return cast(self.xp, self._of_item(numbers, ()), self._dtype)
+
+    def per_head(self, numbers: Array) -> Array:
+        """Return the number of each query head, from an array (H,)."""
+        return numbers[self.head]
+
+    def per_row(self, numbers: Array) -> Array:
+        """Return the number of each query row, from an array (..., L)."""
+        return cast(self.xp, self._of_item(numbers, (self.row,)), self._dtype)
+
+    def per_key(self, numbers: Array) -> Array:
+        """Return the number of each key, from an array (..., S)."""
+        return cast(self.xp, self._of_item(numbers, (self.column,)), self._dtype)
+
+    def _of_item(self, array: Array, rest: tuple[Array, ...]) -> Array:
+        """Index an array whose leading axes are the batch's."""
+        own = tuple(array.shape[len(array.shape) - len(rest) :])
+        lead = tuple(array.shape[: len(array.shape) - len(rest)])
+        if math.prod(lead) == 1:
+            flat = self.xp.reshape(array, own)
+            return flat[rest] if rest else flat
+        if self._batch is not None:
+            array = self.xp.broadcast_to(array, (*self._batch, *own))
+        return self.xp.reshape(array, (-1, *own))[(self.batch, *rest)]
+
+    def of_scores(self, array: Array) -> Array:
+        """Return the entries of an array that broadcasts to (..., H, L, S)."""
+        shape = (1,) * (3 - len(array.shape)) + tuple(array.shape)
+        indices = (self.head, self.row, self.column)
+        rest = tuple([i for i, n in zip(indices, shape[-3:], strict=True) if n != 1])
+        own = tuple([n for n in shape[-3:] if n != 1])
+        return self._of_item(self.xp.reshape(array, (*shape[:-3], *own)), rest)
+
+    def looked_up(self, table: Array, *indices: Array) -> Array:
+        """Return the entries of a table at arrays of indices, one for each axis."""
+        return table[indices]
+
+    def by_rule(self, rule: Callable[..., Array]) -> Array:
+        """Call a mask function (b, h, i, j)."""
+        seen = rule(self.batch, self.head, self.row, self.column)
+        if isinstance(seen, bool):
+            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
+        facts = facts_of(seen, "the result of the mask function")
+        if facts.dtype != "bool":
+            raise TypeError(
+                "the mask function must return a bool array, True where a key takes part; it"
+                f" returned dtype {facts.dtype}"
+            )
+        return seen
+
+    def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
+        """Call a score function (score, b, h, i, j)."""
+        changed = rule(scores, self.batch, self.head, self.row, self.column)
+        return cast(self.xp, changed, scores.dtype)

@@ -1,0 +1,264 @@
+"""Masks as expressions: their interface, their composition, and arrays and functions as masks.
+
+A mask has two methods. `seen` returns which keys take part, at some indices (`ScoreIndices`).
+`coverage` returns whether any key of a block (`Block`) may take part, and whether all surely do.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from polyattn._base.arrays import Array, ArrayFacts, broadcast_shapes, is_array
+from polyattn._base.host import home_of
+from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
+from polyattn._core.expressions.expression import RENDERERS, Expression
+from polyattn._core.expressions.indices import (
+    PointIndices,
+    ScoreDims,
+    ScoreIndices,
+    is_ambiguous,
+)
+from polyattn._core.expressions.parts import Part
+
+
+class Mask(Expression):
+    """The keys that each row may see. Masks compose by ``&``, ``|`` and ``~``.
+
+    `polyattn.masks` makes them and ``mask=`` takes them. Called as ``mask(b, h, i, j)`` it is a
+    mask function in FlexAttention's form, the rows counted from the first key.
+    """
+
+    module: ClassVar[str] = "masks"
+    positional: ClassVar[bool] = False
+    # Otherwise NumPy arrays would apply & and | element by element.
+    __array_ufunc__: ClassVar[None] = None
+
+    def seen(self, at: ScoreIndices) -> Array:
+        """Return which keys take part, as an array that broadcasts to the scores.
+
+        Parameters
+        ----------
+        at : ScoreIndices
+            The batch items, heads, rows and keys.
+        """
+        raise NotImplementedError
+
+    def coverage(self, block: Block) -> Coverage:
+        """Return the coverage of a block, without a look at each key.
+
+        Parameters
+        ----------
+        block : Block
+            The block.
+
+        Returns
+        -------
+        Coverage
+            Whether any key may be visible, and whether all surely are.
+        """
+        fields = [getattr(self, name) for name in self.__match_args__]
+        if not block.reads and any(is_array(field) for field in fields):
+            return UNKNOWN
+        if self.positional and not block.positioned:
+            return UNKNOWN
+        return self._coverage(block)
+
+    def _coverage(self, block: Block) -> Coverage:
+        return UNKNOWN
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether the coverage of some part is unknown because it is a function."""
+        return False
+
+    def check(self, dims: ScoreDims) -> None:
+        """Raise if the mask does not fit a call.
+
+        Parameters
+        ----------
+        dims : ScoreDims
+            The lengths of the call.
+        """
+
+    def plot(
+        self, query_length: int | None = None, key_length: int | None = None, **options: Any
+    ) -> Any:
+        """Draw which keys the rows see, and which tiles are empty, full and mixed.
+
+        Parameters
+        ----------
+        query_length, key_length : int, optional
+            L and S; by default those of the mask's arrays, or 64.
+        **options : Any
+            As for `polyattn.plot.mask`: ``query_offset``, ``tile``, ``batch``,
+            ``item``, ``head``, ``like``, ``axes``.
+
+        Returns
+        -------
+        matplotlib.figure.Figure
+            The figure, as from `polyattn.plot.mask`. A notebook shows it at the end of a cell.
+        """
+        return RENDERERS["figure"](self, query_length, key_length, **options)
+
+    def _repr_html_(self) -> str:
+        return str(RENDERERS["html"](self))
+
+    def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
+        home = home_of(j) if is_array(j) else None
+        mask = self if home is None else self.placed(home)
+        return mask.seen(PointIndices(b, h, i, j))
+
+    def __and__(self, other: Any) -> Mask:
+        return And.of(self, other)
+
+    def __rand__(self, other: Any) -> Mask:
+        return And.of(other, self)
+
+    def __or__(self, other: Any) -> Mask:
+        return Or.of(self, other)
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or.of(other, self)
+
+    def __invert__(self) -> Mask:
+        return self.mask if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("masks compose by & | ~, which `and`, `or` and `not` are not")
+
+
+def as_mask(thing: Any) -> Mask:
+    """Return a mask; a function or a bool array becomes one."""
+    if isinstance(thing, Mask):
+        return thing
+    if callable(thing) and not isinstance(thing, Expression):
+        return Rule(thing)
+    if is_array(thing):
+        return Dense(thing)
+    raise TypeError(
+        "a mask composes with masks, functions (b, h, i, j) and bool arrays; got"
+        f" a {type(thing).__name__}"
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Joined(Mask):
+    """Masks joined by one operator."""
+
+    sign: ClassVar[str]
+    join: ClassVar[Callable[[Any, Any], Any]]
+    parts: tuple[Mask, ...]  # two or more, of which none is joined by the same operator
+
+    @classmethod
+    def of(cls, *masks: Any) -> Mask:
+        """Join masks, each a `Mask`, a function or a bool array."""
+        parts: list[Mask] = []
+        for mask in map(as_mask, masks):
+            parts += mask.parts if isinstance(mask, cls) else (mask,)
+        return cls(tuple(parts))
+
+    def seen(self, at: ScoreIndices) -> Array:
+        return self._reduced([part.seen(at) for part in self.parts])
+
+    def coverage(self, block: Block) -> Coverage:
+        some, every = zip(*[part.coverage(block) for part in self.parts], strict=True)
+        return Coverage(self._reduced(some), self._reduced(every))
+
+    def _reduced(self, things: Iterable[Any]) -> Any:
+        return functools.reduce(type(self).join, things)
+
+    @property
+    def has_rule(self) -> bool:
+        return any(part.has_rule for part in self.parts)
+
+    def check(self, dims: ScoreDims) -> None:
+        for part in self.parts:
+            part.check(dims)
+
+    def __repr__(self) -> str:
+        # & binds more tightly than |.
+        parts = [f"({part!r})" if isinstance(part, Or) else repr(part) for part in self.parts]
+        return f" {self.sign} ".join(parts)
+
+
+class And(Joined):
+    sign: ClassVar[str] = "&"
+    join: ClassVar[Callable[[Any, Any], Any]] = operator.and_
+
+
+class Or(Joined):
+    sign: ClassVar[str] = "|"
+    join: ClassVar[Callable[[Any, Any], Any]] = operator.or_
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Not(Mask):
+    mask: Mask
+
+    def seen(self, at: ScoreIndices) -> Array:
+        return ~self.mask.seen(at)
+
+    def coverage(self, block: Block) -> Coverage:
+        some, every = self.mask.coverage(block)
+        return Coverage(logical_not(every), logical_not(some))
+
+    @property
+    def has_rule(self) -> bool:
+        return self.mask.has_rule
+
+    def check(self, dims: ScoreDims) -> None:
+        self.mask.check(dims)
+
+    def __repr__(self) -> str:
+        return f"~({self.mask!r})" if isinstance(self.mask, Joined) else f"~{self.mask!r}"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Mask):
+    name: ClassVar[str] = "dense"
+    array: Any
+
+    def seen(self, at: ScoreIndices) -> Array:
+        return at.of_scores(self.array)
+
+    def _coverage(self, block: Block) -> Coverage:
+        return Coverage(*block.any_and_all(self.array))
+
+    def check(self, dims: ScoreDims) -> None:
+        facts: ArrayFacts = self.array
+        if facts.dtype != "bool":
+            raise TypeError(
+                f"masks.dense takes a bool array, True where a key takes part; got {facts}"
+            )
+        scores = dims.scores
+        if is_ambiguous(facts.shape, len(scores)):
+            raise ValueError(
+                f"masks.dense: {facts.shape} has {len(facts.shape)} axes for scores {scores}, so"
+                " its first could be batch or heads: write array[:, None] for a mask per batch"
+                " item, array[None] for one per head"
+            )
+        if len(facts.shape) > len(scores) or broadcast_shapes(facts.shape, scores) != scores:
+            raise ValueError(
+                f"masks.dense: {facts.shape} does not broadcast to the scores (..., H, L, S) ="
+                f" {scores}"
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Rule(Mask):
+    name: ClassVar[str] = "rule"
+    function: Callable[..., Any]
+
+    def seen(self, at: ScoreIndices) -> Array:
+        return at.by_rule(self.function)
+
+    def part(self, part: Part) -> Mask:
+        return Rule(part.moved(self.function))
+
+    @property
+    def has_rule(self) -> bool:
+        return True

@@ -1,0 +1,376 @@
+"""Expressions that replace a step of the formula: q·k, the scale, or softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+from typing import Any, ClassVar
+
+from polyattn._base.arrays import Array, ArrayFacts, cast
+from polyattn._core.expressions.derivatives import (
+    Primitives,
+    by_rows,
+    finite,
+    joined,
+    lengths,
+    over_lengths,
+    over_size,
+    sign,
+    stacked,
+    unit,
+    unit_slope,
+    used,
+)
+from polyattn._core.expressions.distances import distances
+from polyattn._core.expressions.expression import Expression
+
+
+class Similarity(Expression):
+    """A replacement for q·k. Its scale is 1 by default."""
+
+    module: ClassVar[str] = "scores"
+    # Whether it is a sum over D that no matrix product gives, so that a compiler may hold D numbers
+    # for each score.
+    entrywise: ClassVar[bool] = True
+
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        """Return the similarity of queries and keys.
+
+        Parameters
+        ----------
+        query : Array
+            Queries, shape (..., l, D).
+        key : Array
+            Keys, shape (..., s, D).
+        backend : BackendPrimitives
+            The operations of the library.
+
+        Returns
+        -------
+        Array
+            Shape (..., l, s).
+        """
+        raise NotImplementedError
+
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
+    ) -> tuple[Array, Array, list[Array]]:
+        """Return the gradients of the queries, the keys, and the arrays that are carried.
+
+        Parameters
+        ----------
+        query, key : Array
+            As of `between`.
+        gradient : Array
+            The gradient of the similarity, shape (..., l, s), in the dtype of the query. It is 0
+            where a key is absent, whatever the key holds.
+        backend : BackendPrimitives
+            As of `between`.
+
+        Returns
+        -------
+        tuple
+            The gradients of the queries, (..., l, D), and of the keys, (..., s, D), with the batch
+            axes of `gradient`; and a list of those of the arrays of `carried()`, each in its shape.
+        """
+        raise NotImplementedError
+
+    def pushforward(
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+    ) -> Array:
+        """Return the forward derivative along tangents of queries and keys, shape (..., l, s).
+
+        Parameters
+        ----------
+        query, key : Array
+            As of `between`.
+        moved_query, moved_key : Array
+            The tangents, of the shapes of the query and the key.
+        backend : BackendPrimitives
+            As of `between`.
+
+        Returns
+        -------
+        Array
+            The tangent of the similarity; that of an absent key may be NaN.
+        """
+        raise NotImplementedError
+
+    def check(self, head_size: int) -> None:
+        """Raise if the similarity does not fit a call.
+
+        Parameters
+        ----------
+        head_size : int
+            D.
+        """
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Cosine(Similarity):
+    name: ClassVar[str] = "cosine"
+    entrywise: ClassVar[bool] = False
+
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp, query = backend.xp, unit(query, backend)
+        if backend.is_plain(key) and 0 < query.shape[-2] < key.shape[-1]:  # less to divide
+            key, size = over_lengths(key, backend)
+            return backend.matmul(query, xp.matrix_transpose(key)) / xp.matrix_transpose(size)
+        return backend.matmul(query, xp.matrix_transpose(unit(key, backend)))
+
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
+    ) -> tuple[Array, Array, list[Array]]:
+        xp, matmul = backend.xp, backend.matmul
+        # A similarity of what is not finite is not either: its gradient is 0 or NaN.
+        query, key = finite(xp, query), finite(xp, key)
+        of_query = matmul(gradient, unit(key, backend))
+        of_key = matmul(xp.matrix_transpose(gradient), unit(query, backend))
+        return unit_slope(query, of_query, xp), unit_slope(key, of_key, xp), []
+
+    def pushforward(
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+    ) -> Array:
+        xp, matmul = backend.xp, backend.matmul
+        first, second = unit(query, backend), unit(key, backend)
+        of_first = unit_slope(query, moved_query, xp)
+        turned = xp.matrix_transpose(unit_slope(key, moved_key, xp))
+        return matmul(of_first, xp.matrix_transpose(second)) + matmul(first, turned)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Distance(Similarity):
+    name: ClassVar[str] = "distance"
+    p: int = 2
+
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp = backend.xp
+        if self.p == 2:
+            return -distances(query, key, backend)
+        block = partial(over_size, xp, lambda d, q, k: -xp.abs(q - k))
+        return joined(xp, by_rows(backend, block, query, key))
+
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
+    ) -> tuple[Array, Array, list[Array]]:
+        xp, matmul = backend.xp, backend.matmul
+        if self.p == 1:
+            found = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
+            of_query, of_key = zip(*found, strict=True)
+            return joined(xp, of_query), reduce(add, of_key), []
+        share = gradient * used(xp, self._over_root(query, key, backend), gradient)
+        query, key = finite(xp, query), finite(xp, key)
+        across = xp.matrix_transpose(share)
+        of_query = matmul(share, key) - query * xp.sum(share, axis=-1, keepdims=True)
+        of_key = matmul(across, query) - key * xp.sum(across, axis=-1, keepdims=True)
+        return of_query, of_key, []
+
+    @staticmethod
+    def _slopes(xp: Any, query: Array, key: Array, gradient: Array) -> tuple[Array, Array]:
+        """Return the gradients of queries and keys for p = 1."""
+        of_query, of_key = [], []
+        for d in range(query.shape[-1]):
+            slope = gradient * sign(xp, query[..., :, d, None] - key[..., None, :, d])
+            of_query.append(-xp.sum(slope, axis=-1))
+            of_key.append(xp.sum(slope, axis=-2))
+        return stacked(xp, of_query, of_key, gradient)
+
+    def pushforward(
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+    ) -> Array:
+        xp = backend.xp
+
+        def block(query: Array, key: Array, moved_query: Array) -> Array:
+            def step(d: int, q: Array, k: Array) -> Array:
+                change = moved_query[..., :, d, None] - moved_key[..., None, :, d]
+                return (sign(xp, q - k) if self.p == 1 else q - k) * change
+
+            return over_size(xp, step, query, key)
+
+        slope = joined(xp, by_rows(backend, block, query, key, moved_query))
+        return -slope if self.p == 1 else -slope * self._over_root(query, key, backend)
+
+    def _over_root(self, query: Array, key: Array, backend: Primitives) -> Array:
+        """Return 1 over the distance of each query and key, 0 where they are the same."""
+        xp, root = backend.xp, -self.between(query, key, backend)
+        same = root == 0
+        return xp.where(same, root, 1 / xp.where(same, xp.ones_like(root), root))
+
+    def __repr__(self) -> str:
+        return f"scores.distance({self.p})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Additive(Similarity):
+    name: ClassVar[str] = "additive"
+    weight: Any
+
+    def between(self, query: Array, key: Array, backend: Primitives) -> Array:
+        xp = backend.xp
+        weight = cast(xp, self.weight, query.dtype)
+        block = partial(over_size, xp, lambda d, q, k: weight[d] * xp.tanh(q + k))
+        return joined(xp, by_rows(backend, block, query, key))
+
+    def pullback(
+        self, query: Array, key: Array, gradient: Array, backend: Primitives
+    ) -> tuple[Array, Array, list[Array]]:
+        xp = backend.xp
+        weight = cast(xp, self.weight, query.dtype)
+        found = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)
+        of_query, of_key, of_weight = zip(*found, strict=True)
+        return joined(xp, of_query), reduce(add, of_key), [reduce(add, of_weight)]
+
+    @staticmethod
+    def _slopes(
+        xp: Any, weight: Array, query: Array, key: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        """Return the gradients of queries, keys and weight."""
+        of_query, of_key, of_weight = [], [], []
+        for d in range(query.shape[-1]):
+            total = query[..., :, d, None] + key[..., None, :, d]
+            bent = xp.tanh(used(xp, total, gradient))
+            slope = gradient * (1 - bent * bent)
+            of_query.append(weight[d] * xp.sum(slope, axis=-1))
+            of_key.append(weight[d] * xp.sum(slope, axis=-2))
+            of_weight.append(xp.sum(gradient * bent))
+        carried = xp.stack(of_weight) if of_weight else weight
+        return *stacked(xp, of_query, of_key, gradient), carried
+
+    def pushforward(
+        self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
+    ) -> Array:
+        xp = backend.xp
+        weight = cast(xp, self.weight, query.dtype)
+
+        def block(query: Array, key: Array, moved_query: Array) -> Array:
+            def step(d: int, q: Array, k: Array) -> Array:
+                bent = xp.tanh(q + k)
+                change = moved_query[..., :, d, None] + moved_key[..., None, :, d]
+                return weight[d] * (1 - bent * bent) * change
+
+            return over_size(xp, step, query, key)
+
+        return joined(xp, by_rows(backend, block, query, key, moved_query))
+
+    def check(self, head_size: int) -> None:
+        facts: ArrayFacts = self.weight
+        if "float" not in facts.dtype or facts.shape != (head_size,):
+            raise ValueError(
+                f"scores.additive: weight must be a float array of shape (D,) = ({head_size},); got"
+                f" {facts}"
+            )
+
+
+class ScaleRule(Expression):
+    """A rule for ``scale=``, in place of a number."""
+
+    module: ClassVar[str] = "scores"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LongSequence(ScaleRule):
+    name: ClassVar[str] = "long_sequence"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ByNorm(ScaleRule):
+    name: ClassVar[str] = "by_norm"
+    factor: float = 1.0
+
+    def apply(self, scores: Array, seen: Iterable[Array], backend: Primitives) -> Array:
+        """Divide rows of scores by their norms; a score counts where all of `seen` are True."""
+        counted = scores
+        for one in seen:
+            counted = backend.xp.where(one, counted, 0.0)
+        size, root = lengths(counted, backend)
+        return (scores if size is None else scores / size) * (self.factor / root)
+
+    def pullback(self, scores: Array, seen: Iterable[Array], gradient: Array, xp: Any) -> Array:
+        """Return the gradient of the scores, 0 where a key is not seen, or their tangent."""
+        # One function for both: the derivative is a symmetric matrix.
+        zeros = xp.zeros_like(scores)
+        for one in seen:
+            scores, gradient = xp.where(one, scores, zeros), xp.where(one, gradient, zeros)
+        return self.factor * unit_slope(scores, gradient, xp)
+
+
+class Normalizer(Expression):
+    """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
+
+    module: ClassVar[str] = "scores"
+
+    def weights(self, scores: Array, backend: Primitives) -> Array:
+        """Return the weights of rows of scores, 0 where a key is absent.
+
+        Parameters
+        ----------
+        scores : Array
+            Scores, −inf where a key is absent.
+        backend : BackendPrimitives
+            The operations of the library.
+        """
+        raise NotImplementedError
+
+    def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
+        """Return the gradient of the scores, 0 where a weight is 0.
+
+        The derivative is a symmetric matrix, so a tangent in place of the gradient makes the result
+        the forward derivative.
+
+        Parameters
+        ----------
+        weights : Array
+            The weights.
+        gradient : Array
+            Their gradient; what it holds where a weight is 0 does not count.
+        xp : module
+            The standard's namespace of the library.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sigmoid(Normalizer):
+    name: ClassVar[str] = "sigmoid"
+
+    def weights(self, scores: Array, backend: Primitives) -> Array:
+        return backend.sigmoid(scores)
+
+    def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
+        return xp.where(weights == 0, 0.0, gradient) * weights * (1 - weights)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sparsemax(Normalizer):
+    name: ClassVar[str] = "sparsemax"
+
+    def weights(self, scores: Array, backend: Primitives) -> Array:
+        xp = backend.xp
+        highest = xp.max(scores, axis=-1, keepdims=True)
+        empty = highest == -math.inf
+        seen = scores != -math.inf
+        # A score 2 or more below the highest has no weight, so it may be −2, as may an absent one.
+        low = xp.full_like(scores, -2.0)
+        shifted = scores - xp.where(empty, xp.zeros_like(highest), highest)
+        shifted = xp.where(shifted < -2, low, shifted)
+        # NumPy's own sort, which a plugin may use, has no descending order.
+        ordered = -xp.sort(-shifted, axis=-1)
+        total = xp.cumulative_sum(ordered, axis=-1)
+        count = xp.cumulative_sum(xp.ones_like(ordered), axis=-1)
+        within = cast(xp, 1 + count * ordered > total, scores.dtype)
+        size = xp.sum(within, axis=-1, keepdims=True)
+        threshold = (xp.sum(within * ordered, axis=-1, keepdims=True) - 1) / size
+        over = shifted - threshold
+        weights = xp.where(over <= 0, xp.zeros_like(over), over)  # a visible NaN stays
+        return xp.where(seen, weights, xp.zeros_like(weights))
+
+    def pullback(self, weights: Array, gradient: Array, xp: Any) -> Array:
+        within = cast(xp, weights > 0, weights.dtype)
+        within = xp.where(xp.isnan(weights), weights, within)
+        gradient = xp.where(weights == 0, 0.0, gradient)
+        size = xp.sum(within, axis=-1, keepdims=True)
+        mean = xp.sum(gradient, axis=-1, keepdims=True) / xp.where(size == 0, 1.0, size)
+        return within * (gradient - mean)

@@ -1,0 +1,301 @@
+"""Empty, full and mixed tiles of the scores by a mask.
+
+`TileQuery` is one tile, in Python numbers; `TileGrid` is all tiles of one size, in arrays. Both
+work on traced arrays if nothing is read, and build no array as large as the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polyattn._base.arrays import Array, cast, index_range, is_array, with_rank
+from polyattn._base.span import Span
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.coverage import Coverage, TileTable
+from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
+from polyattn._core.expressions.masks import And, Dense, Mask, Rule
+
+
+def combined_mask(problem: Problem, x: Operands) -> Mask | None:
+    """Return causal, window and ``mask=`` as one mask, or None if all are absent.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+
+    Returns
+    -------
+    Mask or None
+        The mask. A bias may hide more keys.
+    """
+    parts: list[Mask] = [] if problem.band is None else [problem.band]
+    if isinstance(x.mask, Mask):
+        parts.append(x.mask)
+    elif x.mask is not None:
+        parts.append(Rule(x.mask) if callable(x.mask) else Dense(x.mask))
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    return And(tuple(parts))
+
+
+class TileQuery:
+    """A tile over all batch items and heads, whose coverage a mask gives.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+    xp : module
+        The standard's namespace of the library.
+    rows, columns : Span
+        The query rows and the keys.
+    reads : bool
+        Whether the result may depend on the contents of arrays.
+    """
+
+    def __init__(
+        self, problem: Problem, x: Operands, xp: Any, rows: Span, columns: Span, *, reads: bool
+    ) -> None:
+        self.rows, self.columns, self.reads = rows, columns, reads
+        self._xp, self._rank = xp, len(problem.batch) + 3
+        self._offset: Any = problem.query_offset
+        if self._offset is None and reads and x.query_offset is not None:
+            self._offset = with_rank(x.query_offset, self._rank)
+
+    def of(self, mask: Mask) -> Coverage:
+        """Return the coverage of the tile by a mask.
+
+        Parameters
+        ----------
+        mask : Mask
+            The mask.
+
+        Returns
+        -------
+        Coverage
+            Two Python bools.
+        """
+        some, every = mask.coverage(self)
+        xp = self._xp
+        return Coverage(
+            bool(xp.any(some)) if is_array(some) else some,
+            bool(xp.all(every)) if is_array(every) else every,
+        )
+
+    @property
+    def positioned(self) -> bool:
+        """Whether the positions of the rows among the keys are known."""
+        return self._offset is not None
+
+    def first(self, shift: int = 0) -> Any:
+        """Return the position of the first row, plus `shift`."""
+        return self.rows[0] + self._moved(shift)
+
+    def last(self, shift: int = 0) -> Any:
+        """Return the position of the last row, plus `shift`."""
+        return self.rows[1] - 1 + self._moved(shift)
+
+    def _moved(self, shift: int) -> Any:
+        offset = self._offset
+        own = None if isinstance(offset, int) else self._index_dtype(offset)
+        return saturating_sum(offset, shift, self._xp, own)
+
+    def _index_dtype(self, like: Array) -> Any:
+        return index_range(self._xp, 0, 1, like).dtype
+
+    def per_item(self, numbers: Any) -> Any:
+        """Return the number of each batch item, from one for all or an array (...,)."""
+        if isinstance(numbers, int):
+            return min(numbers, INDEX_LIMIT)
+        return with_rank(self._as_index(numbers)[..., None, None, None], self._rank)
+
+    def _as_index(self, numbers: Array) -> Array:
+        """Return integers in the dtype of indices.
+
+        A narrow one may not hold the positions that it is compared with, and torch has no minimum
+        of unsigned ones.
+        """
+        return cast(self._xp, numbers, self._index_dtype(numbers))
+
+    def per_row(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the least and the greatest number of the rows, from an array (..., L)."""
+        low, high = self._bounds(numbers, 0)
+        return self._xp.matrix_transpose(low), self._xp.matrix_transpose(high)
+
+    def per_key(self, numbers: Array) -> tuple[Array, Array]:
+        """Return the least and the greatest number of the keys, from an array (..., S)."""
+        return self._bounds(numbers, 1)
+
+    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
+        """Return whether any and whether all of a mask array holds."""
+        if len(seen.shape) > 1 and seen.shape[-2] != 1:
+            seen = seen[..., slice(*self.rows), :]
+        if seen.shape and seen.shape[-1] != 1:
+            seen = seen[..., slice(*self.columns)]
+        return self._xp.any(seen), self._xp.all(seen)
+
+    def table(self, table: TileTable) -> Coverage:
+        """Return the coverage that a table of tiles gives."""
+        return table.of_block(self.rows, self.columns)
+
+    def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
+        """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
+        part = self._as_index(numbers[..., slice(*(self.rows, self.columns)[axis])])
+        low, high = self._xp.min(part, axis=-1), self._xp.max(part, axis=-1)
+        low, high = (with_rank(end[..., None, None, None], self._rank) for end in (low, high))
+        return low, high
+
+
+class TileGrid(TileQuery):
+    """All tiles of one size, whose coverage a mask gives at once.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    x : Operands
+        Its arrays.
+    xp : module
+        The standard's namespace of the library.
+    size : tuple of int
+        Rows and keys of a tile; the last tiles may have fewer.
+    like : Array
+        An array on the device of the result.
+    reads : bool
+        Whether the result may depend on arrays; they may be traced.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        x: Operands,
+        xp: Any,
+        size: tuple[int, int],
+        like: Array,
+        *,
+        reads: bool = True,
+    ) -> None:
+        self.lengths, self.tile_size = (problem.query_length, problem.key_length), size
+        self._like, self._shape = like, (*problem.batch, problem.heads)
+        blocks = tuple(-(-length // n) for length, n in zip(self.lengths, size, strict=True))
+        self._blocks = blocks
+        rank = len(problem.batch) + 3
+        rows, columns = (
+            tuple([with_rank(xp.reshape(edge, shape), rank) for edge in self._edges(xp, axis)])
+            for axis, shape in enumerate(((-1, 1), (1, -1)))
+        )
+        super().__init__(problem, x, xp, rows, columns, reads=reads)  # type: ignore[arg-type]
+        # A picture has no query, only the facts of one.
+        self._like_query = like
+
+    def _edges(self, xp: Any, axis: int) -> tuple[Array, Array]:
+        size, length = self.tile_size[axis], self.lengths[axis]
+        first = index_range(xp, 0, self._blocks[axis], self._like) * size
+        stop = first + size
+        return first, xp.where(stop > length, xp.full_like(stop, length), stop)
+
+    def of(self, mask: Mask) -> Coverage:
+        """Return the coverage of each tile by a mask.
+
+        Parameters
+        ----------
+        mask : Mask
+            The mask.
+
+        Returns
+        -------
+        Coverage
+            Arrays of bool that broadcast to (..., H, tiles down, tiles across), with those two axes
+            whole.
+        """
+        return Coverage(*[self._whole(answer) for answer in mask.coverage(self)])
+
+    def _whole(self, answer: Any) -> Array:
+        xp = self._xp
+        if not is_array(answer):
+            answer = xp.full_like(self.columns[0], answer, dtype=xp.bool)
+        return xp.broadcast_to(answer, (*answer.shape[:-2], *self._blocks))
+
+    def any_and_all(self, seen: Array) -> tuple[Array, Array]:
+        """Return whether any and whether all of each block of a mask array holds."""
+        xp = self._xp
+        seen = with_rank(seen, self._rank)
+        found: list[Array] = []
+        for reduce in (xp.any, xp.all):
+            rows = [seen]
+            if seen.shape[-2] != 1:
+                rows = [
+                    reduce(seen[..., slice(*span), :], axis=-2, keepdims=True)
+                    for span in Span(0, self.lengths[0]).split(self.tile_size[0])
+                ]
+            joined = rows[0] if len(rows) == 1 else xp.concat(rows, axis=-2)
+            found.append(joined if seen.shape[-1] == 1 else self.fold_blocks(joined, 1, reduce))
+        return found[0], found[1]
+
+    def table(self, table: TileTable) -> Coverage:
+        """Return the coverage that a table of tiles gives."""
+        xp, size = self._xp, table.size
+
+        def count(half: bytes) -> Array:
+            flags = xp.asarray(list(half), dtype=xp.int32)
+            return self._summed(xp.reshape(flags, table.shape), size)
+
+        def area() -> Array:
+            rows, columns = (
+                -(-edges[1] // size) - edges[0] // size for edges in (self.rows, self.columns)
+            )
+            return xp.reshape(rows * columns, (1, 1, *self._blocks))
+
+        some, every = count(table.any_visible) > 0, count(table.all_visible) == area()
+        batch = self._shape[:-1]
+        if table.shape[0] == 1:
+            batch = (1,) * len(batch)
+        shape = (*batch, *some.shape[1:])
+        return Coverage(xp.reshape(some, shape), xp.reshape(every, shape))
+
+    def _summed(self, table: Array, size: int) -> Array:
+        """Return the sums of a table over each block: differences of sums from its corner."""
+        xp = self._xp
+        for axis, (first, stop) in ((-2, self.rows), (-1, self.columns)):
+            sums = xp.cumulative_sum(table, axis=axis, include_initial=True)
+            low, high = (xp.reshape(edge, (-1,)) for edge in (first // size, -(-stop // size)))
+            table = xp.take(sums, high, axis=axis) - xp.take(sums, low, axis=axis)
+        return table
+
+    def _bounds(self, numbers: Array, axis: int) -> tuple[Array, Array]:
+        """Return the least and greatest of each block, shape (..., 1, 1, blocks)."""
+        xp, numbers = self._xp, self._as_index(numbers)
+        low, high = (self.fold_blocks(numbers, axis, reduce) for reduce in (xp.min, xp.max))
+        low, high = (with_rank(end[..., None, None, :], self._rank) for end in (low, high))
+        return low, high
+
+    def fold_blocks(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
+        """Reduce each block of the last axis of an array.
+
+        Parameters
+        ----------
+        array : Array
+            Its last axis is that of rows or keys.
+        axis : int
+            0 for rows, 1 for keys.
+        reduce : callable
+            A reduction of the library, such as ``xp.any``.
+
+        Returns
+        -------
+        Array
+            The same array with one entry for each block.
+        """
+        xp, size = self._xp, self.tile_size[axis]
+        missing = -self.lengths[axis] % size
+        if missing:  # to repeat the last entry changes no minimum, maximum, any or all
+            last = xp.broadcast_to(array[..., -1:], (*array.shape[:-1], missing))
+            array = xp.concat((array, last), axis=-1)
+        return reduce(xp.reshape(array, (*array.shape[:-1], -1, size)), axis=-1)

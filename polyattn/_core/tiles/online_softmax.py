@@ -1,0 +1,150 @@
+"""The online softmax: the partial sums of each row over some keys, before the division.
+
+`combine` is associative and commutative up to rounding, so the keys may be split in any way. The
+sum is kept undivided, beside its maximum, and not as a logsumexp: at scores of 1e4 a float32
+logsumexp has lost three digits of every weight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from polyattn._base.arrays import Array, cast, index_range, with_rank
+from polyattn._base.span import Span
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem
+
+
+class SoftmaxState(NamedTuple):
+    """Σ w·v, max s and Σ w of each row, where w = exp(s − max s).
+
+    Attributes
+    ----------
+    output : Array
+        Σ w·v, shape (..., H, l, E).
+    maximum, total : Array
+        max s and Σ w, shape (..., H, l, 1).
+    """
+
+    output: Array
+    maximum: Array
+    total: Array
+
+
+def or_zero(xp: Any, maximum: Array) -> Array:
+    """Return the maximum, and 0 where it is −inf, so that a row without keys computes no inf − inf.
+
+    Parameters
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    maximum : Array
+        The maximum of each row.
+
+    Returns
+    -------
+    Array
+        The same shape.
+    """
+    return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
+
+
+def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
+    """Return the state before any key: empty, or the sink, a weight of 1 that has no value.
+
+    Parameters
+    ----------
+    problem, x : Problem, Operands
+        The arguments of a kernel.
+    xp : module
+        The standard's namespace of the library.
+    rows : Span
+        The query rows.
+
+    Returns
+    -------
+    SoftmaxState
+        The state of these rows.
+    """
+    accumulator = getattr(xp, problem.accumulator)
+    zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
+    if problem.requires_grad:
+        # An empty sum keeps the arrays in the graph, so the gradients are 0 where no key is seen.
+        for array in (x.query, x.key, x.key if x.value is None else x.value):
+            zero = zero + xp.sum(cast(xp, array[..., :0, :], accumulator))
+    if x.sinks is None:
+        maximum, total = xp.full_like(zero, -math.inf), zero
+    else:
+        maximum = xp.reshape(cast(xp, x.sinks, accumulator), (problem.heads, 1, 1))
+        total = cast(xp, maximum != -math.inf, accumulator)
+    if problem.is_symbolic:  # `combine` broadcasts
+        rank = len(problem.batch) + 3
+        return SoftmaxState(*(with_rank(array, rank) for array in (zero, maximum, total)))
+    output = (*problem.batch, problem.heads, rows.length, problem.value_size)
+    row = (*problem.batch, problem.heads, rows.length, 1)
+    return SoftmaxState(
+        xp.broadcast_to(zero, output), xp.broadcast_to(maximum, row), xp.broadcast_to(total, row)
+    )
+
+
+def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
+    """Return the state of two sets of keys together.
+
+    Parameters
+    ----------
+    xp : module
+        The standard's namespace of the library.
+    one, other : SoftmaxState
+        The states of the same rows, over separate keys.
+
+    Returns
+    -------
+    SoftmaxState
+        The state over all these keys.
+    """
+    maximum = xp.maximum(one.maximum, other.maximum)
+    shift = or_zero(xp, maximum)
+    shrink_one, shrink_other = xp.exp(one.maximum - shift), xp.exp(other.maximum - shift)
+    return SoftmaxState(
+        one.output * shrink_one + other.output * shrink_other,
+        maximum,
+        one.total * shrink_one + other.total * shrink_other,
+    )
+
+
+def normalize(
+    problem: Problem, state: SoftmaxState, dtype: Any, xp: Any
+) -> tuple[Array, Array | None]:
+    """Divide by the sum of the weights.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    state : SoftmaxState
+        The state of some rows over all keys.
+    dtype : dtype
+        The dtype of the output.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    output : Array
+        The output, shape (..., H, l, E).
+    logsumexp : Array or None
+        The logsumexp, shape (..., H, l), if the problem asks for it.
+    """
+    empty = state.total == 0
+    total = xp.where(empty, xp.ones_like(state.total), state.total)
+    output = cast(xp, state.output / total, dtype)
+    if "logsumexp" not in problem.features:
+        return output, None
+    logsumexp = or_zero(xp, state.maximum) + xp.log(total)
+    logsumexp = xp.where(empty, xp.full_like(logsumexp, -math.inf), logsumexp)
+    shape = output.shape[:-1]
+    if logsumexp.shape[:-1] != shape:  # value has batch axes that query and key lack
+        # + 0 makes a new array, because a broadcast view may be read-only.
+        logsumexp = xp.broadcast_to(logsumexp, (*shape, 1)) + 0.0
+    return output, logsumexp[..., 0]

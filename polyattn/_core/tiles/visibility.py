@@ -1,0 +1,262 @@
+"""Keys that are hidden from a fused engine: by its own options, and the rest by one array.
+
+A kernel reads causal and window as options of the engine (`band_from`), makes an array of the rest
+(`visible_keys`, `finite_bias`, `score_axes`) unless it is too large (`made_shape`), calls the
+engine, and clears the rows without keys (`empty_rows`, `cleared`) if there may be any
+(`may_have_empty_rows`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from typing import Any
+
+from polyattn._base.arguments import Shape
+from polyattn._base.arrays import Array, broadcast_shapes, with_rank
+from polyattn._base.span import Span
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.band import band
+from polyattn._core.tiles.batch_axes import one_batch_axis
+from polyattn._core.tiles.indices import Indices
+
+# ---- what static facts say ----
+
+
+def band_from(problem: Problem, first: int) -> tuple[int | None, int | None] | None:
+    """Return causal and window as an engine counts them that puts row 0 at the position `first`.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    first : int
+        0 if it counts from the first key, S − L if from the last.
+
+    Returns
+    -------
+    tuple of (int or None, int or None), or None
+        How many keys a row sees before and after its position, None where an end hides no key. It
+        may be less than 0. None for both if the query offset is an array.
+    """
+    low, high = band(problem)
+    if low is None and high is None:
+        return None, None
+    if problem.query_offset is None:
+        return None
+    return None if low is None else first - low, None if high is None else high - first
+
+
+def may_have_empty_rows(problem: Problem) -> bool:
+    """Return whether a row may see no key.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+
+    Returns
+    -------
+    bool
+        True also where only the numbers of the call say it.
+    """
+    low, high = band(problem)
+    if not problem.masks_by_position_only:
+        return True
+    if low is None and high is None:
+        return False
+    if problem.query_offset is None or (high is not None and high < 0):
+        return True
+    if low is None:
+        return False
+    return problem.is_symbolic or low > problem.key_length - problem.query_length
+
+
+def visible_scores(problem: Problem) -> int:
+    """Return how many of the scores of a head causal and window leave.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+
+    Returns
+    -------
+    int
+        All of them if the query offset is an array.
+    """
+    rows, keys = problem.query_length, problem.key_length
+    if problem.query_offset is None:
+        return rows * keys
+    low, high = band(problem)
+    before = 0 if low is None else _triangle(rows - 1 + low, rows, keys)
+    after = 0 if high is None else _triangle(keys - 1 - high, rows, keys)
+    return rows * keys - before - after
+
+
+def _triangle(longest: int, rows: int, keys: int) -> int:
+    """Return the sum of `longest`, `longest` - 1, … over the rows, each from 0 to `keys`."""
+    whole = min(max(0, longest - keys), rows)
+    longest = max(0, longest - whole)
+    count = min(longest, rows - whole)
+    return whole * keys + count * (2 * longest - count + 1) // 2
+
+
+def made_shape(problem: Problem, *, banded: bool, mask: Shape | None = None) -> Shape | None:
+    """Return the shape of the mask that must be made for a call; arrays that exist do not count.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    banded : bool
+        Whether causal and window become part of the mask.
+    mask : tuple of int, optional
+        The shape that a mask expression or function gives; by default that of all scores.
+
+    Returns
+    -------
+    tuple of int, or None
+        It broadcasts to (..., H, L, S). None if no mask is made, or lengths are unknown.
+    """
+    if problem.is_symbolic:
+        return None
+    parts: list[Shape] = []
+    if not problem.features.isdisjoint(("mask_mod", "mask_expression")):
+        parts.append(problem.scores if mask is None else mask)
+    if banded:
+        lengths = problem.scores[-2:]
+        parts.append((*problem.batch, 1, *lengths) if problem.query_offset is None else lengths)
+    return broadcast_shapes(*parts) if parts else None
+
+
+# ---- the array ----
+
+
+def visible_keys(
+    problem: Problem, x: Operands, xp: Any, keys: Span | None = None, *, banded: bool = True
+) -> Array | None:
+    """Return which keys each row sees by ``mask=``, causal and window.
+
+    Parameters
+    ----------
+    problem, x : Problem, Operands
+        The arguments of a kernel.
+    xp : module
+        The standard's namespace of the library.
+    keys : Span, optional
+        The keys that the engine gets; by default all.
+    banded : bool
+        Whether causal and window are part of the mask.
+
+    Returns
+    -------
+    Array of bool, or None
+        It broadcasts to (..., H, L, S). None if no key is hidden.
+    """
+    rows, columns = Span(0, problem.query_length), keys or Span(0, problem.key_length)
+    parts = Indices(problem, xp, x, rows, columns).visible(banded=banded)
+    first = next(parts, None)
+    return None if first is None else functools.reduce(operator.and_, parts, first)
+
+
+def finite_bias(
+    visible: Array | None, bias: Array | None, hidden: float, dtype: Any, xp: Any
+) -> tuple[Array, Array]:
+    """Return mask and bias as one bias, for an engine to which −∞ may not be given.
+
+    Parameters
+    ----------
+    visible, bias : Array or None
+        One of them at least; the bias in `dtype`.
+    hidden : float
+        The bias of a hidden key, and the least of the others.
+    dtype : dtype
+        That of the result.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    bias, visible : Array
+        The bias, and which keys each row sees, also by the bias. Without visible keys, the engine
+        gives a row the mean of the values, which the kernel has to clear.
+    """
+    if bias is None:
+        return xp.where(visible, xp.zeros((), dtype=dtype), hidden), visible
+    seen = bias != -math.inf
+    seen = seen if visible is None else visible & seen
+    return xp.where(seen & ~(bias < hidden), bias, hidden), seen
+
+
+def score_axes(problem: Problem, array: Array, xp: Any) -> Array:
+    """Return a mask or bias with the axes (batch item, H, L, S), each whole or of length 1.
+
+    Parameters
+    ----------
+    problem : Problem
+        The facts of the call.
+    array : Array
+        It broadcasts to (..., H, L, S).
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    Array
+        A view where the library has views and no batch axis is broadcast.
+    """
+    array = with_rank(array, max(4, len(problem.batch) + 3))
+    lead = tuple(array.shape[:-3])
+    if len(lead) == 1:
+        return array
+    if all(isinstance(length, int) and length == 1 for length in lead):
+        return array[(*(0,) * (len(lead) - 1), ...)]
+    return one_batch_axis(problem, array, xp)
+
+
+# ---- rows without keys ----
+
+
+def empty_rows(mask: Array, xp: Any) -> Array:
+    """Return which rows of a mask, or of a bias that hides keys by −∞, have no visible key.
+
+    Parameters
+    ----------
+    mask : Array
+        Shape (..., L, S).
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    Array of bool
+        Shape (..., L, 1).
+    """
+    return ~xp.any(mask if mask.dtype == xp.bool else mask != -math.inf, axis=-1, keepdims=True)
+
+
+def cleared(
+    output: Array, logsumexp: Array | None, empty: Array, xp: Any
+) -> tuple[Array, Array | None]:
+    """Return what an engine computed, 0 and −∞ in the rows without keys.
+
+    Parameters
+    ----------
+    output, logsumexp : Array, Array or None
+        Shapes (..., L, E) and (..., L).
+    empty : Array of bool
+        What `empty_rows` returns.
+    xp : module
+        The standard's namespace of the library.
+
+    Returns
+    -------
+    output, logsumexp : Array, Array or None
+        In their dtypes.
+    """
+    if logsumexp is not None:
+        logsumexp = xp.where(empty[..., 0], -math.inf, logsumexp)
+    return xp.where(empty, 0, output), logsumexp

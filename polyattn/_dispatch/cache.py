@@ -1,0 +1,90 @@
+"""Cache plans by the facts of a call, and plain calls by their keys.
+
+Keys and plans hold facts in place of arrays, functions and tables, so the caches do not keep
+objects of the caller alive. A kernel object is referred to weakly. A call is found by its key in
+less time than its description takes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import ref
+
+from polyattn._base.arrays import Array
+from polyattn._base.tracing import is_compiling
+from polyattn._core.call.facts import Call
+from polyattn._core.call.key import CallKey
+from polyattn._core.call.layout import as_called, heads_first, keeps_axes
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem, examine
+from polyattn._dispatch.placement import Placement
+from polyattn._dispatch.plan import Plan
+from polyattn._dispatch.request import Request
+from polyattn._dispatch.select import select
+from polyattn.plugin import Backend, Kernel
+
+_CAPACITY = 4096
+
+
+class CachedCall(NamedTuple):
+    """A call that has run, and its plan."""
+
+    call: Call
+    plan: Plan
+    #: Backend, kernel and problem, if the kernel takes and returns the arrays of the caller.
+    direct: tuple[Backend, Kernel, Problem] | None
+
+    def run(self, operands: Operands) -> Array:
+        """Return the output of the call with other arrays of the same classes."""
+        if self.direct is not None:
+            backend, kernel, problem = self.direct
+            return backend.run(kernel, problem, operands)[0]
+        return as_called(self.call, *self.plan.run(heads_first(self.call, operands)))[0]
+
+    @classmethod
+    def of(cls, call: Call, plan: Plan) -> CachedCall:
+        """Return the record of a call that has just run."""
+        backend, _, problem, moved = plan.placement
+        if backend is None or moved or not keeps_axes(call):
+            return cls(call, plan, None)
+        return cls(call, plan, (backend, plan.kernel, problem))
+
+
+def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any) -> Plan:
+    """Examine a described call and select a kernel, unless an equal call was planned before.
+
+    `xp` is the namespace of the query.
+    """
+    if not is_compiling():  # which would trace through a cache, and ignore it
+        try:
+            if isinstance(kernel, Kernel):
+                placement = _placement(call, requested, ref(kernel), xp)
+                return Plan(kernel, placement, call.query.device)
+            return _plan(call, requested, kernel, xp)
+        except TypeError:  # a symbolic length or a kernel that is not hashable, or a wrong call
+            pass
+    return select(call, examine(call), requested, kernel, xp)
+
+
+@lru_cache(_CAPACITY)
+def _plan(call: Call, requested: Request, kernel: str | None, xp: Any) -> Plan:
+    return select(call, examine(call), requested, kernel, xp)
+
+
+@lru_cache(_CAPACITY)
+def _placement(call: Call, requested: Request, kernel: ref[Kernel], xp: Any) -> Placement:
+    """Return the placement of a plan with a kernel object, which a plan would keep alive."""
+    return select(call, examine(call), requested, kernel(), xp).placement
+
+
+@lru_cache(_CAPACITY)
+def cached_call(key: CallKey, requested: Request) -> list[CachedCall]:
+    """Return a list for the call of a key, which is empty until the call has run."""
+    return []
+
+
+def forget() -> None:
+    """Drop all plans and calls; needed when other backends are registered."""
+    for cached in (_plan, _placement, cached_call):
+        cached.cache_clear()

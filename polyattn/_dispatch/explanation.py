@@ -1,0 +1,127 @@
+"""The decision about a call: which kernel would run, and the reasons against the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+
+from polyattn._base.html_page import html_table
+from polyattn._base.text_table import paragraph, table
+from polyattn._core.call.facts import Call
+from polyattn._core.call.options import OPTIONS
+from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.expression import Expression
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel of a backend, or a backend refused as a whole, and its status."""
+
+    backend: str  # with its device if one was requested
+    kernel: str | None  # None if the backend was refused before its kernels were examined
+    # "chosen"; "next" if it could run but another comes first; "on request" if it runs only when
+    # kernel= names it; "refused"; or "unavailable" if the backend cannot be loaded here.
+    status: str
+    reasons: tuple[str, ...] = ()  # why it was refused, or runs only on request
+    remark: str | None = None  # the kernel's note about how it would run
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """The kernel that `attention` would run for a call, and the reasons against the others.
+
+    It prints as a table.
+
+    Attributes
+    ----------
+    call : Call
+        The arguments of the call, described by shapes, dtypes and devices.
+    problem : Problem
+        The call as the kernels get it.
+    source : str
+        The source of the choice of backends: an argument, a context, the environment or the arrays.
+    candidates : tuple of Candidate
+        All candidates, in the order in which they were tried.
+    autocast : tuple of str
+        The arguments that torch.autocast casts to the dtype of the call.
+    """
+
+    call: Call
+    problem: Problem
+    source: str
+    candidates: tuple[Candidate, ...]
+    autocast: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that would run, or None if none can."""
+        return next((c for c in self.candidates if c.status == "chosen"), None)
+
+    @property
+    def unavailable(self) -> bool:
+        """Whether every requested backend failed to load."""
+        return all(c.status == "unavailable" for c in self.candidates)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the decision in plain types, for JSON."""
+        return {
+            **{name: list(facts.shape) for name, facts in self.call.operands()},
+            "dtype": self.problem.dtype,
+            "autocast": list(self.autocast),
+            "library": self.problem.library,
+            "device": self.problem.device,
+            "needs": sorted(self.problem.features),
+            "values": {name: repr(value) for name, value in self._values().items()},
+            "selected_by": self.source,
+            "chosen": self.chosen
+            and {"backend": self.chosen.backend, "kernel": self.chosen.kernel},
+            "candidates": [asdict(c) | {"reasons": list(c.reasons)} for c in self.candidates],
+        }
+
+    def _values(self) -> dict[str, object]:
+        """Return the expressions that replace steps of the formula, by option name."""
+        given = [(name, getattr(self.call, name)) for name in OPTIONS]
+        return {name: value for name, value in given if isinstance(value, Expression)}
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def __repr__(self) -> str:
+        runs = f"{self.chosen.backend} {self.chosen.kernel}" if self.chosen else "nothing"
+        others = len(self.candidates) - bool(self.chosen)
+        return f"<Explanation: {runs} runs; print it for the reasons against {others} others>"
+
+    def _repr_html_(self) -> str:
+        head = "<br>".join(escape(line) for line in self._head())
+        return f"<p>{head}</p>" + html_table([("backend", "kernel", "", "reasons"), *self._cells()])
+
+    def lines(self) -> list[str]:
+        """Return the printed lines: the call, what selected the backends, and each candidate."""
+        head = [part for line in self._head() for part in paragraph(line, " " * 11)]
+        return [*head, *table(self._cells())]
+
+    def _head(self) -> list[str]:
+        call, problem = self.call, self.problem
+        where = f" on {problem.device}" if problem.device else ""
+        shapes = ", ".join(f"{name} {facts.shape}" for name, facts in call.operands())
+        needs = ", ".join(sorted(problem.features))
+        values = [f"{name + ': ':<11}{value!r}" for name, value in self._values().items()]
+        cast = [f"autocast:  {', '.join(self.autocast)} to {problem.dtype}"] * bool(self.autocast)
+        return [
+            f"attention: {shapes}, {problem.dtype}, {problem.library}{where}",
+            *cast,
+            f"needs:     {needs or 'nothing beyond the plain formula'}",
+            *values,
+            f"selected by {self.source}",
+        ]
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                c.backend,
+                c.kernel or "",
+                "CHOSEN" if c.status == "chosen" else c.status,
+                "; ".join(c.reasons) or c.remark or "",
+            )
+            for c in self.candidates
+        ]

@@ -1,0 +1,130 @@
+"""List the backends: installed versions, devices, kernels, and how to install what is missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from polyattn._base.html_page import html_table
+from polyattn._base.text_table import table
+from polyattn._dispatch import registry
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One backend on this machine."""
+
+    name: str
+    available: bool
+    versions: dict[str, str]  # of the modules that it needs and the engines that it calls
+    devices: tuple[str, ...]  # the default first
+    hardware: dict[str, dict[str, str | int]]  # per device: name, memory, compute capability
+    kernels: tuple[str, ...]  # the preferred one first
+    reason: str | None  # why it is not available, and how to install it
+
+    def device(self, name: str) -> str:
+        """Return a device's name and its hardware, as the table shows them."""
+        facts = dict(self.hardware.get(name, {}))
+        memory, capability = facts.pop("memory", None), facts.pop("compute_capability", None)
+        details = [str(value) for value in facts.values()]
+        if memory is not None:
+            details.append(f"{int(memory) / 2**30:.0f} GiB")
+        if capability is not None:
+            details.append(f"compute capability {capability}")
+        return f"{name} ({', '.join(details)})" if details else name
+
+
+class BackendTable(tuple[BackendInfo, ...]):
+    """All backends, one `BackendInfo` per backend; it prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(table(self._table()))
+
+    def __repr__(self) -> str:
+        here = [info.name for info in self if info.available]
+        missing = [info.name for info in self if not info.available]
+        lacking = f"; not available: {', '.join(missing)}" if missing else ""
+        return f"<BackendTable: {', '.join(here)}{lacking}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table())
+
+    def _table(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
+        rows += [
+            (
+                info.name,
+                ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
+                ", ".join(map(info.device, info.devices)) or "the arrays' own",
+                ", ".join(info.kernels),
+            )
+            if info.available
+            else (info.name, "-", "-", info.reason or "")
+            for info in self
+        ]
+        return rows
+
+    def as_dicts(self) -> list[dict[str, object]]:
+        """Return the rows in plain types, for JSON."""
+        return [asdict(info) for info in self]
+
+
+def list_backends() -> BackendTable:
+    """Return all registered backends, whether they can be used on this machine or not.
+
+    This loads the installed backends, which imports their array libraries.
+
+    Returns
+    -------
+    BackendTable
+        One `BackendInfo` per backend; it prints as a table.
+
+    Examples
+    --------
+    >>> import polyattn
+    >>> [info.name for info in polyattn.list_backends() if info.name in ("array-api", "numpy")]
+    ['numpy', 'array-api']
+    """
+    return BackendTable(_rows())
+
+
+def _rows() -> Iterator[BackendInfo]:
+    yield from map(_row, registry.names())
+    closing = tuple(kernel.name for kernel in registry.kernels_of(None))
+    versions = _versions(("array-api-compat",))
+    yield BackendInfo(registry.ARRAY_API, True, versions, (), {}, closing, None)
+
+
+def _row(name: str) -> BackendInfo:
+    reason = registry.load(name)
+    if reason is None:
+        try:
+            return _available(name)
+        except Exception as error:  # in one plugin, which must not hide the others
+            reason = f"its devices cannot be listed: {type(error).__name__}: {error}"
+    return BackendInfo(name, False, {}, (), {}, (), reason)
+
+
+def _available(name: str) -> BackendInfo:
+    backend = registry.loaded(name)
+    kernels = tuple(kernel.name for kernel in registry.kernels_of(backend))
+    versions = _versions(registry.spec_of(name).requires) | backend.engines()
+    devices = registry.devices_of(name)
+    hardware = {device: backend.hardware(device) for device in devices}
+    return BackendInfo(name, True, versions, devices, hardware, kernels, None)
+
+
+def _versions(modules: tuple[str, ...]) -> dict[str, str]:
+    versions = {}
+    for module in modules:
+        try:
+            versions[module] = version(module)
+        except PackageNotFoundError:  # the package has another name, such as cupy-cuda12x
+            imported = getattr(sys.modules.get(module), "__version__", None)
+            if imported is not None:
+                versions[module] = imported
+    return versions

@@ -1,0 +1,245 @@
+"""Find plugins by their entry points, and load each when it is first needed.
+
+Finding them imports no array library. A plugin that cannot be loaded does not affect the others;
+its reason is kept for messages. All functions are safe under threads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import threading
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn._base.arrays import is_namespace
+from polyattn._base.tracing import constant_when_traced
+from polyattn._dispatch.entries import Entry, entries
+from polyattn._dispatch.standard import StandardBackend
+from polyattn._kernels.dense_kernel import Dense
+from polyattn._kernels.tiled import Tiled
+from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
+from polyattn.plugin.spec import API_VERSION
+
+#: The backend that runs the core's kernels on the library of the arrays.
+ARRAY_API = "array-api"
+
+_ARRAY_API_KERNELS: tuple[Kernel, ...] = (Tiled(), Dense())
+
+
+@dataclass
+class Registered:
+    """A plugin: its spec or the reason why it has none, and its backend once loaded."""
+
+    name: str
+    distribution: str
+    spec: BackendSpec | None = None
+    failure: str | None = None
+    backend: Backend | None = None
+
+
+_lock = threading.RLock()
+# Filled once under the lock, and read without it: torch.compile cannot trace a lock.
+_plugins: dict[str, Registered] = {}
+_array_api: dict[str, Backend] = {}
+
+
+def _find() -> dict[str, Registered]:
+    if not _plugins:
+        plugins: dict[str, Registered] = {}
+        # polyattn's plugins first, so that no other can take their names; malformed lines last.
+        for entry in sorted(entries(), key=_rank):
+            plugin = _read(entry, plugins.get(entry.name))
+            plugins.setdefault(plugin.name, plugin)
+        _plugins.update(plugins)  # at once: an interrupt leaves all or nothing
+    return _plugins
+
+
+def _rank(entry: Entry) -> tuple[bool, bool, str]:
+    return entry.distribution != "polyattn", entry.flaw is not None, entry.name
+
+
+def _read(entry: Entry, taken: Registered | None) -> Registered:
+    """Return the plugin of an entry point; `taken` is the plugin that already has its name."""
+    plugin = Registered(entry.name, entry.distribution, failure=entry.flaw)
+    if taken is not None or entry.name == ARRAY_API:
+        owner = "polyattn" if taken is None else taken.distribution
+        plugin.name = f"{entry.name} ({entry.distribution})"
+        plugin.failure = plugin.failure or (
+            f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
+        )
+    if plugin.failure is not None:
+        return plugin
+    try:
+        spec = entry.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
+        plugin.failure = f"its plugin cannot be imported: {type(error).__name__}: {error}"
+        return plugin
+    if not isinstance(spec, BackendSpec):
+        plugin.failure = f"its entry point {entry.value} is not a BackendSpec"
+    elif spec.api_version != API_VERSION:
+        plugin.failure = (
+            f"it was written for version {spec.api_version} of the plugin contract and this is"
+            f" version {API_VERSION}: install releases that fit together"
+        )
+    elif spec.name != entry.name:
+        plugin.failure = f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
+    else:
+        plugin.spec = spec
+    return plugin
+
+
+@constant_when_traced
+def names() -> tuple[str, ...]:
+    """Return the names of all plugins, whether they can be loaded or not."""
+    with _lock:
+        return tuple(sorted(_find()))
+
+
+@constant_when_traced
+def serving(library: str) -> tuple[str, ...]:
+    """Return the plugins that run unnamed on this library's arrays: polyattn's, or else others."""
+    with _lock:
+        specs = [(p, p.spec) for p in _find().values() if p.spec and not p.spec.only_on_request]
+    serving = [plugin for plugin, spec in specs if library in spec.namespaces]
+    ours = tuple(p.name for p in serving if p.distribution == "polyattn")
+    return ours or tuple(p.name for p in serving)
+
+
+def specs() -> tuple[BackendSpec, ...]:
+    """Return the specs of all plugins that have one, whether they can be loaded or not."""
+    with _lock:
+        return tuple(p.spec for p in _find().values() if p.spec is not None)
+
+
+@constant_when_traced
+def load(name: str) -> str | None:
+    """Load a plugin by its name in `names`; return the reason if that fails, or None."""
+    with _lock:
+        plugin = _find()[name]
+        if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
+            try:
+                plugin.failure = _missing(plugin.spec)
+                if plugin.failure is None:
+                    backend = plugin.spec.load()
+                    plugin.failure = _flaw(backend) or _unmatched(plugin.spec, backend)
+                if plugin.failure is None:
+                    backend.tiled = _ARRAY_API_KERNELS[0]
+                    plugin.backend = backend
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit and others, as in `_read`
+                plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
+        return plugin.failure
+
+
+def _missing(spec: BackendSpec) -> str | None:
+    missing = [module for module in spec.requires if not is_installed(module)]
+    return f"{', '.join(missing)} is not installed: {spec.install}" if missing else None
+
+
+def _flaw(backend: Backend) -> str | None:
+    """Return how a backend's kernels break the contract, or None."""
+    if not isinstance(backend.kernels, tuple):
+        return f"its kernels must be a tuple, such as (Fused(),); got {backend.kernels!r}"
+    for kernel in backend.kernels:
+        if not isinstance(kernel, Kernel):
+            return f"its kernels must be instances of Kernel; one is {kernel!r}"
+        reason = flaw(kernel)
+        if reason is not None:
+            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {reason}"
+    return None
+
+
+def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
+    """Return the reason if no array can be of the first library that a spec names, or None.
+
+    The first is that of the backend's own arrays; the others may be missing on this machine.
+    """
+    first, *_ = (*spec.namespaces, "")
+    if is_namespace(first):
+        return None
+    meant = backend.xp.__name__.removeprefix("array_api_compat.")
+    return (
+        f"its namespaces begin with {first!r}, which is no namespace of arrays: name the module"
+        f" that array.__array_namespace__() returns; did you mean {meant!r}?"
+    )
+
+
+def flaw(kernel: Kernel) -> str | None:
+    """Return how a kernel breaks the contract, or None."""
+    if not isinstance(getattr(kernel, "name", None), str):
+        return "has no name"
+    if not isinstance(kernel.features, Set):
+        return f"must declare its features as a set; got {kernel.features!r}"
+    for feature in sorted(kernel.features - frozenset(FEATURES)):
+        near = difflib.get_close_matches(feature, FEATURES, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        return f"declares an unknown feature {feature!r}{meant}"
+    return None
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+@constant_when_traced
+def accepted(name: str) -> tuple[str, ...]:
+    """Return the libraries whose arrays may be options of a call, by a plugin that has a spec."""
+    spec = _plugins[name].spec
+    return () if spec is None else spec.accepts
+
+
+def loaded(name: str) -> Backend:
+    """Return the backend of a loaded plugin."""
+    backend = _plugins[name].backend
+    assert backend is not None
+    return backend
+
+
+def spec_of(name: str) -> BackendSpec:
+    """Return the spec of a loaded plugin."""
+    spec = _plugins[name].spec
+    assert spec is not None
+    return spec
+
+
+def array_api_backend(xp: Any) -> Backend:
+    """Return the backend that runs the core's kernels on the arrays of a namespace."""
+    backend = _array_api.get(xp.__name__)
+    if backend is None:
+        backend = _array_api[xp.__name__] = StandardBackend(xp)
+    return backend
+
+
+def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
+    """Return a backend's kernels, then the array-API kernels.
+
+    A backend's kernel replaces the array-API kernel of the same name.
+    """
+    kernels = () if backend is None else backend.kernels_now()
+    names = {kernel.name for kernel in kernels}
+    return (*kernels, *(kernel for kernel in _ARRAY_API_KERNELS if kernel.name not in names))
+
+
+@constant_when_traced
+def devices_of(name: str) -> tuple[str, ...]:
+    """Return the available devices of a loaded backend, the default first."""
+    return tuple(loaded(name).devices())
+
+
+@constant_when_traced
+def device_of(name: str, wanted: str) -> str | None:
+    """Return the device whose name, kind or number is `wanted`, or None."""
+    for device in devices_of(name):
+        kind, _, number = device.partition(":")
+        if wanted in (device, kind, number):
+            return device
+    return None

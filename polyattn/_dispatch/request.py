@@ -1,0 +1,167 @@
+"""The backends that a call requests: by argument, by context, or by environment variable.
+
+The argument wins over the innermost context, which wins over the variable, read at call time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import NamedTuple
+
+from polyattn._base.context import Context
+from polyattn._base.environment import reader_of
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import UnknownBackendError
+
+AUTO = "auto"
+VARIABLE = "POLYATTN_BACKEND"
+_variable = reader_of(VARIABLE)
+
+Names = tuple[str, ...]
+
+
+class Request(NamedTuple):
+    """The requested backends in order, and the channel; no names if nothing is requested."""
+
+    names: Names
+    channel: str = "arrays"
+
+    @property
+    def may_move(self) -> bool:
+        """Whether a backend is named, so that arrays may move to it."""
+        return any(name != AUTO for name in self.names)
+
+    def __str__(self) -> str:
+        names = ",".join(self.names)
+        return {
+            "argument": f"backend={names!r}",
+            "context": f"use_backend({names!r})",
+            "environment": f"{VARIABLE}={names}",
+            "arrays": "the arrays' own library",
+        }[self.channel]
+
+
+class _Here(ModuleType):
+    """The names that `use_backend` chooses for the code that reads them.
+
+    torch.compile cannot trace ContextVar.get (pytorch#186449). It reads an attribute of a module as
+    a constant, and its guard reads it again in the task that calls the program.
+    """
+
+    @property
+    def names(self) -> Names:
+        """The names of the innermost block, or none."""
+        return _context.get() or ()
+
+
+_NOTHING = Request(())
+_context: Context[Names] = Context("polyattn_backend")
+_here = _Here("here")
+_blocks_open = 0
+_any_block_open = False  # torch.compile guards on this rather than on the number
+_blocks_lock = threading.Lock()
+
+
+@contextmanager
+def use_backend(*names: str) -> Iterator[None]:
+    """Choose the backend for all calls that this thread or task makes inside the block.
+
+    It works around the call of a function compiled by torch.compile, in the same thread or task.
+    Inside such a function, pass ``backend=`` instead.
+
+    Parameters
+    ----------
+    *names : str
+        Backends in order, as ``name`` or ``name:device``; one string may hold several with commas.
+        ``auto`` is the arrays' own library, which is the default.
+
+    Yields
+    ------
+    None
+        Nothing; the choice ends with the block.
+
+    Raises
+    ------
+    UnknownBackendError
+        If no plugin has one of the names.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import polyattn
+    >>> x = np.ones((2, 5, 8), dtype=np.float32)
+    >>> with polyattn.use_backend("numpy"):
+    ...     polyattn.attention(x, x, x).shape
+    (2, 5, 8)
+    """
+    global _any_block_open, _blocks_open
+    parsed = parse(names, "use_backend")
+    check_known(Request(parsed, "context"))
+    with _blocks_lock:
+        _blocks_open += 1
+        _any_block_open = True
+    try:
+        with _context.block(parsed):
+            yield
+    finally:
+        with _blocks_lock:
+            _blocks_open -= 1
+            _any_block_open = _blocks_open > 0
+
+
+def request(backend: str | Sequence[str] | None) -> Request:
+    """Return the backends requested by argument, context or environment."""
+    if backend is not None:
+        return Request(parse(backend), "argument")
+    if _any_block_open:
+        names = _here.names
+        if names:
+            return Request(names, "context")
+    variable = _variable()
+    if variable:
+        return Request(parse(variable, f"{VARIABLE}="), "environment")
+    return _NOTHING
+
+
+def parse(backend: str | Sequence[str], source: str = "backend=") -> Names:
+    """Split a choice into backend names; errors refer to it as `source`."""
+    items = [backend] if isinstance(backend, str) else backend
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+        raise TypeError(
+            f"a backend is named by a string such as 'numpy' or 'torch:cuda'; got {backend!r}"
+        )
+    names = tuple(name.strip() for item in items for name in item.split(","))
+    if not names or "" in names:
+        raise ValueError(f"a backend's name is missing in {source}{backend!r}")
+    return names
+
+
+def check_known(requested: Request) -> None:
+    """Raise if no plugin has one of the requested names."""
+    known = (*registry.names(), registry.ARRAY_API, AUTO)
+    for name in requested.names:
+        stem, _, device = name.partition(":")
+        if stem == AUTO and device:
+            raise UnknownBackendError(
+                f"{AUTO} leaves the arrays where they are and takes no device; got {name!r}"
+            )
+        if stem not in known:
+            near = difflib.get_close_matches(stem, known, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else "."
+            examples = [f"{backend}:{stem}" for backend in _backends_on(stem)]
+            if examples:
+                meant = f": it is a kind of device, as in {' or '.join(examples)}."
+            raise UnknownBackendError(
+                f"no plugin provides the backend {stem!r}{meant} The names here are"
+                f" {', '.join(known)}; `polyattn backends` shows what each needs"
+                + (f" (asked for by {requested})" if requested.channel == "environment" else "")
+            )
+
+
+def _backends_on(device: str) -> list[str]:
+    """Return the backends that support this kind of device and others."""
+    return [s.name for s in registry.specs() if device in s.devices and len(s.devices) > 1]

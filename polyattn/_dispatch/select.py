@@ -1,0 +1,212 @@
+"""Select the kernel that runs a call.
+
+The requested backends are tried in order. The first that is installed and supports the call runs;
+no other is tried. If no backend is named, the arrays' own library runs and no array moves. Only
+static facts decide: shapes, dtypes, devices and options, never the values of an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from polyattn._base.arrays import is_namespace
+from polyattn._core.call.facts import Call
+from polyattn._core.call.problem import Problem
+from polyattn._core.expressions.scores import Chain, Function
+from polyattn._dispatch import registry
+from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
+from polyattn._dispatch.explanation import Candidate, Explanation
+from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
+from polyattn._dispatch.plan import Plan
+from polyattn._dispatch.request import AUTO, Names, Request, check_known
+from polyattn.plugin import Backend, Kernel
+
+
+def select(
+    call: Call, problem: Problem, requested: Request, kernel: str | Kernel | None, xp: Any
+) -> Plan:
+    """Return the plan of a call, or raise with the reasons against every candidate.
+
+    `xp` is the namespace of the query. The arguments and the registry decide alone.
+    """
+    plan, candidates = _try_candidates(call, problem, requested, kernel, xp)
+    if plan is None:
+        explanation = Explanation(call, problem, str(requested), tuple(candidates))
+        raise _error(explanation, kernel, requested)
+    return plan
+
+
+def explain_selection(
+    call: Call,
+    problem: Problem,
+    requested: Request,
+    kernel: str | Kernel | None,
+    xp: Any,
+) -> Explanation:
+    """Return the decision with all candidates; `xp` is None if only shapes are known."""
+    _, candidates = _try_candidates(call, problem, requested, kernel, xp, all_candidates=True)
+    return Explanation(call, problem, str(requested), tuple(candidates))
+
+
+def check_kernel(kernel: str | Kernel | None) -> None:
+    """Raise if `kernel` is neither the name of a kernel nor a valid kernel."""
+    if isinstance(kernel, Kernel):
+        flaw = registry.flaw(kernel)
+        if flaw is not None:
+            raise TypeError(f"the kernel in kernel= {flaw}")
+    elif kernel is not None and not isinstance(kernel, str):
+        raise TypeError(
+            f"a kernel is named by a string such as 'dense', or is an instance of Kernel; got"
+            f" {kernel!r}"
+        )
+
+
+def default_device(library: str) -> str:
+    """Return the default device of a library."""
+    for name in registry.serving(library):
+        if registry.load(name) is None and registry.devices_of(name):
+            return registry.devices_of(name)[0]
+    return "cpu"
+
+
+def check_possible(library: str, device: str) -> None:
+    """Raise if a library is not installed or has no arrays, or none on a device."""
+    serving = registry.serving(library)
+    if not registry.is_installed(library):
+        reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
+        raise ValueError(f"there can be no array of {library!r}: {reason}")
+    if not serving and not is_namespace(library):
+        raise ValueError(
+            f"there can be no array of {library!r}: this module has no arrays that follow the array"
+            f" API standard; name a library such as {', '.join(registry.names()[:3])}"
+        )
+    specs = [registry.spec_of(name) for name in serving if registry.load(name) is None]
+    if specs and not any(device.partition(":")[0] in spec.devices for spec in specs):
+        raise ValueError(f"there can be no array of {library} on {device!r}")
+
+
+def _error(
+    explanation: Explanation, kernel: str | Kernel | None, requested: Request
+) -> BackendError:
+    kind = BackendUnavailableError if explanation.unavailable else UnsupportedError
+    subject = f"kernel={kernel.name if isinstance(kernel, Kernel) else kernel!r} cannot"
+    if kernel is None:
+        subject = f"no backend {'that was asked for' if requested.names else 'here'} can"
+    # Line by line, since torch.compile cannot trace the text of a value inside a string.
+    error = kind("\n".join([f"{subject} take this call", *explanation.lines()]))
+    error.explanation = explanation
+    return error
+
+
+def _try_candidates(
+    call: Call,
+    problem: Problem,
+    requested: Request,
+    requested_kernel: str | Kernel | None,
+    xp: Any,
+    *,
+    all_candidates: bool = False,
+) -> tuple[Plan | None, list[Candidate]]:
+    """Try the candidates in order, up to the first that supports the call unless all are wanted."""
+    check_known(requested)
+    if not requested.may_move:
+        check_one_place(call)
+    plan: Plan | None = None
+    candidates: list[Candidate] = []
+    for name, is_fallback in _expanded(requested.names or (AUTO,), problem.library):
+        if is_fallback and plan is not None:
+            continue
+        placement = find_placement(call, problem, name, xp)
+        if isinstance(placement, Refusal):
+            candidates.append(Candidate(name, None, placement.status, (placement.reason,)))
+            continue
+        if _lacks_derivative(call, problem, placement):
+            candidates.append(Candidate(name, None, "refused", (_NO_DERIVATIVE,)))
+            continue
+        kernels = _matching(placement.kernels, requested_kernel)
+        for kernel in kernels:
+            candidate = _judge(
+                name, kernel, placement.problem, requested_kernel is not None, plan is not None
+            )
+            if all_candidates and candidate.status in ("chosen", "next"):
+                candidate = replace(candidate, remark=kernel.remark(placement.problem))
+            candidates.append(candidate)
+            if candidate.status == "chosen":
+                plan = Plan(kernel, placement, call.query.device)
+                if not all_candidates:
+                    return plan, candidates
+        if not kernels:
+            names = ", ".join(kernel.name for kernel in placement.kernels)
+            reason = f"it has no kernel of that name; it has {names}"
+            candidates.append(Candidate(name, str(requested_kernel), "refused", (reason,)))
+    return plan, candidates
+
+
+_NO_DERIVATIVE = (
+    "it differentiates no function: give the derivative of score_mod, as in"
+    " scores.function(f, derivative=g)"
+)
+
+
+def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> bool:
+    """Return whether the derivative of a score function is needed and cannot be had."""
+    if problem.features.isdisjoint(("backward", "jvp")) or "score_mod" not in problem.features:
+        return False
+    backend, score = placement.backend, call.score_mod
+    parts = score.parts if isinstance(score, Chain) else (score,)
+    given = all(part.derivative is not None for part in parts if isinstance(part, Function))
+    differentiates = backend is not None and type(backend).pullback is not Backend.pullback
+    return not differentiates and (isinstance(score, str) or not given)
+
+
+def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:
+    if isinstance(requested, Kernel):
+        return (requested,)
+    return [kernel for kernel in kernels if requested in (None, kernel.name)]
+
+
+def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
+    """Return the backends in order, each with whether it is tried only if no other can run."""
+    expanded: list[tuple[str, bool]] = []
+    for name in names:
+        if name == AUTO:
+            expanded += [(serving, False) for serving in registry.serving(library)]
+            expanded.append((registry.ARRAY_API, True))
+        else:
+            expanded.append((name, False))
+    return expanded
+
+
+def _judge(
+    backend: str, kernel: Kernel, problem: Problem, is_requested: bool, has_plan: bool
+) -> Candidate:
+    missing = sorted(problem.features - kernel.features)
+    if missing:
+        reasons = [f"it does not compute {', '.join(missing)}"]
+    else:
+        reasons = _device_reasons(kernel, problem) or kernel.reasons_against(problem)
+        if not isinstance(reasons, list):
+            raise TypeError(
+                f"reasons_against of the kernel {kernel.name} must return a list of strings; it"
+                f" returned {reasons!r}"
+            )
+    if reasons:
+        return Candidate(backend, kernel.name, "refused", tuple(reasons))
+    condition = None if is_requested else kernel.only_on_request(problem)
+    if condition is not None:
+        return Candidate(backend, kernel.name, "on request", (condition,))
+    return Candidate(backend, kernel.name, "next" if has_plan else "chosen")
+
+
+def _device_reasons(kernel: Kernel, problem: Problem) -> list[str]:
+    """Return the reasons why a kernel does not support the problem's device, if it is known."""
+    here = problem.device_kind
+    kinds_of = {"": kernel.devices} | {f: kernel.only_on.get(f) for f in sorted(problem.features)}
+    return [
+        f"it {f'computes {feature}' if feature else 'runs'} on {', '.join(sorted(kinds))} only, and"
+        f" this call is on {here}"
+        for feature, kinds in kinds_of.items()
+        if here and kinds is not None and here not in kinds
+    ]

@@ -1,0 +1,114 @@
+"""Attention by its formula, one step a line. Every kernel must equal it.
+
+The letters are those of the semantics: query (..., H, L, D), key (..., G, S, D), value
+(..., G, S, E), scores (..., H, L, S). Comments give the steps of its formula.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from polyattn._base.arrays import Array, cast, with_rank
+from polyattn._base.span import Span
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.grouped_heads import scaled, unfold_heads
+from polyattn._core.tiles.indices import Indices
+from polyattn._core.tiles.items import part_of
+from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
+from polyattn._kernels.masked_sum import hide, weighted_sum
+from polyattn.plugin import Backend
+
+
+def attention(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array | None]:
+    """Return the output, and the logsumexp if the problem asks for it."""
+    xp, rows, columns = backend.xp, Span(0, problem.query_length), Span(0, problem.key_length)
+    if 0 in problem.scores:
+        state = initial_state(problem, x, xp, rows)
+    else:
+        query = scaled(problem, x.query, xp)
+        state = attend(problem, x, backend, query, rows, columns)  # 1 to 5, 7 to 9
+        if x.sinks is not None:
+            state = combine(xp, initial_state(problem, x, xp, rows), state)  # 6
+    return normalize(problem, state, x.query.dtype, xp)  # 7, the division
+
+
+class Scores(NamedTuple):
+    """The scores of a tile (..., H, l, s) after the steps at which a derivative is taken."""
+
+    similar: Array | None  # before the scale; None for q·k, whose scale is in the query
+    product: Array  # 1
+    normed: Array  # 1, over the norm of the row
+    capped: Array  # 2
+    final: Array  # 5, −inf where a key is absent
+    visible: list[Array]  # a key takes part where all of these are True
+
+
+def scores(
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    query: Array,
+    key: Array,
+    at: Indices,
+    *,
+    masked: bool = True,
+) -> Scores:
+    """Return the scores of a tile: steps 1 to 5.
+
+    The query is the result of `scaled` for the tile's rows, the key has its dtype. If not `masked`,
+    causal, window and mask hide no key of the tile.
+    """
+    xp, similar = backend.xp, None
+    if x.similarity is None:
+        product = backend.matmul(query, xp.matrix_transpose(key))  # 1: scale · q·k
+        product = unfold_heads(problem, product, xp)
+    else:
+        similar = x.similarity.between(query, with_rank(key, len(query.shape)), backend)
+        similar = unfold_heads(problem, similar, xp)
+        product = problem.scale * similar
+    visible = list(at.visible()) if masked else []
+    normed = product
+    if problem.score_norm is not None:
+        normed = problem.score_norm.apply(product, visible, backend)
+    capped = normed
+    if problem.softcap is not None:
+        capped = problem.softcap * xp.tanh(normed / problem.softcap)  # 2
+    s = at.modified(capped)  # 3
+    if x.bias is not None:
+        bias = cast(xp, at.of_scores(x.bias), s.dtype)
+        s = hide(xp, s + bias, bias != -math.inf)  # 4
+    for seen in visible:
+        s = hide(xp, s, seen)  # 5
+    return Scores(similar, product, normed, capped, s, visible)
+
+
+def attend(
+    problem: Problem,
+    x: Operands,
+    backend: Backend,
+    query: Array,
+    rows: Span,
+    columns: Span,
+    *,
+    masked: bool = True,
+) -> SoftmaxState:
+    """Return attention of some rows to some keys, before the division; see `scores`."""
+    xp = backend.xp
+    at = Indices(problem, xp, x, rows, columns)
+    key = part_of(problem, x.key, columns, xp)
+    s = scores(problem, x, backend, query, key, at, masked=masked).final  # 1 to 5
+    if problem.normalizer is None:
+        weights, maximum, total = backend.softmax(s)  # 7
+    else:
+        weights = problem.normalizer.weights(s, backend)
+        total = xp.ones_like(s[..., :1])
+        maximum = xp.zeros_like(total)
+    if problem.dropout:
+        weights = xp.where(
+            at.keep_mask(), weights / (1 - problem.dropout), xp.zeros_like(weights)
+        )  # 8
+    value = part_of(problem, x.value, columns, xp)
+    output = weighted_sum(problem, backend, weights, s, value)  # 9
+    return SoftmaxState(output, maximum, total)

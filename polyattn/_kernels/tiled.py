@@ -1,0 +1,112 @@
+"""The same result in memory for one tile of scores, for any L and S.
+
+`combine` folds over blocks of keys, for one block of rows at a time. Empty tiles are skipped and
+full tiles are not masked, as far as static facts and readable arrays show.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from polyattn._base.arrays import Array
+from polyattn._base.span import Span
+from polyattn._core.call.features import FEATURES
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.band import band, column_span
+from polyattn._core.tiles.grouped_heads import scaled
+from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
+from polyattn._kernels.backward import gradients
+from polyattn._kernels.dense import attend
+from polyattn._kernels.jvp import pushforward
+from polyattn._kernels.visible_tiles import visible_tiles
+from polyattn.plugin import Backend, Kernel
+
+# The least scores of a tile per head, for any number of heads.
+SMALLEST = 2**12
+# The rows of a tile in a narrow band, at least.
+FEWEST_ROWS = 128
+
+
+class Tiled(Kernel):
+    """The formula, one tile of scores at a time, with memory for one tile beside the output."""
+
+    name = "tiled"
+    # A norm and a normalizer need a whole row at once.
+    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
+    # Over all heads: 4 MiB of float32 and a few copies, enough work to make calls into the array
+    # library cheap beside it.
+    tile = 2**20
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why there are no tiles."""
+        return ["its tiles need lengths that are known"] if problem.is_symbolic else []
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Return why `dense` is preferred: with one tile it does the same with less overhead."""
+        if math.prod(problem.scores) <= self.tile:
+            return "one tile holds all the scores: dense does the same"
+        return None
+
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
+        """Return the gradients, with memory for one tile beside them."""
+        sizes = block_sizes(problem, self.tile)
+        return gradients(problem, operands, residuals, cotangents, backend, *sizes)
+
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Return the tangents, with memory for one tile beside them."""
+        sizes = block_sizes(problem, self.tile)
+        return pushforward(problem, operands, residuals, tangents, backend, *sizes)
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        xp = backend.xp
+        if 0 in problem.scores:
+            empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
+            return normalize(problem, empty, operands.query.dtype, xp)
+        row_block, column_block = block_sizes(problem, self.tile)
+        low, high = band(problem)
+        if low is not None and high is not None and backend.is_eager(operands.query):
+            # Most scores of a taller tile would be hidden; the gradients prefer few tiles.
+            row_block = min(row_block, max(FEWEST_ROWS, high - low))
+        blocks = (
+            normalize(
+                problem,
+                _attend_rows(problem, operands, backend, rows, column_block),
+                operands.query.dtype,
+                xp,
+            )
+            for rows in Span(0, problem.query_length).split(row_block)
+        )
+        return backend.stack_rows(problem, operands.query, blocks)
+
+
+def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
+    """Return the rows and keys of a tile: about square, wider where rows are few."""
+    heads = max(1, math.prod(problem.batch) * problem.heads)
+    area = max(tile // heads, min(tile, SMALLEST))
+    rows = min(problem.query_length, int(area**0.5))
+    return max(1, rows), area // max(1, rows)
+
+
+def _attend_rows(
+    problem: Problem, x: Operands, backend: Backend, rows: Span, column_block: int
+) -> SoftmaxState:
+    xp: Any = backend.xp
+    query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
+    state = initial_state(problem, x, xp, rows)
+    tiles = column_span(problem, rows).split(column_block)
+    for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
+        tile = attend(problem, x, backend, query, rows, columns, masked=masked)
+        state = combine(xp, state, tile)
+    return state

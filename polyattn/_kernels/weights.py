@@ -1,0 +1,151 @@
+"""The weights as an array, for inspection, computed one block of rows at a time.
+
+Memory is needed for the result and for a few arrays of one block of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from polyattn._base.arrays import Array, cast, index_range
+from polyattn._base.span import Span
+from polyattn._core.call.features import FEATURES
+from polyattn._core.call.operands import Operands
+from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.grouped_heads import scaled, ungrouped
+from polyattn._core.tiles.indices import Indices
+from polyattn._core.tiles.items import part_of
+from polyattn._core.tiles.online_softmax import initial_state, or_zero
+from polyattn._kernels.dense import scores
+from polyattn._kernels.unknown_lengths import reasons_against_lengths
+from polyattn.plugin import Backend, Kernel
+
+
+@dataclass(frozen=True)
+class Weights(Kernel):
+    """The weight of each key for each row."""
+
+    name: ClassVar[str] = "weights"
+    features = frozenset(FEATURES) - {"backward", "jvp"}
+
+    # The rows and heads to return, in order; None for all, empty where the call has none.
+    rows: tuple[Span, ...] | None = None
+    heads: tuple[Span, ...] | None = None
+    top: int | None = None  # only so many largest weights of each row, with their keys
+    per_key: bool = False  # only the sums over the rows
+
+    # As many scores as the tiles of the array-API kernels have.
+    tile = 2**20
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what cannot be computed of lengths that are unknown."""
+        return reasons_against_lengths(problem)
+
+    def weights(
+        self, problem: Problem, operands: Operands, logsumexp: Array | None, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the weights (..., H, L, S) or their sums; with `top`, the keys as well."""
+        if problem.is_symbolic:
+            problem, operands = ungrouped(problem, operands, backend.xp)
+        if not self.heads:
+            return self._of(problem, operands, logsumexp, backend, None)
+        one_head = problem._replace(heads=1, key_heads=1)
+        found = []
+        for head in (head for span in self.heads for head in range(*span)):
+            group = head // problem.group_size
+            x = operands._replace(
+                query=operands.query[..., head : head + 1, :, :],
+                key=operands.key[..., group : group + 1, :, :],
+            )
+            found.append(self._of(one_head, x, logsumexp, backend, Span(head, head + 1)))
+        axis = -2 if self.per_key else -3
+        return _joined(backend.xp, found, axis)
+
+    def _of(
+        self, problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend,
+        heads: Span | None,
+    ) -> tuple[Array, Array | None]:  # fmt: skip
+        xp: Any = backend.xp
+        spans = self.rows or (Span(0, problem.query_length),)
+        if 0 in problem.scores:
+            count = sum([span.length for span in spans])
+            kept = problem.key_length if self.top is None else self.top
+            nothing = _nothing(problem._replace(value_size=kept), x, xp, count)
+            if self.top is not None:
+                return nothing, xp.astype(nothing, index_range(xp, 0, 1, nothing).dtype)
+            return self._look(nothing, xp)
+        blocks = spans
+        if not problem.is_symbolic:
+            row = math.prod(problem.batch) * problem.heads * problem.key_length
+            size = max(1, self.tile // row)
+            blocks = tuple([block for span in spans for block in span.split(size)])
+        found = [
+            self._look(weigh(problem, x, logsumexp, backend, rows, heads), xp) for rows in blocks
+        ]
+        if self.per_key:
+            total = found[0][0]
+            for sums, _ in found[1:]:
+                total = total + sums
+            return total, None
+        return _joined(xp, found, -2)
+
+    def _look(self, weights: Array, xp: Any) -> tuple[Array, Array | None]:
+        """Reduce the weights of a block of rows to the part that the caller wants."""
+        if self.per_key:
+            return xp.sum(weights, axis=-2), None
+        if self.top is None:
+            return weights, None
+        # + 0 makes a copy: a view would keep the order of all keys in memory.
+        keys = xp.argsort(weights, axis=-1, descending=True)[..., : self.top] + 0
+        return xp.take_along_axis(weights, keys, axis=-1), keys
+
+
+def _nothing(problem: Problem, x: Operands, xp: Any, rows: int) -> Array:
+    """Return E weights of each row of a call without rows, keys, heads or items: an empty array."""
+    empty = initial_state(problem, x._replace(sinks=None), xp, Span(0, rows)).output
+    return empty + 0  # a new array, because a broadcast view may be read-only
+
+
+def _joined(
+    xp: Any, found: list[tuple[Array, Array | None]], axis: int
+) -> tuple[Array, Array | None]:
+    if len(found) == 1:
+        return found[0]
+    weights, keys = zip(*found, strict=True)
+    return xp.concat(weights, axis=axis), None if keys[0] is None else xp.concat(keys, axis=axis)
+
+
+def weigh(
+    problem: Problem, x: Operands, logsumexp: Array | None, backend: Backend, rows: Span,
+    heads: Span | None,
+) -> Array:  # fmt: skip
+    """Return the weights of some rows, (..., H, l, S), 0 where a key is absent."""
+    xp, columns = backend.xp, Span(0, problem.key_length)
+    query = scaled(problem, x.query[..., rows.start : rows.stop, :], xp)
+    at = Indices(problem, xp, x, rows, columns, heads=heads)
+    key = part_of(problem, x.key, columns, xp)
+    s = scores(problem, x, backend, query, key, at).final
+    if problem.normalizer is not None:
+        weights = problem.normalizer.weights(s, backend)
+    elif logsumexp is not None:
+        known = cast(xp, at.of_scores(logsumexp[..., None]), s.dtype)
+        weights = xp.exp(s - or_zero(xp, known))  # if it is −inf, so are all scores
+    else:
+        sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)
+        weights = _softmax(backend, s, sink)
+    if problem.dropout:
+        weights = xp.where(at.keep_mask(), weights / (1 - problem.dropout), xp.zeros_like(weights))
+    return weights
+
+
+def _softmax(backend: Backend, scores: Array, sink: Array | None) -> Array:
+    """Return the weights of whole rows of scores, with a logit that has no key."""
+    xp = backend.xp
+    weights, maximum, total = backend.softmax(scores)
+    if sink is not None:
+        highest = or_zero(xp, xp.maximum(maximum, sink))
+        shrink = xp.exp(maximum - highest)
+        weights, total = weights * shrink, total * shrink + xp.exp(sink - highest)
+    return weights / xp.where(total == 0, xp.ones_like(total), total)
