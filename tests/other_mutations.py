@@ -93,11 +93,11 @@ MUTATIONS = (
      "mean = xp.zeros_like(output[..., :1])"),
     # the front door
     (SELECT + "test_a_block_of_a_generator_may_end_after_the_block_around_it",
-     "a block restores what was there at entry", "polyattn/_base/context.py",
+     "a block restores what was there at entry", "polyattn/_base/settings.py",
      "            self._innermost.set(self._open())",
      "            self._innermost.set(block.outer)"),
     (SELECT + "test_a_block_of_a_generator_may_end_in_another_context",
-     "a block that ended still holds", "polyattn/_base/context.py",
+     "a block that ended still holds", "polyattn/_base/settings.py",
      "block.is_open = False",
      "pass"),
     ("tests/backends/test_torch.py::test_a_compiled_call_takes_the_context_of_its_task",

@@ -1,10 +1,10 @@
-"""`polyattn._base.environment`: a variable is read at call time, however os.environ stores it."""
+"""`polyattn._base.settings`: a variable is read at call time, however os.environ stores it."""
 
 import os
 
 import pytest
 
-from polyattn._base.environment import reader_of
+from polyattn._base.settings import reader_of
 
 NAME = "POLYATTN_TEST_VARIABLE"
 

@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import SupportsIndex
 
-from polyattn._base.context import Context
-from polyattn._base.environment import reader_of
+from polyattn._base.settings import Context, reader_of
 
 VARIABLE = "POLYATTN_NUM_THREADS"
 _variable = reader_of(VARIABLE)

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
-from polyattn._base.context import Context
-from polyattn._base.environment import reader_of
+from polyattn._base.settings import Context, reader_of
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import UnknownBackendError
 

@@ -31,7 +31,7 @@ from polyattn import (
     use_threads,
 )
 from polyattn._base.arrays import library_of
-from polyattn._base.context import Context
+from polyattn._base.settings import Context
 from polyattn._base.threads import thread_count
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
