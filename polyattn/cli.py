@@ -18,8 +18,7 @@ from typing import Any
 
 import polyattn
 from polyattn._base.files import check_file, write_file
-from polyattn._base.progress import progress
-from polyattn._base.streams import complain, naming, open_streams, reason, settle, show
+from polyattn._base.streams import complain, naming, open_streams, progress, reason, settle, show
 from polyattn._dispatch import registry
 from polyattn._dispatch.errors import BackendError
 from polyattn.bench import command

@@ -16,8 +16,7 @@ import pytest
 import polyattn
 import polyattn_command
 from polyattn import BackendError, cli
-from polyattn._base.progress import progress
-from polyattn._base.streams import complain, reason, show
+from polyattn._base.streams import complain, progress, reason, show
 from polyattn._dispatch import listing
 from polyattn.cli import main
 from polyattn.conformance import CASES, Target

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from polyattn._base.text_table import printable
 
@@ -63,3 +63,10 @@ def settle(stream: TextIO) -> None:
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def progress(work: Iterable[Any] | None = None, *, unit: str, total: int | None = None) -> Any:
+    """Return a bar on standard error, if that is a terminal, that iterates over the work."""
+    from tqdm import tqdm
+
+    return tqdm(work, total=total, unit=unit, disable=None, leave=False, dynamic_ncols=True)

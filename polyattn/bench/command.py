@@ -17,8 +17,7 @@ from typing import Any
 
 from polyattn._base.extras import require_matplotlib
 from polyattn._base.files import check_file, replacing, write_file
-from polyattn._base.progress import progress
-from polyattn._base.streams import complain, reason, show
+from polyattn._base.streams import complain, progress, reason, show
 from polyattn._core.call.features import DTYPES
 
 LENGTHS = "256:4096"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from polyattn._base.progress import progress
+from polyattn._base.streams import progress
 from polyattn._core.call.features import DTYPES
 from polyattn._dispatch import registry
 from polyattn._dispatch.registry import ARRAY_API
