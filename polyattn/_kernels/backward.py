@@ -15,8 +15,8 @@ from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.derivatives import finite
+from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import fold_heads, unfold_heads
-from polyattn._core.tiles.items import part_of
 from polyattn._kernels.masked_sum import visible_product
 from polyattn._kernels.recomputed import RowBlock, Scored, score_tile
 from polyattn._kernels.sums import GradientSums

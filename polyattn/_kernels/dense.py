@@ -13,9 +13,9 @@ from polyattn._base.arrays import Array, cast, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import scaled, unfold_heads
 from polyattn._core.tiles.indices import Indices
-from polyattn._core.tiles.items import part_of
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 from polyattn._kernels.masked_sum import hide, weighted_sum
 from polyattn.plugin import Backend

@@ -14,9 +14,9 @@ from polyattn._base.span import Span
 from polyattn._core.call.features import FEATURES
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
-from polyattn._core.tiles.items import part_of
 from polyattn._core.tiles.online_softmax import initial_state, or_zero
 from polyattn._kernels.dense import scores
 from polyattn._kernels.unknown_lengths import reasons_against_lengths

@@ -28,13 +28,13 @@ from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 from polyattn._core.tiles.band import visible_band
+from polyattn._core.tiles.batch_axes import cut_items
 from polyattn._core.tiles.dropout import (
     WORDS,
     keep_mask_by_key,
     keep_mask_by_word,
     keep_mask_of_keys,
 )
-from polyattn._core.tiles.items import cut_items
 
 
 class Indices:
