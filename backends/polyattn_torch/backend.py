@@ -141,6 +141,8 @@ class TorchBackend(Backend):
         """Return whether tensors are ordinary ones, and no derivative is recorded."""
         return super().is_plain(*arrays) and not (
             torch._C._are_functorch_transforms_active()
+            or torch._C._get_tracing_state() is not None  # jit.trace, and export by it
+            or torch._C._len_torch_dispatch_stack()  # make_fx
             or getattr(forward_mode, "_current_level", -1) >= 0
             or (torch.is_grad_enabled() and any(array.requires_grad for array in arrays))
         )

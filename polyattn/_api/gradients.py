@@ -106,6 +106,8 @@ def attention_backward(
         )
     if into is not None and not isinstance(into, Gradients):
         raise TypeError(f"into must be Gradients; got a {type(into).__name__}")
+    if output_gradient is None:
+        raise TypeError("output_gradient must be an array of the shape of the output; got None")
     given: dict[str, Any] = {"query": query, "key": key, "value": value, **options}
     cotangents = Cotangents(output=output_gradient, logsumexp=logsumexp_gradient)
     return _backward(given, autocast(given), partial, cotangents, into)

@@ -46,13 +46,21 @@ def entries() -> list[Entry]:
 def _read(installed: Distribution, name: str) -> list[Entry]:
     try:
         ours = [one for one in installed.entry_points if one.group == GROUP]
-        return [Entry(one.name, f"{one.module}:{one.attr}", name) for one in ours]
+        return [_entry(one, name) for one in ours]
     except Exception:  # a line or a byte that cannot be parsed, in any group
         flaw = (
             f"the entry points of {name} cannot be read: install another release of it, or"
             " uninstall it"
         )
         return [Entry(name, "", name, flaw)]
+
+
+def _entry(one: EntryPoint, distribution: str) -> Entry:
+    flaw = None
+    if ":" not in one.value:
+        line = f"{one.name} = {one.value}"
+        flaw = f"the line {line!r} must be of the form name = module:object"
+    return Entry(one.name, one.value, distribution, flaw)
 
 
 def _text_of(installed: Distribution) -> str:

@@ -48,7 +48,7 @@ _array_api: dict[str, Backend] = {}
 def _find() -> dict[str, Registered]:
     if not _plugins:
         plugins: dict[str, Registered] = {}
-        # polyattn's plugins first, so that no other can take their names; malformed lines last.
+        # polyattn's plugins first, so that no other can take their names; broken entries last.
         for entry in sorted(entries(), key=_rank):
             plugin = _read(entry, plugins.get(entry.name))
             plugins.setdefault(plugin.name, plugin)

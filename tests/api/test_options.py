@@ -175,3 +175,19 @@ def test_transformers_refuses_a_new_option_by_name():
     transformers = pytest.importorskip("polyattn.integrations.transformers")
     with refused():
         transformers._check_others(types.SimpleNamespace(), None, {"temperature": 2.0})
+
+
+WRONG = (True, 1, 0.5, "text", lambda *indices: 0, rules.alibi(2), masks.causal())
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.axes is not None])
+@pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)
+def test_an_option_that_is_an_array_takes_nothing_else_in_silence(name, value):
+    row, is_number = OPTIONS[name], name == "query_offset" and type(value) is int
+    if is_number or (row.kind and (isinstance(value, row.kind) or inspect.isfunction(value))):
+        return
+    x = np.ones((1, 2, 3, 4), np.float32)
+    with pytest.raises(
+        TypeError, match=f"{name} (is a|must be)|goes in score_mod=, not in {name}="
+    ):
+        attention(x, x, x, **{name: value})

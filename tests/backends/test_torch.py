@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyattn
@@ -544,3 +545,18 @@ def test_blocks_of_rows_fit_the_caches_of_the_threads(monkeypatch):
     assert {block.length * 2 * 600 <= backend.block for block in blocks} == {True}
     assert backend.block == 3 * 2**15
     assert len(backend.row_blocks(query.to("meta"), query.to("meta"))) == 1
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("similarity", [scores.cosine(), scores.distance()])
+def test_what_is_traced_holds_for_other_numbers(similarity):
+    def call(query, key, value):
+        return attention(query, key, value, similarity=similarity)
+
+    rng = np.random.default_rng(0)
+    arrays = [torch.from_numpy(rng.standard_normal((1, 2, 5, 32), np.float32)) for _ in range(3)]
+    others = [arrays[0] + 1000, arrays[0] + 1000, arrays[2]]  # near to one another
+    others[1][..., 2, :] = 0
+    graph = make_fx(call, tracing_mode="real")(*arrays)
+    for traced in (graph, torch.jit.trace(call, arrays, check_trace=False)):
+        torch.testing.assert_close(traced(*others), call(*others))

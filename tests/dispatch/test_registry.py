@@ -360,6 +360,11 @@ def test_a_malformed_line_is_listed_and_does_not_affect_others(install, line):
         attention(X, X, X, backend="goood")
 
 
+def test_an_entry_that_names_a_module_only_is_listed_with_its_line(install):
+    install("polyattn-acme", ["acme = pkg"])
+    assert reasons()["acme"] == "the line 'acme = pkg' must be of the form name = module:object"
+
+
 def test_a_file_with_bytes_that_are_not_utf8(install):
     install("polyattn-acme", b"acme = pkg:SPEC\n[other]\n\xff")
     assert reasons()["polyattn-acme"] == UNREADABLE.format("polyattn-acme")

@@ -85,13 +85,14 @@ def _checked(options: dict[str, Any], home: Home | None) -> dict[str, Any]:
 
 def _described(name: str, value: Any, facts: Callable[[Any, str], ArrayFacts]) -> Any:
     """Return an option without the contents of arrays, functions and tables."""
-    if isinstance(value, (int, float, tuple)):
-        return value
-    if isinstance(value, Expression):
-        return value.spec(facts)
-    if callable(value):
-        return FUNCTION
-    return value if OPTIONS[name].axes is None else facts(value, name)
+    option = OPTIONS[name]
+    if option.kind is not None:
+        if isinstance(value, option.kind):
+            return value.spec(facts)
+        if callable(value):
+            return FUNCTION
+    is_number = option.axes is None or (name == "query_offset" and isinstance(value, int))
+    return value if is_number else facts(value, name)
 
 
 def _take_dropout_apart(

@@ -58,9 +58,9 @@ def _by_product(query: Array, key: Array, backend: Primitives) -> Array:
 def _near_squares(near: Array, query: Array, key: Array, backend: Primitives) -> Array:
     """Return the squares of the distances where `near` is True, in the order of its entries."""
     xp = backend.xp
-    *batch, rows, columns = xp.nonzero(near)
-    if rows.shape[0] * query.shape[-1] > math.prod(near.shape):
+    if int(xp.count_nonzero(near)) * query.shape[-1] > math.prod(near.shape):
         return joined(xp, by_rows(backend, partial(_square, xp), query, key))[near]
+    *batch, rows, columns = xp.nonzero(near)
     query, key = (xp.broadcast_to(x, (*near.shape[:-2], *x.shape[-2:])) for x in (query, key))
     query, key = query[(*batch, rows)], key[(*batch, columns)]
     return _square(xp, query[:, None, :], key[:, None, :])[:, 0, 0]
