@@ -24,10 +24,7 @@ INPUTS = ("query", "key", "value")
 def write(folder: Path, heads: int, rows: int, keys: int, chunk: int) -> None:
     """Write query, key, value and an empty output, a chunk at a time."""
     rng = np.random.default_rng(0)
-    for name, length in {
-        **dict(zip(INPUTS, (rows, keys, keys), strict=True)),
-        "output": rows,
-    }.items():
+    for name, length in {"query": rows, "key": keys, "value": keys, "output": rows}.items():
         step = min(chunk, length)
         file = zarr.create_array(
             store=str(folder / name),

@@ -65,10 +65,9 @@ def contenders(threads: int) -> dict[str, script.Call]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the times and their ratios."""
-    parser = script.parser(
-        *(__doc__, 15, "quick", "threads", "json", "cpu-time"),
-        **{"window": script.ONE_CALL, "rest": 2 * timing.REST},
-    )
+    flags = ("quick", "threads", "json", "cpu-time")
+    slow = {"window": script.ONE_CALL, "rest": 2 * timing.REST}
+    parser = script.parser(__doc__, 15, *flags, **slow)
     options = script.read(parser, arguments)
     with (
         script.measuring(options) as show,

@@ -74,10 +74,9 @@ def contenders(options: Any) -> dict[str, script.Call]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the times and their ratios; return 1 if the tokens differ."""
-    parser = script.parser(
-        *(__doc__, 15, "quick", "threads", "json", "cpu-time"),
-        **{"threads": 2, "window": script.ONE_CALL, "rest": 2 * timing.REST},
-    )
+    flags = ("quick", "threads", "json", "cpu-time")
+    slow = {"window": script.ONE_CALL, "rest": 2 * timing.REST}
+    parser = script.parser(__doc__, 15, *flags, threads=2, **slow)
     add = parser.add_argument
     add("--family", choices=FAMILIES, default="gpt2", help="(default: %(default)s)")
     add("--library", choices=LIBRARIES, default="numpy", help="of polyattn (default: %(default)s)")

@@ -27,10 +27,7 @@ Options = argparse.Namespace
 ONE_CALL = 1e-9  # seconds of a window: one call, after one to warm up
 FLAGS: dict[str, dict[str, Any]] = {
     "quick": {"action": "store_true", "help": "one round, of small shapes: no measurement"},
-    "threads": {
-        "type": int,
-        "help": "of each contender, 0 for all cores (default: %(default)s)",
-    },
+    "threads": {"type": int, "help": "of each contender, 0 for all cores (default: %(default)s)"},
     "cases": {"metavar": "TEXT", "help": "only cases with this text"},
     "json": {"type": Path, "metavar": "FILE", "help": "write the times"},
     "plot": {"type": Path, "metavar": "FILE.png", "help": "draw a plot"},
@@ -39,16 +36,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "count processor time, for a busy machine; with one thread",
     },
 }
-DEFAULTS: dict[str, Any] = {
-    "quick": False,
-    "threads": 0,
-    "cases": "",
-    "json": None,
-    "plot": None,
-    "cpu_time": False,
-    "window": 0.1,  # seconds; 0 for one call
-    "rest": timing.REST,
-}
+DEFAULTS: dict[str, Any] = {"quick": False, "threads": 0, "cases": "", "json": None, "plot": None}
+DEFAULTS |= {"cpu_time": False, "window": 0.1, "rest": timing.REST}  # the last two in seconds
 
 # ---- options -----------------------------------------------------------------------------------
 
