@@ -325,7 +325,14 @@ def test_commands_that_are_told_start_what_exists():
 COMPARISONS = sorted(
     file.stem for file in (BENCH / "peers").glob("*.py") if "__main__" in file.read_text()
 )
-ENGINES = {"mlx_fast": "mlx.core", "onnx_runtime": "onnxruntime"}
+ENGINES = {
+    "long_arrays": "distributed",
+    "mlx_fast": "mlx.core",
+    "onnx_runtime": "onnxruntime",
+    "ring": "torch",
+    "rules": "torch",
+    "scale": "distributed",
+}
 
 
 def printed(name, *options):
@@ -429,7 +436,6 @@ def test_long_arrays_are_compared_with_a_loop():
 
 @pytest.mark.slow
 def test_the_ring_is_compared_with_one_process():
-    pytest.importorskip("torch")
     small = "--length 512 --rounds 1 --calls 1 --strategies ring"
     rows = printed("ring", *small.split())
     assert re.search(r"^\| ring \| \d.* \| 5 \| 5 \| 1\.0 \|$", rows, re.M), rows
