@@ -11,10 +11,7 @@ number of threads.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,13 @@ import numpy as np
 import script
 from threadpoolctl import ThreadpoolController
 
-import polyattn
 from polyattn import nn
 from polyattn.bench import timing
 
-REFERENCE = "transformers"
 SENTENCES = Path(__file__).with_name("sentences.txt")
 
 
-def contenders(threads: int) -> dict[str, Callable[[], Any]]:
+def contenders(threads: int) -> dict[str, script.Call]:
     """Return the calls that embed the batch, by name."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -62,7 +57,7 @@ def contenders(threads: int) -> dict[str, Callable[[], Any]]:
         return total / np.linalg.norm(total, axis=-1, keepdims=True)
 
     return {
-        REFERENCE: run_transformers,
+        "transformers": run_transformers,
         "polyattn": lambda: packed.embed(ids, keep),
         "polyattn, padded": lambda: means(model(ids, mask=keep[:, None, None, :])),
     }
@@ -70,31 +65,16 @@ def contenders(threads: int) -> dict[str, Callable[[], Any]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the times and their ratios."""
-    parser = script.parser(__doc__, 15)
-    parser.add_argument("--threads", type=int, default=0, help="of each contender (default: all)")
-    parser.add_argument(
-        "--cpu-time",
-        action="store_true",
-        help="count processor time, for a busy machine; with one thread",
-    )
-    options = parser.parse_args(arguments)
-    threads = 1 if options.cpu_time else options.threads or script.all_threads()
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    print(f"{script.machine(threads)}; {options.rounds} rounds")
-    calls = contenders(threads)
-
-    def measure(name: str) -> float:
-        time.sleep(2 * timing.REST)
-        return timing.window(calls[name], 1e-9, clock=clock)  # one call, after one to warm up
-
-    with ThreadpoolController().limit(limits=threads), polyattn.use_threads(threads):
-        *_, times = timing.rounds(calls, measure, options.rounds)
-    for name, ratio in timing.ratios(times, REFERENCE).items():
-        print(
-            f"{name:16} {statistics.median(times[name]) * 1e3:6.1f} ms,"
-            f" best {min(times[name]) * 1e3:6.1f} ms,"
-            f" ratio {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-        )
+    flags = ("quick", "threads", "json", "cpu-time")
+    slow = {"window": script.ONE_CALL, "rest": 2 * timing.REST}
+    parser = script.parser(__doc__, 15, *flags, **slow)
+    options = script.read(parser, arguments)
+    with (
+        script.measuring(options) as show,
+        ThreadpoolController().limit(limits=options.threads),
+    ):
+        rows = script.compare(contenders(options.threads), options, script.difference)
+        show("32 sentences", rows, "", detail=lambda row: f", best {min(row.times) * 1e3:.1f} ms")
     return 0
 
 

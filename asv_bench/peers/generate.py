@@ -7,22 +7,17 @@ cache, all tokens are compared, and a time is that of one token.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import script
 from threadpoolctl import ThreadpoolController
 
-import polyattn
 from polyattn import nn
 from polyattn.bench import timing
 
-REFERENCE = "transformers"
 TOKENS = 1000
 FAMILIES = ("gpt2", "llama")
 LIBRARIES = ("numpy", "torch")
@@ -46,7 +41,7 @@ def their_model(family: str, layers: int, size: int, length: int) -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def contenders(options: Any) -> dict[str, Callable[[], Any]]:
+def contenders(options: Any) -> dict[str, script.Call]:
     """Return the functions that continue the prompt, by name."""
     import torch
     import transformers
@@ -74,12 +69,14 @@ def contenders(options: Any) -> dict[str, Callable[[], Any]]:
             first = ids if options.library == "numpy" else prompt
             return np.asarray(nn.generate(ours, first, options.steps))
 
-    return {REFERENCE: run_transformers, "polyattn": run_polyattn}
+    return {"transformers": run_transformers, "polyattn": run_polyattn}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the times and their ratios; return 1 if the tokens differ."""
-    parser = script.parser(__doc__, 15)
+    flags = ("quick", "threads", "json", "cpu-time")
+    slow = {"window": script.ONE_CALL, "rest": 2 * timing.REST}
+    parser = script.parser(__doc__, 15, *flags, threads=2, **slow)
     add = parser.add_argument
     add("--family", choices=FAMILIES, default="gpt2", help="(default: %(default)s)")
     add("--library", choices=LIBRARIES, default="numpy", help="of polyattn (default: %(default)s)")
@@ -87,38 +84,32 @@ def main(arguments: list[str] | None = None) -> int:
     add("--size", type=int, default=384, help="width, a multiple of 64 (default: %(default)s)")
     add("--prompt", type=int, default=32, help="tokens of the prompt (default: %(default)s)")
     add("--steps", type=int, default=64, help="tokens to add (default: %(default)s)")
-    add("--threads", type=int, default=2, help="of each contender (default: %(default)s)")
-    add(
-        "--cpu-time",
-        action="store_true",
-        help="count processor time, for a busy machine; with one thread",
-    )
-    options = parser.parse_args(arguments)
-    options.threads = 1 if options.cpu_time else options.threads
-    clock = time.process_time if options.cpu_time else time.perf_counter
-    print(f"{script.machine(options.threads)}; {options.rounds} rounds")
-    print(f"{options.family}, {options.layers} layers of {options.size}, {options.steps} tokens")
-    calls = contenders(options)
-
-    def measure(name: str) -> float:
-        time.sleep(2 * timing.REST)
-        return timing.window(calls[name], 1e-9, clock=clock) / options.steps
-
-    threads = options.threads
-    with ThreadpoolController().limit(limits=threads), polyattn.use_threads(threads):
-        expected, *found = (call() for call in calls.values())
-        if not all(np.array_equal(tokens, expected) for tokens in found):
+    options = script.read(parser, arguments)
+    if options.quick:
+        options.layers, options.size, options.steps = 1, 64, 4
+    title = f"{options.family}, {options.layers} layers of {options.size}, {options.steps} tokens"
+    with (
+        script.measuring(options) as show,
+        ThreadpoolController().limit(limits=options.threads),
+    ):
+        print(f"{title}; times of a token")
+        rows = script.compare(contenders(options), options, differ, parts=options.steps)
+        if any(row.error for row in rows):
             print("the tokens differ", file=sys.stderr)
             return 1
-        *_, times = timing.rounds(calls, measure, options.rounds)
-    for name, ratio in timing.ratios(times, REFERENCE).items():
-        spread = timing.spread_of(times[name])
-        print(
-            f"{name:12} {statistics.median(times[name]) * 1e3:6.2f} ms a token"
-            f" ({spread.low * 1e3:.2f} to {spread.high * 1e3:.2f}),"
-            f" ratio {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-        )
+        show(title, rows, "", detail=quartiles)
     return 0
+
+
+def differ(tokens: Any, expected: Any) -> float:
+    """Return the number of tokens that differ."""
+    return float(np.sum(tokens != expected))
+
+
+def quartiles(row: script.Row) -> str:
+    """Return the quartiles of the times."""
+    _, low, high = timing.spread_of(row.times)
+    return f" ({low * 1e3:.2f} to {high * 1e3:.2f})"
 
 
 if __name__ == "__main__":

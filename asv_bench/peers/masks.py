@@ -9,18 +9,16 @@ the times of the same round.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import script
 
 import polyattn
 from polyattn import masks
-from polyattn.bench import timing
 
 REFERENCE = "causal"
 HEADS, SIZE, LENGTH = 8, 64, 8192
@@ -46,8 +44,8 @@ def cases(length: int = LENGTH) -> dict[str, Any]:
     ids = documents(length, length // 16, spread=True)
     uneven = masks.segments(ids)
     return {
-        "full": None,
         REFERENCE: masks.causal(),
+        "full": None,
         "window(256, 0)": masks.window(256, 0),
         "window(1024, 0)": masks.window(1024, 0),
         "window(4096, 0)": masks.window(4096, 0),
@@ -70,59 +68,30 @@ def share(mask: Any, length: int) -> float:
     return sum(table) / len(table)
 
 
-class Timing(NamedTuple):
-    """The share of visible tiles, seconds per call, and the ratio to causal with its quartiles."""
-
-    share: float
-    seconds: float
-    ratio: float
-    low: float
-    high: float
-
-
-def measure(cases: dict[str, Any], length: int, rounds: int) -> dict[str, Timing]:
-    """Time the masks side by side."""
+def main() -> int:
+    """Print the table; draw the plot and write the times if asked."""
+    parser = script.parser(__doc__, 7, "quick", "plot", "json", window=0.0)
+    options = script.read(parser)
+    length = 1024 if options.quick else LENGTH
+    found = cases(length)
+    shares = {name: share(mask, length) for name, mask in found.items()}
     rng = np.random.default_rng(0)
     shape = (1, HEADS, length, SIZE)
     arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
-
-    def seconds(name: str) -> float:
-        call = partial(polyattn.attention, *arrays, mask=cases[name], backend="numpy")
-        return timing.window(call, 0.0)  # one call
-
-    next(timing.rounds(cases, seconds, 1))  # to warm up
-    *_, times = timing.rounds(cases, seconds, rounds)
-    return {
-        name: Timing(share(cases[name], length), statistics.median(times[name]), *ratio)
-        for name, ratio in timing.ratios(times, REFERENCE).items()
-    }
-
-
-def main() -> int:
-    """Print the table; draw the plot and write the times if asked."""
-    parser = script.parser(__doc__, 7)
-    script.add_files(parser.add_argument)
-    options = parser.parse_args()
-    length, rounds = (1024, 1) if options.quick else (LENGTH, options.rounds)
-    threads = script.all_threads()
-    with polyattn.use_threads(threads):
-        timings = measure(cases(length), length, rounds)
-    print(script.machine(threads))
-    print(f"{HEADS} heads of {SIZE}, {length} tokens; times over {REFERENCE}'s\n")
-    print(f"{'mask':28} {'visible tiles':>14} {'ms':>9} {'ratio':>7}  quartiles")
-    for name, timed in timings.items():
-        print(
-            f"{name:28} {timed.share:14.1%} {timed.seconds * 1e3:9.1f} {timed.ratio:7.3f}"
-            f"  {timed.low:.3f}-{timed.high:.3f}"
-        )
-    if options.json:
-        script.write_json(options.json, {name: x._asdict() for name, x in timings.items()})
+    attend = partial(polyattn.attention, *arrays, backend="numpy")
+    calls = {name: partial(attend, mask=mask) for name, mask in found.items()}
+    with script.measuring(options, shares=shares) as show:
+        title = f"{HEADS} heads of {SIZE}, {length} tokens"
+        print(f"{title}; times over {REFERENCE}'s, and visible tiles\n")
+        rows = script.compare(calls, options)
+        show(title, rows, "", digits=3, detail=lambda row: f" {shares[row.name]:7.1%}")
     if options.plot:
-        draw(timings, options.plot, script.machine(threads))
+        seconds = {row.name: row.seconds for row in rows}
+        draw(shares, seconds, options.plot, script.machine(options.threads))
     return 0
 
 
-def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
+def draw(shares: dict[str, float], seconds: dict[str, float], file: Path, where: str) -> None:
     """Draw time against the share of visible tiles, both logarithmic."""
     # Okabe and Ito's colours, each with a marker of its own.
     kinds = {
@@ -137,8 +106,8 @@ def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
         "bool": ("#56B4E9", "*"),
     }
     figure, axis = script.subplots(1, (7.5, 5), where)
-    whole = timings["full"].seconds
-    ends = (min(timing.share for timing in timings.values()) * 0.8, 1.0)
+    whole = seconds["full"]
+    ends = (min(shares.values()) * 0.8, 1.0)
     axis.loglog(
         ends,
         [end * whole for end in ends],
@@ -147,14 +116,14 @@ def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
         label="full × share of tiles",
     )
     named: set[str] = set()
-    for name, timed in timings.items():
+    for name, visible in shares.items():
         kind = next(kind for kind in kinds if name.startswith(kind))
         colour, marker = kinds[kind]
         hollow = "causal" in name and name != REFERENCE
         label = "windows" if kind == "window(" else name
         axis.loglog(
-            timed.share,
-            timed.seconds,
+            visible,
+            seconds[name],
             marker=marker,
             markersize=8,
             linestyle="",
@@ -163,9 +132,9 @@ def draw(timings: dict[str, Timing], file: Path, where: str) -> None:
             label=None if label in named else label,
         )
         named.add(label)
-    shares, seconds = (0.03, 0.1, 0.3, 1.0), (0.1, 0.2, 0.5, 1, 2, 5)
-    axis.set_xticks(shares, [f"{tick:.0%}" for tick in shares])
-    axis.set_yticks(seconds, [f"{tick:g}" for tick in seconds])
+    across, up = (0.03, 0.1, 0.3, 1.0), (0.1, 0.2, 0.5, 1, 2, 5)
+    axis.set_xticks(across, [f"{tick:.0%}" for tick in across])
+    axis.set_yticks(up, [f"{tick:g}" for tick in up])
     axis.minorticks_off()
     axis.set(
         xlabel=f"tiles of {TILE} × {TILE} with a visible key",

@@ -6,12 +6,14 @@ lines of NumPy and torch's `scaled_dot_product_attention`. A second table has th
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+import contextlib
+import sys
 from functools import partial
 from typing import Any
 
 import numpy as np
+import script
+from cases import textbook
 
 import polyattn
 from polyattn._base.arrays import library_of
@@ -22,31 +24,12 @@ from polyattn._core.call.problem import examine
 from polyattn._dispatch.cache import cached_call
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import select
-from polyattn.bench import timing
 
 SHAPE = (1, 1, 16, 16)
-ROUNDS = 41
-WINDOW = 0.02  # seconds
 
 
-def textbook(query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Compute softmax(query·keyᵀ/√D)·value."""
-    scores = query @ key.swapaxes(-1, -2) / np.sqrt(np.float32(query.shape[-1]))
-    scores = scores - scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores)
-    weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights @ value
-
-
-def measure(bare: Callable[..., Any], arrays: list[Any]) -> list[float]:
-    """Return the medians, in microseconds per call, of polyattn and of a bare call."""
-    calls = {"ours": partial(polyattn.attention, *arrays), "bare": partial(bare, *arrays)}
-    *_, times = timing.rounds(calls, lambda name: timing.window(calls[name], WINDOW), ROUNDS)
-    return [statistics.median(seconds) * 1e6 for seconds in times.values()]
-
-
-def steps(arrays: list[Any]) -> dict[str, float]:
-    """Return the medians, in microseconds, of the steps of a repeated call and of a first one."""
+def steps(arrays: list[Any]) -> dict[str, script.Call]:
+    """Return the steps of a repeated call and of a first one."""
     polyattn.attention(*arrays)
     requested, (call, _) = request(None), describe(*arrays)
     key, problem, xp = call_key(arrays, {}), examine(call), library_of(arrays[0]).xp
@@ -54,7 +37,7 @@ def steps(arrays: list[Any]) -> dict[str, float]:
     (known,) = cached_call(key, requested)
     kernel, (backend, _, chosen, _), _ = known.plan
     plain = Operands(*arrays)
-    calls = {
+    return {
         "whole call": lambda: polyattn.attention(*arrays),
         "key": lambda: call_key(arrays, {}),
         "request, look up": lambda: cached_call(key, request(None)),
@@ -64,33 +47,34 @@ def steps(arrays: list[Any]) -> dict[str, float]:
         "first: examine": lambda: examine(call),
         "first: select": lambda: select(call, problem, requested, None, xp),
     }
-    *_, times = timing.rounds(calls, lambda name: timing.window(calls[name], WINDOW / 4), ROUNDS)
-    return {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
 
 
-def main() -> None:
+def main() -> int:
     """Print a line for each installed library."""
+    parser = script.parser(__doc__, 41, "quick", window=0.02, rest=0.0)
+    options = script.read(parser)
     array = np.random.default_rng(0).standard_normal(SHAPE, dtype=np.float32)
-    cases = [("numpy", textbook, [array] * 3)]
-    try:
+    cases: dict[str, tuple[script.Call, list[Any]]] = {"numpy": (textbook, [array] * 3)}
+    with contextlib.suppress(ImportError):
         import torch
-    except ImportError:
-        pass
-    else:
+
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        cases.append(("torch", sdpa, [torch.from_numpy(array)] * 3))
-    print(f"{SHAPE} float32, microseconds per call, medians of {ROUNDS} alternating rounds")
-    for name, bare, arrays in cases:
-        ours, theirs = measure(bare, arrays)
-        print(
-            f"{name:6} polyattn {ours:6.1f}  bare {theirs:6.1f}  added {ours - theirs:6.1f}"
-            f"  ratio {ours / theirs:.2f}"
-        )
-    tables = {name: steps(arrays) for name, _, arrays in cases}
-    print("\nmicroseconds of the steps of a call" + "".join(f"{name:>8}" for name in tables))
-    for step in tables["numpy"]:
-        print(f"{step:35}" + "".join(f"{table[step]:8.1f}" for table in tables.values()))
+        cases["torch"] = (sdpa, [torch.from_numpy(array)] * 3)
+    with script.measuring(options):
+        print(f"{SHAPE}, times of a call")
+        for name, (bare, arrays) in cases.items():
+            calls = {
+                "bare": partial(bare, *arrays),
+                "polyattn": partial(polyattn.attention, *arrays),
+            }
+            print(f"{name:6}", script.added(script.compare(calls, options)))
+        options.window /= 4
+        tables = [script.compare(steps(arrays), options) for _, arrays in cases.values()]
+    print("\nmicroseconds of the steps of a call" + "".join(f"{name:>8}" for name in cases))
+    for step in zip(*tables, strict=True):
+        print(f"{step[0].name:35}" + "".join(f"{row.seconds * 1e6:8.1f}" for row in step))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,17 +17,18 @@ import sys
 import time
 from typing import Any
 
+import script
+
 STRATEGIES = ("ring", "gather", "heads")
 
 
 def main() -> None:
     """Time each strategy and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = script.parser(__doc__, 3)
     parser.add_argument("--length", type=int, default=8192, help="tokens in all")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--layout", default="zigzag")
-    parser.add_argument("--rounds", type=int, default=3, help="by turns")
     parser.add_argument("--calls", type=int, default=3, help="of each round")
     parser.add_argument("--full", action="store_true", help="without a causal mask")
     parser.add_argument("--backward", action="store_true", help="with gradients")
@@ -40,7 +41,10 @@ def main() -> None:
     seconds: dict[str, list[tuple[float, float]]] = {}
     for _ in range(given.rounds):
         for strategy in ("", *given.strategies.split(",")):
-            seconds.setdefault(strategy, []).append(launched(strategy, 1 if not strategy else None))
+            count = given.processes if strategy else 1
+            seconds.setdefault(strategy, []).append(
+                launched(strategy, count, given.processes // count)
+            )
     show(given, seconds)
 
 
@@ -67,17 +71,14 @@ def show(given: argparse.Namespace, seconds: dict[str, list[tuple[float, float]]
         )
 
 
-def launched(strategy: str, processes: int | None) -> tuple[float, float]:
+def launched(strategy: str, count: int, threads: int) -> tuple[float, float]:
     """Return the seconds of a call by processes of its own, and those of CPU of all of them."""
-    arguments = sys.argv[1:]
-    count = processes or option("--processes", 2)
-    threads = option("--processes", 2) // count
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
         subprocess.Popen(
-            [sys.executable, __file__, *arguments, "--one", strategy],
+            [sys.executable, __file__, *sys.argv[1:], "--one", strategy],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": str(threads),
@@ -95,12 +96,6 @@ def launched(strategy: str, processes: int | None) -> tuple[float, float]:
     wall, cpu = zip(*[json.loads(text) for text in printed], strict=True)
     print(f"{strategy or 'one process'}: {max(wall):.3f} s", file=sys.stderr, flush=True)
     return float(max(wall)), float(sum(cpu))
-
-
-def option(name: str, default: int) -> int:
-    """Return a number of the command line."""
-    arguments = sys.argv[1:]
-    return int(arguments[arguments.index(name) + 1]) if name in arguments else default
 
 
 def run_one(given: argparse.Namespace) -> None:

@@ -8,9 +8,7 @@ matrices, which loses the distance of vectors that are close together.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +18,8 @@ import numpy as np
 import script
 import torch
 
-import polyattn
 from polyattn import attention, scores
+from polyattn.bench import timing
 
 HEADS, SIZE, LENGTH = 8, 64, 1024
 DIFFERENCES = "donot_use_mm_for_euclid_dist"
@@ -69,40 +67,25 @@ RATIOS = {
 }
 
 
-def measure(length: int, rounds: int) -> dict[str, list[float]]:
-    """Return the processor time of each call in each round."""
-    rng = np.random.default_rng(0)
-    shape = (1, HEADS, length, SIZE)
-    given = calls([rng.standard_normal(shape, dtype=np.float32) for _ in range(3)])
-    times: dict[str, list[float]] = {name: [] for name in given}
-    for number in range(rounds + 1):
-        for name, call in given.items():
-            start = time.process_time()
-            call()
-            if number:  # the first round warms up
-                times[name].append(time.process_time() - start)
-    return times
-
-
 def main() -> int:
     """Print the table."""
-    parser = script.parser(__doc__, 7)
-    script.add_quick(parser.add_argument)
-    options = parser.parse_args()
-    length, rounds = (256, 1) if options.quick else (LENGTH, options.rounds)
+    options = script.read(script.parser(__doc__, 7, "quick", cpu_time=True, window=0.0))
+    length = 256 if options.quick else LENGTH
     torch.set_num_threads(1)
-    with polyattn.use_threads(1), torch.no_grad():
-        times = measure(length, rounds)
-    print(script.machine(1))
-    print(f"{HEADS} heads of {SIZE}, {length} tokens; processor time\n")
+    rng = np.random.default_rng(0)
+    shape = (1, HEADS, length, SIZE)
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
+    with script.measuring(options, "float32; processor time"), torch.no_grad():
+        rows = {row.name: row for row in script.compare(calls(arrays), options)}
+    print(f"{HEADS} heads of {SIZE}, {length} tokens\n")
     print(f"{'call':22} {'ms':>8} {'ratio':>6}  to")
     for library in ("numpy", "torch"):
         for option, others in RATIOS.items():
-            own = times[f"{library}, {option}"]
+            own = rows[f"{library}, {option}"]
             for other in (name.format(library) for name in others):
-                ratio = statistics.median(a / b for a, b in zip(own, times[other], strict=True))
-                ms = statistics.median(own) * 1e3
-                print(f"{library + ', ' + option:22} {ms:8.1f} {ratio:6.2f}  {other}")
+                times = {"": own.times, other: rows[other].times}
+                ratio = timing.ratios(times, other)[""].median
+                print(f"{own.name:22} {own.seconds * 1e3:8.1f} {ratio:6.2f}  {other}")
     return 0
 
 

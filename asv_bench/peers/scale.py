@@ -9,25 +9,16 @@ do not.
 from __future__ import annotations
 
 import argparse
-import logging
 import math
 import os
-import tempfile
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import dask
 import dask.array as da
-import numpy as np
+import disk
 import script
-import zarr
-from distributed import Client, LocalCluster
 
 import polyattn
-
-SIZE = 64
 
 
 class Row(NamedTuple):
@@ -55,21 +46,6 @@ ROWS = {
 QUICK = Row(2, 4096, 4096, 1024, {"window": (255, 0)}, "512MB")
 
 
-def write(folder: Path, row: Row) -> None:
-    """Write query, key, value and an empty output, a chunk at a time."""
-    rng = np.random.default_rng(0)
-    tokens = {"query": row.rows, "key": row.keys, "value": row.keys, "output": row.rows}
-    for name, length in tokens.items():
-        chunk = min(row.chunk, length)
-        file = zarr.create_array(
-            store=str(folder / name), shape=(row.heads, length, SIZE),
-            chunks=(row.heads, chunk, SIZE), dtype="float32", compressors=None,
-        )  # fmt: skip
-        for first in range(0, 0 if name == "output" else length, chunk):
-            part = file[:, first : first + chunk].shape
-            file[:, first : first + chunk] = rng.standard_normal(part, dtype=np.float32)
-
-
 def pairs_seen(row: Row) -> int:
     """Return the number of pairs of chunks of which some row sees a key, by arithmetic."""
     left, right = row.options.get("window", (row.keys, row.keys))
@@ -82,12 +58,12 @@ def pairs_seen(row: Row) -> int:
     )
 
 
-def built(row: Row, arrays: Sequence[da.Array]) -> tuple[da.Array, list[str]]:
+def built(row: Row, arrays: list[da.Array]) -> tuple[da.Array, list[str]]:
     """Return the output as a dask array, and what its graph is held against."""
     start = time.perf_counter()
     output = polyattn.attention(*arrays, **row.options)
     seconds = time.perf_counter() - start
-    tasks = len(output.dask) - sum(len(x.dask) for x in arrays)
+    tasks = disk.tasks_of(output, arrays)
     computed = sum(
         isinstance(needed, tuple) and needed[0] == arrays[1].name
         for all_needed in output.dask.get_all_dependencies().values()
@@ -104,48 +80,24 @@ def bound(found: float, most: float) -> str:
     return "" if most == math.inf else f"[<= {most:g}: {'kept' if found <= most else 'BROKEN'}]"
 
 
-def peak() -> float:
-    """Return the peak memory of this process in MiB, since it began."""
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(text.partition("VmHWM:")[2].split()[0]) / 1024
-
-
 def run(row: Row) -> list[str]:
     """Run a row from files to a file, and return what is held against bounds."""
-    with (
-        tempfile.TemporaryDirectory() as name,
-        dask.config.set({"temporary-directory": name, "polyattn.group-size": row.group}),
-        LocalCluster(
-            n_workers=2,
-            threads_per_worker=1,
-            memory_limit=row.limit,
-            dashboard_address=None,
-            silence_logs=logging.CRITICAL,
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        folder = Path(name)
-        client.run(lambda: polyattn.attention(*[np.ones((8, 8), np.float32)] * 3))
-        idle, processes = max(client.run(peak).values()), client.run(os.getpid)
-        write(folder, row)
-        output, found = built(
-            row, [da.from_zarr(str(folder / x)) for x in ("query", "key", "value")]
-        )
+    with disk.cluster(row.limit, **{"polyattn.group-size": row.group}) as (folder, client):
+        idle, processes = max(client.run(disk.peak).values()), client.run(os.getpid)
+        disk.write(folder, row.heads, row.rows, row.keys, row.chunk)
+        output, found = built(row, disk.lazy(folder))
         start = time.perf_counter()
-        da.store(output, zarr.open_array(str(folder / "output")), lock=False)
+        disk.store(output, folder)
         found.append(f"ran {time.perf_counter() - start:.0f} s")
-        most, same = max(client.run(peak).values()), client.run(os.getpid) == processes
-        check(folder, row)
+        most, same = max(client.run(disk.peak).values()), client.run(os.getpid) == processes
+        check(row, *disk.opened(folder))
     found.append(f"peak {most:.0f} MiB a worker {bound(most, row.peak)}")
     found.append(f"{idle:.0f} MiB idle, limit {row.limit}")
     return found if same else [*found, "BROKEN: a worker was restarted"]
 
 
-def check(folder: Path, row: Row) -> None:
+def check(row: Row, query: Any, key: Any, value: Any, output: Any) -> None:
     """Compare the last rows of the output with one call in memory."""
-    query, key, value, output = (
-        zarr.open_array(str(folder / name)) for name in ("query", "key", "value", "output")
-    )
     expected = polyattn.attention(query[:1, -64:], key[:1], value[:1], **row.options)
     off = abs(output[:1, -64:] - expected).max()
     if not off < 1e-5:
@@ -166,7 +118,7 @@ def main() -> None:
         if row.limit:
             found = run(row)
         else:
-            shape, chunks = (row.heads, row.keys, SIZE), (row.heads, row.chunk, SIZE)
+            shape, chunks = (row.heads, row.keys, disk.SIZE), (row.heads, row.chunk, disk.SIZE)
             arrays = [da.zeros(shape, chunks=chunks, dtype="float32", name=x) for x in "qkv"]
             _, found = built(row, arrays)
         print(f"{name}: " + "; ".join(found), flush=True)

@@ -1,36 +1,76 @@
-"""Shared parts of the scripts in this folder: options, the first line, JSON and plots."""
+"""Shared parts of the scripts in this folder: options, comparisons of calls, and their rows.
+
+A script gives the calls to compare, by name. Each round gives every call a window in turn, and a
+ratio is the median over the rounds of one window's time over the reference's in the same round.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+import polyattn
+from polyattn.bench import timing
 from polyattn.bench.machine import processor, versions
 
+Call = Callable[[], Any]
+Options = argparse.Namespace
+ONE_CALL = 1e-9  # seconds of a window: one call, after one to warm up
+FLAGS: dict[str, dict[str, Any]] = {
+    "quick": {"action": "store_true", "help": "one round, of small shapes: no measurement"},
+    "threads": {"type": int, "help": "of each contender, 0 for all cores (default: %(default)s)"},
+    "cases": {"metavar": "TEXT", "help": "only cases with this text"},
+    "json": {"type": Path, "metavar": "FILE", "help": "write the times"},
+    "plot": {"type": Path, "metavar": "FILE.png", "help": "draw a plot"},
+    "cpu-time": {
+        "action": "store_true",
+        "help": "count processor time, for a busy machine; with one thread",
+    },
+}
+DEFAULTS: dict[str, Any] = {"quick": False, "threads": 0, "cases": "", "json": None, "plot": None}
+DEFAULTS |= {"cpu_time": False, "window": 0.1, "rest": timing.REST}  # the last two in seconds
 
-def parser(doc: str, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser with ``--rounds``, described by the first paragraph of a docstring."""
+# ---- options -----------------------------------------------------------------------------------
+
+
+def parser(doc: str, rounds: int, *flags: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser with ``--rounds`` and some of `FLAGS`.
+
+    It is described by the first paragraph of a docstring. `defaults` replace those of `DEFAULTS`.
+    """
     arguments = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    arguments.set_defaults(**DEFAULTS | defaults)
     arguments.add_argument(
         "--rounds", type=int, default=rounds, help="alternating rounds (default: %(default)s)"
     )
+    for flag in flags:
+        arguments.add_argument(f"--{flag}", **FLAGS[flag])
     return arguments
 
 
-def add_quick(add: Any) -> None:
-    """Add ``--quick``."""
-    add("--quick", action="store_true", help="one round of small shapes: a check, no measurement")
+def read(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> Options:
+    """Parse the command line; a quick run has one round of one call each."""
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.rounds, options.window = 1, 0.0
+    options.threads = 1 if options.cpu_time else options.threads or all_threads()
+    return options
 
 
-def add_files(add: Any) -> None:
-    """Add ``--quick``, ``--plot`` and ``--json``."""
-    add_quick(add)
-    add("--plot", type=Path, metavar="FILE.png", help="draw a plot")
-    add("--json", type=Path, metavar="FILE", help="write the times")
+def chosen(options: Options, cases: Iterable[Any], quick: Iterable[Any]) -> Iterator[Any]:
+    """Yield the cases that are asked for."""
+    for case in quick if options.quick else cases:
+        if options.cases in case.title:
+            yield case
 
 
 def all_threads() -> int:
@@ -38,9 +78,123 @@ def all_threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+# ---- comparisons -------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A call: its seconds in each round, their ratio to the reference's, and the largest error."""
+
+    name: str
+    times: list[float]
+    ratio: timing.Spread
+    error: float | None
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return statistics.median(self.times)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        median, low, high = self.ratio
+        ratio = {"ratio": median, "low": low, "high": high}
+        return {"contender": self.name, "seconds": self.seconds, **ratio, "error": self.error}
+
+
+def compare(
+    calls: dict[str, Call],
+    options: Options,
+    error: Callable[[Any, Any], float] | None = None,
+    exact: Any = None,
+    parts: int = 1,
+) -> list[Row]:
+    """Time calls in turns, over the first; `parts` are those of a call that are timed as one.
+
+    An `error` is that of a result against the `exact` one, by default that of the first call.
+    """
+    errors = {}
+    for name, call in calls.items():  # also warms up
+        result = call()
+        exact = result if exact is None else exact
+        errors[name] = None if error is None else error(result, exact)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+
+    def measure(name: str) -> float:
+        return window(calls[name], options.window, options.rest, clock) / parts
+
+    *_, times = timing.rounds(calls, measure, options.rounds)
+    ratios = timing.ratios(times, next(iter(calls)))
+    return [Row(name, own, ratios[name], errors[name]) for name, own in times.items()]
+
+
+def window(
+    call: Call,
+    seconds: float,
+    rest: float = timing.REST,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return seconds per call over a window, after a rest; without a window, of one call."""
+    if seconds:
+        time.sleep(rest)
+    return timing.window(call, seconds, clock=clock)
+
+
+def difference(result: Any, exact: Any) -> float:
+    """Return the largest difference of two results."""
+    one, other = (np.asarray(x, dtype=np.float32) for x in (result, exact))
+    return float(np.abs(one - other).max())
+
+
+# ---- results -----------------------------------------------------------------------------------
+
+
 def machine(threads: int, dtypes: str = "float32") -> str:
     """Describe the processor and the libraries that the times were measured on."""
     return f"{processor()}, {threads} threads each; {versions()}; {dtypes}"
+
+
+@contextlib.contextmanager
+def measuring(
+    options: Options, dtypes: str = "float32", **facts: Any
+) -> Iterator[Callable[..., None]]:
+    """Hold polyattn to the threads, and yield `show`, which prints rows; write JSON at the end."""
+    where = machine(options.threads, dtypes)
+    print(f"{where}; {options.rounds} rounds", flush=True)
+    results: list[dict[str, Any]] = []
+
+    def show(title: str, rows: list[Row], label: str | None = None, **style: Any) -> None:
+        about = style.pop("about", {})
+        text = f"{title:34} " if label is None else label
+        print("\n".join(text + line for line in lines(rows, **style)), flush=True)
+        results.extend({"case": title} | about | row.facts() for row in rows)
+
+    with polyattn.use_threads(options.threads):
+        yield show
+    if options.json:
+        write_json(options.json, {"machine": where, **facts, "results": results})
+
+
+def lines(
+    rows: list[Row], detail: Callable[[Row], str] = lambda row: "", digits: int = 2
+) -> Iterator[str]:
+    """Yield a line for each row: time, what else is told, ratio with quartiles, and error."""
+    width = max(14, *(len(row.name) for row in rows))
+    for row in rows:
+        text = f"{row.name:{width}} {row.seconds * 1e3:10.3f} ms{detail(row)}"
+        median, low, high = (f"{number:.{digits}f}" for number in row.ratio)
+        text += f"  ratio {median} ({low} to {high})"
+        yield text if row.error is None else f"{text}  error {row.error:.1e}"
+
+
+def added(rows: list[Row]) -> str:
+    """Return what the second call adds to the first, in microseconds, with quartiles."""
+    bare, ours = rows
+    spread = timing.spread_of([a - b for a, b in zip(ours.times, bare.times, strict=True)])
+    median, low, high = (f"{second * 1e6:.1f}" for second in spread)
+    return (
+        f"{bare.name} {bare.seconds * 1e6:.1f} µs, {ours.name} {ours.seconds * 1e6:.1f} µs,"
+        f" added {median} ({low} to {high}) µs, ratio {ours.ratio.median:.2f}"
+    )
 
 
 def write_json(file: Path, times: Any) -> None:

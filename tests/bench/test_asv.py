@@ -322,33 +322,37 @@ def test_commands_that_are_told_start_what_exists():
     assert not [name for name in told if not (ROOT / name).exists()]
 
 
-COMPARISONS = [
-    "backward",
-    "cpu",
-    "encoder",
-    "generate",
-    "gpu",
-    "half",
-    "masks",
-    "mlx_fast",
-    "onnx_runtime",
-]
-ENGINES = {"mlx_fast": "mlx.core", "onnx_runtime": "onnxruntime"}
+COMPARISONS = sorted(
+    file.stem for file in (BENCH / "peers").glob("*.py") if "__main__" in file.read_text()
+)
+ENGINES = {
+    "long_arrays": "distributed",
+    "mlx_fast": "mlx.core",
+    "onnx_runtime": "onnxruntime",
+    "ring": "torch",
+    "rules": "torch",
+    "scale": "distributed",
+}
+
+
+def printed(name, *options):
+    """Return what a comparison with peers prints."""
+    pytest.importorskip(ENGINES.get(name, "numpy"))
+    command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_a_comparison_with_peers_says_how_it_is_used(name):
-    pytest.importorskip(ENGINES.get(name, "numpy"))
-    command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "--rounds" in told
+    assert ("--quick" if name == "scale" else "--rounds") in printed(name, "--help")
 
 
 @pytest.mark.slow
 def test_the_comparison_of_masks_runs():
-    command = [sys.executable, str(BENCH / "peers" / "masks.py"), "--quick"]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert re.search(r"^causal +\d\d\.\d% .* 1\.000  1\.000-1\.000$", rows, re.MULTILINE)
+    rows = printed("masks", "--quick")
+    assert re.search(
+        r"^causal .* \d\d\.\d%  ratio 1\.000 \(1\.000 to 1\.000\)$", rows, re.MULTILINE
+    )
 
 
 GENERATION = "generate --library torch --layers 1 --size 64 --prompt 4 --steps 3 --rounds 1"
@@ -356,20 +360,51 @@ GENERATION = "generate --library torch --layers 1 --size 64 --prompt 4 --steps 3
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "ratios"), [("half --quick", 6), ("backward --quick", 16), (GENERATION, 4)]
+    ("arguments", "ratios"),
+    [
+        ("half --quick", 6),
+        ("backward --quick", 16),
+        ("cpu --quick --cases 256,", 15),
+        ("mlx_fast --quick", 4),
+        (GENERATION, 4),
+    ],
 )
 def test_a_comparison_prints_a_ratio_for_each_contender(arguments, ratios):
-    name, *options = arguments.split()
-    command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), *options]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert len(re.findall(r"\d\.\d\d(?:-| to )\d+\.\d\d", rows)) == ratios, rows
+    rows = printed(*arguments.split())
+    assert len(re.findall(r"\d\.\d\d to \d+\.\d\d", rows)) == ratios, rows
+
+
+@pytest.mark.slow
+def test_times_are_written(tmp_path):
+    file = tmp_path / "times.json"
+    printed("half", "--quick", "--cases", "causal", "--threads", "1", "--json", str(file))
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert {row["case"] for row in results} == {"(1, 2, 64, 64, 16) causal"}
+    assert results[0]["contender"] == "float32"
+    assert [results[0][name] for name in ("ratio", "low", "high", "error")] == [1.0, 1.0, 1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_what_a_call_adds_and_its_steps_are_told():
+    rows = printed("overhead", "--quick")
+    assert re.search(
+        r"^numpy +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", rows, re.MULTILINE
+    )
+    assert re.search(r"^first: select +\d+\.\d", rows, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_rules_are_compared_with_others():
+    pytest.importorskip("torch")
+    assert (
+        len(re.findall(r"^(?:numpy|torch), \S+ .*\d\.\d\d  ", printed("rules", "--quick"), re.M))
+        == 10
+    )
 
 
 @pytest.mark.slow
 def test_the_comparison_with_onnxruntime_runs():
-    pytest.importorskip("onnxruntime")
-    command = [sys.executable, str(BENCH / "peers" / "onnx_runtime.py"), "--quick"]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    rows = printed("onnx_runtime", "--quick")
     errors = [float(number) for number in re.findall(r"error (\S+)$", rows, re.MULTILINE)]
     assert len(errors) == 14  # two calls of three contenders, and four of two exports
     assert max(errors) < 1e-5
@@ -377,18 +412,8 @@ def test_the_comparison_with_onnxruntime_runs():
 
 
 @pytest.mark.slow
-def test_the_comparison_with_the_kernel_of_mlx_runs():
-    pytest.importorskip("mlx.core")
-    command = [sys.executable, str(BENCH / "peers" / "mlx_fast.py"), "--quick"]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert [row.split()[5] for row in rows.splitlines()[1:]] == ["full", "causal"]
-
-
-@pytest.mark.slow
 def test_every_option_is_timed_and_agrees_with_the_formula():
-    command = [sys.executable, str(BENCH / "peers" / "every_option.py"), "--quick"]
-    command += ["--library", "numpy", "--worst", "3"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    lines = printed("every_option", "--quick", "--library", "numpy", "--worst", "3")
     rows = [row for row in lines.splitlines() if row.startswith("| numpy | 1")]
     assert len(rows) == 3
     assert all(re.search(r"\| `.+` \| \S+ \| \S+ \| \S+ \| \*\*\S+\*\* \|$", row) for row in rows)
@@ -396,10 +421,24 @@ def test_every_option_is_timed_and_agrees_with_the_formula():
 
 @pytest.mark.slow
 def test_the_bounds_of_long_arrays_are_checked():
-    command = [sys.executable, str(BENCH / "peers" / "scale.py"), "--quick"]
-    line = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    line = printed("scale", "--quick")
     assert "quick: 7 of 16 pairs [<= 7: kept]; 4 tasks" in line
     assert "BROKEN" not in line
+
+
+@pytest.mark.slow
+def test_long_arrays_are_compared_with_a_loop():
+    rows = printed("long_arrays", "--quick")
+    assert re.search(
+        r"^dask \S+ s, loop \S+ s\nratio \S+\npeak of the workers: \d+ MiB$", rows, re.M
+    )
+
+
+@pytest.mark.slow
+def test_the_ring_is_compared_with_one_process():
+    small = "--length 512 --rounds 1 --calls 1 --strategies ring"
+    rows = printed("ring", *small.split())
+    assert re.search(r"^\| ring \| \d.* \| 5 \| 5 \| 1\.0 \|$", rows, re.M), rows
 
 
 def test_the_example_of_a_new_benchmark_runs():
