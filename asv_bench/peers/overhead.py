@@ -1,12 +1,14 @@
 """The overhead of `polyattn.attention` over the bare call that it makes, on very small arrays.
 
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
-lines of NumPy and torch's `scaled_dot_product_attention`. A second table has the steps of a call.
+lines of NumPy and torch's `scaled_dot_product_attention`. A second table has the steps of a call,
+and a third one the whole time of calls with options, most of which are described each time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from functools import partial
 from typing import Any
@@ -16,6 +18,8 @@ import script
 from cases import textbook
 
 import polyattn
+from polyattn import masks, scores
+from polyattn._api.run import plan_of
 from polyattn._base.arrays import library_of
 from polyattn._core.call.describe import describe
 from polyattn._core.call.key import call_key
@@ -35,7 +39,7 @@ def steps(arrays: list[Any]) -> dict[str, script.Call]:
     key, problem, xp = call_key(arrays, {}), examine(call), library_of(arrays[0]).xp
     assert key is not None
     (known,) = cached_call(key, requested)
-    kernel, (backend, _, chosen, _), _ = known.plan
+    kernel, (backend, _, chosen, _), *_ = known.plan
     plain = Operands(*arrays)
     return {
         "whole call": lambda: polyattn.attention(*arrays),
@@ -46,6 +50,24 @@ def steps(arrays: list[Any]) -> dict[str, script.Call]:
         "first: describe": lambda: describe(*arrays),
         "first: examine": lambda: examine(call),
         "first: select": lambda: select(call, problem, requested, None, xp),
+    }
+
+
+def described(arrays: list[Any]) -> dict[str, script.Call]:
+    """Return calls with options, and one with gradients."""
+    attention, bias = polyattn.attention, arrays[0][0, 0]
+    mask = masks.window(4, 0) | masks.prefix(2)
+    own = copy.copy(plan_of(describe(*arrays)[0], arrays[0], None, "dense").kernel)
+    four = {"bias": bias, "mask": mask, "softcap": 5.0, "score_mod": scores.alibi(1)}
+    return {
+        "plain": lambda: attention(*arrays),
+        "is_causal": lambda: attention(*arrays, is_causal=True),
+        "mask, an array": lambda: attention(*arrays, mask=bias > 0),
+        "mask, an expression": lambda: attention(*arrays, mask=mask),
+        "dropout": lambda: attention(*arrays, dropout=(0.1, 3)),
+        "mask, bias, softcap, score_mod": lambda: attention(*arrays, **four),
+        "kernel, an object": lambda: attention(*arrays, kernel=own),
+        "attention_vjp and its gradients": lambda: polyattn.attention_vjp(*arrays)[1](arrays[0]),
     }
 
 
@@ -69,10 +91,11 @@ def main() -> int:
             }
             print(f"{name:6}", script.added(script.compare(calls, options)))
         options.window /= 4
-        tables = [script.compare(steps(arrays), options) for _, arrays in cases.values()]
-    print("\nmicroseconds of the steps of a call" + "".join(f"{name:>8}" for name in cases))
-    for step in zip(*tables, strict=True):
-        print(f"{step[0].name:35}" + "".join(f"{row.seconds * 1e6:8.1f}" for row in step))
+        for title, made in {"the steps of a call": steps, "calls with options": described}.items():
+            print(f"\n{'microseconds of ' + title:35}" + "".join(f"{name:>8}" for name in cases))
+            tables = [script.compare(made(arrays), options) for _, arrays in cases.values()]
+            for row in zip(*tables, strict=True):
+                print(f"{row[0].name:35}" + "".join(f"{one.seconds * 1e6:8.1f}" for one in row))
     return 0
 
 

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from polyattn.plugin import Array, Backend, native, or_zero
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
+from polyattn_jax.forward import visible_product
 from polyattn_jax.tile import product
 from polyattn_jax.xla import Xla
 
@@ -109,6 +110,11 @@ class JaxBackend(Backend):
         result: jax.Array = _matmul(a, b)
         return result
 
+    def visible_product(self, weights: Array, seen: Array, x: Array) -> jax.Array:
+        """Return weights · x, to which x adds nothing where it is not seen."""
+        result: jax.Array = _visible_product(weights, seen, x)
+        return result
+
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax before its division, the maximum a constant to a gradient.
 
@@ -180,3 +186,8 @@ def _import(array: Array) -> jax.Array:
         array = narrow
     with np.errstate(over="ignore"):  # float64's finfo.min in a bias becomes −inf
         return jnp.asarray(array)
+
+
+@jax.jit
+def _visible_product(weights: Array, seen: Array, x: Array) -> Array:
+    return visible_product(_matmul, weights, lambda: seen, weights, x)

@@ -83,25 +83,42 @@ def weighted_sum(
 ) -> Array:
     """Return weights · value, without the values of masked keys."""
     weights = fold_heads(problem, weights, jnp)
-    if not masked:
-        return unfold_heads(problem, product(weights, value), jnp)
-    result = product(weights, value)
+
+    def seen() -> Array:
+        # The scores are computed again: keeping them would take memory, and this is rare.
+        return fold_heads(problem, scores() != -math.inf, jnp)
+
+    if masked:
+        result = visible_product(product, weights, seen, key, value)
+    else:
+        result = product(weights, value)
+    return unfold_heads(problem, result, jnp)
+
+
+def visible_product(
+    multiply: Callable[[Array, Array], Array],
+    weights: Array,
+    seen: Callable[[], Array],
+    key: Array,
+    value: Array,
+) -> Array:
+    """Return weights · value, to which a value adds nothing where its key is not seen."""
+    result = multiply(weights, value)
 
     def of_visible() -> Array:
-        # The scores are computed again: keeping them would take memory, and this is rare.
-        visible = fold_heads(problem, scores() != -math.inf, jnp).astype(value.dtype)
+        visible = seen().astype(value.dtype)
 
         def of_infinity(infinity: Array) -> Array:
             # NaN counts as both infinities, whose sum it is.
             spoils = ((value == infinity) | jnp.isnan(value)).astype(value.dtype)
-            seen = jnp.matmul(visible, materialized(spoils)) > 0
-            return jnp.where(seen, infinity, jnp.zeros_like(infinity))
+            spoilt = jnp.matmul(visible, materialized(spoils)) > 0
+            return jnp.where(spoilt, infinity, jnp.zeros_like(infinity))
 
         # One after the other: XLA reserves the memory of a branch that it does not take.
         infinities = lax.map(of_infinity, jnp.asarray([math.inf, -math.inf], value.dtype))
-        return product(weights, finite(value)) + jnp.sum(infinities, axis=0)
+        return multiply(weights, finite(value)) + jnp.sum(infinities, axis=0)
 
     # A value that is not finite spoils its column in every row, even with weight 0; most often
     # there is none.
-    result = lax.cond(all_finite(result, key, value), lambda: result, of_visible)
-    return unfold_heads(problem, result, jnp)
+    is_finite = all_finite(*map(lax.stop_gradient, (result, key, value)))
+    return lax.cond(is_finite, lambda: result, of_visible)

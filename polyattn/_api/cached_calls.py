@@ -51,4 +51,6 @@ def with_cached_calls(function: _F) -> _F:
 
 
 def _operands(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operands:
+    if _OPERANDS.isdisjoint(kwargs):
+        return Operands(*args)  # in 0.67 of the time of the next line
     return Operands(*args, **{name: kwargs[name] for name in kwargs if name in _OPERANDS})

@@ -18,7 +18,6 @@ from polyattn._core.call.key import CallKey
 from polyattn._core.call.layout import as_called, heads_first, keeps_axes
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
-from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.plan import Plan
 from polyattn._dispatch.request import Request
 from polyattn._dispatch.select import select
@@ -59,8 +58,7 @@ def planned(call: Call, requested: Request, kernel: str | Kernel | None, xp: Any
     if not is_compiling():  # which would trace through a cache, and ignore it
         try:
             if isinstance(kernel, Kernel):
-                placement = _placement(call, requested, ref(kernel), xp)
-                return Plan(kernel, placement, call.query.device)
+                return Plan(kernel, *_without_kernel(call, requested, ref(kernel), xp))
             return _plan(call, requested, kernel, xp)
         except TypeError:  # a symbolic length or a kernel that is not hashable, or a wrong call
             pass
@@ -73,9 +71,9 @@ def _plan(call: Call, requested: Request, kernel: str | None, xp: Any) -> Plan:
 
 
 @lru_cache(_CAPACITY)
-def _placement(call: Call, requested: Request, kernel: ref[Kernel], xp: Any) -> Placement:
-    """Return the placement of a plan with a kernel object, which a plan would keep alive."""
-    return select(call, examine(call), requested, kernel(), xp).placement
+def _without_kernel(call: Call, requested: Request, kernel: ref[Kernel], xp: Any) -> Any:
+    """Return a plan with a kernel object, without the kernel, which it would keep alive."""
+    return select(call, examine(call), requested, kernel(), xp)[1:]
 
 
 @lru_cache(_CAPACITY)
@@ -86,5 +84,5 @@ def cached_call(key: CallKey, requested: Request) -> list[CachedCall]:
 
 def forget() -> None:
     """Drop all plans and calls; needed when other backends are registered."""
-    for cached in (_plan, _placement, cached_call):
+    for cached in (_plan, _without_kernel, cached_call):
         cached.cache_clear()

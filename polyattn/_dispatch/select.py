@@ -134,7 +134,7 @@ def _try_candidates(
                 candidate = replace(candidate, remark=kernel.remark(placement.problem))
             candidates.append(candidate)
             if candidate.status == "chosen":
-                plan = Plan(kernel, placement, call.query.device)
+                plan = Plan(kernel, placement, call.query.device, set())
                 if not all_candidates:
                     return plan, candidates
         if not kernels:

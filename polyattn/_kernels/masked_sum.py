@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyattn._base.arrays import Array, cast
+from polyattn._base.arrays import Array
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.derivatives import finite
 from polyattn._core.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn.plugin import Backend
 
@@ -51,11 +50,4 @@ def visible_product(
         plain = backend.matmul(weights, x)
         if bool(xp.all(xp.isfinite(plain))):
             return plain
-    result = backend.matmul(weights, finite(xp, x))
-    seen = cast(xp, seen, x.dtype)
-    # NaN counts as both infinities, whose sum it is.
-    for infinity in (math.inf, -math.inf):
-        spoils = cast(xp, (x == infinity) | xp.isnan(x), x.dtype)
-        spoilt = backend.matmul(seen, spoils) > 0
-        result = result + xp.where(spoilt, xp.full_like(result, infinity), xp.zeros_like(result))
-    return result
+    return backend.visible_product(weights, seen, x)

@@ -46,6 +46,36 @@ class BackendPrimitives:
         """
         return self.xp.matmul(a, b)
 
+    def visible_product(self, weights: Array, seen: Array, x: Array) -> Array:
+        """Multiply weights and x, where an entry of x that is not seen adds nothing.
+
+        0 · NaN is NaN, so an entry that is not finite must not reach the rows that do not see it.
+
+        Parameters
+        ----------
+        weights : Array
+            Shape (..., M, K), 0 where `seen` is False.
+        seen : Array of bool
+            Shape (..., M, K).
+        x : Array
+            Shape (..., K, N), the dtype of `weights`.
+
+        Returns
+        -------
+        Array
+            Shape (..., M, N), the dtype of `weights`.
+        """
+        xp = self.xp
+        result = self.matmul(weights, xp.where(xp.isfinite(x), x, 0.0))
+        seen = arrays.cast(xp, seen, x.dtype)
+        # NaN counts as both infinities, whose sum it is.
+        for infinity in (math.inf, -math.inf):
+            spoils = arrays.cast(xp, (x == infinity) | xp.isnan(x), x.dtype)
+            spoilt = self.matmul(seen, spoils) > 0
+            spoilt_by = xp.where(spoilt, xp.full_like(result, infinity), xp.zeros_like(result))
+            result = result + spoilt_by
+        return result
+
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax over the last axis, before its division.
 

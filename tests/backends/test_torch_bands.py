@@ -125,3 +125,12 @@ def test_a_mask_that_hides_much_goes_to_tiled(rows, keys, options, kernel):
         assert f"it computes all {rows * keys:,} scores of a head" in str(decided)
         cuda = explain(*shapes, library="torch", device="cuda:0", dtype="bfloat16", **options)
         assert cuda.chosen.kernel == "sdpa"
+
+
+@pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])
+def test_a_bias_that_is_trained_goes_to_tiled_sooner(trained, kernel):
+    x = {name: torch.zeros(1, 1, 2048, 8) for name in ("query", "key", "value")}
+    x["bias"] = torch.zeros(2048)
+    x[trained].requires_grad_()
+    decided = explain(**x, is_causal=True)
+    assert (decided.problem.trained, decided.chosen.kernel) == ({trained}, kernel)

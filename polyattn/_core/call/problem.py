@@ -89,6 +89,8 @@ class Problem(NamedTuple):
     constants : frozenset of str
         In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
         asked for: a kernel may return None for them.
+    trained : frozenset of str
+        The arrays that carry a graph of gradients, by the names that they have as arguments.
     """
 
     library: str
@@ -123,6 +125,7 @@ class Problem(NamedTuple):
     dropout_start: Start | None = FROM_ZERO
     chunks: tuple[tuple[str, Chunks], ...] = ()
     constants: frozenset[str] = frozenset()
+    trained: frozenset[str] = frozenset()
 
     @property
     def device_kind(self) -> str:
@@ -210,6 +213,7 @@ def examine(call: Call) -> Problem:
         bias_dtype=None if call.bias is None else call.bias.dtype,
         features=frozenset(),
         requires_grad=any(facts.requires_grad for _, facts in arrays),
+        trained=frozenset([name for name, facts in arrays if facts.requires_grad]),
         transforms=call.transforms,
         traced=any(facts.traced for _, facts in arrays),
         mask_spec=call.mask if isinstance(call.mask, Mask) else None,
