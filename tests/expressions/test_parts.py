@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from polyattn import attention_weights, masks, scores
-from polyattn._base.arrays import is_array
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
-from polyattn._core.expressions.parts import Part, axes_of_array
-from polyattn.plugin import Span, TileQuery
+from polyattn._core.expressions.parts import Part
+from polyattn.plugin import Slice, Span, TileQuery
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3
 RNG = np.random.default_rng(5)
+WHOLE = Part(BATCH, (Slice(0, 2), Slice(0, 3)), *(Slice(0, n) for n in (H, L, S)), OFFSET)
 PARTS = [
-    Part(BATCH, (Span(1, 2), Span(0, 3)), Span(0, 4), Span(8, 16), Span(4, 20)),
-    Part(BATCH, (Span(0, 2), Span(1, 3)), Span(2, 3), Span(5, 21), Span(7, 26)),
-    Part(BATCH, (Span(0, 2), Span(0, 3)), Span(0, 4), Span(0, 21), Span(0, 26)),
+    WHOLE._replace(items=(Slice(1, 1), Slice(0, 3)), rows=Slice(8, 8), columns=Slice(4, 16)),
+    Part(BATCH, (Slice(0, 2), Slice(1, 2)), Slice(2, 1), Slice(5, 16), Slice(7, 19), OFFSET),
+    WHOLE,
 ]
 IDS = np.sort(RNG.integers(0, 4, (2, 1, S)), axis=-1)
 ARRAY = RNG.random((2, 1, 1, L, S)) < 0.4
@@ -52,18 +52,9 @@ SCORES = {
 }
 
 
-def over(expression, part):
-    """The expression over a part: its arrays cut, and the rest counted anew."""
-    spans = {"H": part.heads, "L": part.rows, "S": part.columns, **dict(enumerate(part.items))}
-
-    def cut(field, thing):
-        if not is_array(thing):
-            return thing
-        axes = zip(axes_of_array(field, thing.ndim, len(BATCH)), thing.shape, strict=True)
-        whole = slice(None)
-        return thing[tuple(whole if a is None or n == 1 else slice(*spans[a]) for a, n in axes)]
-
-    return expression.apart().map(cut).part(part)
+def cut_before(expression, part):
+    """The expression over a part, given arrays that are cut already."""
+    return expression.apart().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
 
 
 def indices(shape, first=(0, 0, 0), flat=None):
