@@ -80,7 +80,7 @@ def indices(shape, first=(0, 0, 0), flat=None, lib=np):
 def inside(part, lib=np):
     """The indices of a part, counted from its own first ones."""
     own = tuple(span.length for span in part.items)
-    offset = part.shifted(lib.full(BATCH, OFFSET)).reshape(-1)
+    offset = part.counted(lib.full(BATCH, OFFSET), -part.away).reshape(-1)
     return PointIndices(
         *indices((*own, *(s.length for s in part[2:5])), lib=lib), offset=offset, batch=own
     )
@@ -149,7 +149,7 @@ def coverage(part, mask, offset, lib, first=(0, 0)):
 
 
 def coverage_there(part, mask):
-    return coverage(part, mask.part(part), part.shifted(OFFSET), jnp)
+    return coverage(part, mask.part(part), part.counted(OFFSET, -part.away), jnp)
 
 
 @pytest.mark.parametrize("name", [n for n in MASKS if "rule" not in n])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyattn._base.arrays import Array, is_array
+from polyattn._base.arrays import Array, is_array, library_of
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS, Option, option_of
 from polyattn._core.call.problem import Problem
@@ -65,10 +65,10 @@ def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
 
 def _of_part(option: Option, value: Any, part: Part) -> Any:
     if option.name == "query_offset":
-        return part.shifted(value)
+        return part.counted(value, -part.away)
     if option.name == "dropout":
         rate, seed, start = value
-        return rate, seed, part.after(start)
+        return rate, seed, _sums(start, part.first)
     if isinstance(value, Expression):
         return value.part(part)
     if is_array(value):
@@ -76,6 +76,15 @@ def _of_part(option: Option, value: Any, part: Part) -> Any:
             raise TypeError(f"{option.name} cannot be cut: it has no axes in the table of options")
         return part.array(value, option.axes)
     return part.moved(value) if callable(value) else value
+
+
+def _sums(start: Any, first: tuple[Any, ...]) -> Any:
+    """Return the sums of four numbers, as an array if one of them is."""
+    found = [a + b for a, b in zip(start, first, strict=True)]
+    arrays = [number for number in found if is_array(number)]
+    if not arrays:
+        return tuple(found)
+    return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in found])
 
 
 def map_arrays(value: Any, change: Callable[[str | None, Array], Any]) -> Any:

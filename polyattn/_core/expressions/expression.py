@@ -132,22 +132,12 @@ class Expression:
             lambda _, x: x.with_lengths(change) if isinstance(x, Expression) else x
         )
 
-    def axes_of(self, field: str) -> str:
-        """Return the axes of the scores that the array in a field follows.
-
-        Parameters
-        ----------
-        field : str
-            The name of the field.
-
-        Raises
-        ------
-        TypeError
-            If the class says nothing of them.
-        """
-        if field not in (self.axes or {}):
+    def _axes_of(self, field: str) -> str:
+        """Return the axes of the scores that the array in a field follows."""
+        axes = (self.axes or {}).get(field)
+        if axes is None:
             raise TypeError(f"{self._refusal}: its class has no axes for `{field}`")
-        return (self.axes or {})[field]
+        return axes
 
     @property
     def _refusal(self) -> str:
@@ -171,7 +161,7 @@ class Expression:
         def changed(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
                 return field.map_arrays(change)
-            return change(self.axes_of(name), field) if is_array(field) else field
+            return change(self._axes_of(name), field) if is_array(field) else field
 
         return self._rebuilt(changed)
 
@@ -206,7 +196,7 @@ class Expression:
             if isinstance(field, Expression):
                 return field.part(part)
             if is_array(field):
-                return part.array(field, self.axes_of(name))
+                return part.array(field, self._axes_of(name))
             return part.moved(field) if callable(field) else field
 
         return self._rebuilt(changed)

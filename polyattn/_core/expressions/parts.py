@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, is_array, library_of
 from polyattn._base.slices import Slice, place, take
-from polyattn._core.expressions.indices import PointIndices, saturating_sum
+from polyattn._core.expressions.indices import saturating_sum
 
 
 def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
@@ -186,40 +186,6 @@ class Part(NamedTuple):
             return saturating_sum(numbers, -first, library.xp, dtype)
         return saturating_sum(numbers, 0, library.xp, dtype) - first
 
-    def shifted(self, offset: Any) -> Any:
-        """Return the query offset of the part, from that of the whole.
-
-        Parameters
-        ----------
-        offset : int or Array
-            The position of the first row of the whole.
-
-        Returns
-        -------
-        int or Array
-            That of the first row of the part.
-        """
-        return self.counted(offset, -self.away)
-
-    def after(self, start: Any) -> Any:
-        """Return what the part begins with in the hash of dropout.
-
-        Parameters
-        ----------
-        start : tuple of int, or Array
-            The batch item, head, row and key that the whole begins with.
-
-        Returns
-        -------
-        tuple of int, or Array
-            Those of the part.
-        """
-        found = [a + b for a, b in zip(start, self.first, strict=True)]
-        arrays = [number for number in found if is_array(number)]
-        if not arrays:
-            return tuple(found)
-        return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in found])
-
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the indices of the part, from one of the indices of the whole.
 
@@ -235,25 +201,6 @@ class Part(NamedTuple):
         """
         begins = all(map(_is_zero, self.first))
         return function if begins and self._has_all_items else _Moved(function, self)
-
-    def points(self, b: Array, h: Array, i: Array, j: Array) -> PointIndices:
-        """Return what an expression of the whole takes, from the indices of the whole.
-
-        Parameters
-        ----------
-        b, h, i, j : Array
-            The flat batch items, query heads, query rows and keys.
-
-        Returns
-        -------
-        ScoreIndices
-            The indices.
-        """
-        offset = self.offset
-        if is_array(offset):
-            xp = library_of(offset).xp
-            offset = xp.reshape(xp.broadcast_to(offset, self.batch), (-1,))
-        return PointIndices(b, h, i, j, offset=offset, batch=self.batch)
 
 
 class _Moved:

@@ -216,7 +216,7 @@ class Alibi(Score):
         if isinstance(first, int):
             return Alibi(_default_slopes(self.slopes)[first : first + length])
         # Slopes at a traced start would be an array, and have a gradient.
-        rule = part.moved(lambda s, *at: self.apply(s, part.points(*at)))
+        rule = part.moved(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
         return Function(rule, lambda s, *at: library_of(s).xp.ones_like(s))
 
     @staticmethod
@@ -252,6 +252,14 @@ class Alibi(Score):
                     "scores.alibi: slopes must hold one number per query head, shape"
                     f" ({dims.heads},); got {facts.shape}"
                 )
+
+
+def _indices_of_whole(part: Part, *at: Array) -> PointIndices:
+    offset = part.offset
+    if is_array(offset):
+        xp = library_of(offset).xp
+        offset = xp.reshape(xp.broadcast_to(offset, part.batch), (-1,))
+    return PointIndices(*at, offset=offset, batch=part.batch)
 
 
 def _default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
