@@ -16,6 +16,7 @@ from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.parts import Part
+from polyattn._core.expressions.scores import Score
 from polyattn.plugin import Slice, Span, TileQuery
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3
@@ -216,6 +217,22 @@ def test_every_expression_says_which_axes_its_arrays_follow(cls):
     assert cls.axes is not None or "part" in vars(cls)
     arrays = {f.name for f in dataclasses.fields(cls) if f.type == "Any"}
     assert arrays == (cls.axes or {}).keys()
+
+
+def within(value):
+    """The classes of an expression and of those in it."""
+    yield type(value)
+    for field in (getattr(value, name) for name in value.__match_args__):
+        for one in field if isinstance(field, tuple) else (field,):
+            if isinstance(one, Expression):
+                yield from within(one)
+
+
+def test_each_mask_and_score_is_tested_here():
+    tested = {cls for one in (*MASKS.values(), *SCORES.values()) for cls in within(one)}
+    rest = {cls.__name__ for cls in classes() if issubclass(cls, Mask | Score)}
+    # The base of two, and the padding of a memory, whose part is padding.
+    assert rest - {cls.__name__ for cls in tested} <= {"Joined", "Filled"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
