@@ -10,6 +10,7 @@ DASK = "tests/backends/test_dask.py::"
 ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
 FILES = "tests/test_files.py::"
 LOAD = "tests/nn/test_load.py::"
+PARTS = "tests/expressions/test_parts.py::"
 REPORT = "tests/conformance/test_report.py::"
 SELECT = "tests/dispatch/test_select.py::"
 STRATEGIES = "tests/parallel/test_strategies.py::"
@@ -128,6 +129,20 @@ MUTATIONS = (
      "one seed for all calls of a dialect", "polyattn/dialects.py",
      "return library.xp.randint(2**62, (), device=query.device)",
      "return library.xp.zeros((), dtype=library.xp.int64, device=query.device)"),
+    # parts of the scores
+    (PARTS + "test_an_expression_that_does_not_say_is_refused_by_name",
+     "an unknown expression in a part", "polyattn/_core/expressions/expression.py",
+     "        if self.axes is None:\n            raise",
+     "        if False:\n            raise"),
+    (PARTS + "test_a_mask_knows_as_much_of_the_tiles_of_a_part[global tokens]",
+     "global tokens of a part know no tiles", "polyattn/_core/expressions/patterns.py",
+     "        for low, high in ((first, stop - 1), (block.first(), block.last())):",
+     "        return Coverage(True, False)\n"
+     "        for low, high in ((first, stop - 1), (block.first(), block.last())):"),
+    (PARTS + "test_the_gradient_of_the_entries_is_placed_where_they_were[.S-middle]",
+     "a gradient placed at the start", "polyattn/_core/expressions/parts.py",
+     "place(gradient, axis, start, whole.shape[axis])",
+     "place(gradient, axis, 0 * start, whole.shape[axis])"),
     # dask
     (DASK + "test_empty_chunks_of_every_axis_of_every_array[(1, 1, 1, 1, 1)]",
      "an axis is broadcast by its length", "backends/polyattn_dask/grid.py",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from dask.utils import format_bytes
 
 from polyattn.plugin import Operands, Problem
-from polyattn_dask.grid import Grid, axes_of, chunks_like, grid_of
+from polyattn_dask.grid import Axes, Grid, axes_along, axes_of, chunks_like, grid_of
 from polyattn_dask.sizes import (
     Extra,
     RunsOfChunks,
@@ -96,26 +97,37 @@ def _may_read(problem: Problem) -> bool:
     return not hiding <= dict(problem.chunks).keys()
 
 
+def _carried(problem: Problem) -> list[tuple[str, Axes, Any]]:
+    """Return the name, the axes and the facts of each array in an expression."""
+    found = []
+    for option, value in (("mask", problem.mask_spec), ("score_mod", problem.score_spec)):
+        if value is not None:
+            names = [name for name, thing in value.carried() if hasattr(thing, "shape")]
+            found += [
+                (f"{option}.{name}", axes_along(last, facts.shape, problem), facts)
+                for name, (last, facts) in zip(names, value.arrays(), strict=True)
+            ]
+    return found
+
+
 def _extras(problem: Problem) -> list[Extra]:
     """Return the arrays among the options that follow the keys."""
     given = [("mask", problem.mask, "bool"), ("bias", problem.bias, problem.bias_dtype or "")]
-    for name, value in (("mask", problem.mask_spec), ("score_mod", problem.score_spec)):
-        carried = [] if value is None else value.carried()
-        given += [(f"{name}.{f}", x.shape, x.dtype) for f, x in carried if hasattr(x, "shape")]
     return [
         Extra(axes_of(name, shape, problem), shape, dtype)
         for name, shape, dtype in given
         if shape is not None
-    ]
+    ] + [Extra(axes, facts.shape, facts.dtype) for _, axes, facts in _carried(problem)]
 
 
 def _rechunked(problem: Problem, grid: Grid) -> str:
     """Return a clause that names the arrays that are cut otherwise than the grid."""
-    names = []
+    names, carried = [], {name: axes for name, axes, _ in _carried(problem)}
     for name, chunks in problem.chunks:
         if name.partition(".")[0] not in CUT:
             continue
         shape = tuple(map(sum, chunks))
-        if chunks_like(grid, axes_of(name, shape, problem), shape) != chunks:
+        axes = carried[name] if name in carried else axes_of(name, shape, problem)
+        if chunks_like(grid, axes, shape) != chunks:
             names.append(name)
     return f"after a rechunk of {', '.join(names)}" if names else "no rechunk"

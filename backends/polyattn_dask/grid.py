@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import dask.array as da
 
-from polyattn.plugin import OPTIONS, Part, Problem, Span, axes_of_array, axes_of_last
+from polyattn.plugin import OPTIONS, Part, Problem, Slice, Span, axes_of_last
 
 Chunks = tuple[tuple[int, ...], ...]
 #: The axis of the grid that each axis of an array follows: the number of a batch axis, H, L, S, G
@@ -66,7 +66,11 @@ class Grid(NamedTuple):
     def part(self, problem: Problem, at: Index, columns: Span) -> Part:
         """Return the part of the scores of some rows and keys."""
         items = tuple([spans[n] for spans, n in zip(self.batch, at.items, strict=True)])
-        return Part(problem.batch, items, self.heads[at.head], self.rows[at.row], columns)
+        rest = (self.heads[at.head], self.rows[at.row], columns)
+        own, others = (
+            [Slice(span.start, span.length) for span in spans] for spans in (items, rest)
+        )
+        return Part(problem.batch, tuple(own), *others)
 
     def row_blocks(self) -> Iterator[Index]:
         """Yield the places of the blocks of query rows."""
@@ -140,24 +144,31 @@ def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     Parameters
     ----------
     name : str
-        The argument, or ``argument.field`` for an array in an expression.
+        The argument.
     shape : tuple of int
         Its shape.
     problem : Problem
         The facts of the call.
     """
     rank, batch = len(shape), len(problem.batch)
-    option, _, field = name.partition(".")
     axes: Axes = ()
     if name in _NAMED:
         axes = (*range(batch), *_NAMED[name])[-rank:] if rank else ()
-    elif field:
-        axes = axes_of_array(field, rank, batch)
     elif rank:
-        last = OPTIONS[option].axes
+        last = OPTIONS[name].axes
         if last is None:
-            raise TypeError(f"{option} cannot be cut: it has no axes in the table of options")
-        axes = axes_of_last(last, rank, batch)
+            raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
+        return axes_along(last, shape, problem)
+    return _cut(axes, shape, problem)
+
+
+def axes_along(last: str, shape: tuple[int, ...], problem: Problem) -> Axes:
+    """Return the axes of the grid for an array whose last axes follow these of the scores."""
+    return _cut(axes_of_last(last, len(shape), len(problem.batch)), shape, problem)
+
+
+def _cut(axes: Axes, shape: tuple[int, ...], problem: Problem) -> Axes:
+    """Return the axes without those along which the array broadcasts."""
     lengths: dict[Any, int] = dict(enumerate(problem.batch))
     lengths |= {"H": problem.heads, "G": problem.key_heads}
     lengths |= {"L": problem.query_length, "S": problem.key_length}

@@ -14,7 +14,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from polyattn.plugin import Array, Part, Span
+from polyattn.plugin import Array, Part, Slice
 from polyattn_dask.template import Template
 
 Blocks = Sequence[Array]
@@ -75,8 +75,8 @@ class Pieces:
         """
         parts, template = self.parts, self.template
         if template.whole_rows and len(parts) > 1:
-            span = Span(parts[0].columns.start, parts[-1].columns.stop)
-            parts = (parts[0]._replace(columns=span),)
+            first, last = parts[0].columns.start, parts[-1].columns.stop
+            parts = (parts[0]._replace(columns=Slice(first, last - first)),)
             keys, values = ([_joined(x, -2)] if x else [] for x in (keys, values))
             leaves = [
                 blocks if axis is None else [_joined(blocks, axis)]

@@ -17,7 +17,7 @@ from polyattn.plugin import (
     options_of,
     options_of_part,
 )
-from polyattn_dask.grid import Axes, Grid, aligned, axes_of
+from polyattn_dask.grid import Axes, Grid, aligned, axes_along, axes_of
 
 
 class Hole(NamedTuple):
@@ -75,8 +75,12 @@ def template_of(problem: Problem, x: Operands, grid: Grid) -> tuple[Template, li
     """Return the template of a call, and its arrays."""
     leaves: list[Leaf] = []
 
-    def hole(option: str, field: str, array: Any) -> Any:
-        axes = axes_of(f"{option}.{field}" if field else option, array.shape, problem)
+    def hole(option: str, last: str | None, array: Any) -> Any:
+        axes = (
+            axes_of(option, array.shape, problem)
+            if last is None
+            else axes_along(last, array.shape, problem)
+        )
         leaves.append(Leaf(option, axes, aligned(array, axes, grid)))
         return Hole(tuple(array.shape), str(array.dtype))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -12,7 +12,7 @@ import numpy as np
 
 from polyattn.plugin import Mask, Operands, Problem, Span, TileQuery, column_span
 from polyattn.plugin import combined_mask as combined
-from polyattn_dask.grid import Grid, Index, axes_of
+from polyattn_dask.grid import Axes, Grid, Index, axes_along, axes_of
 
 
 class Visibility:
@@ -107,9 +107,9 @@ class Visibility:
         """Return the batch axes and the heads that the answer depends on."""
         found = {
             axis
-            for name, array in mask.carried()
+            for last, array in mask.arrays()
             if _is_numpy(array)
-            for axis in axes_of(f"mask.{name}", array.shape, self._problem)
+            for axis in axes_along(last, array.shape, self._problem)
         }
         offset: Any = self._options.query_offset
         if _is_numpy(offset):
@@ -119,10 +119,7 @@ class Visibility:
     def _cut(self, mask: Mask, at: Index) -> tuple[Mask, Operands]:
         """Return a mask and the offsets for the items and heads of a block, all rows and keys."""
 
-        def cut(name: str, array: Any) -> Any:
-            if not _is_numpy(array):
-                return array
-            axes = axes_of(name, array.shape, self._problem)
+        def cut(array: Any, axes: Axes) -> Any:
             every = slice(None)
             return array[
                 tuple(
@@ -131,12 +128,14 @@ class Visibility:
                 )
             ]
 
-        offset = cut("query_offset", self._options.query_offset)
-        return _mapped(mask, cut), self._options._replace(query_offset=offset)
+        def along(last: str, array: Any) -> Any:
+            return cut(array, axes_along(last, array.shape, problem)) if _is_numpy(array) else array
 
-
-def _mapped(mask: Mask, change: Callable[[str, Any], Any]) -> Mask:
-    return mask.map(lambda name, thing: change(f"mask.{name}", thing))
+        problem = self._problem
+        offset: Any = self._options.query_offset
+        if _is_numpy(offset):
+            offset = cut(offset, axes_of("query_offset", offset.shape, problem))
+        return mask.map_arrays(along), self._options._replace(query_offset=offset)
 
 
 def _is_numpy(thing: Any) -> bool:

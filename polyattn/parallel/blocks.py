@@ -1,51 +1,17 @@
-"""Blocks of arrays along one axis, whose start is a number, or an array where JAX traces it."""
+"""Equal blocks of an array along one axis."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from polyattn._base.arrays import Array, library_of
-
-
-def take(array: Array, axis: int, start: Any, length: int) -> Array:
-    """Return `length` entries of an array along an axis."""
-    axis %= len(array.shape)
-    if array.shape[axis] == length:
-        return array
-    if isinstance(start, int):
-        return array[(slice(None),) * axis + (slice(start, start + length),)]
-    from jax import lax
-
-    return lax.dynamic_slice_in_dim(array, start, length, axis)
+from polyattn._base.slices import take
 
 
 def split(array: Array, count: int, axis: int = -2) -> list[Array]:
     """Return equal parts of an array along an axis."""
     length = array.shape[axis] // count
     return [take(array, axis, n * length, length) for n in range(count)]
-
-
-def place(block: Array, axis: int, start: Any, length: int) -> Array:
-    """Return an array of this length along an axis, 0 but for a block: the transpose of `take`."""
-    axis %= len(block.shape)
-    if block.shape[axis] == length:
-        return block
-    if not isinstance(start, int):
-        from jax import lax
-
-        return lax.dynamic_update_slice_in_dim(_zeros(block, axis, length), block, start, axis)
-    ends = (start, length - start - block.shape[axis])
-    before, after = (_zeros(block, axis, end) for end in ends)
-    return library_of(block).xp.concat([before, block, after], axis=axis)
-
-
-def _zeros(like: Array, axis: int, length: int) -> Array:
-    xp, shape = library_of(like).xp, list(like.shape)
-    shape[axis] = length
-    # From the block itself, so that it is on the same device, and in JAX on the same mesh axes.
-    first = take(like, axis, 0, 1)
-    return xp.zeros_like(xp.broadcast_to(first, tuple(shape)))
 
 
 def joined(parts: Sequence[Array], axis: int = -2) -> Array:

@@ -13,6 +13,7 @@ from polyattn._api.names import check_names
 from polyattn._api.partial import Partial, attention_partial
 from polyattn._base.arrays import Array, ArrayFacts, cast, facts_of, is_array, library_of
 from polyattn._base.autocast import autocast
+from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
@@ -20,8 +21,8 @@ from polyattn._core.call.options import option_of
 from polyattn._core.call.parts import arrays_in, options_of, options_of_part
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
+from polyattn._core.expressions.parts import Part
 from polyattn._core.expressions.replacements import ScaleRule
-from polyattn.parallel.cut import Block, place_score
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
@@ -118,19 +119,23 @@ class ParallelCall:
         seen = [keys for keys in range(self.chunks) if self.is_visible(rows, keys)] or [0]
         return seen[0], seen[-1] + 1 - seen[0]
 
-    def block(self, rows: Any = None, keys: Any = None, heads: Any = None, count: int = 1) -> Block:
-        """Return a block: a chunk of rows, chunks of keys, and (start, length) of heads."""
+    def block(self, rows: Any = None, keys: Any = None, heads: Any = None, count: int = 1) -> Part:
+        """Return a part: a chunk of rows, chunks of keys, and (start, length) of heads."""
         problem = self.problem
-        whole = (0, problem.query_length), (0, problem.key_length), (0, problem.heads)
-        return Block(
-            whole[0] if rows is None else (rows * self.row_length, self.row_length),
-            whole[1] if keys is None else (keys * self.key_length, count * self.key_length),
-            whole[2] if heads is None else heads,
-            self.options["query_offset"],
+
+        def chunks(first: Any, length: int, count: int, whole: int) -> Slice:
+            return Slice(0, whole) if first is None else Slice(first * length, count * length)
+
+        return Part(
             problem.batch,
+            tuple([Slice(0, length) for length in problem.batch]),
+            Slice(*(heads or (0, problem.heads))),
+            chunks(rows, self.row_length, 1, problem.query_length),
+            chunks(keys, self.key_length, count, problem.key_length),
+            self.options["query_offset"],
         )
 
-    def _options(self, block: Block, *, sinks: bool, full: bool) -> dict[str, Any]:
+    def _options(self, block: Part, *, sinks: bool, full: bool) -> dict[str, Any]:
         """Return the options of the call of a block."""
         left_out = {"is_causal", "window"} if full else set()
         left_out |= set() if sinks else {"sinks"}
@@ -138,7 +143,7 @@ class ParallelCall:
         return options_of_part(given, block)
 
     def partial(
-        self, arrays: Any, block: Block, *, sinks: bool = False, full: bool = False
+        self, arrays: Any, block: Part, *, sinks: bool = False, full: bool = False
     ) -> Partial:
         """Return attention over a block, the output in the dtype of sums."""
         options = self._options(block, sinks=sinks, full=full) | self.selection
@@ -154,7 +159,7 @@ class ParallelCall:
         arrays: Any,
         partial: Partial,
         gradient: Array,
-        block: Block,
+        block: Part,
         *,
         sinks: bool = False,
         full: bool = False,
@@ -167,7 +172,7 @@ class ParallelCall:
         )
         return found.query, found.key, found.value, self._shares(found, options, block)
 
-    def _shares(self, found: Gradients, given: dict[str, Any], block: Block) -> Shares:
+    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> Shares:
         """Return the gradients of the whole options from those of the options of a block."""
         shares: Shares = {}
         for name, of in found._asdict().items():
@@ -175,9 +180,9 @@ class ParallelCall:
                 continue  # also query, key and value
             whole: Any = self.options[name]
             if isinstance(of, Expression):
-                pairs = list(zip(arrays_in(of), arrays_in(whole), strict=True))
                 shares[name] = [
-                    place_score(x, one, block) if name == "score_mod" else x for x, one in pairs
+                    block.placed(x, one, axes)
+                    for x, (axes, one) in zip(arrays_in(of), whole.arrays(), strict=True)
                 ]
             else:
                 axes = option_of(name).axes

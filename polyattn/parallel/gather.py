@@ -6,10 +6,11 @@ from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
-from polyattn.parallel.blocks import joined, place, split, take
+from polyattn._base.slices import place, take
+from polyattn._core.expressions.parts import Part
+from polyattn.parallel.blocks import joined, split
 from polyattn.parallel.call import ParallelCall, Shares, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.cut import Block
 from polyattn.parallel.layout import permute, slots, unpermute
 from polyattn.parallel.strategy import Strategy
 
@@ -69,7 +70,7 @@ class Gather(Strategy):
         for block, part, partial, of in rows:
             own = (part, *_seen(block, everything))
             dq, dk, dv, share = call.gradients(own, partial, of, block, sinks=True)
-            start, length = block.keys[0], call.problem.key_length
+            start, length = block.columns.start, call.problem.key_length
             found.append((dq, place(dk, -2, start, length), place(dv, -2, start, length)))
             shares = add_shares(shares, share)
         dk, dv = (
@@ -82,7 +83,7 @@ class Gather(Strategy):
         return [unpermute(ranks.gather(x, -2), call.size, layout=call.layout) for x in keys]
 
 
-def _blocks(call: ParallelCall, ranks: Communicator) -> list[Block]:
+def _blocks(call: ParallelCall, ranks: Communicator) -> list[Part]:
     """Return own chunks of rows, each with the keys that it may see."""
     found = []
     for rows in call.owned(ranks.rank):
@@ -91,5 +92,5 @@ def _blocks(call: ParallelCall, ranks: Communicator) -> list[Block]:
     return found
 
 
-def _seen(block: Block, keys: list[Array]) -> list[Array]:
-    return [take(array, -2, *block.keys) for array in keys]
+def _seen(block: Part, keys: list[Array]) -> list[Array]:
+    return [take(array, -2, *block.columns) for array in keys]

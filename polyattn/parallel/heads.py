@@ -11,9 +11,9 @@ from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array, library_of
+from polyattn._core.expressions.parts import Part
 from polyattn.parallel.call import ParallelCall, Shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.cut import Block
 from polyattn.parallel.layout import permute, unpermute
 from polyattn.parallel.strategy import Strategy
 
@@ -71,7 +71,7 @@ class Heads(Strategy):
         times = _repeats(call)
         return dq, _sum_repeats(dk, times), _sum_repeats(dv, times), shares
 
-    def _block(self, call: ParallelCall, ranks: Communicator) -> Block:
+    def _block(self, call: ParallelCall, ranks: Communicator) -> Part:
         count = call.problem.heads // call.size
         return call.block(heads=(ranks.rank * count, count))
 

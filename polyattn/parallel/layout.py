@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn._base.arrays import Array, index_range, library_of
-from polyattn.parallel.blocks import joined, split, take
+from polyattn._base.slices import take
+from polyattn.parallel.blocks import joined, split
 
 #: The layouts, and the number of chunks that a rank holds.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from polyattn._base.arrays import Array, library_of
-from polyattn.parallel.blocks import take
+from polyattn._base.slices import take
 from polyattn.parallel.communicator import Communicator
 
 

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from polyattn._base.arrays import Array, length_of, namespace_of, with_rank
 from polyattn._base.host import native
+from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
 from polyattn._core.call.features import FEATURES, MASKING
@@ -51,7 +52,7 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask
-from polyattn._core.expressions.parts import Part, axes_of_array, axes_of_last
+from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn._core.expressions.patterns import Filled
 from polyattn._core.expressions.scores import Score
 from polyattn._core.tiles.band import band, column_span, full_span, is_full
@@ -106,12 +107,12 @@ __all__ = [
     "Problem",
     "Residuals",
     "Score",
+    "Slice",
     "SoftmaxState",
     "Span",
     "Tangents",
     "TileGrid",
     "TileQuery",
-    "axes_of_array",
     "axes_of_last",
     "band",
     "band_from",

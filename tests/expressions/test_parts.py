@@ -3,8 +3,10 @@
 import dataclasses
 import pickle
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
-import array_api_compat.numpy as xp
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,16 +14,20 @@ from polyattn import attention_weights, masks, scores
 from polyattn._base.arrays import is_array
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
-from polyattn._core.expressions.parts import Part, axes_of_array
-from polyattn.plugin import Span, TileQuery
+from polyattn._core.expressions.masks import Mask
+from polyattn._core.expressions.parts import Part
+from polyattn._core.expressions.scores import Score
+from polyattn.plugin import Slice, Span, TileQuery
 
 BATCH, H, L, S, OFFSET = (2, 3), 4, 21, 26, 3
 RNG = np.random.default_rng(5)
+WHOLE = Part(BATCH, (Slice(0, 2), Slice(0, 3)), *(Slice(0, n) for n in (H, L, S)), OFFSET)
 PARTS = [
-    Part(BATCH, (Span(1, 2), Span(0, 3)), Span(0, 4), Span(8, 16), Span(4, 20)),
-    Part(BATCH, (Span(0, 2), Span(1, 3)), Span(2, 3), Span(5, 21), Span(7, 26)),
-    Part(BATCH, (Span(0, 2), Span(0, 3)), Span(0, 4), Span(0, 21), Span(0, 26)),
+    WHOLE._replace(items=(Slice(1, 1), Slice(0, 3)), rows=Slice(8, 8), columns=Slice(4, 16)),
+    Part(BATCH, (Slice(0, 2), Slice(1, 2)), Slice(2, 1), Slice(5, 16), Slice(7, 19), OFFSET),
+    WHOLE,
 ]
+PLACES = ["middle", "corner", "whole"]
 IDS = np.sort(RNG.integers(0, 4, (2, 1, S)), axis=-1)
 ARRAY = RNG.random((2, 1, 1, L, S)) < 0.4
 
@@ -52,100 +58,211 @@ SCORES = {
 }
 
 
-def over(expression, part):
-    """The expression over a part: its arrays cut, and the rest counted anew."""
-    spans = {"H": part.heads, "L": part.rows, "S": part.columns, **dict(enumerate(part.items))}
-
-    def cut(field, thing):
-        if not is_array(thing):
-            return thing
-        axes = zip(axes_of_array(field, thing.ndim, len(BATCH)), thing.shape, strict=True)
-        whole = slice(None)
-        return thing[tuple(whole if a is None or n == 1 else slice(*spans[a]) for a, n in axes)]
-
-    return expression.apart().map(cut).part(part)
+def cut_before(expression, part):
+    """The expression over a part, given arrays that are cut already."""
+    return expression.apart().map_arrays(lambda axes, x: part.array(x, axes)).part(part)
 
 
-def indices(shape, first=(0, 0, 0), flat=None):
-    items = np.arange(np.prod(shape[:-3])) if flat is None else np.asarray(flat)
+def cut_from_whole(expression, part):
+    """The expression over a part, given whole arrays."""
+    return expression.part(part)
+
+
+WAYS = {"cut before": cut_before, "cut here": cut_from_whole}
+
+
+def indices(shape, first=(0, 0, 0), flat=None, lib=np):
+    items = lib.arange(np.prod(shape[:-3])) if flat is None else lib.asarray(flat)
     b = items.reshape(-1, 1, 1, 1)
-    h, i, j = (np.arange(n) + at for n, at in zip(shape[-3:], first, strict=True))
+    h, i, j = (lib.arange(n) + at for n, at in zip(shape[-3:], first, strict=True))
     return b, h[:, None, None], i[:, None], j
 
 
-def both_ways(part):
-    """The indices of a part, counted from its own first ones and from those of the whole."""
+def inside(part, lib=np):
+    """The indices of a part, counted from its own first ones."""
     own = tuple(span.length for span in part.items)
-    shape = (*own, part.heads.length, part.rows.length, part.columns.length)
-    inside = PointIndices(*indices(shape), offset=OFFSET + part.away, batch=own)
-    first = (part.heads.start, part.rows.start, part.columns.start)
-    outside = PointIndices(*indices(shape, first, part.flat_items), offset=OFFSET, batch=BATCH)
-    return inside, outside
+    offset = part.counted(lib.full(BATCH, OFFSET), -part.away).reshape(-1)
+    return PointIndices(
+        *indices((*own, *(s.length for s in part[2:5])), lib=lib), offset=offset, batch=own
+    )
 
 
-@pytest.mark.parametrize("part", PARTS, ids=["middle", "corner", "whole"])
+def outside(part):
+    """The indices of a part, counted from the first ones of the whole."""
+    shape = (*(s.length for s in part.items), *(s.length for s in part[2:5]))
+    return PointIndices(
+        *indices(shape, part.first[1:], part.flat_items), offset=OFFSET, batch=BATCH
+    )
+
+
+def shape_of(part):
+    return len(part.flat_items), *(s.length for s in part[2:5])
+
+
+def with_traced_starts(part, function, expression):
+    """Return what a function of a part and an expression returns in a program of JAX."""
+
+    @jax.jit
+    def traced(starts):
+        spans = (Slice(n, s.length) for n, s in zip(starts, part[2:5], strict=True))
+        return function(Part(part.batch, part.items, *spans, part.offset), expression)
+
+    expression = expression.map(lambda _, x: jnp.asarray(x) if is_array(x) else x)
+    return traced(part.first[1:])
+
+
+@pytest.mark.parametrize("part", PARTS, ids=PLACES)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_shows_in_a_part_what_it_shows_there(name, part):
-    mask = pickle.loads(pickle.dumps(over(MASKS[name], part)))
-    inside, outside = both_ways(part)
-    shape = (len(part.flat_items), *(s.length for s in part[2:]))
-    found, expected = mask.seen(inside), MASKS[name].seen(outside)
-    np.testing.assert_array_equal(np.broadcast_to(found, shape), np.broadcast_to(expected, shape))
+    expected = np.broadcast_to(MASKS[name].seen(outside(part)), shape_of(part))
+    for over in WAYS.values():
+        mask = pickle.loads(pickle.dumps(over(MASKS[name], part)))
+        found = np.broadcast_to(mask.seen(inside(part)), shape_of(part))
+        np.testing.assert_array_equal(found, expected)
+
+
+def seen(part, mask):
+    return mask.part(part).seen(inside(part, jnp))
+
+
+@pytest.mark.parametrize("part", PARTS, ids=PLACES)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_shows_there_what_it_shows_where_the_starts_are_traced(name, part):
+    found = with_traced_starts(part, seen, MASKS[name])
+    expected = np.broadcast_to(MASKS[name].seen(outside(part)), shape_of(part))
+    np.testing.assert_array_equal(np.broadcast_to(found, shape_of(part)), expected)
+
+
+def coverage(part, mask, offset, lib, first=(0, 0)):
+    """What a mask says of the tiles of a part, 4 by 4, which begins at these rows and keys."""
+    known = offset if isinstance(offset, int) else None
+    problem = SimpleNamespace(query_offset=known, batch=tuple(s.length for s in part.items))
+    operands = SimpleNamespace(query_offset=offset)
+    tiles = [
+        mask.coverage(TileQuery(problem, operands, lib, rows, columns, reads=True))
+        for rows in Span(first[0], first[0] + part.rows.length).split(4)
+        for columns in Span(first[1], first[1] + part.columns.length).split(4)
+    ]
+    return [
+        lib.stack([lib.any(lib.asarray(tile.any_visible)) for tile in tiles]),
+        lib.stack([lib.all(lib.asarray(tile.all_visible)) for tile in tiles]),
+    ]
+
+
+def coverage_there(part, mask):
+    return coverage(part, mask.part(part), part.counted(OFFSET, -part.away), jnp)
 
 
 @pytest.mark.parametrize("name", [n for n in MASKS if "rule" not in n])
 def test_a_mask_knows_as_much_of_the_tiles_of_a_part(name):
-    part, mask = PARTS[0], over(MASKS[name], PARTS[0])
-    offset = SimpleNamespace(query_offset=OFFSET, batch=part.batch)
-    inside = SimpleNamespace(query_offset=OFFSET + part.away, batch=part.batch)
-    empty = 0
-    for rows in part.rows.split(4):
-        for columns in part.columns.split(4):
-            own = Span(rows.start - 8, rows.stop - 8), Span(columns.start - 4, columns.stop - 4)
-            found = TileQuery(inside, None, xp, *own, reads=True).of(mask)
-            whole = TileQuery(offset, None, xp, rows, columns, reads=True).of(MASKS[name])
-            assert found.any_visible <= whole.any_visible
-            assert found.all_visible >= whole.all_visible
-            empty += not found.any_visible
-    assert empty or name in ("dilated", "prefix per item", "dense", "composed", "compiled")
+    part, mask = PARTS[0], MASKS[name]
+    whole = coverage(part._replace(items=WHOLE.items), mask, OFFSET, np, part.first[2:])
+    found = [coverage(part, mask.part(part), OFFSET + part.away, np)]
+    if name != "compiled":  # whose table is not read at a traced place
+        found.append(with_traced_starts(part, coverage_there, mask))
+    for any_visible, all_visible in found:
+        assert np.all(any_visible <= whole[0])
+        assert np.all(all_visible >= whole[1])
+    shows_some = ("dilated", "prefix per item", "dense", "composed", "compiled")
+    assert not np.all(whole[0]) or name in shows_some
 
 
 def test_a_table_that_begins_elsewhere_is_left_out():
     part = PARTS[1]
-    assert not hasattr(over(MASKS["compiled"], part), "size")
-    assert over(MASKS["compiled"], PARTS[0]).size == 4
+    assert not hasattr(MASKS["compiled"].part(part), "size")
+    assert MASKS["compiled"].part(PARTS[0]).size == 4
 
 
-@pytest.mark.parametrize("part", PARTS, ids=["middle", "corner", "whole"])
+@pytest.mark.parametrize("part", PARTS, ids=PLACES)
 @pytest.mark.parametrize("name", SCORES)
 def test_a_score_is_changed_in_a_part_as_it_is_there(name, part):
-    inside, outside = both_ways(part)
-    given = RNG.normal(size=(len(part.flat_items), *(s.length for s in part[2:])))
-    inside.per_head = outside.per_head = None
-    for at, span in ((inside, Span(0, part.heads.length)), (outside, part.heads)):
-        at.per_head = lambda numbers, span=span: numbers[slice(*span)][:, None, None]
-    found = over(SCORES[name], part).apply(given, inside)
-    np.testing.assert_allclose(found, SCORES[name].apply(given, outside), rtol=1e-12)
+    given = RNG.normal(size=shape_of(part))
+    expected = SCORES[name].apply(given, outside(part))
+
+    def applied(part, score):
+        return score.part(part).apply(jnp.asarray(given), inside(part, jnp))
+
+    for over in WAYS.values():
+        found = over(SCORES[name], part).apply(given, inside(part))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    with_starts = with_traced_starts(part, applied, SCORES[name])
+    np.testing.assert_allclose(with_starts, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_every_array_of_an_expression_has_axes():
-    def fields(cls):
-        for one in cls.__subclasses__():
-            if dataclasses.is_dataclass(one):
-                yield from (f.name for f in dataclasses.fields(one) if f.type == "Any")
-            yield from fields(one)
+@pytest.mark.parametrize("part", PARTS, ids=PLACES)
+@pytest.mark.parametrize("axes", [".HLS", ".S", "-H"])
+def test_the_gradient_of_the_entries_is_placed_where_they_were(axes, part):
+    shape = {".HLS": (*BATCH, H, 1, S), ".S": (*BATCH, S), "-H": (7, H)}[axes]
+    whole = RNG.normal(size=shape)
+    entries = part.array(whole, axes)
+    weights = RNG.normal(size=entries.shape)
+    placed = part.placed(weights, whole, axes)
+    assert placed.shape == whole.shape
+    np.testing.assert_allclose((placed * whole).sum(), (weights * entries).sum())
 
-    for field in set(fields(Expression)):
-        assert axes_of_array(field, 1, 2)
+
+def classes(cls=Expression):
+    """The expressions that a call may hold."""
+    for one in cls.__subclasses__():
+        yield from (
+            [one]
+            if dataclasses.is_dataclass(one) and one.__module__.startswith("polyattn.")
+            else []
+        )
+        yield from classes(one)
+
+
+@pytest.mark.parametrize("cls", sorted(set(classes()), key=lambda c: c.__name__))
+def test_every_expression_says_which_axes_its_arrays_follow(cls):
+    assert cls.axes is not None or "part" in vars(cls)
+    arrays = {f.name for f in dataclasses.fields(cls) if f.type == "Any"}
+    assert arrays == (cls.axes or {}).keys()
+
+
+def within(value):
+    """The classes of an expression and of those in it."""
+    yield type(value)
+    for field in (getattr(value, name) for name in value.__match_args__):
+        for one in field if isinstance(field, tuple) else (field,):
+            if isinstance(one, Expression):
+                yield from within(one)
+
+
+def test_each_mask_and_score_is_tested_here():
+    tested = {cls for one in (*MASKS.values(), *SCORES.values()) for cls in within(one)}
+    rest = {cls.__name__ for cls in classes() if issubclass(cls, Mask | Score)}
+    # The base of two, and the padding of a memory, whose part is padding.
+    assert rest - {cls.__name__ for cls in tested} <= {"Joined", "Filled"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Unknown(Mask):
+    name = "every_third"
+    step: int = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Undeclared(Mask):
+    name = "chosen"
+    axes: ClassVar = {}
+    keys: Any
+
+
+def test_an_expression_that_does_not_say_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"masks.every_third cannot be cut .* has no `axes`"):
+        (masks.causal() & ~Unknown()).part(WHOLE)
+    for change in (lambda x: x.part(WHOLE), lambda x: x.arrays()):
+        with pytest.raises(TypeError, match=r"masks.chosen cannot be cut .* no axes for `keys`"):
+            change(masks.causal() | Undeclared(np.ones(S, bool)))
 
 
 def test_a_slope_for_each_head_is_that_of_the_number_of_heads():
     x = RNG.normal(size=(6, 5, 4))
-    part = scores.alibi(6).part(Part((), (), Span(0, 6), Span(0, 5), Span(0, 5)))
-    for heads in (slice(0, 6), slice(2, 5)):
-        own = dataclasses.replace(part, slopes=part.slopes[heads])
-        expected = attention_weights(x, x, score_mod=scores.alibi(6))[heads]
-        found = attention_weights(x[heads], x[heads], score_mod=own)
+    whole = Part((), (), Slice(0, 6), Slice(0, 5), Slice(0, 5))
+    for heads in (Slice(0, 6), Slice(2, 3)):
+        part, own = whole._replace(heads=heads), slice(heads.start, heads.stop)
+        expected = attention_weights(x, x, score_mod=scores.alibi(6))[own]
+        found = attention_weights(x[own], x[own], score_mod=scores.alibi(6).part(part))
         np.testing.assert_allclose(found, expected, rtol=1e-12)
-    with pytest.raises(ValueError, match="6 slopes for 3"):
-        attention_weights(x[:3], x[:3], score_mod=part)
+    with pytest.raises(ValueError, match="3 slopes for 6"):
+        attention_weights(x, x, score_mod=scores.alibi(6).part(part))

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from polyattn._base.arrays import Array, is_array
+from polyattn._base.arrays import Array, is_array, library_of
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS, Option, option_of
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
-
-
-class PartOfScores(Protocol):
-    """Some batch items, heads, rows and keys of a call, which count from its own first ones."""
-
-    def array(self, array: Array, axes: str) -> Array:
-        """Return the entries of an array whose last axes follow these axes of the scores."""
-
-    def expression(self, value: Expression) -> Any:
-        """Return an expression with the same meaning in the part."""
-
-    def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of the indices of the part, from one of the indices of the whole."""
-
-    def shifted(self, offset: Any) -> Any:
-        """Return the query offset of the part, from that of the whole."""
-
-    def after(self, start: Any) -> Any:
-        """Return what the part begins with in the hash of dropout, from that of the whole."""
+from polyattn._core.expressions.parts import Part
 
 
 def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
@@ -58,14 +40,14 @@ def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not OPTIONS[name].default}
 
 
-def options_of_part(given: Mapping[str, Any], part: PartOfScores) -> dict[str, Any]:
+def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """Return the options of a part of a call, from those of the whole.
 
     Parameters
     ----------
     given : mapping of str
         The options of the whole, by name.
-    part : PartOfScores
+    part : Part
         The part.
 
     Returns
@@ -81,14 +63,14 @@ def options_of_part(given: Mapping[str, Any], part: PartOfScores) -> dict[str, A
     return {name: _of_part(option_of(name), value, part) for name, value in given.items()}
 
 
-def _of_part(option: Option, value: Any, part: PartOfScores) -> Any:
+def _of_part(option: Option, value: Any, part: Part) -> Any:
     if option.name == "query_offset":
-        return part.shifted(value)
+        return part.counted(value, -part.away)
     if option.name == "dropout":
         rate, seed, start = value
-        return rate, seed, part.after(start)
+        return rate, seed, _sums(start, part.first)
     if isinstance(value, Expression):
-        return part.expression(value)
+        return value.part(part)
     if is_array(value):
         if option.axes is None:
             raise TypeError(f"{option.name} cannot be cut: it has no axes in the table of options")
@@ -96,7 +78,16 @@ def _of_part(option: Option, value: Any, part: PartOfScores) -> Any:
     return part.moved(value) if callable(value) else value
 
 
-def map_arrays(value: Any, change: Callable[[str, Array], Any]) -> Any:
+def _sums(start: Any, first: tuple[Any, ...]) -> Any:
+    """Return the sums of four numbers, as an array if one of them is."""
+    found = [a + b for a, b in zip(start, first, strict=True)]
+    arrays = [number for number in found if is_array(number)]
+    if not arrays:
+        return tuple(found)
+    return library_of(arrays[0]).xp.stack([number + 0 * arrays[0] for number in found])
+
+
+def map_arrays(value: Any, change: Callable[[str | None, Array], Any]) -> Any:
     """Return the value of an option with each of its arrays replaced.
 
     Parameters
@@ -104,7 +95,8 @@ def map_arrays(value: Any, change: Callable[[str, Array], Any]) -> Any:
     value : Any
         The value: an array, an expression or a tuple that may hold arrays, or any other.
     change : callable
-        Takes the name of the field of an expression, or ``""``, and the array.
+        Takes the axes of the scores that an array in an expression follows, None for any other
+        array, and the array.
 
     Returns
     -------
@@ -112,9 +104,9 @@ def map_arrays(value: Any, change: Callable[[str, Array], Any]) -> Any:
         A value of the same kind.
     """
     if is_array(value):
-        return change("", value)
+        return change(None, value)
     if isinstance(value, Expression):
-        return value.map(lambda field, thing: change(field, thing) if is_array(thing) else thing)
+        return value.map_arrays(change)
     return tuple([map_arrays(one, change) for one in value]) if type(value) is tuple else value
 
 

@@ -44,7 +44,7 @@ class TileTable(NamedTuple):
         """Return the table of a part of the scores, whose first row and key begin a tile."""
         items, heads, height, width = self.shape
         at_items = part.flat_items if items > 1 else [0]
-        at_heads = range(*part.heads) if heads > 1 else [0]
+        at_heads = range(part.heads.start, part.heads.stop) if heads > 1 else [0]
         down, across = (
             range(span.start // self.size, -(-span.stop // self.size))
             for span in (part.rows, part.columns)

@@ -34,11 +34,15 @@ class Expression:
         The code that makes it is ``module.name(fields)``.
     __match_args__ : tuple of str
         The names of the fields.
+    axes : dict of str, or None
+        The axes of the scores that the array in a field follows, as for `axes_of_last`. None for a
+        class that says nothing of them: a part of the scores refuses it.
     """
 
     module: ClassVar[str]
     name: ClassVar[str]
     __match_args__: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar[dict[str, str] | None] = None
 
     def map(self: V, change: Callable[[str, Any], Any]) -> V:
         """Return the expression with each array and function replaced.
@@ -109,7 +113,7 @@ class Expression:
 
     def apart(self: V) -> V:
         """Return an equal expression in which an array follows one axis of the scores only."""
-        return self._rebuilt(lambda field: field.apart())
+        return self._rebuilt(lambda _, x: x.apart() if isinstance(x, Expression) else x)
 
     def with_lengths(self: V, change: Callable[[int], Any]) -> V:
         """Return the expression with each length replaced that is one number for all batch items.
@@ -124,7 +128,48 @@ class Expression:
         Expression
             An expression of the same kind.
         """
-        return self._rebuilt(lambda field: field.with_lengths(change))
+        return self._rebuilt(
+            lambda _, x: x.with_lengths(change) if isinstance(x, Expression) else x
+        )
+
+    def _axes_of(self, field: str) -> str:
+        """Return the axes of the scores that the array in a field follows."""
+        axes = (self.axes or {}).get(field)
+        if axes is None:
+            raise TypeError(f"{self._refusal}: its class has no axes for `{field}`")
+        return axes
+
+    @property
+    def _refusal(self) -> str:
+        named = f"{self.module}.{getattr(self, 'name', type(self).__name__)}"
+        return f"{named} cannot be cut into parts of the scores"
+
+    def map_arrays(self: V, change: Callable[[str, Any], Any]) -> V:
+        """Return the expression with each array replaced.
+
+        Parameters
+        ----------
+        change : callable
+            Takes the axes of the scores that the array follows and the array.
+
+        Returns
+        -------
+        Expression
+            An expression of the same kind.
+        """
+
+        def changed(name: str, field: Any) -> Any:
+            if isinstance(field, Expression):
+                return field.map_arrays(change)
+            return change(self._axes_of(name), field) if is_array(field) else field
+
+        return self._rebuilt(changed)
+
+    def arrays(self) -> list[tuple[str, Any]]:
+        """Return the axes of the scores that each array follows and the array."""
+        found: list[tuple[str, Any]] = []
+        self.map_arrays(lambda axes, array: found.append((axes, array)))
+        return found
 
     def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
@@ -132,24 +177,39 @@ class Expression:
         Parameters
         ----------
         part : Part
-            The part; the arrays of the expression are cut to it already.
+            The part. Arrays of the expression may be cut to it already.
 
         Returns
         -------
         Expression
             An expression of the same meaning there.
+
+        Raises
+        ------
+        TypeError
+            If the class has no `axes`, so that its meaning in a part is unknown.
         """
-        return self._rebuilt(lambda field: field.part(part))
+        if self.axes is None:
+            raise TypeError(f"{self._refusal}: its class has no `axes`")
 
-    def _rebuilt(self: V, change: Callable[[Any], Any]) -> V:
-        """Replace each expression in a field."""
-
-        def changed(field: Any) -> Any:
+        def changed(name: str, field: Any) -> Any:
             if isinstance(field, Expression):
-                return change(field)
-            return tuple(map(changed, field)) if type(field) is tuple else field
+                return field.part(part)
+            if is_array(field):
+                return part.array(field, self._axes_of(name))
+            return part.moved(field) if callable(field) else field
 
-        return type(self)(*[changed(getattr(self, name)) for name in self.__match_args__])
+        return self._rebuilt(changed)
+
+    def _rebuilt(self: V, change: Callable[[str, Any], Any]) -> V:
+        """Replace each field, or what a tuple in it holds, by its name."""
+
+        def changed(name: str, field: Any) -> Any:
+            if type(field) is tuple:
+                return tuple([changed(name, one) for one in field])
+            return change(name, field)
+
+        return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
     def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
         """Return the expression with facts for arrays, and without functions and tables.

@@ -22,7 +22,6 @@ from polyattn._core.expressions.indices import (
     ScoreIndices,
     is_ambiguous,
 )
-from polyattn._core.expressions.parts import Part
 
 
 class Mask(Expression):
@@ -150,6 +149,7 @@ class Joined(Mask):
     """Masks joined by one operator."""
 
     sign: ClassVar[str]
+    axes: ClassVar[dict[str, str]] = {}
     join: ClassVar[Callable[[Any, Any], Any]]
     parts: tuple[Mask, ...]  # two or more, of which none is joined by the same operator
 
@@ -197,6 +197,7 @@ class Or(Joined):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Not(Mask):
+    axes: ClassVar[dict[str, str]] = {}
     mask: Mask
 
     def seen(self, at: ScoreIndices) -> Array:
@@ -220,6 +221,7 @@ class Not(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Dense(Mask):
     name: ClassVar[str] = "dense"
+    axes: ClassVar[dict[str, str]] = {"array": ".HLS"}
     array: Any
 
     def seen(self, at: ScoreIndices) -> Array:
@@ -251,13 +253,11 @@ class Dense(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule(Mask):
     name: ClassVar[str] = "rule"
+    axes: ClassVar[dict[str, str]] = {}
     function: Callable[..., Any]
 
     def seen(self, at: ScoreIndices) -> Array:
         return at.by_rule(self.function)
-
-    def part(self, part: Part) -> Mask:
-        return Rule(part.moved(self.function))
 
     @property
     def has_rule(self) -> bool:

@@ -1,52 +1,18 @@
 """A part of the scores, whose batch items, heads, rows and keys count from its own first ones.
 
-An expression becomes that of a part in two steps: its arrays are cut, by the axes of the scores
-that they follow (`axes_of_array`), and what remains is counted anew (`Expression.part`).
+`Expression.part` returns the expression that means in a part what it means there in the whole: its
+arrays cut by the axes of the scores that they follow, and the rest counted anew.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from polyattn._base.arrays import library_of
-from polyattn._base.span import Span
+from polyattn._base.arrays import Array, is_array, library_of
+from polyattn._base.slices import Slice, place, take
 from polyattn._core.expressions.indices import saturating_sum
-
-# The axes of the array in each field of an expression, the last ones: L, S and H of the scores, and
-# "-" for an axis of its own. A dot says that batch axes may come before them.
-_AXES = {
-    "array": ".HLS",
-    "key_ids": ".S",
-    "key_lengths": ".",
-    "lengths": ".",
-    "query_ids": ".L",
-    "query_lengths": ".",
-    "slopes": "H",
-    "table": "-H",
-    "weight": "-",
-}
-
-
-def axes_of_array(field: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
-    """Return the axis of the scores that each axis of an array follows.
-
-    Parameters
-    ----------
-    field : str
-        The field of the expression that holds it, or ``"array"`` for a mask or a bias.
-    rank : int
-        The number of its axes.
-    batch : int
-        The number of batch axes of the scores.
-
-    Returns
-    -------
-    tuple of (int, str or None)
-        The number of a batch axis; ``"H"``, ``"L"`` or ``"S"``; None for an axis of its own.
-    """
-    return axes_of_last(_AXES[field], rank, batch)
 
 
 def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
@@ -65,7 +31,7 @@ def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ..
     Returns
     -------
     tuple of (int, str or None)
-        As from `axes_of_array`.
+        The number of a batch axis; ``"H"``, ``"L"`` or ``"S"``; None for an axis of its own.
     """
     letters = [None if letter == "-" else letter for letter in axes.lstrip(".")]
     every: list[int | str | None] = [*range(batch), *letters]
@@ -79,41 +45,47 @@ class Part(NamedTuple):
     ----------
     batch : tuple of int
         The batch axes of the whole.
-    items : tuple of Span
-        Those of the part, one span for each batch axis.
-    heads, rows, columns : Span
-        The query heads, query rows and keys.
+    items : tuple of Slice
+        Those of the part, one slice for each batch axis; their starts are numbers.
+    heads, rows, columns : Slice
+        The query heads, query rows and keys. JAX may trace their starts.
+    offset : int or Array
+        The position of the first row of the whole, which counts where a start is traced.
     """
 
     batch: tuple[int, ...]
-    items: tuple[Span, ...]
-    heads: Span
-    rows: Span
-    columns: Span
+    items: tuple[Slice, ...]
+    heads: Slice
+    rows: Slice
+    columns: Slice
+    offset: Any = 0
 
     @property
-    def away(self) -> int:
+    def away(self) -> Any:
         """What the query offset of the whole grows by."""
         return self.rows.start - self.columns.start
 
     @property
     def flat_items(self) -> list[int]:
         """The flat batch items of the whole, in the order of the part."""
-        return [
-            self._flat(places) for places in itertools.product(*(range(*s) for s in self.items))
-        ]
+        ranges = (range(span.start, span.stop) for span in self.items)
+        return [self._flat(places) for places in itertools.product(*ranges)]
 
     @property
-    def first(self) -> tuple[int, int, int, int]:
+    def first(self) -> tuple[Any, Any, Any, Any]:
         """The first flat batch item, head, row and key."""
         item = self._flat([span.start for span in self.items])
         return item, self.heads.start, self.rows.start, self.columns.start
 
     def _flat(self, places: Any) -> int:
         flat = 0
-        for place, length in zip(places, self.batch, strict=True):
-            flat = flat * length + place
+        for at, length in zip(places, self.batch, strict=True):
+            flat = flat * length + at
         return flat
+
+    @property
+    def _has_all_items(self) -> bool:
+        return tuple([span.length for span in self.items]) == self.batch
 
     def item(self, b: Any) -> Any:
         """Return the flat batch items of the whole, from those of the part.
@@ -128,21 +100,72 @@ class Part(NamedTuple):
         Array
             Those of the whole.
         """
+        if self._has_all_items:
+            return b
         found: Any = 0
         stride = 1
         for length, span in zip(reversed(self.batch), reversed(self.items), strict=True):
             found = found + (b % span.length + span.start) * stride
             b, stride = b // span.length, stride * length
-        return found if self.batch else b
+        return found
 
-    def counted(self, numbers: Any, first: int) -> Any:
-        """Return an integer, or an array of them, less `first`.
+    def _slices(self, axes: str, rank: int) -> Iterator[tuple[int, Slice]]:
+        """Yield the axes of an array that follow an axis of the scores, and their slices."""
+        slices: dict[Any, Slice] = dict(enumerate(self.items))
+        slices |= {"H": self.heads, "L": self.rows, "S": self.columns}
+        for n, axis in enumerate(axes_of_last(axes, rank, len(self.batch))):
+            if axis is not None:
+                yield n, slices[axis]
+
+    def array(self, array: Array, axes: str) -> Array:
+        """Return the entries of an array; one that is cut already stays as it is.
+
+        Parameters
+        ----------
+        array : Array
+            Entries of the whole, or of the part.
+        axes : str
+            The axes of the scores that its last axes follow, as for `axes_of_last`.
+
+        Returns
+        -------
+        Array
+            Entries of the part.
+        """
+        for axis, (start, length) in self._slices(axes, len(array.shape)):
+            if array.shape[axis] != 1:
+                array = take(array, axis, start, length)
+        return array
+
+    def placed(self, gradient: Array, whole: Array, axes: str) -> Array:
+        """Return the gradient of an array from that of its entries: the transpose of `array`.
+
+        Parameters
+        ----------
+        gradient : Array
+            The gradient of the entries of the part.
+        whole : Array
+            The array.
+        axes : str
+            As for `array`.
+
+        Returns
+        -------
+        Array
+            The gradient in the shape of the array, 0 outside the part.
+        """
+        for axis, (start, _) in self._slices(axes, len(gradient.shape)):
+            gradient = place(gradient, axis, start, whole.shape[axis])
+        return gradient
+
+    def counted(self, numbers: Any, first: Any) -> Any:
+        """Return a number, or one for each batch item, less `first`.
 
         Parameters
         ----------
         numbers : int, Array or None
             Positions in the whole, in an integer dtype.
-        first : int
+        first : int or Array
             The position of the part.
 
         Returns
@@ -150,74 +173,18 @@ class Part(NamedTuple):
         int, Array or None
             Positions in the part.
         """
-        if first == 0 or numbers is None:
+        if is_array(numbers):
+            numbers = self.array(numbers, ".")
+        if numbers is None or _is_zero(first):
             return numbers
-        if isinstance(numbers, int):
+        if isinstance(numbers, int) and isinstance(first, int):
             return numbers - first
-        xp = library_of(numbers).xp
-        return saturating_sum(numbers, -first, xp, xp.int64)
-
-    def array(self, array: Any, axes: str) -> Any:
-        """Return an array as it is: those of such a part are cut already.
-
-        Parameters
-        ----------
-        array : Array
-            Entries of the part.
-        axes : str
-            The axes of the scores that its last axes follow.
-
-        Returns
-        -------
-        Array
-            The same.
-        """
-        return array
-
-    def expression(self, value: Any) -> Any:
-        """Return an expression, whose arrays are cut, counted from the first row and key.
-
-        Parameters
-        ----------
-        value : Expression
-            The expression.
-
-        Returns
-        -------
-        Expression
-            One of the same meaning in the part.
-        """
-        return value.part(self)
-
-    def shifted(self, offset: Any) -> Any:
-        """Return the query offset of the part, from that of the whole.
-
-        Parameters
-        ----------
-        offset : int or Array
-            The position of the first row of the whole.
-
-        Returns
-        -------
-        int or Array
-            That of the first row of the part.
-        """
-        return self.counted(offset, -self.away)
-
-    def after(self, start: Any) -> Any:
-        """Return what the part begins with in the hash of dropout.
-
-        Parameters
-        ----------
-        start : tuple of int
-            The batch item, head, row and key that the whole begins with.
-
-        Returns
-        -------
-        tuple of int
-            Those of the part.
-        """
-        return tuple([a + b for a, b in zip(start, self.first, strict=True)])
+        # JAX may have no int64, and the sum is limited to less than int32.
+        library = library_of(first if isinstance(numbers, int) else numbers)
+        dtype = library.xp.int32 if library.name == "jax" else library.xp.int64
+        if isinstance(first, int):
+            return saturating_sum(numbers, -first, library.xp, dtype)
+        return saturating_sum(numbers, 0, library.xp, dtype) - first
 
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the indices of the part, from one of the indices of the whole.
@@ -230,10 +197,10 @@ class Part(NamedTuple):
         Returns
         -------
         callable
-            The function itself if the part is the whole.
+            The function itself if the part begins as the whole does and has all batch items.
         """
-        whole = all(s == Span(0, n) for s, n in zip(self.items, self.batch, strict=True))
-        return function if whole and not any(self.first) else _Moved(function, self)
+        begins = all(map(_is_zero, self.first))
+        return function if begins and self._has_all_items else _Moved(function, self)
 
 
 class _Moved:
@@ -245,10 +212,12 @@ class _Moved:
     def __call__(self, *given: Any) -> Any:
         *scores, b, h, i, j = given
         part = self._part
-        return self._function(
-            *scores,
-            part.item(b),
-            h + part.heads.start,
-            i + part.rows.start,
-            j + part.columns.start,
-        )
+        moved = [
+            index if _is_zero(first) else index + first
+            for index, first in zip((h, i, j), part.first[1:], strict=True)
+        ]
+        return self._function(*scores, part.item(b), *moved)
+
+
+def _is_zero(start: Any) -> bool:
+    return isinstance(start, int) and start == 0

@@ -27,6 +27,7 @@ class Band(Mask):
     """
 
     name: ClassVar[str] = "window"
+    axes: ClassVar[dict[str, str]] = {}
     positional: ClassVar[bool] = True
     left: int | None
     right: int | None
@@ -67,6 +68,7 @@ def _least(one: int | None, other: int | None) -> int | None:
 @dataclass(frozen=True, eq=False, repr=False)
 class Dilated(Mask):
     name: ClassVar[str] = "dilated"
+    axes: ClassVar[dict[str, str]] = {}
     positional: ClassVar[bool] = True
     step: int
 
@@ -80,25 +82,29 @@ class Dilated(Mask):
 @dataclass(frozen=True, eq=False, repr=False)
 class GlobalTokens(Mask):
     name: ClassVar[str] = "global_tokens"
+    axes: ClassVar[dict[str, str]] = {"first": "."}
     positional: ClassVar[bool] = True
     positions: tuple[int, ...]
+    first: Any = 0  # the position of the first key
 
     def seen(self, at: ScoreIndices) -> Array:
-        tokens = [min(token, INDEX_LIMIT) for token in self.positions]
+        tokens = [min(token, INDEX_LIMIT) - at.per_item(self.first) for token in self.positions]
         seen = [(at.column == token) | (at.position() == token) for token in tokens]
         return functools.reduce(operator.or_, seen)
 
     def _coverage(self, block: Block) -> Coverage:
         first, stop = block.columns
+        origin = block.per_item(self.first)
         some = every = False
         for low, high in ((first, stop - 1), (block.first(), block.last())):
-            for start, end in _runs(self.positions):
+            for one, other in _runs(self.positions):
+                start, end = one - origin, other - origin
                 some = some | ((low <= end) & (start <= high))
                 every = every | ((start <= low) & (high <= end))
         return Coverage(some, every)
 
     def part(self, part: Part) -> GlobalTokens:
-        return GlobalTokens(tuple([token - part.columns.start for token in self.positions]))
+        return GlobalTokens(self.positions, part.counted(self.first, -part.columns.start))
 
     def __repr__(self) -> str:
         return f"masks.global_tokens({', '.join(map(str, self.positions))})"
@@ -118,6 +124,7 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
 @dataclass(frozen=True, eq=False, repr=False)
 class Prefix(Mask):
     name: ClassVar[str] = "prefix"
+    axes: ClassVar[dict[str, str]] = {"lengths": "."}
     lengths: Any
 
     def seen(self, at: ScoreIndices) -> Array:
@@ -144,6 +151,7 @@ def _changed(lengths: Any, change: Callable[[int], Any]) -> Any:
 @dataclass(frozen=True, eq=False, repr=False)
 class Padding(Mask):
     name: ClassVar[str] = "padding"
+    axes: ClassVar[dict[str, str]] = {"key_lengths": ".", "query_lengths": "."}
     key_lengths: Any
     query_lengths: Any = None
 
@@ -198,6 +206,7 @@ class Filled(Padding):
 @dataclass(frozen=True, eq=False, repr=False)
 class Segments(Mask):
     name: ClassVar[str] = "segments"
+    axes: ClassVar[dict[str, str]] = {"query_ids": ".L", "key_ids": ".S"}
     query_ids: Any
     key_ids: Any = None
 
@@ -214,6 +223,9 @@ class Segments(Mask):
         # Two ranges that overlap may share an id; they surely do if both have one id only.
         meet = (low <= most) & (least <= high)
         return Coverage(meet, meet & (low == high) & (least == most))
+
+    def part(self, part: Part) -> Segments:
+        return Segments(part.array(self.query_ids, ".L"), part.array(self._keys, ".S"))
 
     def apart(self) -> Segments:
         return Segments(self.query_ids, self._keys)

@@ -32,6 +32,7 @@ class Similarity(Expression):
     """A replacement for q·k. Its scale is 1 by default."""
 
     module: ClassVar[str] = "scores"
+    axes: ClassVar[dict[str, str]] = {}
     # Whether it is a sum over D that no matrix product gives, so that a compiler may hold D numbers
     # for each score.
     entrywise: ClassVar[bool] = True
@@ -206,6 +207,7 @@ class Distance(Similarity):
 @dataclass(frozen=True, eq=False, repr=False)
 class Additive(Similarity):
     name: ClassVar[str] = "additive"
+    axes: ClassVar[dict[str, str]] = {"weight": "-"}
     weight: Any
 
     def between(self, query: Array, key: Array, backend: Primitives) -> Array:
@@ -268,6 +270,7 @@ class ScaleRule(Expression):
     """A rule for ``scale=``, in place of a number."""
 
     module: ClassVar[str] = "scores"
+    axes: ClassVar[dict[str, str]] = {}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -301,6 +304,7 @@ class Normalizer(Expression):
     """A replacement for softmax, which turns scores into weights. It has no logsumexp."""
 
     module: ClassVar[str] = "scores"
+    axes: ClassVar[dict[str, str]] = {}
 
     def weights(self, scores: Array, backend: Primitives) -> Array:
         """Return the weights of rows of scores, 0 where a key is absent.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, numbers_like
+from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, library_of, numbers_like
 from polyattn._base.host import home_of
 from polyattn._core.expressions.derivatives import into_heads, used
 from polyattn._core.expressions.expression import RENDERERS, Expression, shown
@@ -123,6 +123,7 @@ def as_score(rule: Any, derivative: Any = None) -> Score:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chain(Score):
+    axes: ClassVar[dict[str, str]] = {}
     parts: tuple[Score, ...]
 
     @property
@@ -157,6 +158,7 @@ class Chain(Score):
 @dataclass(frozen=True, eq=False, repr=False)
 class Softcap(Score):
     name: ClassVar[str] = "softcap"
+    axes: ClassVar[dict[str, str]] = {}
     cap: float
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
@@ -172,6 +174,7 @@ class Softcap(Score):
 @dataclass(frozen=True, eq=False, repr=False)
 class Temperature(Score):
     name: ClassVar[str] = "temperature"
+    axes: ClassVar[dict[str, str]] = {}
     t: float
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
@@ -186,6 +189,7 @@ class Temperature(Score):
 @dataclass(frozen=True, eq=False, repr=False)
 class Alibi(Score):
     name: ClassVar[str] = "alibi"
+    axes: ClassVar[dict[str, str]] = {"slopes": "H"}
     slopes: Any
 
     @property
@@ -204,10 +208,16 @@ class Alibi(Score):
         lost = _sum_lead(at.xp, at.xp.sum(lost, axis=(-2, -1)), 1)
         return gradient, [into_heads(at.xp, lost, at.head, self.slopes.shape[0])]
 
-    def part(self, part: Part) -> Alibi:
-        if is_array(self.slopes):
-            return self
-        return Alibi(_default_slopes(self.slopes)[part.heads.start : part.heads.stop])
+    def part(self, part: Part) -> Score:
+        first, length = part.heads
+        if is_array(self.slopes) or length == self.slopes:
+            whole: Score = super().part(part)
+            return whole
+        if isinstance(first, int):
+            return Alibi(_default_slopes(self.slopes)[first : first + length])
+        # Slopes at a traced start would be an array, and have a gradient.
+        rule = part.moved(lambda s, *at: self.apply(s, _indices_of_whole(part, *at)))
+        return Function(rule, lambda s, *at: library_of(s).xp.ones_like(s))
 
     @staticmethod
     def _far(at: ScoreIndices, dtype: Any) -> Array:
@@ -244,6 +254,14 @@ class Alibi(Score):
                 )
 
 
+def _indices_of_whole(part: Part, *at: Array) -> PointIndices:
+    offset = part.offset
+    if is_array(offset):
+        xp = library_of(offset).xp
+        offset = xp.reshape(xp.broadcast_to(offset, part.batch), (-1,))
+    return PointIndices(*at, offset=offset, batch=part.batch)
+
+
 def _default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
     """Return the slope of each head: for a power of two, and then every other one for twice it."""
     if isinstance(slopes, tuple):
@@ -258,6 +276,7 @@ def _default_slopes(slopes: int | tuple[float, ...]) -> tuple[float, ...]:
 @dataclass(frozen=True, eq=False, repr=False)
 class RelativeBias(Score):
     name: ClassVar[str] = "relative_bias"
+    axes: ClassVar[dict[str, str]] = {"table": "-H"}
     table: Any
     bidirectional: bool = True
     max_distance: int = 128
@@ -338,15 +357,12 @@ def _steps(exact: int, each: int, most: int) -> list[int]:
 @dataclass(frozen=True, eq=False, repr=False)
 class Function(Score):
     name: ClassVar[str] = "function"
+    axes: ClassVar[dict[str, str]] = {}
     rule: Callable[..., Any]
     derivative: Callable[..., Any] | None = None
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return at.by_score_mod(self.rule, scores)
-
-    def part(self, part: Part) -> Function:
-        derivative = None if self.derivative is None else part.moved(self.derivative)
-        return Function(part.moved(self.rule), derivative)
 
     def pullback(
         self, scores: Array, at: ScoreIndices, gradient: Array

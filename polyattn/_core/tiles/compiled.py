@@ -47,8 +47,10 @@ class Compiled(Mask):
 
     def part(self, part: Part) -> Mask:
         inner: Mask = self.mask.part(part)
-        edges = part.rows.start, part.columns.start
-        if any(first % self.size for first in edges):
+        starts = part.heads.start, part.rows.start, part.columns.start
+        if not all(isinstance(start, int) for start in starts) or any(
+            start % self.size for start in starts[1:]
+        ):
             return inner  # its tiles are not those of the table
         cut = TileTable(self.size, self.shape, self.any_visible, self.all_visible).of_part(part)
         lengths = part.rows.length, part.columns.length, self.query_offset + part.away
