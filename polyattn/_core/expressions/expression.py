@@ -28,12 +28,7 @@ MOST_PRINTED = 64
 class Expression:
     """A frozen dataclass whose fields are plain, arrays, functions, expressions, or tuples of them.
 
-    Attributes
-    ----------
-    module, name : str
-        The code that makes it is ``module.name(fields)``.
-    __match_args__ : tuple of str
-        The names of the fields.
+    The code that makes it is ``module.name(fields)``.
     """
 
     module: ClassVar[str]
@@ -41,17 +36,9 @@ class Expression:
     __match_args__: ClassVar[tuple[str, ...]] = ()
 
     def map(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the expression with each array and function replaced.
+        """Return the expression with each array and function replaced by what `change` makes of it.
 
-        Parameters
-        ----------
-        change : callable
-            Takes the name of the field and the array or function, and returns what replaces it.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
+        `change` takes the name of the field and the array or function.
         """
         return self._map(change, lambda table: table)
 
@@ -73,17 +60,7 @@ class Expression:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
 
         The expression keeps the arrays, except traced ones: they belong to the program that is
-        traced.
-
-        Parameters
-        ----------
-        home : Home
-            Where the query is.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind; the same one if nothing moves.
+        traced. The same expression comes back if nothing moves.
         """
         if is_compiling():
             return self.map(lambda name, x: home.put(name, x) if is_host(x) else x)
@@ -112,32 +89,13 @@ class Expression:
         return self._rebuilt(lambda field: field.apart())
 
     def with_lengths(self: V, change: Callable[[int], Any]) -> V:
-        """Return the expression with each length replaced that is one number for all batch items.
-
-        Parameters
-        ----------
-        change : callable
-            Takes the number, and returns the number or array that replaces it.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
-        """
+        """Return the expression with each length replaced that is one number for all items."""
         return self._rebuilt(lambda field: field.with_lengths(change))
 
     def part(self, part: Part) -> Any:
-        """Return the expression over a part of the scores, counted from its first row and key.
+        """Return the expression over a part of the scores, to which its arrays are cut already.
 
-        Parameters
-        ----------
-        part : Part
-            The part; the arrays of the expression are cut to it already.
-
-        Returns
-        -------
-        Expression
-            An expression of the same meaning there.
+        It counts from the part's first row and key.
         """
         return self._rebuilt(lambda field: field.part(part))
 
@@ -152,35 +110,13 @@ class Expression:
         return type(self)(*[changed(getattr(self, name)) for name in self.__match_args__])
 
     def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
-        """Return the expression with facts for arrays, and without functions and tables.
-
-        Parameters
-        ----------
-        facts : callable, optional
-            Takes an array and its name, and returns its facts.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
-        """
+        """Return the expression without functions and tables, with the facts of its arrays."""
         return self._map(
             lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
         )
 
     def filled(self: V, value: Expression) -> V:
-        """Return a spec with the tables of the expression that it was made from.
-
-        Parameters
-        ----------
-        value : Expression
-            The expression that the spec was made from.
-
-        Returns
-        -------
-        Expression
-            The spec.
-        """
+        """Return a spec with the tables of the expression that it was made from."""
         tables: list[bytes] = []
 
         def note(table: bytes) -> bytes:

@@ -102,15 +102,7 @@ def _check_integers(name: str, facts: ArrayFacts) -> None:
 
 
 class ScoreIndices(Protocol):
-    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
-
-    Attributes
-    ----------
-    xp : module
-        The standard's namespace of the library.
-    batch, head, row, column : Array
-        The flat batch item, the query head, the query row and the key.
-    """
+    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another."""
 
     xp: Any
 
