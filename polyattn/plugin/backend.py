@@ -36,6 +36,8 @@ class Kernel:
         Whether a batch item's result has the same bits with and without the others.
     deterministic : bool
         Whether the same call twice gives the same bits.
+    takes_empty : bool
+        Whether it takes calls with a length or size of 0; the others go to the next kernel.
     compiles : bool
         Whether it compiles for each new shape and option, so that a first call takes seconds.
     devices : frozenset of str or None
@@ -54,6 +56,7 @@ class Kernel:
     rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
+    takes_empty: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}

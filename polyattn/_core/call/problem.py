@@ -102,6 +102,11 @@ class Problem(NamedTuple):
         return max(1, self.heads // max(1, self.key_heads))
 
     @property
+    def is_empty(self) -> bool:
+        """Whether a length or size is 0."""
+        return 0 in (*self.scores, self.head_size, self.value_size)
+
+    @property
     def is_symbolic(self) -> bool:
         """Whether a length is unknown."""
         return None in self.scores
