@@ -106,9 +106,7 @@ def trial(problem: Problem) -> list[str]:
 
 def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
-    counted = band_from(problem, 0)
-    assert counted is not None
-    left, right = counted
+    left, right = band_from(problem, 0) or problem.window
     visible, bias = visibility(problem, x)
     output = jax.nn.dot_product_attention(
         length_first(problem, x.query),

@@ -31,17 +31,8 @@ class Recorder(Protocol):
     def value(self, array: Array) -> Array:
         """Return the array with the numbers."""
 
-    def run(self, plan: Any, operands: Any) -> tuple[Array, Array | None]:
-        """Run a `Plan`, and record how its results depend on the operands."""
-
-    def run_backward(self, plan: Any, operands: Any, residuals: Any, cotangents: Any) -> Any:
-        """Run the backward pass of a `Plan`, and record how its `Gradients` depend on all."""
-
-    def run_jvp(self, plan: Any, operands: Any, residuals: Any, tangents: Any) -> Any:
-        """Run the directional derivative of a `Plan`, and record how it depends on all."""
-
-    def run_weights(self, plan: Any, operands: Any, logsumexp: Any) -> Any:
-        """Run the `Plan` of a call for weights, and record how they depend on all."""
+    def run(self, method: str, plan: Any, *given: Any) -> Any:
+        """Call a method of a `Plan`, and record how its results depend on what it is given."""
 
 
 class RecordedError(TypeError):

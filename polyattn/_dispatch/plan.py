@@ -71,7 +71,7 @@ class Plan(NamedTuple):
         """Call a method of the backend with what it is given there, and bring the result back."""
         recorder = _recorder(operands, others)
         if recorder is not None:
-            return getattr(recorder, method)(self, operands, *others)
+            return recorder.run(method, self, operands, *others)
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")

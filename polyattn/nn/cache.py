@@ -204,7 +204,6 @@ class KVCache:
         Returns
         -------
         KVCache
-            The next cache.
 
         Raises
         ------
@@ -312,7 +311,6 @@ class KVCache:
         Returns
         -------
         KVCache
-            The next cache.
         """
         new, current = _known(length), _known(self.length)
         traced = is_array(new) or is_array(current)
@@ -331,7 +329,6 @@ class KVCache:
         Returns
         -------
         KVCache
-            The next cache.
 
         Raises
         ------

@@ -312,7 +312,6 @@ def make_case(name: str, **fields: Any) -> Case:
     Returns
     -------
     Case
-        The case.
     """
     own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
     return Case(name, options=tuple(fields.items()), **own)
