@@ -24,7 +24,7 @@ from polyattn._base.arrays import (
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
+from polyattn._core.expressions.indices import INDEX_LIMIT, call_mask, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 from polyattn._core.tiles.band import visible_band
@@ -269,16 +269,7 @@ class Indices:
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
         """Call a function of (b, h, i, j); the result broadcasts to (..., H, l, s)."""
-        seen = rule(self.batch, self.head, self.row, self.column)
-        if isinstance(seen, bool):
-            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
-        facts = self._check("the mask function", seen)
-        if facts.dtype != "bool":
-            raise TypeError(
-                "the mask function must return a bool array, True where a key takes part; it"
-                f" returned dtype {facts.dtype}"
-            )
-        return with_rank(seen, self._rank)
+        return with_rank(call_mask(rule, self, self._check), self._rank)
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
         facts = facts_of(result, f"the result of {name}")
