@@ -150,21 +150,15 @@ def dot_product_attention(
     window, rank = local_window_size, len(query.shape)
     call = attention_partial if return_residual else attention
     return call(
-        query,
-        key,
-        value,
+        query, key, value, scale=scale, is_causal=is_causal, query_offset=0, layout="...LHD",
+        window=(window, window) if isinstance(window, int) else window,
         bias=_with_all_axes(bias, rank, "bias"),
         mask=_and(
             _with_all_axes(mask, rank, "mask"),
             _padding_mask(xp, query, query_seq_lengths, (-1, 1)),
             _padding_mask(xp, key, key_value_seq_lengths, (1, -1)),
         ),
-        scale=scale,
-        is_causal=is_causal,
-        window=(window, window) if isinstance(window, int) else window,
-        query_offset=0,
-        layout="...LHD",
-    )
+    )  # fmt: skip
 
 
 class OnnxAttention(NamedTuple):
@@ -282,14 +276,12 @@ def onnx_attention(
         offset = nonpad_kv_seqlen - Q.shape[-2]
         real = index_range(xp, 0, keys, K) < xp.reshape(nonpad_kv_seqlen, (-1, 1, 1, 1))
         masks["mask"] = _and(masks.get("mask"), real)
-    ends = (left_window_size, right_window_size)
-    window = tuple(None if end < 0 else end for end in ends)
+    window = tuple(None if end < 0 else end for end in (left_window_size, right_window_size))
     options = {"is_causal": bool(is_causal), "window": window, "query_offset": offset, **masks}
     options |= {"scale": scale, "softcap": softcap or None}
     output = attention(Q, K, cast(xp, V, Q.dtype), kernel=kernel, **options)
-    step = None
-    if qk_matmul_output_mode is not None:
-        step = _step(xp, Q, K, qk_matmul_output_mode, options)
+    mode = qk_matmul_output_mode
+    step = None if mode is None else _step(xp, Q, K, mode, options)
     return OnnxAttention(_join_heads(xp, output) if packed else output, K, V, step)
 
 
@@ -330,8 +322,7 @@ def _seen(xp: Any, query: Array, key: Array, options: dict[str, Any]) -> Iterato
     offset = offset if isinstance(offset, int) else xp.reshape(offset, (-1, 1, 1, 1))
     away = columns - (xp.reshape(rows, (-1, 1)) + offset)
     left, right = options["window"]
-    if options["is_causal"]:
-        yield away <= 0
+    right = 0 if options["is_causal"] else right
     if left is not None:
         yield away >= -left
     if right is not None:
@@ -369,13 +360,10 @@ def _with_all_axes(mask: Array | None, rank: int, name: str) -> Array | None:
     if mask is None:
         return None
     shape = facts_of(mask, name).shape
-    if len(shape) < 3 or len(shape) == rank:
-        return mask
     extra = max(0, len(shape) - rank)
-    if any(length != 1 for length in shape[:extra]):
+    if len(shape) < 3 or len(shape) == rank or any(length != 1 for length in shape[:extra]):
         return mask
-    shape = (*(1,) * (rank - len(shape)), *shape[extra:])
-    return library_of(mask).xp.reshape(mask, shape)
+    return library_of(mask).xp.reshape(mask, (*(1,) * (rank - len(shape)), *shape[extra:]))
 
 
 def _causal_bias(bias: Any, lengths: tuple[int, int]) -> dict[str, Any]:

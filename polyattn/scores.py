@@ -83,7 +83,6 @@ def softcap(cap: float) -> Score:
     Returns
     -------
     Score
-        The modification.
 
     References
     ----------
@@ -109,7 +108,6 @@ def temperature(t: float) -> Score:
     Returns
     -------
     Score
-        The modification.
     """
     return Temperature(_above_zero("scores.temperature: t", t))
 
@@ -125,7 +123,6 @@ def alibi(slopes: int | Array) -> Score:
     Returns
     -------
     Score
-        The modification.
 
     References
     ----------
@@ -167,7 +164,6 @@ def relative_bias(table: Array, *, bidirectional: bool = True, max_distance: int
     Returns
     -------
     Score
-        The modification.
 
     References
     ----------
@@ -216,7 +212,6 @@ def function(rule: Callable[..., Array], derivative: Callable[..., Array] | None
     Returns
     -------
     Score
-        The modification.
 
     Examples
     --------
@@ -270,7 +265,6 @@ def distance(p: int = 2) -> Similarity:
     Returns
     -------
     Similarity
-        For ``similarity=``.
 
     Examples
     --------
@@ -294,7 +288,6 @@ def additive(weight: Array) -> Similarity:
     Returns
     -------
     Similarity
-        For ``similarity=``.
 
     References
     ----------
@@ -327,7 +320,6 @@ def long_sequence() -> ScaleRule:
     Returns
     -------
     ScaleRule
-        For ``scale=``.
     """
     return LongSequence()
 
@@ -343,7 +335,6 @@ def by_norm(factor: float = 1.0) -> ScaleRule:
     Returns
     -------
     ScaleRule
-        For ``scale=``.
 
     Examples
     --------

@@ -52,6 +52,7 @@ class Cudnn(Kernel):
     # A bias does not hide NaN, and a weight of 0 is multiplied by the value, which may be NaN.
     poison_safe = False
     rounds_once = False
+    takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuDNN cannot compute the problem, or would compute something else."""
@@ -113,8 +114,6 @@ def _static_reasons(problem: Problem) -> list[str]:
     if problem.dtype not in ("float16", "bfloat16"):
         reasons.append("it supports float16 and bfloat16 only")
     sizes = (problem.head_size, problem.value_size)
-    if 0 in problem.scores or 0 in sizes:
-        reasons.append("it takes no empty arrays")
     if any(size % 8 for size in sizes):
         reasons.append(f"head and value size must be a multiple of 8; got {sizes}")
     if problem.scale <= 0:

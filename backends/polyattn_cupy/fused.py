@@ -42,16 +42,13 @@ class Fused(Kernel):
     # A weight of 0 is multiplied by the value of the masked key, which may be NaN.
     poison_safe = False
     rounds_once = False
+    takes_empty = False
     tile = 2**26
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why cuBLAS cannot compute the problem."""
-        reasons = []
         missing = why_no_cublas()
-        if missing is not None:
-            reasons.append(missing)
-        if 0 in problem.scores or 0 in (problem.head_size, problem.value_size):
-            reasons.append("it takes no empty arrays")
+        reasons = [] if missing is None else [missing]
         if problem.scale == 0:
             reasons.append("it takes no scale of 0, for which cuBLAS ignores NaN in query and key")
         if "backward" in problem.features and problem.bias is not None:

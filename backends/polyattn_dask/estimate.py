@@ -66,15 +66,7 @@ class _Groups:
         self._sizes: dict[int, list[int]] = {}
 
     def of(self, seen: Sequence[int], each: int) -> tuple[int, int, int]:
-        """Return how many chunks and groups a block has, and the keys of its largest group.
-
-        Parameters
-        ----------
-        seen : sequence of int
-            The chunks that it sees.
-        each : int
-            The bytes of a key.
-        """
+        """Return how many chunks and groups a block has, and the keys of its largest group."""
         if isinstance(seen, range):
             if each not in self._runs:
                 keys = self._all if self._whole_rows or not each else limit() // each

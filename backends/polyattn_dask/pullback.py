@@ -17,18 +17,10 @@ Results = Sequence[Array | None]
 
 @dataclass(frozen=True)
 class PullBack:
-    """The shares of a block of query rows and some chunks of keys in all gradients.
-
-    Attributes
-    ----------
-    pieces : Pieces
-        The calls.
-    along_keys : dict of str to int
-        The axis of the keys of the gradients that have one.
-    """
+    """The shares of a block of query rows and some chunks of keys in all gradients."""
 
     pieces: Pieces
-    along_keys: dict[str, int]
+    along_keys: dict[str, int]  # the axis of the keys of the gradients that have one
 
     def __call__(
         self,

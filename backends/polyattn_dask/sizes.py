@@ -70,17 +70,10 @@ def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, extras: Sequence[Ext
 
 
 def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list[list[int]]:
-    """Return the chunks of keys that a block of rows reads, by the tasks that read them.
+    """Return the chunks of keys that a block of rows sees, by the tasks that read them.
 
-    Parameters
-    ----------
-    seen : sequence of int
-        The chunks that some row sees.
-    sizes : sequence of int
-        The bytes of each chunk.
-    whole_rows : bool
-        Whether a task needs all keys from the first to the last at once. Otherwise it reads at most
-        the limit, or one chunk.
+    A task reads at most the limit, or one chunk; unless it needs all keys from the first to the
+    last.
     """
     if whole_rows:
         return [list(range(seen[0], seen[-1] + 1))] if seen else []
@@ -98,12 +91,7 @@ def grouped(seen: Sequence[int], sizes: Sequence[int], whole_rows: bool) -> list
 class RunsOfChunks:
     """The groups that `grouped` makes of consecutive chunks, counted without a look at each.
 
-    Parameters
-    ----------
-    columns : sequence of Span
-        The chunks of keys, of which no one is empty.
-    keys : int
-        The number of keys that a group may have; one chunk may have more.
+    No chunk is empty. A group may have `keys` keys; one chunk may have more.
     """
 
     def __init__(self, columns: Sequence[Span], keys: int) -> None:

@@ -41,38 +41,16 @@ def cast(array: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The arguments of the calls that a step makes, one for each chunk of keys.
-
-    Attributes
-    ----------
-    template : Template
-        The options of the call.
-    parts : tuple of Part
-        The part of each chunk, in the order in which the chunks are given.
-    along_keys : tuple of (int or None)
-        For each leaf, its axis of the keys, if it has one.
-    sinks : bool
-        Whether the sinks count here.
-    sizes : tuple of int
-        D and E.
-    """
+    """The arguments of the calls that a step makes, one for each chunk of keys."""
 
     template: Template
-    parts: tuple[Part, ...]
-    along_keys: tuple[int | None, ...]
-    sinks: bool
-    sizes: tuple[int, int]
+    parts: tuple[Part, ...]  # of each chunk, in the order in which the chunks are given
+    along_keys: tuple[int | None, ...]  # for each leaf, its axis of the keys
+    sinks: bool  # whether the sinks count here
+    sizes: tuple[int, int]  # D and E
 
     def of(self, keys: Blocks, values: Blocks, leaves: Sequence[Blocks]) -> Any:
-        """Yield key, value, part and options of each call.
-
-        Parameters
-        ----------
-        keys, values : sequence of Array
-            The chunks; no values for the weights.
-        leaves : sequence of sequence of Array
-            For each leaf its chunks, one for each of the keys if it follows them.
-        """
+        """Yield key, value, part and options of each call; a leaf has one chunk or one for each."""
         parts, template = self.parts, self.template
         if template.whole_rows and len(parts) > 1:
             first, last = parts[0].columns.start, parts[-1].columns.stop
@@ -108,24 +86,12 @@ def _joined(blocks: Blocks, axis: int) -> Array:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention of a block of query rows over some chunks of keys.
-
-    Attributes
-    ----------
-    pieces : Pieces
-        The calls.
-    result : str
-        ``"partial"`` to be joined, ``"both"`` or ``"output"``.
-    dtype : str
-        The dtype of the output.
-    joined : str
-        The dtype of a partial that is to be joined.
-    """
+    """Attention of a block of query rows over some chunks of keys."""
 
     pieces: Pieces
-    result: str
-    dtype: str
-    joined: str
+    result: str  # "partial" to be joined, "both" or "output"
+    dtype: str  # of the output
+    joined: str  # of a partial that is to be joined
 
     def __call__(self, query: Array, keys: Blocks, values: Blocks, leaves: Sequence[Blocks]) -> Any:
         """Return the partial, or what the caller gets."""

@@ -18,22 +18,9 @@ from polyattn_dask.grid import Axes, Grid, Index, axes_along, axes_of
 class Visibility:
     """The chunks of keys of each block of query rows.
 
-    NumPy arrays in a mask are read; dask arrays are not, so that any key may be visible by them.
-
-    Parameters
-    ----------
-    problem, x : Problem, Operands
-        The arguments of a kernel; of the operands, mask and query offset count.
-    grid : Grid
-        The grid.
-    most_looks : int, optional
-        If the masks would be asked about more pairs of chunks, they are not: then a block sees all
-        chunks that causal and window leave.
-
-    Attributes
-    ----------
-    is_exact : bool
-        Whether the masks are asked.
+    NumPy arrays in a mask are read; dask arrays are not, so that any key may be visible by them. If
+    the masks would be asked about more than `most_looks` pairs of chunks, they are not
+    (`is_exact`): then a block sees all chunks that causal and window leave.
     """
 
     def __init__(

@@ -21,18 +21,10 @@ from polyattn_dask.tasks import Blocks, Pieces, front, zeros
 
 @dataclass(frozen=True)
 class Weigh:
-    """The weights of a block of query rows over some chunks of keys.
-
-    Attributes
-    ----------
-    pieces : Pieces
-        The calls.
-    look : dict
-        ``top`` or ``per_key``, as of `polyattn.attention_weights`.
-    """
+    """The weights of a block of query rows over some chunks of keys."""
 
     pieces: Pieces
-    look: dict[str, Any]
+    look: dict[str, Any]  # ``top`` or ``per_key``, as of `polyattn.attention_weights`
 
     def __call__(
         self, query: Array, keys: Blocks, leaves: Sequence[Blocks], logsumexp: Array | None

@@ -40,6 +40,7 @@ class Cudnn(Kernel):
     })  # fmt: skip
     poison_safe = False
     rounds_once = False
+    takes_empty = False
     devices = frozenset({"cuda"})
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -61,8 +62,6 @@ def mismatches(problem: Problem) -> list[str]:
     reasons = []
     if problem.dtype not in ("float16", "bfloat16"):
         reasons.append(f"it supports float16 and bfloat16 only, and this is {problem.dtype}")
-    if 0 in problem.scores or not problem.head_size:
-        reasons.append("it takes no empty arrays")
     counted = band_from(problem, 0)
     square = problem.query_length == problem.key_length
     if counted != (None, None) and (problem.query_offset != 0 or not square):
@@ -107,9 +106,7 @@ def trial(problem: Problem) -> list[str]:
 
 def attend(problem: Problem, x: Operands) -> Array:
     """Compute attention with `jax.nn`, and clear rows without keys."""
-    counted = band_from(problem, 0)
-    assert counted is not None
-    left, right = counted
+    left, right = band_from(problem, 0) or problem.window
     visible, bias = visibility(problem, x)
     output = jax.nn.dot_product_attention(
         length_first(problem, x.query),

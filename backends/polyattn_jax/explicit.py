@@ -20,15 +20,9 @@ Size = tuple[int, int]
 
 
 class Explicit:
-    """A function of a tile, and the arrays that it uses.
+    """A function of a tile, and the arrays that it uses, for each size of tile.
 
-    Parameters
-    ----------
-    graphs : dict
-        The function for each size of tile, of its first row, its first key, and scores if it takes
-        them.
-    arrays : dict
-        For each size the arrays that the function uses.
+    The function takes the tile's first row, its first key, and scores if it has them.
     """
 
     def __init__(self, graphs: dict[Size, Any], arrays: dict[Size, list[Array]]) -> None:

@@ -30,25 +30,13 @@ Rows = dict[str, Array]
 
 
 class Tile(NamedTuple):
-    """What a tile of scores is made of.
-
-    Attributes
-    ----------
-    indices : TileIndices
-        Its indices.
-    key, value : Array
-        Its keys and values.
-    new : Array or None
-        Its first key that no earlier tile holds; None if all are new.
-    slices : Any
-        What `Body.slices` gave for the tile.
-    """
+    """What a tile of scores is made of."""
 
     indices: TileIndices
     key: Array
     value: Array
-    new: Array | None
-    slices: Any
+    new: Array | None  # its first key that no earlier tile holds; None if all are new
+    slices: Any  # what `Body.slices` gave for the tile
 
 
 class Body:
@@ -79,15 +67,8 @@ def sweep(
 ) -> tuple[Array, ...]:
     """Return the results for all rows, in tiles of about `tile` scores at most.
 
-    Parameters
-    ----------
-    problem, tile, x
-        The call, and the size of a tile.
-    body : Body
-        What is computed.
-    rows, moved : dict
-        Arrays (..., L, n) that the body is given a block at a time. Those of `moved` are
-        differentiated.
+    The body is given a block of the arrays (..., L, n) of `rows` and `moved` at a time. Those of
+    `moved` are differentiated.
     """
     if 0 in problem.scores:
         block, state = body.start(rows | moved, problem.query_length)

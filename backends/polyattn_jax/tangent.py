@@ -31,28 +31,16 @@ from polyattn_jax.tile import finite, modified, product, scaled_query, similarit
 
 
 class OperandTangents(NamedTuple):
-    """The tangents of the operands; None where one is 0.
+    """The tangents of the operands in the accumulator's dtype; None where one is 0."""
 
-    Attributes
-    ----------
-    query : Array or None
-        Of scale · query, or of the query with another similarity.
-    key, value, bias, sinks : Array or None
-        In the accumulator's dtype.
-    score_mod, similarity : list or None
-        Of the arrays in the expressions, each an array, or None where it is 0.
-    scale, softcap : Array or None
-        Of the numbers; of the scale only with another similarity.
-    """
-
-    query: Array | None = None
+    query: Array | None = None  # of scale · query, or of the query with another similarity
     key: Array | None = None
     value: Array | None = None
     bias: Array | None = None
     sinks: Array | None = None
-    score_mod: list[Any] | None = None
-    similarity: list[Any] | None = None
-    scale: Array | None = None
+    score_mod: list[Any] | None = None  # of the arrays in the expression
+    similarity: list[Any] | None = None  # likewise
+    scale: Array | None = None  # of the number, only with another similarity
     softcap: Array | None = None
 
 

@@ -12,15 +12,7 @@ from polyattn_onnx.node import Node
 def model_of(node: Node) -> onnx.ModelProto:
     """Return the model; its inputs are those that the node has, in the operator's order.
 
-    Parameters
-    ----------
-    node : Node
-        The facts of its node.
-
-    Returns
-    -------
-    onnx.ModelProto
-        The batch, L and S are symbolic in it.
+    The batch, L and S are symbolic in it.
     """
     inputs: dict[str, tuple[str, list[str | int]]] = {
         "query": (node.dtype, ["B", node.heads, "L", node.head_size]),

@@ -56,18 +56,7 @@ class Operator(Kernel):
     poison_safe: ClassVar[bool] = False
 
     def opset(self, problem: Problem) -> int:
-        """Return the opset that the node is for.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-
-        Returns
-        -------
-        int
-            23, 24 or 25.
-        """
+        """Return the opset that the node is for: 23, 24 or 25."""
         raise NotImplementedError
 
     def remark(self, problem: Problem) -> str | None:
@@ -96,22 +85,7 @@ class Operator(Kernel):
         return reasons
 
     def output(self, problem: Problem, operands: Operands, output: Array, xp: Any) -> Array:
-        """Return the node's output as a kernel's.
-
-        Parameters
-        ----------
-        problem, operands : Problem, Operands
-            The arguments of a kernel.
-        output : Array
-            What the node computed, of rank 4.
-        xp : module
-            The standard's namespace of the library.
-
-        Returns
-        -------
-        Array
-            Shape (..., H, L, E), in the dtype of the query.
-        """
+        """Return the node's output, of rank 4, as a kernel's, in the dtype of the query."""
         if output.dtype != operands.query.dtype:
             output = xp.astype(output, operands.query.dtype)
         if len(problem.batch) == 1:
@@ -120,22 +94,7 @@ class Operator(Kernel):
         return xp.reshape(output, (*problem.batch, *shape)) if problem.batch else output[0, ...]
 
     def node(self, problem: Problem, operands: Operands, xp: Any) -> tuple[Node, list[Array]]:
-        """Return the node of a call and its inputs.
-
-        Parameters
-        ----------
-        problem, operands : Problem, Operands
-            The arguments of a kernel.
-        xp : module
-            The standard's namespace of the library.
-
-        Returns
-        -------
-        node : Node
-            The facts of the node.
-        inputs : list of Array
-            Its inputs, each of rank 4 but the numbers of keys.
-        """
+        """Return the node of a call and its inputs, of rank 4 but the numbers of keys."""
         opset = self.opset(problem)
         is_causal, window, counted, banded = _positions(problem, opset)
         query, scale = _scaled(problem, operands.query, xp)

@@ -28,23 +28,10 @@ def devices() -> list[str]:
 
 @lru_cache(maxsize=64)
 def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, ...]]:
-    """Return the session that runs a node, whose lengths are not fixed.
+    """Return the session that runs a node of any lengths, and the names of its inputs in order.
 
-    Parameters
-    ----------
-    node : Node
-        The facts of the node.
-    device : str
-        A kind of device, such as ``cpu``.
-    threads : int
-        How many threads a run takes; they do not spin when it is over.
-
-    Returns
-    -------
-    session : onnxruntime.InferenceSession
-        Made if no recent call had the same facts, which takes some milliseconds.
-    names : tuple of str
-        The names of its inputs, in order.
+    It is made if no recent call had the same facts, which takes some milliseconds. Its threads do
+    not spin when a run is over.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads

@@ -241,15 +241,7 @@ def moved_along(
     groups: Sequence[Optionals],
     moved: Sequence[Optionals],
 ) -> tuple[torch.Tensor, ...]:
-    """Return the directional derivatives of a function of groups of tensors.
-
-    Parameters
-    ----------
-    function : callable
-        Takes as many sequences as there are groups, and returns tensors.
-    groups, moved : sequence of sequences
-        The tensors and their tangents; None for no tangent.
-    """
+    """Return the derivatives of a function of groups of tensors along tangents, None for none."""
     places = [
         (n, m) for n, group in enumerate(moved) for m, one in enumerate(group) if one is not None
     ]

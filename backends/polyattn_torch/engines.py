@@ -25,8 +25,13 @@ class Engine(NamedTuple):
     """One way in which torch computes attention."""
 
     name: str
-    reason_against: Callable[[Problem, DeviceInfo], str | None]  # why it cannot take a problem
+    limit: Callable[[Problem, DeviceInfo], str | None]  # why it cannot take a problem
     call: Callable[[Problem, EngineInputs], Result]  # output and logsumexp
+
+    def reason_against(self, problem: Problem, device: DeviceInfo) -> str | None:
+        """Return why it cannot take a problem, or None."""
+        # Flash on the CPU divides by the lengths in integers, which ends the process (torch 2.13).
+        return "it takes no empty arrays" if problem.is_empty else self.limit(problem, device)
 
 
 def operator(name: str, *arguments: str) -> Any:
@@ -62,10 +67,6 @@ _HALF_ONLY = "it supports float16 and bfloat16 only"
 _LENGTHS = "its arguments need lengths that are known"
 
 
-def _is_empty(problem: Problem) -> bool:
-    return 0 in problem.scores or 0 in (problem.head_size, problem.value_size)
-
-
 # ---- flash attention on the CPU ----
 
 
@@ -76,8 +77,7 @@ def _against_cpu(problem: Problem, device: DeviceInfo) -> str | None:
         return "torch.onnx.export has no node for it"
     if problem.dtype in _HALF:
         return "it is off by 5e-5 for 16-bit numbers, for which it uses a faster exp"
-    # It divides by the lengths in integers, which ends the process (torch 2.13).
-    return "it takes no empty arrays" if _is_empty(problem) else None
+    return None
 
 
 def _call_cpu(problem: Problem, x: EngineInputs) -> Result:
@@ -130,8 +130,6 @@ def _against_flash(problem: Problem, device: DeviceInfo) -> str | None:
         return "torch.func has no rule for it"
     if problem.is_symbolic:
         return _LENGTHS
-    if _is_empty(problem):
-        return "it takes no empty arrays"
     return None if _window(problem) else "its window parameters cannot express this band"
 
 
@@ -173,9 +171,7 @@ def _against_cudnn(problem: Problem, device: DeviceInfo) -> str | None:
         return "it is used for inference only"
     if problem.is_symbolic:
         return _LENGTHS
-    if _is_empty(problem) or problem.key_length == 1:
-        return "it takes no empty arrays and no single key"
-    return None
+    return "it takes no single key" if problem.key_length == 1 else None
 
 
 def _call_cudnn(problem: Problem, x: EngineInputs) -> Result:
@@ -205,9 +201,7 @@ def _against_efficient(problem: Problem, device: DeviceInfo) -> str | None:
         return "no such device is available"
     if problem.dtype not in (*_HALF, "float32"):
         return f"it does not take {problem.dtype}"
-    if problem.is_symbolic:
-        return _LENGTHS
-    return "it takes no empty arrays" if _is_empty(problem) else None
+    return _LENGTHS if problem.is_symbolic else None
 
 
 def _call_efficient(problem: Problem, x: EngineInputs) -> Result:

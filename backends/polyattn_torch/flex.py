@@ -55,6 +55,7 @@ class Flex(Kernel):
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {"logsumexp": frozenset({"cuda"})}
     poison_safe = False
     rounds_once = False
+    takes_empty = False
     compiles = True
 
     def only_on_request(self, problem: Problem) -> str | None:
@@ -78,8 +79,6 @@ class Flex(Kernel):
         reasons = []
         if problem.transforms:
             reasons.append("it is compiled, which torch.func cannot transform")
-        if 0 in problem.scores or 0 in (problem.head_size, problem.value_size):
-            reasons.append("it takes no empty arrays")
         if problem.device_kind == "cpu" and problem.dtype == "float64":
             reasons.append("it has no float64 on the CPU")
         if problem.device_kind == "cuda":

@@ -43,15 +43,7 @@ class Slot(NamedTuple):
 
 
 class KernelStep:
-    """A call of a kernel that has `backward` and `jvp`.
-
-    Parameters
-    ----------
-    kernel, problem, backend
-        The call.
-    template : Operands
-        Its operands, with slots in place of tensors.
-    """
+    """A call of a kernel that has `backward` and `jvp`; the template has slots for tensors."""
 
     def __init__(
         self, kernel: Kernel, problem: Problem, backend: Backend, template: Operands

@@ -31,17 +31,8 @@ class Recorder(Protocol):
     def value(self, array: Array) -> Array:
         """Return the array with the numbers."""
 
-    def run(self, plan: Any, operands: Any) -> tuple[Array, Array | None]:
-        """Run a `Plan`, and record how its results depend on the operands."""
-
-    def run_backward(self, plan: Any, operands: Any, residuals: Any, cotangents: Any) -> Any:
-        """Run the backward pass of a `Plan`, and record how its `Gradients` depend on all."""
-
-    def run_jvp(self, plan: Any, operands: Any, residuals: Any, tangents: Any) -> Any:
-        """Run the directional derivative of a `Plan`, and record how it depends on all."""
-
-    def run_weights(self, plan: Any, operands: Any, logsumexp: Any) -> Any:
-        """Run the `Plan` of a call for weights, and record how they depend on all."""
+    def run(self, method: str, plan: Any, *given: Any) -> Any:
+        """Call a method of a `Plan`, and record how its results depend on what it is given."""
 
 
 class RecordedError(TypeError):
@@ -134,18 +125,7 @@ def check_not_recorded(function: str, result: Array, xp: Any) -> None:
 
 
 def namespace_of(*arrays: Array) -> Any:
-    """Return the namespace whose functions take all these arrays of one library.
-
-    Parameters
-    ----------
-    *arrays : Array
-        The arrays.
-
-    Returns
-    -------
-    module
-        The standard's namespace, with what polyattn adds to a library that lacks some of it.
-    """
+    """Return the standard's namespace for arrays of one library, with what polyattn adds to it."""
     libraries = [library_of(array) for array in arrays]
     return next((x.xp for x in libraries if x.recorder is not None), libraries[0].xp)
 
@@ -302,20 +282,7 @@ def is_one_of(length: int | None, *lengths: int | None) -> bool:
 
 
 def length_of(array: Array, axis: int) -> Any:
-    """Return the length of an axis, which may be known only where the array is computed.
-
-    Parameters
-    ----------
-    array : Array
-        The array.
-    axis : int
-        The axis.
-
-    Returns
-    -------
-    int or Array
-        An array without axes where the length is not in the array's shape.
-    """
+    """Return the length of an axis; an array without axes if the shape does not have it."""
     length = array.shape[axis]
     return array.dynamic_shape[axis] if length is None else length
 
@@ -343,18 +310,6 @@ def with_rank(array: Array, rank: int) -> Array:
     """Return an array with axes of length 1 before its own, so that it has at least `rank` axes.
 
     Arrays of one rank broadcast in every library; JAX can be told to refuse others.
-
-    Parameters
-    ----------
-    array : Array
-        The array.
-    rank : int
-        The number of axes.
-
-    Returns
-    -------
-    Array
-        The array itself if it has as many axes.
     """
     missing = rank - len(array.shape)
     if missing <= 0:

@@ -16,20 +16,7 @@ _OF_ATTENTION = (
 
 
 def casts(arguments: Mapping[str, Any], names: tuple[str, ...] = _OF_ATTENTION) -> dict[str, str]:
-    """Return the dtypes to which autocast casts arguments, by name.
-
-    Parameters
-    ----------
-    arguments : mapping of str
-        The arguments, of which an array may be given by its facts.
-    names : tuple of str
-        Those that may be cast.
-
-    Returns
-    -------
-    dict of str
-        Empty where autocast changes nothing.
-    """
+    """Return the dtypes to which autocast casts arguments or their facts, by name: often empty."""
     found: dict[str, str] = {}
     if not (know_torch() and is_autocast_on()):
         return found

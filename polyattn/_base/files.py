@@ -35,22 +35,11 @@ def write_file(file: Path, content: str) -> None:
 
 @contextmanager
 def replacing(folder: Path, names: Sequence[str], *, removed: Sequence[str] = ()) -> Iterator[Path]:
-    """Let files that are written to the folder this yields take their places in another.
+    """Let files that are written to the new folder this yields take their places in another.
 
-    Parameters
-    ----------
-    folder : Path
-        An existing folder, where the files go once the block ends.
-    names : sequence of str
-        The files, all of which the block writes. What has such a name, such as a symbolic link, is
-        replaced, not written to.
-    removed : sequence of str
-        Files to remove then, if they are there.
-
-    Yields
-    ------
-    Path
-        A new folder on the same disk. If the block or a renaming fails, `folder` is as before.
+    The new folder is on the same disk. The block writes all `names`, whose places are replaced, not
+    written to, such as a symbolic link; `removed` names files to remove then. If the block or a
+    renaming fails, `folder` is as before.
     """
     beside = Path(mkdtemp(prefix=".polyattn-", dir=folder))
     new, old = beside / "new", beside / "old"

@@ -52,16 +52,6 @@ def native(array: Any) -> Any:
     """Return an array of NumPy in the byte order of the machine, any other as it is.
 
     Not all functions of NumPy take another order, and no other library does.
-
-    Parameters
-    ----------
-    array : Array
-        The array.
-
-    Returns
-    -------
-    Array
-        The same numbers; a copy only if the order differs.
     """
     if isinstance(array, int) or is_unreadable(array):  # torch.compile may hold a number as symbol
         return array

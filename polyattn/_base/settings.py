@@ -10,18 +10,7 @@ from typing import Generic, TypeVar
 
 
 def reader_of(name: str) -> Callable[[], str | None]:
-    """Return a function that reads an environment variable.
-
-    Parameters
-    ----------
-    name : str
-        The name of the variable.
-
-    Returns
-    -------
-    callable
-        Returns the present value, or None if the variable is not set.
-    """
+    """Return a function that reads an environment variable: None if it is not set."""
     encode = getattr(os.environ, "encodekey", None)
     key = None if encode is None else encode(name)
 

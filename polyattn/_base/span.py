@@ -7,16 +7,10 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Some rows or keys: a range that torch.compile can trace.
-
-    Attributes
-    ----------
-    start, stop : int
-        The first one, and the one after the last: None for the end of a length that is unknown.
-    """
+    """Some rows or keys: a range that torch.compile can trace."""
 
     start: int
-    stop: int
+    stop: int  #: after the last; None for the end of a length that is unknown
 
     @property
     def length(self) -> int:
@@ -24,17 +18,6 @@ class Span(NamedTuple):
         return self.stop if self.stop is None else self.stop - self.start
 
     def split(self, size: int) -> Iterator[Span]:
-        """Cut the span into parts.
-
-        Parameters
-        ----------
-        size : int
-            The largest length of a part.
-
-        Yields
-        ------
-        Span
-            The parts in order; all but the last have that size.
-        """
+        """Yield the parts in order; all but the last have that size."""
         for first in range(self.start, self.stop, size):
             yield Span(first, min(first + size, self.stop))

@@ -73,20 +73,8 @@ def use_threads(count: SupportsIndex) -> Iterator[None]:
 def thread_count(most: Callable[[], int] | None = None) -> int:
     """Return the number of threads that this call may use.
 
-    Parameters
-    ----------
-    most : callable, optional
-        Returns a limit for the default, if neither `use_threads` nor the variable sets a number.
-
-    Returns
-    -------
-    int
-        At least 1.
-
-    Raises
-    ------
-    ValueError
-        If the environment variable is not a number of threads.
+    Without `use_threads` and the variable, `most` may limit the default. Raises ValueError if the
+    environment variable is not a number of threads.
     """
     chosen = _context.get()
     if chosen is not None:

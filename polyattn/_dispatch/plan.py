@@ -7,13 +7,20 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
 from polyattn._base.tracing import is_compiling
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
 from polyattn._core.call.options import GRADIENT_ARRAYS
+from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.placement import Placement
 from polyattn._dispatch.transfer import move_operands, move_results, mover_back
 from polyattn.plugin import Kernel
+
+
+def reasons_against(kernel: Kernel, problem: Problem) -> list[str]:
+    """Return the reasons why a kernel cannot compute a problem whose features it declares."""
+    if problem.is_empty and not kernel.takes_empty:
+        return ["it takes no empty arrays"]
+    return kernel.reasons_against(problem)
 
 
 class Plan(NamedTuple):
@@ -31,7 +38,7 @@ class Plan(NamedTuple):
         problem = problem._replace(features=problem.features | {feature})
         placement = self.placement._replace(problem=problem)
         for kernel in (self.kernel, *placement.kernels):
-            if problem.features <= kernel.features and not kernel.reasons_against(problem):
+            if problem.features <= kernel.features and not reasons_against(kernel, problem):
                 return self._replace(kernel=kernel, placement=placement)
         return None
 
@@ -65,7 +72,7 @@ class Plan(NamedTuple):
         """Call a method of the backend with what it is given there, and bring the result back."""
         recorder = _recorder(operands, others)
         if recorder is not None:
-            return getattr(recorder, method)(self, operands, *others)
+            return recorder.run(method, self, operands, *others)
         backend, _, problem, moved = self.placement
         if backend is None:
             raise RuntimeError("a plan made from shapes only cannot run")

@@ -19,7 +19,7 @@ from polyattn._dispatch import registry
 from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
 from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
-from polyattn._dispatch.plan import Plan
+from polyattn._dispatch.plan import Plan, reasons_against
 from polyattn._dispatch.request import AUTO, Names, Request, check_known
 from polyattn.plugin import Backend, Kernel
 
@@ -186,7 +186,7 @@ def _judge(
     if missing:
         reasons = [f"it does not compute {', '.join(missing)}"]
     else:
-        reasons = _device_reasons(kernel, problem) or kernel.reasons_against(problem)
+        reasons = _device_reasons(kernel, problem) or reasons_against(kernel, problem)
         if not isinstance(reasons, list):
             raise TypeError(
                 f"reasons_against of the kernel {kernel.name} must return a list of strings; it"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, with_rank
 from polyattn._base.span import Span
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Cotangents, Operands, Residuals
+from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.derivatives import finite
+from polyattn._core.expressions.replacements import Similarity
 from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn._kernels.masked_sum import visible_product
@@ -93,8 +93,10 @@ def _add_tile(
     if problem.masks:
         ds = xp.where(tile.seen, ds, xp.zeros_like(ds))  # 5
     ds = _through_scores(problem, backend, block, tile, ds, total)  # 4 to 2
-    add = _add_product if x.similarity is None else _add_similarity
-    add(problem, x, backend, block, tile, ds, total)  # 1
+    if x.similarity is None:  # 1
+        _add_product(problem, backend, block, tile, ds, total)
+    else:
+        _add_similarity(problem, x.similarity, backend, block, tile, ds, total)
 
 
 def _through_sum(
@@ -149,14 +151,9 @@ def _through_scores(
 
 
 def _add_product(
-    problem: Problem,
-    x: Operands,
-    backend: Backend,
-    block: RowBlock,
-    tile: Scored,
-    ds: Array,
+    problem: Problem, backend: Backend, block: RowBlock, tile: Scored, ds: Array,
     total: GradientSums,
-) -> None:
+) -> None:  # fmt: skip
     """Add to the gradients of query and key, through q·k."""
     xp = backend.xp
     if total.wants("query"):
@@ -170,17 +167,11 @@ def _add_product(
 
 
 def _add_similarity(
-    problem: Problem,
-    x: Operands,
-    backend: Backend,
-    block: RowBlock,
-    tile: Scored,
-    ds: Array,
-    total: GradientSums,
-) -> None:
+    problem: Problem, similarity: Similarity, backend: Backend, block: RowBlock, tile: Scored,
+    ds: Array, total: GradientSums,
+) -> None:  # fmt: skip
     """Add to the gradients of query, key, scale and what a similarity carries."""
-    xp, similarity = backend.xp, x.similarity
-    assert similarity is not None
+    xp = backend.xp
     total.add("scale", ds * tile.scores.similar, block.rows, tile.columns)
     query, key = block.query, with_rank(tile.key, len(block.query.shape))
     if problem.masks:  # a visible entry that is not finite has made NaN of `ds` already

@@ -13,7 +13,7 @@ from polyattn._base.arrays import Array, cast, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.tiles.batch_axes import part_of
+from polyattn._core.tiles.batch_axes import part_of, reason_against_batch
 from polyattn._core.tiles.grouped_heads import scaled, unfold_heads
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
@@ -112,3 +112,14 @@ def attend(
     value = part_of(problem, x.value, columns, xp)
     output = weighted_sum(problem, backend, weights, s, value)  # 9
     return SoftmaxState(output, maximum, total)
+
+
+def reasons_against_lengths(problem: Problem) -> list[str]:
+    """Return why a call needs lengths that are known; none if they are."""
+    if not problem.is_symbolic:
+        return []
+    reason = reason_against_batch(problem)
+    if reason is not None:
+        return [reason]
+    names = ", ".join(sorted(problem.features & {"backward", "jvp"}))
+    return [f"it computes {names} only for known lengths"] if names else []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from polyattn._base.arrays import Array
 from polyattn._core.call.features import FEATURES
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.grouped_heads import ungrouped
 from polyattn._kernels.backward import gradients
-from polyattn._kernels.dense import attention
+from polyattn._kernels.dense import attention, reasons_against_lengths
 from polyattn._kernels.jvp import pushforward
-from polyattn._kernels.unknown_lengths import reasons_against_lengths
 from polyattn.plugin import Backend, Kernel
 
 

@@ -18,8 +18,7 @@ from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import initial_state, or_zero
-from polyattn._kernels.dense import scores
-from polyattn._kernels.unknown_lengths import reasons_against_lengths
+from polyattn._kernels.dense import reasons_against_lengths, scores
 from polyattn.plugin import Backend, Kernel
 
 

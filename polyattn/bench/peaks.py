@@ -29,23 +29,13 @@ NARROW = ("float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peak:
-    """The rates of a device.
+    """The rates of a device."""
 
-    Attributes
-    ----------
-    backend : str
-        The backend that reached the rate of the product.
-    device : str
-        The device, by the name that all libraries share.
-    product : float
-        Floating-point operations per second in a product of square matrices of the call's dtype.
-    bandwidth : float
-        Bytes read and written per second when a large float32 array is added to another in place.
-    """
-
-    backend: str
-    device: str
+    backend: str  # that reached the rate of the product
+    device: str  # by the name that all libraries share
+    #: Floating-point operations per second in a product of square matrices of the call's dtype.
     product: float
+    #: Bytes read and written per second when a large float32 array is added to another in place.
     bandwidth: float
 
 

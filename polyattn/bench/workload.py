@@ -11,33 +11,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Workload:
-    """A call of `polyattn.attention` without its length.
-
-    Attributes
-    ----------
-    batch, heads, key_heads, size : int
-        B, H, G and D; values are as large as keys.
-    dtype : str
-        Of query, key and value.
-    causal : bool
-        Whether a query sees no later key.
-    window : tuple of (int or None, int or None), optional
-        Number of visible keys before and after each query.
-    decode : bool
-        Whether there is one query; the length is then that of the keys.
-    kernel : str, optional
-        The required kernel.
-    """
+    """A call of `polyattn.attention` without its length."""
 
     batch: int = 1
     heads: int = 8
     key_heads: int = 8
-    size: int = 64
+    size: int = 64  # of keys and values
     dtype: str = "float32"
     causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    decode: bool = False
-    kernel: str | None = None
+    window: tuple[int | None, int | None] | None = None  # visible keys before and after
+    decode: bool = False  # whether there is one query; the length is then that of the keys
+    kernel: str | None = None  # the required one
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Workload:

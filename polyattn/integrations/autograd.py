@@ -47,26 +47,18 @@ class Recorder:
         """Return the array in a box."""
         return getval(box)
 
-    def run(self, plan: Any, operands: Operands) -> Any:
+    def run(self, method: str, plan: Any, *given: Any) -> Any:
         """Run a plan as one operation, or by the formula on the boxes."""
-        call = _Recorded(plan, operands)
-        try:
-            result = _attention(call, *call.arrays)
-        except RecordedError:  # a function reads boxes that are no argument
-            return _on_boxes(Dense(), plan.placement.problem, operands)
-        return (result[0], result[1]) if call.is_pair else (result, None)
-
-    def run_backward(self, plan: Any, *given: Any) -> Any:
-        """Compute gradients by the formula on the boxes."""
-        return _on_boxes(Dense().backward, plan.placement.problem, *given)
-
-    def run_jvp(self, plan: Any, *given: Any) -> Any:
-        """Compute a directional derivative by the formula on the boxes."""
-        return _on_boxes(Dense().jvp, plan.placement.problem, *given)
-
-    def run_weights(self, plan: Any, *given: Any) -> Any:
-        """Compute weights on the boxes."""
-        return _on_boxes(plan.kernel.weights, plan.placement.problem, *given)
+        problem = plan.placement.problem
+        if method == "run":
+            call = _Recorded(plan, *given)
+            try:
+                result = _attention(call, *call.arrays)
+            except RecordedError:  # a function reads boxes that are no argument
+                return _on_boxes(Dense(), problem, *given)
+            return (result[0], result[1]) if call.is_pair else (result, None)
+        kernel = plan.kernel if method == "run_weights" else Dense()
+        return _on_boxes(getattr(kernel, method.removeprefix("run_")), problem, *given)
 
 
 # ---- functions in score_mod --------------------------------------------------------------------

@@ -17,13 +17,7 @@ Table = tuple[tuple[float, ...], ...]
 
 
 class Angles:
-    """Positions times frequencies, modulo 2π where float32 would lose too many digits.
-
-    Parameters
-    ----------
-    frequencies : tuple of float
-        The angles between neighbouring positions.
-    """
+    """Positions times frequencies, modulo 2π where float32 would lose too many digits."""
 
     def __init__(self, frequencies: tuple[float, ...]) -> None:
         self.frequencies = frequencies

@@ -39,7 +39,6 @@ class Module:
         Returns
         -------
         Module
-            The new module.
 
         Raises
         ------

@@ -57,7 +57,6 @@ class Communicator:
         Returns
         -------
         sequence of Array
-            The arrays.
         """
         raise NotImplementedError
 
@@ -110,7 +109,6 @@ class Communicator:
         Returns
         -------
         list of bytes
-            The messages.
         """
         xp = library_of(like).xp
         numbers = numbers_like(xp, list(message), xp.uint8, like)

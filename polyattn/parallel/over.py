@@ -45,6 +45,5 @@ def size_of(over: Any) -> int:
     Returns
     -------
     int
-        The number of ranks.
     """
     return communicator_of(over).size

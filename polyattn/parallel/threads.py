@@ -53,13 +53,7 @@ class _Mail:
 
 
 class Threads(Communicator):
-    """One of the threads that `run_threads` starts.
-
-    Attributes
-    ----------
-    sent : int
-        The number of bytes that this rank has sent to others.
-    """
+    """One of the threads that `run_threads` starts; it counts the bytes `sent` to others."""
 
     def __init__(self, rank: int, mail: _Mail) -> None:
         self._rank, self._mail, self.size, self.sent = rank, mail, mail.size, 0

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from polyattn._base import arrays
 from polyattn._base.arrays import Array
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools
@@ -36,6 +35,8 @@ class Kernel:
         Whether a batch item's result has the same bits with and without the others.
     deterministic : bool
         Whether the same call twice gives the same bits.
+    takes_empty : bool
+        Whether it takes calls with a length or size of 0; the others go to the next kernel.
     compiles : bool
         Whether it compiles for each new shape and option, so that a first call takes seconds.
     devices : frozenset of str or None
@@ -54,6 +55,7 @@ class Kernel:
     rounds_once: ClassVar[bool] = True
     batch_invariant: ClassVar[bool] = False
     deterministic: ClassVar[bool] = True
+    takes_empty: ClassVar[bool] = True
     compiles: ClassVar[bool] = False
     devices: ClassVar[frozenset[str] | None] = None
     only_on: ClassVar[Mapping[str, frozenset[str]]] = {}
@@ -214,18 +216,8 @@ class Kernel:
 def unrounded(kernel: Kernel, problem: Problem) -> Problem:
     """Return the problem whose output a kernel gives to its own gradient.
 
-    Parameters
-    ----------
-    kernel : Kernel
-        The kernel that computes both.
-    problem : Problem
-        The facts of the call.
-
-    Returns
-    -------
-    Problem
-        The problem in the dtype of sums, if the kernel rounds once and has no reason against it;
-        otherwise the problem itself.
+    That is the problem in the dtype of sums, if the kernel rounds once and has no reason against
+    it.
     """
     if not kernel.rounds_once or problem.dtype == problem.accumulator:
         return problem
@@ -263,13 +255,7 @@ class Backend(BackendPrimitives, BackendTools):
     # ---- devices of arrays ----
 
     def devices(self) -> list[str]:
-        """List the available devices.
-
-        Returns
-        -------
-        list of str
-            Their names as the library's arrays give them, the default first.
-        """
+        """List the available devices by the names that arrays give them, the default first."""
         return []
 
     def lacks(self, dtype: str) -> str | None:
@@ -300,7 +286,6 @@ class Backend(BackendPrimitives, BackendTools):
         Returns
         -------
         Array
-            An array of this library.
         """
         # NumPy does not exchange bfloat16, a dtype of another package, by DLPack.
         is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
@@ -324,53 +309,20 @@ class Backend(BackendPrimitives, BackendTools):
     # ---- running a kernel ----
 
     def kernels_now(self) -> tuple[Kernel, ...]:
-        """Return the kernels that can be chosen at the moment.
-
-        Returns
-        -------
-        tuple of Kernel
-            ``kernels``, after any that the library has only while it exports a program.
-        """
+        """Return ``kernels``, after any that the library has only while it exports a program."""
         return self.kernels
 
     def shield(self, problem: Problem, operands: Operands) -> AbstractContextManager[Any]:
         """Return the context that kernels run in, shielded from the global state of the library.
 
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        operands : Operands
-            Its arrays.
-
-        Returns
-        -------
-        context manager
-            By default it silences NumPy's floating-point warnings.
+        By default it silences NumPy's floating-point warnings.
         """
         return arrays.quiet(problem.library)
 
     def run(
         self, kernel: Kernel, problem: Problem, operands: Operands
     ) -> tuple[Array, Array | None]:
-        """Run a kernel in the context of `shield`.
-
-        Parameters
-        ----------
-        kernel : Kernel
-            The kernel that was chosen.
-        problem : Problem
-            The facts of the call.
-        operands : Operands
-            Its arrays.
-
-        Returns
-        -------
-        output : Array
-            The kernel's output.
-        logsumexp : Array or None
-            The kernel's logsumexp.
-        """
+        """Run a kernel in the context of `shield`."""
         with self.shield(problem, operands):
             return kernel(problem, operands, self)
 
@@ -378,22 +330,7 @@ class Backend(BackendPrimitives, BackendTools):
         self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
         cotangents: Cotangents,
     ) -> Gradients:  # fmt: skip
-        """Run the backward pass of a kernel, as `run` does.
-
-        Parameters
-        ----------
-        kernel, problem, operands : Kernel, Problem, Operands
-            As for `run`.
-        residuals : Residuals
-            The results of the call.
-        cotangents : Cotangents
-            Their gradients.
-
-        Returns
-        -------
-        Gradients
-            What the kernel returns.
-        """
+        """Run the backward pass of a kernel, as `run` does."""
         with self.shield(problem, operands):
             return kernel.backward(problem, operands, residuals, cotangents, self)
 
@@ -401,41 +338,13 @@ class Backend(BackendPrimitives, BackendTools):
         self, kernel: Kernel, problem: Problem, operands: Operands, residuals: Residuals,
         tangents: Tangents,
     ) -> tuple[Array, Array | None]:  # fmt: skip
-        """Run the directional derivative of a kernel, as `run` does.
-
-        Parameters
-        ----------
-        kernel, problem, operands : Kernel, Problem, Operands
-            As for `run`.
-        residuals : Residuals
-            The results of the call.
-        tangents : Tangents
-            The tangents of its arrays.
-
-        Returns
-        -------
-        output, logsumexp : Array
-            What the kernel returns.
-        """
+        """Run the directional derivative of a kernel, as `run` does."""
         with self.shield(problem, operands):
             return kernel.jvp(problem, operands, residuals, tangents, self)
 
     def run_weights(
         self, kernel: Kernel, problem: Problem, operands: Operands, logsumexp: Array | None
     ) -> tuple[Array, Array | None]:
-        """Run the kernel of `polyattn.attention_weights`, as `run` does.
-
-        Parameters
-        ----------
-        kernel, problem, operands : Kernel, Problem, Operands
-            As for `run`.
-        logsumexp : Array or None
-            The logsumexp to divide by, if it is known.
-
-        Returns
-        -------
-        weights, keys : Array
-            What the kernel returns.
-        """
+        """Run the kernel of `polyattn.attention_weights`, as `run` does."""
         with self.shield(problem, operands):
             return kernel.weights(problem, operands, logsumexp, self)

@@ -155,7 +155,6 @@ class BackendPrimitives:
         Returns
         -------
         Array
-            The gradient of the array.
         """
         raise TypeError(
             "this library differentiates no function: give the derivative, as in"

@@ -776,3 +776,15 @@ def test_each_thread_chooses_its_backend():
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(call, ["numpy", "torch", "array-api"] * 8))
+
+
+class NotEmpty(Dense):
+    takes_empty = False
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_a_kernel_that_takes_no_empty_arrays_gets_none(shape):
+    x = np.ones(shape, np.float32)
+    with pytest.raises(polyattn.UnsupportedError, match="it takes no empty arrays"):
+        attention(x, x, x, kernel=NotEmpty())
+    assert attention(X, X, X, kernel=NotEmpty()).shape == SHAPE

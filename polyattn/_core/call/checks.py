@@ -9,8 +9,7 @@ from typing import Any
 
 from polyattn._base.arguments import Shape
 from polyattn._base.arrays import ArrayFacts, accumulator_of, broadcast_shapes
-from polyattn._core.call.axes import axes_of
-from polyattn._core.call.facts import Call
+from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.features import DTYPES
 from polyattn._core.call.operands import named_arrays
 from polyattn._core.expressions.indices import is_ambiguous

@@ -12,8 +12,7 @@ from typing import Any
 from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
 from polyattn._base.host import Home, as_array, home_of, is_host
 from polyattn._base.tracing import torch_transforms
-from polyattn._core.call.axes import axes_of
-from polyattn._core.call.facts import Call
+from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.expressions.expression import FUNCTION, Expression

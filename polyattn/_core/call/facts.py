@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from polyattn._base.arguments import WindowSize
+from polyattn._base.arguments import Shape, WindowSize
 from polyattn._base.arrays import ArrayFacts
 from polyattn._core.call.operands import Cotangents, Residuals, Tangents, named_arrays
 from polyattn._core.call.options import FROM_ZERO, Start
@@ -62,3 +62,11 @@ class Call(NamedTuple):
             elif isinstance(given, (Residuals, Cotangents, Tangents)):
                 found += named_arrays(given)
         return found
+
+
+def axes_of(shape: Shape, layout: str) -> tuple[Shape, int, int, int]:
+    """Return batch axes, heads, length and size of query, key or value in the caller's layout."""
+    if len(shape) == 2:
+        return (), 1, shape[0], shape[1]
+    heads, length = (shape[-3], shape[-2]) if layout == "...HLD" else (shape[-2], shape[-3])
+    return shape[:-3], heads, length, shape[-1]

@@ -23,18 +23,8 @@ _PLAIN = frozenset((bool, int, float, str, type(None)))
 def call_key(operands: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
     """Return what decides a call, or None if only its description does.
 
-    Parameters
-    ----------
-    operands : sequence
-        Query, key and value.
-    options : mapping of str
-        The options that are given.
-
-    Returns
-    -------
-    tuple or None
-        None unless the arrays are ordinary ones of one class and the rest is plain, and while torch
-        compiles or transforms the caller, or casts the arrays.
+    That is so unless the arrays are ordinary ones of one class and the rest is plain, and while
+    torch compiles or transforms the caller, or casts the arrays.
     """
     if len(operands) != 3:
         return None

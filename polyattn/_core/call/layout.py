@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
-from polyattn._core.call.axes import axes_of
-from polyattn._core.call.facts import Call
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Operands
+from polyattn._core.call.facts import Call, axes_of
+from polyattn._core.call.operands import Gradients, Operands
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 

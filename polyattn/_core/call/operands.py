@@ -10,40 +10,21 @@ from polyattn._core.expressions.replacements import Similarity
 
 
 class Operands(NamedTuple):
-    """The arrays and functions of one call, heads before length, query, key and value of rank >= 3.
+    """The arrays and functions of a call, heads before length; query, key, value of rank >= 3."""
 
-    Attributes
-    ----------
-    query, key, value : Array
-        Shapes (..., H, L, D), (..., G, S, D) and (..., G, S, E). A call for weights has no value.
-    mask : Array of bool, Mask, callable or None
-        An array broadcasts to (..., H, L, S); a function takes (b, h, i, j).
-    bias : Array or None
-        Broadcasts to (..., H, L, S).
-    query_offset : int, Array or None
-        An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
-    score_mod : Score, callable or None
-        A function takes (score, b, h, i, j).
-    sinks : Array or None
-        Shape (H,).
-    similarity : Similarity or None
-        The replacement for q·k.
-    seed : int, Array or None
-        The seed of dropout.
-    dropout_start : Array or None
-        Where the hash of dropout begins, shape (4,), if the problem has no numbers for it.
-    """
-
-    query: Array
-    key: Array
-    value: Array
+    query: Array  #: (..., H, L, D)
+    key: Array  #: (..., G, S, D)
+    value: Array  #: (..., G, S, E); a call for weights has none
+    #: An array broadcasts to (..., H, L, S); a function takes (b, h, i, j).
     mask: Array | Callable[..., Array] | None = None
-    bias: Array | None = None
+    bias: Array | None = None  #: broadcasts to (..., H, L, S)
+    #: An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
     query_offset: int | Array | None = None
-    score_mod: Callable[..., Array] | None = None
-    sinks: Array | None = None
-    similarity: Similarity | None = None
-    seed: int | Array | None = None
+    score_mod: Callable[..., Array] | None = None  #: a function takes (score, b, h, i, j)
+    sinks: Array | None = None  #: (H,)
+    similarity: Similarity | None = None  #: the replacement for q·k
+    seed: int | Array | None = None  #: of dropout
+    #: Where the hash of dropout begins, (4,), if the problem has no numbers for it.
     dropout_start: Array | None = None
 
     @classmethod
@@ -53,43 +34,46 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The results of a call, which its derivatives start from.
+    """The results of a call, which its derivatives start from."""
 
-    Attributes
-    ----------
-    output : Array
-        Shape (..., H, L, E).
-    logsumexp : Array
-        Shape (..., H, L); None with a normalizer. It may be that of more keys than are given.
-    """
-
-    output: Array
+    output: Array  #: (..., H, L, E)
+    #: (..., H, L); None with a normalizer. It may be that of more keys than are given
     logsumexp: Array
 
 
 class Cotangents(NamedTuple):
-    """The gradients of a loss with respect to the results of a call.
+    """The gradients of a loss with respect to the results of a call."""
 
-    Attributes
-    ----------
-    output : Array
-        Shape (..., H, L, E).
-    logsumexp : Array or None
-        Shape (..., H, L); None for 0.
-    """
-
-    output: Array
-    logsumexp: Array | None = None
+    output: Array  #: (..., H, L, E)
+    logsumexp: Array | None = None  #: (..., H, L); None for 0
 
 
-class Tangents(NamedTuple):
-    """The direction of a derivative: the tangents of arguments, each in its shape; None for 0.
+class Gradients(NamedTuple):
+    """The gradients of the arguments of a call; None where an argument has none.
 
     Attributes
     ----------
     query, key, value, bias, sinks : Array or None
-        The tangents.
+        Each in the shape of the argument.
+    score_mod, similarity : Score, Similarity or None
+        The expression with a gradient in place of each of its arrays, if it has some.
+    scale, softcap : Array or None
+        Of the number, an array without axes; of the scale unless a rule gives it.
     """
+
+    query: Array | None = None
+    key: Array | None = None
+    value: Array | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    score_mod: Any = None
+    similarity: Any = None
+    scale: Array | None = None
+    softcap: Array | None = None
+
+
+class Tangents(NamedTuple):
+    """The direction of a derivative: the tangents of arguments, each in its shape; None for 0."""
 
     query: Array | None = None
     key: Array | None = None

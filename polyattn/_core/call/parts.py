@@ -14,20 +14,7 @@ from polyattn._core.expressions.parts import Part
 
 
 def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
-    """Return the options of `attention` that give this problem with these operands.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of a call.
-    operands : Operands
-        Its arrays.
-
-    Returns
-    -------
-    dict of str
-        The options other than their defaults, by name.
-    """
+    """Return the options of `attention`, other than their defaults, that give a call."""
     found = {
         name: getattr(operands if name in Operands._fields else problem, name) for name in OPTIONS
     }
@@ -43,22 +30,7 @@ def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
 def options_of_part(given: Mapping[str, Any], part: Part) -> dict[str, Any]:
     """Return the options of a part of a call, from those of the whole.
 
-    Parameters
-    ----------
-    given : mapping of str
-        The options of the whole, by name.
-    part : Part
-        The part.
-
-    Returns
-    -------
-    dict of str
-        The options of the part.
-
-    Raises
-    ------
-    TypeError
-        For an option that the table of options does not describe.
+    Raises TypeError for an option that the table of options does not describe.
     """
     return {name: _of_part(option_of(name), value, part) for name, value in given.items()}
 
@@ -90,18 +62,8 @@ def _sums(start: Any, first: tuple[Any, ...]) -> Any:
 def map_arrays(value: Any, change: Callable[[str | None, Array], Any]) -> Any:
     """Return the value of an option with each of its arrays replaced.
 
-    Parameters
-    ----------
-    value : Any
-        The value: an array, an expression or a tuple that may hold arrays, or any other.
-    change : callable
-        Takes the axes of the scores that an array in an expression follows, None for any other
-        array, and the array.
-
-    Returns
-    -------
-    Any
-        A value of the same kind.
+    `change` takes the axes of the scores that an array in an expression follows, None for any other
+    array, and the array.
     """
     if is_array(value):
         return change(None, value)

@@ -34,97 +34,53 @@ class Problem(NamedTuple):
 
     Where arrays are not made yet, as in a graph for export, a length of the batch, L or S may be
     unknown: None.
-
-    Attributes
-    ----------
-    library, device, dtype : str
-        The library, device and dtype of the arrays; the device is empty if it is not known.
-    batch : tuple of int
-        The batch axes, broadcast.
-    heads, key_heads : int
-        H and G.
-    query_length, key_length : int
-        L and S.
-    head_size, value_size : int
-        D and E.
-    is_causal : bool
-        Whether a row sees no key after its position.
-    window : tuple of (int or None, int or None)
-        How far a row sees to either side of its position.
-    query_offset : int or None
-        The position of the first row; None if an array gives it, and if it is S − L of lengths
-        that are unknown. S − L if positions do not matter.
-    scale : float
-        The factor of q·k.
-    softcap : float or None
-        The bound of the scores.
-    mask, bias : tuple of int or None
-        The shape of the array, if there is one.
-    bias_dtype : str or None
-        The dtype of the bias.
-    features : frozenset of str
-        Which of `FEATURES` the call needs.
-    requires_grad : bool
-        Whether an array carries a graph of gradients.
-    transforms : frozenset of str
-        Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are transforming the call.
-    traced : bool
-        Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
-    converted : bool
-        Whether the arrays come from another library or device than the kernel's.
-    mask_spec, score_spec, similarity_spec : Mask, Score, Similarity or None
-        The expressions given for mask, score_mod and similarity, with facts in place of arrays,
-        and compiled masks without their tables, except in `explain`.
-    score_norm : ByNorm or None
-        The rule that divides the scores of each row by their norm.
-    normalizer : Normalizer or None
-        The replacement for softmax.
-    dropout : float
-        The rate at which weights are dropped.
-    dropout_start : tuple of int or None
-        What the flat batch item, head, row and key of the call begin with in the hash of dropout;
-        None if an array gives them.
-    chunks : tuple of (str, tuple)
-        The lengths of the chunks of each array that is cut, along its axes, by the array's name.
-    constants : frozenset of str
-        In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
-        asked for: a kernel may return None for them.
-    trained : frozenset of str
-        The arrays that carry a graph of gradients, by the names that they have as arguments.
     """
 
     library: str
-    device: str
-    dtype: str
-    batch: Shape
-    heads: int
-    key_heads: int
-    query_length: int
-    key_length: int
-    head_size: int
-    value_size: int
-    is_causal: bool
-    window: WindowSize
+    device: str  #: empty if it is not known
+    dtype: str  #: of the arrays
+    batch: Shape  #: broadcast
+    heads: int  #: H
+    key_heads: int  #: G
+    query_length: int  #: L
+    key_length: int  #: S
+    head_size: int  #: D
+    value_size: int  #: E
+    is_causal: bool  #: whether a row sees no key after its position
+    window: WindowSize  #: how far a row sees to either side of its position
+    #: The position of the first row; None if an array gives it, and if it is S − L of lengths that
+    #: are unknown. S − L if positions do not matter.
     query_offset: int | None
-    scale: float
-    softcap: float | None
-    mask: Shape | None
-    bias: Shape | None
+    scale: float  #: the factor of q·k
+    softcap: float | None  #: the bound of the scores
+    mask: Shape | None  #: the shape of the array, if there is one
+    bias: Shape | None  #: likewise
     bias_dtype: str | None
-    features: frozenset[str]
-    requires_grad: bool
+    features: frozenset[str]  #: which of `FEATURES` the call needs
+    requires_grad: bool  #: whether an array carries a graph of gradients
+    #: Which of ``vmap``, ``grad`` and ``jvp`` of torch.func are transforming the call.
     transforms: frozenset[str]
+    #: Whether an array has no values yet, or only lazily: under ``jax.jit``, in a dask graph.
     traced: bool = False
+    #: Whether the arrays come from another library or device than the kernel's.
     converted: bool = False
+    #: The expressions given for mask, score_mod and similarity, with facts in place of arrays, and
+    #: compiled masks without their tables, except in `explain`.
     mask_spec: Mask | None = None
     score_spec: Score | None = None
     similarity_spec: Similarity | None = None
-    score_norm: ByNorm | None = None
-    normalizer: Normalizer | None = None
-    dropout: float = 0.0
+    score_norm: ByNorm | None = None  #: divides the scores of each row by their norm
+    normalizer: Normalizer | None = None  #: the replacement for softmax
+    dropout: float = 0.0  #: the rate at which weights are dropped
+    #: What the flat batch item, head, row and key of the call begin with in the hash of dropout;
+    #: None if an array gives them.
     dropout_start: Start | None = FROM_ZERO
+    #: The lengths of the chunks of each array that is cut, along its axes, by the array's name.
     chunks: tuple[tuple[str, Chunks], ...] = ()
+    #: In a call for gradients, those of query, key, value, bias and sinks whose gradients nobody
+    #: asked for: a kernel may return None for them.
     constants: frozenset[str] = frozenset()
+    #: The arrays that carry a graph of gradients, by the names that they have as arguments.
     trained: frozenset[str] = frozenset()
 
     @property
@@ -146,6 +102,11 @@ class Problem(NamedTuple):
     def group_size(self) -> int:
         """The number of query heads that read one key/value head; 1 if there are none."""
         return max(1, self.heads // max(1, self.key_heads))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a length or size is 0."""
+        return 0 in (*self.scores, self.head_size, self.value_size)
 
     @property
     def is_symbolic(self) -> bool:

@@ -79,14 +79,9 @@ def _of_tiles(
 
 
 class Block(Protocol):
-    """Some rows and keys, or many such blocks at once: then the bounds are arrays.
+    """Some rows and keys, each the first and the one after the last.
 
-    Attributes
-    ----------
-    rows, columns : tuple
-        The first one, and the one after the last.
-    reads : bool
-        Whether arrays may be read.
+    It may be many such blocks at once: then the bounds are arrays.
     """
 
     @property
@@ -94,7 +89,9 @@ class Block(Protocol):
     @property
     def columns(self) -> tuple[Any, Any]: ...
     @property
-    def reads(self) -> bool: ...
+    def reads(self) -> bool:
+        """Whether arrays may be read."""
+
     @property
     def positioned(self) -> bool:
         """Whether the positions of the rows among the keys are known."""

@@ -28,34 +28,20 @@ MOST_PRINTED = 64
 class Expression:
     """A frozen dataclass whose fields are plain, arrays, functions, expressions, or tuples of them.
 
-    Attributes
-    ----------
-    module, name : str
-        The code that makes it is ``module.name(fields)``.
-    __match_args__ : tuple of str
-        The names of the fields.
-    axes : dict of str, or None
-        The axes of the scores that the array in a field follows, as for `axes_of_last`. None for a
-        class that says nothing of them: a part of the scores refuses it.
+    The code that makes it is ``module.name(fields)``.
     """
 
     module: ClassVar[str]
     name: ClassVar[str]
     __match_args__: ClassVar[tuple[str, ...]] = ()
+    #: The axes of the scores that the array in a field follows, as for `axes_of_last`. None for a
+    #: class that says nothing of them: a part of the scores refuses it.
     axes: ClassVar[dict[str, str] | None] = None
 
     def map(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the expression with each array and function replaced.
+        """Return the expression with each array and function replaced by what `change` makes of it.
 
-        Parameters
-        ----------
-        change : callable
-            Takes the name of the field and the array or function, and returns what replaces it.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
+        `change` takes the name of the field and the array or function.
         """
         return self._map(change, lambda table: table)
 
@@ -77,17 +63,7 @@ class Expression:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
 
         The expression keeps the arrays, except traced ones: they belong to the program that is
-        traced.
-
-        Parameters
-        ----------
-        home : Home
-            Where the query is.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind; the same one if nothing moves.
+        traced. The same expression comes back if nothing moves.
         """
         if is_compiling():
             return self.map(lambda name, x: home.put(name, x) if is_host(x) else x)
@@ -116,18 +92,7 @@ class Expression:
         return self._rebuilt(lambda _, x: x.apart() if isinstance(x, Expression) else x)
 
     def with_lengths(self: V, change: Callable[[int], Any]) -> V:
-        """Return the expression with each length replaced that is one number for all batch items.
-
-        Parameters
-        ----------
-        change : callable
-            Takes the number, and returns the number or array that replaces it.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
-        """
+        """Return the expression with each length replaced that is one number for all items."""
         return self._rebuilt(
             lambda _, x: x.with_lengths(change) if isinstance(x, Expression) else x
         )
@@ -145,17 +110,9 @@ class Expression:
         return f"{named} cannot be cut into parts of the scores"
 
     def map_arrays(self: V, change: Callable[[str, Any], Any]) -> V:
-        """Return the expression with each array replaced.
+        """Return the expression with each array replaced by ``change(axes, array)``.
 
-        Parameters
-        ----------
-        change : callable
-            Takes the axes of the scores that the array follows and the array.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
+        The axes of the scores are those that the array follows.
         """
 
         def changed(name: str, field: Any) -> Any:
@@ -174,20 +131,8 @@ class Expression:
     def part(self, part: Part) -> Any:
         """Return the expression over a part of the scores, counted from its first row and key.
 
-        Parameters
-        ----------
-        part : Part
-            The part. Arrays of the expression may be cut to it already.
-
-        Returns
-        -------
-        Expression
-            An expression of the same meaning there.
-
-        Raises
-        ------
-        TypeError
-            If the class has no `axes`, so that its meaning in a part is unknown.
+        Its arrays may be cut to the part already. Raises TypeError if the class has no `axes`, so
+        that its meaning in a part is unknown.
         """
         if self.axes is None:
             raise TypeError(f"{self._refusal}: its class has no `axes`")
@@ -212,35 +157,13 @@ class Expression:
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
     def spec(self: V, facts: Callable[[Any, str], ArrayFacts] = facts_of) -> V:
-        """Return the expression with facts for arrays, and without functions and tables.
-
-        Parameters
-        ----------
-        facts : callable, optional
-            Takes an array and its name, and returns its facts.
-
-        Returns
-        -------
-        Expression
-            An expression of the same kind.
-        """
+        """Return the expression without functions and tables, with the facts of its arrays."""
         return self._map(
             lambda name, x: facts(x, name) if is_array(x) else FUNCTION, lambda table: b""
         )
 
     def filled(self: V, value: Expression) -> V:
-        """Return a spec with the tables of the expression that it was made from.
-
-        Parameters
-        ----------
-        value : Expression
-            The expression that the spec was made from.
-
-        Returns
-        -------
-        Expression
-            The spec.
-        """
+        """Return a spec with the tables of the expression that it was made from."""
         tables: list[bytes] = []
 
         def note(table: bytes) -> bytes:

@@ -102,15 +102,7 @@ def _check_integers(name: str, facts: ArrayFacts) -> None:
 
 
 class ScoreIndices(Protocol):
-    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another.
-
-    Attributes
-    ----------
-    xp : module
-        The standard's namespace of the library.
-    batch, head, row, column : Array
-        The flat batch item, the query head, the query row and the key.
-    """
+    """Some batch items, heads, rows and keys, as index arrays that broadcast with one another."""
 
     xp: Any
 
@@ -152,6 +144,22 @@ class ScoreIndices(Protocol):
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a score function (score, b, h, i, j)."""
+
+
+def call_mask(
+    rule: Callable[..., Array], at: ScoreIndices, check: Callable[[str, Array], ArrayFacts]
+) -> Array:
+    """Call a mask function (b, h, i, j); `check` returns the facts of what it returns."""
+    seen = rule(at.batch, at.head, at.row, at.column)
+    if isinstance(seen, bool):
+        return at.xp.full_like(at.column, seen, dtype=at.xp.bool)
+    facts = check("the mask function", seen)
+    if facts.dtype != "bool":
+        raise TypeError(
+            "the mask function must return a bool array, True where a key takes part; it"
+            f" returned dtype {facts.dtype}"
+        )
+    return seen
 
 
 class PointIndices:
@@ -246,16 +254,7 @@ class PointIndices:
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
         """Call a mask function (b, h, i, j)."""
-        seen = rule(self.batch, self.head, self.row, self.column)
-        if isinstance(seen, bool):
-            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
-        facts = facts_of(seen, "the result of the mask function")
-        if facts.dtype != "bool":
-            raise TypeError(
-                "the mask function must return a bool array, True where a key takes part; it"
-                f" returned dtype {facts.dtype}"
-            )
-        return seen
+        return call_mask(rule, self, lambda name, seen: facts_of(seen, f"the result of {name}"))
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
         """Call a score function (score, b, h, i, j)."""

@@ -37,27 +37,13 @@ class Mask(Expression):
     __array_ufunc__: ClassVar[None] = None
 
     def seen(self, at: ScoreIndices) -> Array:
-        """Return which keys take part, as an array that broadcasts to the scores.
-
-        Parameters
-        ----------
-        at : ScoreIndices
-            The batch items, heads, rows and keys.
-        """
+        """Return which keys take part, as an array that broadcasts to the scores."""
         raise NotImplementedError
 
     def coverage(self, block: Block) -> Coverage:
-        """Return the coverage of a block, without a look at each key.
+        """Return whether any key of a block may be visible, and whether all surely are.
 
-        Parameters
-        ----------
-        block : Block
-            The block.
-
-        Returns
-        -------
-        Coverage
-            Whether any key may be visible, and whether all surely are.
+        It does not look at each key.
         """
         fields = [getattr(self, name) for name in self.__match_args__]
         if not block.reads and any(is_array(field) for field in fields):
@@ -75,13 +61,7 @@ class Mask(Expression):
         return False
 
     def check(self, dims: ScoreDims) -> None:
-        """Raise if the mask does not fit a call.
-
-        Parameters
-        ----------
-        dims : ScoreDims
-            The lengths of the call.
-        """
+        """Raise if the mask does not fit the lengths of a call."""
 
     def plot(
         self, query_length: int | None = None, key_length: int | None = None, **options: Any

@@ -193,13 +193,6 @@ class Filled(Padding):
 
     It hides what ``masks.padding`` hides. Its class says besides that the query offset of the call
     is the number of keys − L, which a kernel cannot see in two arrays.
-
-    Attributes
-    ----------
-    key_lengths : Array of int
-        The number of tokens in the memory, of all batch items or of each.
-    query_lengths : None
-        All rows are real.
     """
 
 

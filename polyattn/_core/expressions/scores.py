@@ -30,15 +30,7 @@ class Score(Expression):
         return False
 
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
-        """Return the modified scores.
-
-        Parameters
-        ----------
-        scores : Array
-            The scores.
-        at : ScoreIndices
-            Their batch items, heads, rows and keys.
-        """
+        """Return the modified scores, at their batch items, heads, rows and keys."""
         raise NotImplementedError
 
     def pullback(
@@ -46,37 +38,15 @@ class Score(Expression):
     ) -> tuple[Array, list[Array]]:
         """Return the gradients of the scores and of the arrays that the modification carries.
 
-        Each modified score is a function of one score, so a tangent in place of the gradient makes
-        the first result the forward derivative.
-
-        Parameters
-        ----------
-        scores : Array
-            The scores before the modification.
-        at : ScoreIndices
-            The indices of their tile.
-        gradient : Array
-            The gradient of the modified scores, shape (..., H, l, s). It is 0 where a key is
-            absent, and the result is 0 there whatever the score.
-
-        Returns
-        -------
-        Array
-            The gradient of the scores, shape (..., H, l, s).
-        list of Array
-            The gradient of each array of `carried()`, in its shape and in the dtype of the scores,
-            summed over the tile.
+        `gradient` is that of the modified scores, (..., H, l, s): 0 where a key is absent, and the
+        result is 0 there whatever the score. Those of the arrays of `carried()` are in their shapes
+        and the dtype of the scores, summed over the tile. Each modified score is a function of one
+        score, so a tangent in place of the gradient makes the first result the forward derivative.
         """
         raise NotImplementedError
 
     def check(self, dims: ScoreDims) -> None:
-        """Raise if the modification does not fit a call.
-
-        Parameters
-        ----------
-        dims : ScoreDims
-            The lengths of the call.
-        """
+        """Raise if the modification does not fit the lengths of a call."""
 
     def _repr_html_(self) -> str:
         return str(RENDERERS["html"](self))

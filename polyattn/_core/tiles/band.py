@@ -14,15 +14,7 @@ from polyattn._core.expressions.patterns import Band
 def band(problem: Problem) -> tuple[int | None, int | None]:
     """Return the ends (low, high) of the band: row i sees the keys i + low <= j <= i + high.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-
-    Returns
-    -------
-    low, high : int or None
-        None where an end hides no key. Where the query offset is an array, add it.
+    None where an end hides no key. Where the query offset is an array, add it.
     """
     whole, offset = problem.band, problem.query_offset
     if whole is None:
@@ -51,20 +43,7 @@ def visible_band(problem: Problem) -> Band | None:
 
 
 def column_span(problem: Problem, rows: Span) -> Span:
-    """Return the range of keys that some row of `rows` may see.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    rows : Span
-        The query rows.
-
-    Returns
-    -------
-    Span
-        All keys where the query offset is an array.
-    """
+    """Return the keys that some row may see: all keys where the query offset is an array."""
     if problem.query_offset is None:
         return Span(0, problem.key_length)
     low, high = band(problem)
@@ -74,20 +53,7 @@ def column_span(problem: Problem, rows: Span) -> Span:
 
 
 def full_span(problem: Problem, rows: Span) -> Span:
-    """Return the range of keys that every row of `rows` sees, by causal and window.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    rows : Span
-        The query rows.
-
-    Returns
-    -------
-    Span
-        Empty where the query offset is an array.
-    """
+    """Return the keys that causal and window show to every row; none if the offset is an array."""
     low, high = band(problem)
     if low is None and high is None:
         return Span(0, problem.key_length)
@@ -101,19 +67,6 @@ def full_span(problem: Problem, rows: Span) -> Span:
 
 
 def is_full(problem: Problem, rows: Span, columns: Span) -> bool:
-    """Return whether causal and window hide no key of a tile.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    rows, columns : Span
-        The query rows and the keys of the tile.
-
-    Returns
-    -------
-    bool
-        False also where the query offset is an array.
-    """
+    """Return whether causal and window hide no key of a tile; False if the offset is an array."""
     full = full_span(problem, rows)
     return columns.length == 0 or (full.start <= columns.start and columns.stop <= full.stop)

@@ -11,18 +11,7 @@ from polyattn._core.call.problem import Problem
 
 
 def reason_against_batch(problem: Problem) -> str | None:
-    """Return why batch axes cannot be broadcast or merged, if one is of unknown length.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-
-    Returns
-    -------
-    str or None
-        None if they can, or need not be.
-    """
+    """Return why batch axes cannot be broadcast or merged, if one is of unknown length."""
     is_one = len(problem.batch) == 1 and "batch_broadcast" not in problem.features
     if None not in problem.batch or is_one:
         return None
@@ -32,19 +21,7 @@ def reason_against_batch(problem: Problem) -> str | None:
 def one_batch_axis(problem: Problem, array: Array, xp: Any) -> Array:
     """Return query, key, value or a mask with its batch axes broadcast and merged into one.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call. A batch of unknown length is that of all arrays.
-    array : Array
-        Shape (..., H, L, D), or the like; its batch axes broadcast to those of the call.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    Array
-        Shape (B, H, L, D): the array itself if it has that shape, a copy if it is broadcast.
+    A copy only if it is broadcast. A batch of unknown length is that of all arrays.
     """
     batch, shape = problem.batch, tuple(array.shape)
     if len(batch) == 1 and (batch[0] is None or shape[:-3] == batch):

@@ -19,20 +19,7 @@ from polyattn._core.expressions.masks import And, Dense, Mask, Rule
 
 
 def combined_mask(problem: Problem, x: Operands) -> Mask | None:
-    """Return causal, window and ``mask=`` as one mask, or None if all are absent.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    x : Operands
-        Its arrays.
-
-    Returns
-    -------
-    Mask or None
-        The mask. A bias may hide more keys.
-    """
+    """Return causal, window and ``mask=`` as one mask, if there is any. A bias may hide more."""
     parts: list[Mask] = [] if problem.band is None else [problem.band]
     if isinstance(x.mask, Mask):
         parts.append(x.mask)
@@ -70,18 +57,7 @@ class TileQuery:
             self._offset = with_rank(x.query_offset, self._rank)
 
     def of(self, mask: Mask) -> Coverage:
-        """Return the coverage of the tile by a mask.
-
-        Parameters
-        ----------
-        mask : Mask
-            The mask.
-
-        Returns
-        -------
-        Coverage
-            Two Python bools.
-        """
+        """Return the coverage of the tile by a mask, two Python bools."""
         some, every = mask.coverage(self)
         xp = self._xp
         return Coverage(
@@ -204,16 +180,7 @@ class TileGrid(TileQuery):
     def of(self, mask: Mask) -> Coverage:
         """Return the coverage of each tile by a mask.
 
-        Parameters
-        ----------
-        mask : Mask
-            The mask.
-
-        Returns
-        -------
-        Coverage
-            Arrays of bool that broadcast to (..., H, tiles down, tiles across), with those two axes
-            whole.
+        The arrays broadcast to (..., H, tiles down, tiles across), with those two axes whole.
         """
         return Coverage(*[self._whole(answer) for answer in mask.coverage(self)])
 
@@ -277,22 +244,7 @@ class TileGrid(TileQuery):
         return low, high
 
     def fold_blocks(self, array: Array, axis: int, reduce: Callable[..., Array]) -> Array:
-        """Reduce each block of the last axis of an array.
-
-        Parameters
-        ----------
-        array : Array
-            Its last axis is that of rows or keys.
-        axis : int
-            0 for rows, 1 for keys.
-        reduce : callable
-            A reduction of the library, such as ``xp.any``.
-
-        Returns
-        -------
-        Array
-            The same array with one entry for each block.
-        """
+        """Reduce each block of the last axis, that of rows (0) or keys (1), to one entry."""
         xp, size = self._xp, self.tile_size[axis]
         missing = -self.lengths[axis] % size
         if missing:  # to repeat the last entry changes no minimum, maximum, any or all

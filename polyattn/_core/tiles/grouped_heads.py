@@ -26,22 +26,7 @@ def ungrouped(problem: Problem, x: Operands, xp: Any) -> tuple[Problem, Operands
 
 
 def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
-    """Turn (..., H, l, n) into (..., G, H/G · l, n).
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    array : Array
-        The array.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    Array
-        The same numbers.
-    """
+    """Turn (..., H, l, n) into (..., G, H/G · l, n)."""
     if problem.heads == problem.key_heads:
         return array
     *batch, heads, rows, size = array.shape
@@ -52,22 +37,7 @@ def fold_heads(problem: Problem, array: Array, xp: Any) -> Array:
 
 
 def unfold_heads(problem: Problem, array: Array, xp: Any) -> Array:
-    """Turn (..., G, H/G · l, n) into (..., H, l, n).
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    array : Array
-        The array.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    Array
-        The same numbers.
-    """
+    """Turn (..., G, H/G · l, n) into (..., H, l, n)."""
     if problem.heads == problem.key_heads:
         return array
     *batch, groups, folded, size = array.shape

@@ -24,7 +24,7 @@ from polyattn._base.arrays import (
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
+from polyattn._core.expressions.indices import INDEX_LIMIT, call_mask, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 from polyattn._core.tiles.band import visible_band
@@ -112,18 +112,7 @@ class Indices:
     # ---- the tile's part of an array ----
 
     def cut(self, array: Array) -> Array:
-        """Return the rows and keys of the tile, cut out of an array.
-
-        Parameters
-        ----------
-        array : Array
-            A mask or bias, which broadcasts to (..., H, L, S).
-
-        Returns
-        -------
-        Array
-            A view of it, which broadcasts to (..., H, l, s).
-        """
+        """Return the tile's rows and keys of a mask or bias, a view (..., H, l, s)."""
         rows, columns = self._rows, self._columns
         if len(array.shape) >= 1 and array.shape[-1] != 1:
             array = array[..., columns.start : columns.stop]
@@ -132,18 +121,7 @@ class Indices:
         return array
 
     def of_scores(self, array: Array) -> Array:
-        """Return the part of an array (..., H, L, S) for the tile's items, heads, rows and keys.
-
-        Parameters
-        ----------
-        array : Array
-            A mask or bias.
-
-        Returns
-        -------
-        Array
-            A view of it, which broadcasts to (..., H, l, s) of the tile's items and heads.
-        """
+        """Return what `cut` returns, only for the items and heads of the tile."""
         array = self.cut(array)
         if self._some_heads and len(array.shape) > 2 and array.shape[-3] != 1:
             array = array[..., slice(*self._heads), :, :]
@@ -180,20 +158,7 @@ class Indices:
         return cast(self.xp, numbers, self.row.dtype)
 
     def looked_up(self, table: Array, *indices: Array) -> Array:
-        """Return the entries of a table at arrays of indices, one for each axis of it.
-
-        Parameters
-        ----------
-        table : Array
-            The table.
-        *indices : Array
-            Indices of each of its axes, which broadcast with one another.
-
-        Returns
-        -------
-        Array
-            The entries, of the shape that the indices broadcast to.
-        """
+        """Return the entries of a table at arrays of indices, one for each of its axes."""
         flat: Any = 0
         for index, length in zip(indices, table.shape, strict=True):
             flat = flat * length + index
@@ -203,34 +168,12 @@ class Indices:
     # ---- positions of the rows among the keys ----
 
     def position(self, shift: int = 0) -> Array:
-        """Return the positions of the rows among the keys, plus `shift`.
-
-        Parameters
-        ----------
-        shift : int
-            Added to the positions.
-
-        Returns
-        -------
-        Array
-            Shape (..., 1, l, 1).
-        """
+        """Return the positions of the rows among the keys, plus `shift`: (..., 1, l, 1)."""
         row = self.row
         return row + saturating_sum(self._offset(), shift, self.xp, row.dtype)
 
     def away_from_row(self, modulus: int | None = None) -> Array:
-        """Return key minus position of the row, shape (..., H, l, s).
-
-        Parameters
-        ----------
-        modulus : int, optional
-            If given, return only the remainder by this number.
-
-        Returns
-        -------
-        Array
-            The distances, or their remainders.
-        """
+        """Return key minus position of the row, (..., H, l, s), or its remainder by a modulus."""
         if modulus is None:
             return self.column - self.position()
         row, offset = self.row, self._offset()
@@ -259,32 +202,17 @@ class Indices:
     def keep_mask_by_word(self, blocks: Array) -> tuple[Array, ...]:
         """Return which weights dropout keeps in blocks of `decided` keys, by index in the block.
 
-        Parameters
-        ----------
-        blocks : Array
-            Numbers of blocks, shape (n,), counted from the first key of the hash.
-
-        Returns
-        -------
-        tuple of Array of bool
-            For each index in a block, shape (..., H, l, n).
+        The numbers of the blocks, (n,), count from the first key of the hash. Each mask is (..., H,
+        l, n).
         """
         item, head, row, _ = self.dropout_start
         at = self.batch + item, self.head + head, self.row + row, with_rank(blocks, self._rank)
         return keep_mask_by_word(self.xp, self._x.seed, self._problem.dropout, *at)
 
     def visible(self, *, banded: bool = True) -> Iterator[Array]:
-        """Yield bool arrays; a key takes part where all of them hold.
+        """Yield masks that broadcast to (..., H, l, s); a key takes part where all of them hold.
 
-        Parameters
-        ----------
-        banded : bool
-            Whether causal and window may hide a key of this tile.
-
-        Yields
-        ------
-        Array of bool
-            Broadcasts to (..., H, l, s).
+        Causal and window are among them if they are `banded`.
         """
         mask = self._x.mask
         if mask is not None:
@@ -297,18 +225,7 @@ class Indices:
             yield shown.seen(self)
 
     def modified(self, scores: Array) -> Array:
-        """Apply ``score_mod=`` to scores.
-
-        Parameters
-        ----------
-        scores : Array
-            The scores of the tile, which broadcast to (..., H, l, s).
-
-        Returns
-        -------
-        Array
-            The modified scores, in their dtype, with axes for H, l and s.
-        """
+        """Return scores after ``score_mod=``, in their dtype, with axes for H, l and s."""
         rule = self._x.score_mod
         if rule is None:
             return scores
@@ -321,21 +238,7 @@ class Indices:
     ) -> tuple[Array, list[Array]]:
         """Return the gradients of the scores before ``score_mod=``, and of the arrays in it.
 
-        Parameters
-        ----------
-        scores : Array
-            The scores before it.
-        gradient : Array
-            The gradient of the scores after it.
-        differentiate : callable
-            The `pullback` of the backend, for functions.
-
-        Returns
-        -------
-        gradient : Array
-            The gradient of the scores before it.
-        of_arrays : list of Array
-            The gradients of the arrays in the expression.
+        `gradient` is that of the scores after it; `differentiate` is the backend's `pullback`.
         """
         rule = self._x.score_mod
         if rule is None:
@@ -345,19 +248,9 @@ class Indices:
         return differentiate(lambda s: self.by_score_mod(rule, s), scores, gradient), []
 
     def by_score_mod(self, rule: Callable[..., Array], scores: Array) -> Array:
-        """Call a score function.
+        """Call a function of (score, b, h, i, j) with the tile's scores.
 
-        Parameters
-        ----------
-        rule : callable
-            A function of (score, b, h, i, j).
-        scores : Array
-            The scores of the tile, which broadcast to (..., H, l, s).
-
-        Returns
-        -------
-        Array
-            The result, in the dtype of the scores, with axes for H, l and s.
+        The result has their dtype, and axes for H, l and s.
         """
         result = rule(scores, self.batch, self.head, self.row, self.column)
         facts = self._check("score_mod", result)
@@ -375,28 +268,8 @@ class Indices:
         return cast(self.xp, result, scores.dtype)
 
     def by_rule(self, rule: Callable[..., Array]) -> Array:
-        """Call a mask function.
-
-        Parameters
-        ----------
-        rule : callable
-            A function of (b, h, i, j).
-
-        Returns
-        -------
-        Array of bool
-            The result, which broadcasts to (..., H, l, s).
-        """
-        seen = rule(self.batch, self.head, self.row, self.column)
-        if isinstance(seen, bool):
-            return self.xp.full_like(self.column, seen, dtype=self.xp.bool)
-        facts = self._check("the mask function", seen)
-        if facts.dtype != "bool":
-            raise TypeError(
-                "the mask function must return a bool array, True where a key takes part; it"
-                f" returned dtype {facts.dtype}"
-            )
-        return with_rank(seen, self._rank)
+        """Call a function of (b, h, i, j); the result broadcasts to (..., H, l, s)."""
+        return with_rank(call_mask(rule, self, self._check), self._rank)
 
     def _check(self, name: str, result: Array) -> ArrayFacts:
         facts = facts_of(result, f"the result of {name}")

@@ -17,56 +17,20 @@ from polyattn._core.call.problem import Problem
 
 
 class SoftmaxState(NamedTuple):
-    """Σ w·v, max s and Σ w of each row, where w = exp(s − max s).
+    """Σ w·v, max s and Σ w of each row, where w = exp(s − max s)."""
 
-    Attributes
-    ----------
-    output : Array
-        Σ w·v, shape (..., H, l, E).
-    maximum, total : Array
-        max s and Σ w, shape (..., H, l, 1).
-    """
-
-    output: Array
-    maximum: Array
-    total: Array
+    output: Array  #: (..., H, l, E)
+    maximum: Array  #: (..., H, l, 1)
+    total: Array  #: (..., H, l, 1)
 
 
 def or_zero(xp: Any, maximum: Array) -> Array:
-    """Return the maximum, and 0 where it is −inf, so that a row without keys computes no inf − inf.
-
-    Parameters
-    ----------
-    xp : module
-        The standard's namespace of the library.
-    maximum : Array
-        The maximum of each row.
-
-    Returns
-    -------
-    Array
-        The same shape.
-    """
+    """Return the maximum, but 0 for −inf, so that a row without keys computes no inf − inf."""
     return xp.where(maximum == -math.inf, xp.zeros_like(maximum), maximum)
 
 
 def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> SoftmaxState:
-    """Return the state before any key: empty, or the sink, a weight of 1 that has no value.
-
-    Parameters
-    ----------
-    problem, x : Problem, Operands
-        The arguments of a kernel.
-    xp : module
-        The standard's namespace of the library.
-    rows : Span
-        The query rows.
-
-    Returns
-    -------
-    SoftmaxState
-        The state of these rows.
-    """
+    """Return the state before any key: empty, or the sink, a weight of 1 that has no value."""
     accumulator = getattr(xp, problem.accumulator)
     zero = cast(xp, index_range(xp, 0, 1, x.query), accumulator)
     if problem.requires_grad:
@@ -89,20 +53,7 @@ def initial_state(problem: Problem, x: Operands, xp: Any, rows: Span) -> Softmax
 
 
 def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
-    """Return the state of two sets of keys together.
-
-    Parameters
-    ----------
-    xp : module
-        The standard's namespace of the library.
-    one, other : SoftmaxState
-        The states of the same rows, over separate keys.
-
-    Returns
-    -------
-    SoftmaxState
-        The state over all these keys.
-    """
+    """Return the state of two separate sets of keys together, for the same rows."""
     maximum = xp.maximum(one.maximum, other.maximum)
     shift = or_zero(xp, maximum)
     shrink_one, shrink_other = xp.exp(one.maximum - shift), xp.exp(other.maximum - shift)
@@ -116,26 +67,7 @@ def combine(xp: Any, one: SoftmaxState, other: SoftmaxState) -> SoftmaxState:
 def normalize(
     problem: Problem, state: SoftmaxState, dtype: Any, xp: Any
 ) -> tuple[Array, Array | None]:
-    """Divide by the sum of the weights.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    state : SoftmaxState
-        The state of some rows over all keys.
-    dtype : dtype
-        The dtype of the output.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    output : Array
-        The output, shape (..., H, l, E).
-    logsumexp : Array or None
-        The logsumexp, shape (..., H, l), if the problem asks for it.
-    """
+    """Return output, (..., H, l, E) in `dtype`, and logsumexp, (..., H, l), if it is asked for."""
     empty = state.total == 0
     total = xp.where(empty, xp.ones_like(state.total), state.total)
     output = cast(xp, state.output / total, dtype)

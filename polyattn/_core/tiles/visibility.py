@@ -28,18 +28,9 @@ from polyattn._core.tiles.indices import Indices
 def band_from(problem: Problem, first: int) -> tuple[int | None, int | None] | None:
     """Return causal and window as an engine counts them that puts row 0 at the position `first`.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    first : int
-        0 if it counts from the first key, S − L if from the last.
-
-    Returns
-    -------
-    tuple of (int or None, int or None), or None
-        How many keys a row sees before and after its position, None where an end hides no key. It
-        may be less than 0. None for both if the query offset is an array.
+    That is 0 if the engine counts from the first key, S − L if from the last. The result says how
+    many keys a row sees before and after its position, which may be less than 0: None where an end
+    hides no key, None for both if the query offset is an array.
     """
     low, high = band(problem)
     if low is None and high is None:
@@ -50,18 +41,7 @@ def band_from(problem: Problem, first: int) -> tuple[int | None, int | None] | N
 
 
 def may_have_empty_rows(problem: Problem) -> bool:
-    """Return whether a row may see no key.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-
-    Returns
-    -------
-    bool
-        True also where only the numbers of the call say it.
-    """
+    """Return whether a row may see no key, also where only the numbers of the call say it."""
     low, high = band(problem)
     if not problem.masks_by_position_only:
         return True
@@ -75,18 +55,7 @@ def may_have_empty_rows(problem: Problem) -> bool:
 
 
 def visible_scores(problem: Problem) -> int:
-    """Return how many of the scores of a head causal and window leave.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-
-    Returns
-    -------
-    int
-        All of them if the query offset is an array.
-    """
+    """Return how many scores of a head causal and window leave; all if the offset is an array."""
     rows, keys = problem.query_length, problem.key_length
     if problem.query_offset is None:
         return rows * keys
@@ -107,19 +76,8 @@ def _triangle(longest: int, rows: int, keys: int) -> int:
 def made_shape(problem: Problem, *, banded: bool, mask: Shape | None = None) -> Shape | None:
     """Return the shape of the mask that must be made for a call; arrays that exist do not count.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    banded : bool
-        Whether causal and window become part of the mask.
-    mask : tuple of int, optional
-        The shape that a mask expression or function gives; by default that of all scores.
-
-    Returns
-    -------
-    tuple of int, or None
-        It broadcasts to (..., H, L, S). None if no mask is made, or lengths are unknown.
+    A mask expression or function gives the shape `mask`, by default that of all scores; causal and
+    window count where they are `banded`. None if no mask is made, or lengths are unknown.
     """
     if problem.is_symbolic:
         return None
@@ -138,23 +96,9 @@ def made_shape(problem: Problem, *, banded: bool, mask: Shape | None = None) -> 
 def visible_keys(
     problem: Problem, x: Operands, xp: Any, keys: Span | None = None, *, banded: bool = True
 ) -> Array | None:
-    """Return which keys each row sees by ``mask=``, causal and window.
+    """Return which of `keys` each row sees by ``mask=`` and, if `banded`, causal and window.
 
-    Parameters
-    ----------
-    problem, x : Problem, Operands
-        The arguments of a kernel.
-    xp : module
-        The standard's namespace of the library.
-    keys : Span, optional
-        The keys that the engine gets; by default all.
-    banded : bool
-        Whether causal and window are part of the mask.
-
-    Returns
-    -------
-    Array of bool, or None
-        It broadcasts to (..., H, L, S). None if no key is hidden.
+    It broadcasts to (..., H, L, S). None if no key is hidden.
     """
     rows, columns = Span(0, problem.query_length), keys or Span(0, problem.key_length)
     parts = Indices(problem, xp, x, rows, columns).visible(banded=banded)
@@ -167,22 +111,9 @@ def finite_bias(
 ) -> tuple[Array, Array]:
     """Return mask and bias as one bias, for an engine to which −∞ may not be given.
 
-    Parameters
-    ----------
-    visible, bias : Array or None
-        One of them at least; the bias in `dtype`.
-    hidden : float
-        The bias of a hidden key, and the least of the others.
-    dtype : dtype
-        That of the result.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    bias, visible : Array
-        The bias, and which keys each row sees, also by the bias. Without visible keys, the engine
-        gives a row the mean of the values, which the kernel has to clear.
+    A hidden key has the bias `hidden`, which is also the least of the others. The second result is
+    which keys each row sees, also by the bias: without visible keys, the engine gives a row the
+    mean of the values, which the kernel has to clear.
     """
     if bias is None:
         return xp.where(visible, xp.zeros((), dtype=dtype), hidden), visible
@@ -192,22 +123,7 @@ def finite_bias(
 
 
 def score_axes(problem: Problem, array: Array, xp: Any) -> Array:
-    """Return a mask or bias with the axes (batch item, H, L, S), each whole or of length 1.
-
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    array : Array
-        It broadcasts to (..., H, L, S).
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    Array
-        A view where the library has views and no batch axis is broadcast.
-    """
+    """Return a mask or bias with the axes (batch item, H, L, S), each whole or of length 1."""
     array = with_rank(array, max(4, len(problem.batch) + 3))
     lead = tuple(array.shape[:-3])
     if len(lead) == 1:
@@ -221,42 +137,14 @@ def score_axes(problem: Problem, array: Array, xp: Any) -> Array:
 
 
 def empty_rows(mask: Array, xp: Any) -> Array:
-    """Return which rows of a mask, or of a bias that hides keys by −∞, have no visible key.
-
-    Parameters
-    ----------
-    mask : Array
-        Shape (..., L, S).
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    Array of bool
-        Shape (..., L, 1).
-    """
+    """Return which rows of a mask, or of a bias with −∞, have no visible key: (..., L, 1)."""
     return ~xp.any(mask if mask.dtype == xp.bool else mask != -math.inf, axis=-1, keepdims=True)
 
 
 def cleared(
     output: Array, logsumexp: Array | None, empty: Array, xp: Any
 ) -> tuple[Array, Array | None]:
-    """Return what an engine computed, 0 and −∞ in the rows without keys.
-
-    Parameters
-    ----------
-    output, logsumexp : Array, Array or None
-        Shapes (..., L, E) and (..., L).
-    empty : Array of bool
-        What `empty_rows` returns.
-    xp : module
-        The standard's namespace of the library.
-
-    Returns
-    -------
-    output, logsumexp : Array, Array or None
-        In their dtypes.
-    """
+    """Return what an engine computed, 0 and −∞ in the rows that `empty_rows` gives."""
     if logsumexp is not None:
         logsumexp = xp.where(empty[..., 0], -math.inf, logsumexp)
     return xp.where(empty, 0, output), logsumexp

@@ -312,25 +312,13 @@ def make_case(name: str, **fields: Any) -> Case:
     Returns
     -------
     Case
-        The case.
     """
     own = {key: fields.pop(key) for key in tuple(fields) if key in Case.__dataclass_fields__}
     return Case(name, options=tuple(fields.items()), **own)
 
 
 def sampled(case: Case) -> Case:
-    """Return a case that checks a sample of its rows if their exact result takes long.
-
-    Parameters
-    ----------
-    case : Case
-        A case.
-
-    Returns
-    -------
-    Case
-        The case; with the rows at edges of blocks if it has many scores.
-    """
+    """Return a case that checks only rows at edges of blocks if it has many scores."""
     few = case.rows is not None or math.prod(case.score_shape) <= MOST_SCORES
     edges = {n + d for n in (0, 32, 64, 128, 256, 512, case.L // 2, case.L) for d in (-1, 0, 1)}
     rows = tuple(sorted(row for row in edges if 0 <= row < case.L))

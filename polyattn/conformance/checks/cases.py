@@ -33,21 +33,11 @@ from polyattn.plugin import Kernel
 
 
 class Outcome(NamedTuple):
-    """The result of a case on a kernel.
+    """The result of a case on a kernel."""
 
-    Attributes
-    ----------
-    output : Deviation or None
-        The error of the output; None if the kernel refuses the call.
-    logsumexp : Deviation or None
-        The same for the logsumexp; None if the kernel does not compute it.
-    refusal : str or None
-        Why it refuses.
-    """
-
-    output: Deviation | None
-    logsumexp: Deviation | None = None
-    refusal: str | None = None
+    output: Deviation | None  # None if the kernel refuses the call
+    logsumexp: Deviation | None = None  # None if the kernel does not compute it
+    refusal: str | None = None  # why it refuses
 
 
 def cases_for(target: Target, variant: KernelVariant, cases: Mapping[str, Case]) -> list[Case]:

@@ -291,35 +291,14 @@ def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
 
 
 class Derivative(NamedTuple):
-    """A feature of kernels that `attention` has no argument for.
+    """A feature of kernels that `attention` has no argument for."""
 
-    Attributes
-    ----------
-    feature : str
-        The name, which is also that of the kernel's method.
-    cases : mapping of str to Case
-        The calls that it is checked with.
-    check : callable
-        Checks a case.
-    """
-
-    feature: str
-    cases: Mapping[str, Case]
+    feature: str  # also the name of the kernel's method
+    cases: Mapping[str, Case]  # the calls that it is checked with
     check: Callable[[Target, KernelVariant, Case], dict[str, Deviation] | None]
 
     def is_taken(self, target: Target, variant: KernelVariant, case: Case) -> bool:
-        """Return whether a kernel supports a case.
-
-        Parameters
-        ----------
-        target, variant, case
-            As for `check`.
-
-        Returns
-        -------
-        bool
-            Whether it computes the derivative.
-        """
+        """Return whether a kernel computes the derivative of a case."""
         return differentiates(self.feature, target, variant, case)
 
 

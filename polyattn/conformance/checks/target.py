@@ -164,7 +164,6 @@ class Target:
         Returns
         -------
         numpy.ndarray
-            The same numbers.
         """
         return np.asarray(array if self.mover is None else self.mover.fetch(array))
 
@@ -312,7 +311,6 @@ class Target:
         Returns
         -------
         Any
-            The result of the function.
         """
         self._forget_compiled()
         arrays, options = arguments or self.arguments(case)

@@ -78,7 +78,6 @@ def load(spec: str) -> Function:
     Returns
     -------
     callable
-        The function.
 
     Raises
     ------
@@ -165,7 +164,6 @@ def arguments_for(function: Function, options: Options, *, grouped: bool = False
     Returns
     -------
     dict
-        The keyword arguments.
 
     Raises
     ------
@@ -233,7 +231,6 @@ def check_callable(
     Returns
     -------
     Finding
-        The result.
 
     Raises
     ------

@@ -27,24 +27,12 @@ Arguments = tuple[tuple[Array, Array, Array], Options]
 
 
 class Interpretation(NamedTuple):
-    """Another meaning of a call, as the call that has its result by our semantics.
+    """Another meaning of a call, as the call that has its result by our semantics."""
 
-    Attributes
-    ----------
-    name : str
-        A sentence.
-    applies : callable
-        Whether it can change the result of a case.
-    call : callable
-        Changes the arguments of the case to those of the other call.
-    dtype : str or None
-        The dtype to compute in; None for that of the semantics.
-    """
-
-    name: str
-    applies: Callable[[Case], bool]
+    name: str  # a sentence
+    applies: Callable[[Case], bool]  # whether it can change the result of a case
     call: Callable[[Arguments], Arguments] = lambda arguments: arguments
-    dtype: str | None = None
+    dtype: str | None = None  # to compute in; None for that of the semantics
 
 
 @dataclass(frozen=True)

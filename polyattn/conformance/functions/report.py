@@ -53,7 +53,6 @@ class Row(NamedTuple):
         Returns
         -------
         int
-            Their number.
         """
         return sum(finding.status == status for finding in self.findings.values())
 

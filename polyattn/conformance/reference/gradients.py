@@ -181,16 +181,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     slope, bend = np.ones_like(s), np.zeros_like(s)
     for part in score_steps(options):
         _, mod = plainly(None, part, rows)
-        if isinstance(part, Softcap):
-            # The slope is usually computed from the result, with cancellation where it is near 1.
-            t = np.tanh(s / rounded(part.cap))
-            own = 1 - t * t
-            moved = 1 + t * t + 2 * np.abs(t) * own * c / rounded(part.cap)
-        else:
-            own = derivative(mod, s, b, h, i, j)
-            nearby = np.sqrt(np.finfo(dtype).eps)
-            moved = np.abs(derivative(mod, s + nearby * c, b, h, i, j) - own) / nearby
-            moved = np.abs(own) + moved
+        own, moved = _slope(part, mod, s, c, (b, h, i, j))
         slope, bend = slope * own, bend * np.abs(own) + np.abs(slope) * moved
         s = rounded(mod(s, b, h, i, j))
         c = c * np.abs(own) + np.abs(s)
@@ -226,6 +217,19 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     else:
         weights, total = weights / total, np.ones_like(total)
     return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
+
+
+def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the slope of a step at scores `s` of condition `c`, and how much it moves."""
+    if isinstance(part, Softcap):
+        # The slope is usually computed from the result, with cancellation where it is near 1.
+        cap = s.dtype.type(part.cap)
+        t = np.tanh(s / cap)
+        own = 1 - t * t
+        return own, 1 + t * t + 2 * np.abs(t) * own * c / cap
+    own = derivative(mod, s, *indices)
+    nearby = np.sqrt(np.finfo(s.dtype).eps)
+    return own, np.abs(own) + np.abs(derivative(mod, s + nearby * c, *indices) - own) / nearby
 
 
 def score_steps(options: dict[str, Any]) -> list[Any]:

@@ -28,56 +28,31 @@ Which = Callable[[Settings], Callable[[int], bool]]
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a family adds to Llama's decoder.
+    """What a family adds to Llama's decoder; a string for a bias is the setting that says so."""
 
-    Attributes
-    ----------
-    title : str
-        Its name, with an article.
-    query_bias, output_bias, inner_bias : bool or str
-        Whether the maps to queries, keys and values, from the heads, and of the feed-forward layer
-        have biases; or the setting that says so.
-    joined : bool
-        Whether one stored map has queries, keys and values, and one the gate and the inner map.
-    head_norms : {"", "each", "all"}
-        Whether queries and keys are normalised, by heads or all heads at once.
-    norms : Norms
-        The names of a block's norms.
-    norm_offset : float
-        Added to the weights of the norms.
-    activation : str
-        The setting of the activation.
-    window : callable, optional
-        Whether block n of a config without ``layer_types`` has the window of ``sliding_window``.
-    turns : callable, optional
-        Whether block n has rotary positions.
-    local_theta : str
-        The setting of the base of rotary positions in blocks with a window, if it has its own.
-    partial_rotary : bool
-        Whether ``partial_rotary_factor`` counts.
-    gemma : bool
-        Whether the embedding is scaled by the root of its size, scores by ``query_pre_attn_scalar``
-        and both by their softcaps.
-    defaults, refused : mapping
-        As in `Family`.
-    """
-
-    title: str
-    query_bias: bool | str = "attention_bias"
-    output_bias: bool | str = "attention_bias"
-    inner_bias: bool | str = False
+    title: str  # with an article
+    query_bias: bool | str = "attention_bias"  # whether maps to queries, keys and values have it
+    output_bias: bool | str = "attention_bias"  # of the map from the heads
+    inner_bias: bool | str = False  # of the feed-forward layer
+    #: Whether one stored map has queries, keys and values, and one the gate and the inner map.
     joined: bool = False
+    #: Whether queries and keys are normalised: "each" head, "all" heads at once, or not.
     head_norms: str = ""
+    #: The names in a block.
     norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
-    norm_offset: float = 0.0
-    activation: str = "hidden_act"
+    norm_offset: float = 0.0  # added to the weights of the norms
+    activation: str = "hidden_act"  # the setting of it
+    #: Whether block n of a config without ``layer_types`` has the window of ``sliding_window``.
     window: Which | None = None
-    turns: Which | None = None
+    turns: Which | None = None  # whether block n has rotary positions
+    #: The setting of the base of rotary positions in blocks with a window, if it has its own.
     local_theta: str = ""
-    partial_rotary: bool = False
+    partial_rotary: bool = False  # whether ``partial_rotary_factor`` counts
+    #: Whether the embedding is scaled by the root of its size, scores by ``query_pre_attn_scalar``
+    #: and both by their softcaps.
     gemma: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # as in `Family`
+    refused: Mapping[str, Any] = field(default_factory=dict)  # as in `Family`
 
 
 def _every(settings: Settings) -> Callable[[int], bool]:

@@ -19,35 +19,20 @@ from polyattn.nn.positions import LearnedPositions, RelativeBias
 
 @dataclass(frozen=True)
 class Encoder:
-    """The names of BERT's weights and settings, and what a family changes of them.
+    """The names of BERT's weights and settings, and what a family changes of them."""
 
-    Attributes
-    ----------
-    title : str
-        Its name, with an article.
-    blocks, maps, norms : str or tuple of str
-        Names of the blocks; of the maps to queries, keys and values, from the heads, to the inner
-        size and back; and of the norms.
-    segments : bool
-        Whether tokens have segments.
-    offset : int or str
-        The row of the first position, less 1 if it is that of a setting.
-    relative : str
-        The name of a relative bias for all blocks.
-    settings : tuple of str
-        The settings of the size, heads, layers, inner size and activation.
-    """
-
-    title: str
+    title: str  # with an article
     blocks: str = "encoder.layer."
+    #: To queries, keys and values, from the heads, to the inner size and back.
     maps: tuple[str, ...] = (
         *("attention.self.query", "attention.self.key", "attention.self.value"),
         *("attention.output.dense", "intermediate.dense", "output.dense"),
     )
     norms: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm")
-    segments: bool = True
-    offset: int | str = 0
-    relative: str = ""
+    segments: bool = True  # whether tokens have segments
+    offset: int | str = 0  # the row of the first position, less 1 if it is that of a setting
+    relative: str = ""  # the name of a relative bias for all blocks
+    #: Of the size, heads, layers, inner size and activation.
     settings: tuple[str, ...] = (
         *("hidden_size", "num_attention_heads", "num_hidden_layers"),
         *("intermediate_size", "hidden_act"),

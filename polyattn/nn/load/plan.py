@@ -55,32 +55,17 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """The models of one ``model_type`` of transformers.
+    """The models of one ``model_type`` of transformers."""
 
-    Attributes
-    ----------
-    title : str
-        Its name, with an article.
-    plan : Planner
-        Makes the plan of a model.
-    prefix : str
-        What the names of weights begin with in a model with a head.
-    skip : str
-        Pattern of the names, without the prefix, of buffers and heads that are left out.
-    old : mapping of str to str
-        Patterns of old names, and what stands for them now.
-    defaults : mapping
-        Settings that a config may leave out, unlike those that it gives as null.
-    refused : mapping
-        The one supported value of settings that no model here has otherwise.
-    """
-
-    title: str
+    title: str  # with an article
     plan: Planner
-    prefix: str
-    skip: str
+    prefix: str  # what the names of weights begin with in a model with a head
+    skip: str  # names, without the prefix, of buffers and heads that are left out
+    #: Patterns of old names, and what stands for them now.
     old: Mapping[str, str] = field(default_factory=dict)
+    #: Settings that a config may leave out, unlike those that it gives as null.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: The one supported value of settings that no model here has otherwise.
     refused: Mapping[str, Any] = field(default_factory=dict)
 
 
