@@ -32,6 +32,7 @@ def close(one, other, **tolerance):
 
 # ---- sdpa ----
 
+
 @pytest.mark.parametrize("square", [True, False])
 def test_sdpa_is_causal_only_where_it_means_the_same(square, monkeypatch):
     seen = []
