@@ -1,4 +1,4 @@
-"""Masks and scores as values, and dropout, in JAX: by its own kernel and by those of the core."""
+"""Masks and scores as values, and dropout, in JAX: tiles, gradients, memory, compiled code."""
 
 import copy
 import math

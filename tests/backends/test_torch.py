@@ -1,4 +1,4 @@
-"""PyTorch: its kernels agree with the formula, compile without a break, and mind its own modes."""
+"""PyTorch: how its kernels are called, compile without a break, and mind its own modes."""
 
 import asyncio
 import threading
