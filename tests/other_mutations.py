@@ -158,8 +158,8 @@ MUTATIONS = (
      "if False:"),
     (DASK + "test_explain_counts_what_the_graph_reads[its tiles-64 MiB]",
      "explain without the tables of masks", "polyattn/_api/explain.py",
-     "problem.mask_spec.filled(operands.mask)",
-     "problem.mask_spec"),
+     "call.mask.filled(operands.mask)",
+     "call.mask"),
     # layers and files
     (LOAD + "test_a_whole_file_precedes_an_index_as_in_transformers",
      "an index before a file", "polyattn/nn/load/files.py",

@@ -17,6 +17,15 @@ ROPE = {
 }  # fmt: skip
 #: Settings of tiny models, by family and what is special in them.
 DECODERS = {
+    "gpt2 untied": {
+        "vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16,
+        "n_inner": 20, "tie_word_embeddings": False,
+    },
+    "llama with biases, tied": SIZES
+    | {
+        "head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True,
+        "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2,
+    },
     "mistral": SIZES | {"sliding_window": 4},
     "mistral without a window": SIZES | {"sliding_window": None, "head_dim": 12},
     "qwen2": SIZES,
@@ -35,7 +44,7 @@ DECODERS = {
     "smollm3": SIZES | {"no_rope_layer_interval": 2},
     "smollm3 with windows": SIZES
     | {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 4},
-}
+}  # fmt: skip
 #: One of each family.
 FAMILIES = [name for name in DECODERS if " " not in name]
 ENCODERS = {

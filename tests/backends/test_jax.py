@@ -26,16 +26,12 @@ def draw(*shape, dtype=np.float32):
 
 Q, K, V = draw(2, 4, 37, 8), draw(2, 2, 41, 8), draw(2, 2, 41, 8)
 OPTIONS = {
-    "plain": {},
-    "causal": {"is_causal": True},
     "window": {"window": (5, 2)},
-    "causal from the first key": {"is_causal": True, "query_offset": 0},
     "offset an item": {"is_causal": True, "query_offset": np.array([0, 7])},
     "softcap": {"softcap": 1.5},
     "mask": {"mask": RNG.random((37, 41)) > 0.5},
     "bias": {"bias": draw(4, 37, 41)},
     "sinks": {"sinks": draw(4)},
-    "rows that see nothing": {"is_causal": True, "query_offset": -9},
     "score_mod": {"score_mod": lambda s, b, h, i, j: s - 0.1 * abs(i - j) * (h + 1)},
     "mask_mod": {"mask": lambda b, h, i, j: (i + j + b) % 3 != 0},
 }
@@ -43,10 +39,6 @@ OPTIONS = {
 
 def in_jax(options):
     return {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
-
-
-def in_numpy(options):
-    return {n: np.asarray(x) if isinstance(x, jax.Array) else x for n, x in options.items()}
 
 
 def small_tiles(scores=150):
@@ -58,31 +50,11 @@ def small_tiles(scores=150):
 # ---- the xla kernel ----------------------------------------------------------------------------
 
 
-# Each is compiled for a second, so options that do not touch each other share a call.
-TOGETHER = [
-    *("plain", "causal", "causal from the first key", "offset an item", "rows that see nothing"),
-    *("window, softcap, sinks", "mask, bias", "score_mod, mask_mod"),
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("names", "kernel"),
-    [pytest.param(names, small_tiles(), id=f"{names}, small tiles") for names in TOGETHER]
-    + [pytest.param("causal, sinks", Xla(), id="causal, sinks, one tile")],
-)
-def test_under_jit(names, kernel):
-    options = {n: x for name in names.split(", ") for n, x in in_jax(OPTIONS[name]).items()}
-    run = jax.jit(lambda q, k, v: attention_partial(q, k, v, kernel=kernel, **options))
-    expected = attention_partial(Q, K, V, kernel="dense", **in_numpy(options))
-    for ours, theirs in zip(run(Q, K, V), expected, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=3e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "offset an item", "bias", "sinks", "score_mod"])
-def test_every_tile_size_gives_the_same_gradients(name):
-    options = in_jax(OPTIONS[name])
+def test_every_tile_size_gives_the_same_gradients():
+    """Those by way of the logsumexp too, which the suite's do not go."""
+    names = ("offset an item", "bias", "sinks", "score_mod")
+    options = in_jax({n: x for name in names for n, x in OPTIONS[name].items()})
 
     def loss(kernel, q, k, v):
         output, logsumexp = attention_partial(q, k, v, kernel=kernel, **options)

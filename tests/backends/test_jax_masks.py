@@ -1,4 +1,4 @@
-"""Masks and scores as values, and dropout, in JAX: by its own kernel and by those of the core."""
+"""Masks and scores as values, and dropout, in JAX: tiles, gradients, memory, compiled code."""
 
 import copy
 import math
@@ -41,45 +41,32 @@ def doubled(score, b, h, i, j):
 #: Options by a function of the arrays that they carry.
 OPTIONS = {
     "window or prefix": lambda to: {"mask": masks.causal() & masks.window(6, 0) | masks.prefix(3)},
-    "not causal": lambda to: {"mask": ~masks.causal()},
-    "dilated": lambda to: {"mask": masks.causal() & masks.dilated(3)},
-    "global tokens": lambda to: {"mask": masks.window(3, 3) | masks.global_tokens(0, 1, 20)},
-    "prefix": lambda to: {"mask": masks.prefix(9)},
-    "prefix per item": lambda to: {"mask": masks.causal() | masks.prefix(to(LENGTHS))},
     "padding": lambda to: {"mask": masks.padding(to(LENGTHS), to(LENGTHS[::-1]))},
     "segments": lambda to: {
         "mask": masks.causal() & masks.segments(to(QUERY_IDS), to(KEY_IDS)),
     },
-    "dense": lambda to: {"mask": masks.dense(to(ARRAY[None])) | masks.global_tokens(2)},
     "dense and bias": lambda to: {
         "mask": masks.dense(to(ARRAY[0])) & masks.prefix(30),
         "bias": to(SCORES),
     },
     "rule": lambda to: {"mask": masks.rule(checkered) & masks.padding(to(LENGTHS))},
     "compiled": lambda to: {"mask": COMPILED},
-    "compiled segments": lambda to: {
-        "mask": COMPILED_SEGMENTS.map(lambda _, ids: to(ids)),
-    },
-    "offset": lambda to: {"mask": masks.causal() | masks.prefix(2), "query_offset": -30},
     "offset an item": lambda to: {
         "mask": masks.window(4, 2) | masks.prefix(2),
         "query_offset": to(OFFSETS),
     },
     "nothing seen": lambda to: {"mask": masks.prefix(0) | masks.padding(to(LENGTHS * 0))},
-    "alibi": lambda to: {"score_mod": scores.alibi(H), "mask": masks.causal() | masks.prefix(2)},
     "chained": lambda to: {
         "score_mod": scores.temperature(2.0) >> scores.relative_bias(to(TABLE)) >> doubled,
         "is_causal": True,
     },
     "slopes": lambda to: {"score_mod": scores.alibi(to(SLOPES)), "query_offset": 3},
     "cosine": lambda to: {"similarity": scores.cosine(), "scale": 8.0},
-    "distance": lambda to: {"similarity": scores.distance(1), "is_causal": True},
     "additive": lambda to: {"similarity": scores.additive(to(WEIGHT)), "softcap": 2.0},
     "dropout": lambda to: {"dropout": (0.4, 2**40 + 3), "mask": masks.causal() | masks.prefix(5)},
 }
 SCORES = draw(H, L, S)
 COMPILED = masks.compile(masks.window(6, 1) | masks.prefix(4), L, S, tile=8)
-COMPILED_SEGMENTS = masks.compile(masks.segments(QUERY_IDS, KEY_IDS), L, S, batch=B, tile=8)
 #: Those with a function of the caller's, which is not compiled but inside of jax.jit.
 CALLED = ("rule", "chained")
 
@@ -100,41 +87,6 @@ def check(ours, theirs):
 
 
 # ---- what is computed --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_values_that_are_there_before_the_call(name):
-    q, k, v = map(jnp.asarray, (QUERY, KEY, VALUE))
-    options = OPTIONS[name](jnp.asarray)
-    expected = expected_of(name)
-    for kernel in (small_tiles(), "dense"):
-        check(attention_partial(q, k, v, kernel=kernel, **options), expected)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_values_that_are_made_under_jit(name):
-    names = ["LENGTHS", "OFFSETS", "QUERY_IDS", "KEY_IDS", "SLOPES", "TABLE", "WEIGHT"]
-    given = [globals()[name] for name in names]
-
-    @jax.jit
-    def call(q, k, v, traced):
-        def to(array):
-            found = [x for x, own in zip(traced, given, strict=True) if own is array]
-            return found[0] if found else jnp.asarray(array)
-
-        options = OPTIONS[name](to)
-        assert explain(q, k, v, **options).chosen.kernel == "xla"
-        return attention_partial(q, k, v, kernel=small_tiles(), **options)
-
-    check(call(QUERY, KEY, VALUE, given), expected_of(name))
-
-
-@pytest.mark.parametrize("name", ["segments", "global tokens", "slopes", "additive", "dropout"])
-def test_the_tiled_kernel_of_the_core(name):
-    q, k, v = map(jnp.asarray, (QUERY, KEY, VALUE))
-    kernel = "tiled"
-    options = OPTIONS[name](jnp.asarray)
-    check(attention_partial(q, k, v, kernel=kernel, **options), expected_of(name))
 
 
 def test_values_go_along_to_a_named_backend():

@@ -90,18 +90,10 @@ MASKS = {
 
 
 @pytest.mark.parametrize("case", MASKS)
-def test_sdpa_takes_mask_values(case):
-    both(Q, K, V, "sdpa", mask=MASKS[case])
-    double = (x.double() for x in (Q, K, V))
-    offset = None if "table" in case else LENGTHS - 100  # a table is for one offset
-    both(*double, "sdpa", mask=MASKS[case], window=(100, None), query_offset=offset)
-
-
-@pytest.mark.parametrize("case", MASKS)
 def test_a_mask_is_counted_as_it_is_made(case):
     problem, operands = described(Q, K, V, mask=MASKS[case])
-    made = attn_mask(problem, operands, Span(0, S), banded=True)
-    counted = made_mask(problem, Span(0, S), banded=True)
+    made = attn_mask(problem, operands, Span(0, S), banded=False)
+    counted = made_mask(problem, Span(0, S), banded=False)
     if "mask_mod" in problem.features:  # what a function depends on is not known beforehand
         assert counted == 2 * 4 * L * S >= made.numel()
     else:

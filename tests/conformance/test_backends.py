@@ -18,6 +18,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.cases.expression_cases import VARIANTS
 from polyattn.conformance.checks.cases import check_case, is_applicable, takes
 from polyattn.conformance.checks.lazy import lazily
 from polyattn.conformance.checks.target import Target
@@ -66,6 +67,10 @@ class TestStrict(BackendSuite):
             yield
 
 
+#: The cases of masks, scores and similarities as values, without those for other normalizers.
+OF_EXPRESSIONS = [CASES[name] for name, x in VARIANTS.items() if "normalizer" not in x]
+
+
 class TestJax(BackendSuite):
     """With and without jit: `test_lazy` is under it. Whatever JAX can be told to refuse, it is.
 
@@ -88,6 +93,15 @@ class TestJax(BackendSuite):
     def _marks(self, name):
         slow = "-" in name and not name.startswith(self.quick)
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", OF_EXPRESSIONS, ids=str)
+    def test_expressions_under_jit(self, lazy_target, case):
+        """The plugin's kernel, in many tiles, takes each: what it lists and asks are traced."""
+        (xla,) = (v for v in lazy_target.kernels if str(v) == "xla, small tiles")
+        # A function of the caller's is refused but inside of jit.
+        assert takes(lazy_target, xla, case) or "function" in case.name
+        check_case(lazy_target, xla, case)
 
     @pytest.fixture(autouse=True)
     def in_double_precision_too(self):

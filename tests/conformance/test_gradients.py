@@ -157,6 +157,7 @@ def test_torch_differentiates_every_kernel_that_takes_the_call(variant):
         assert (check_gradients(TORCH, variant, case) is None) == refused
 
 
+@pytest.mark.slow  # compiled once for each case
 @pytest.mark.parametrize("name", ["score_mod", "broadcast batch", "S = 0", "score value"])
 def test_jax(name):
     (dense,) = (variant for variant in JITTED.kernels if variant.kernel.name == "dense")

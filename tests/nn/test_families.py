@@ -184,8 +184,6 @@ def test_every_setting_is_understood_or_refused_by_name(made, name):
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("mistral", {"model_type": "mixtral"}, "model_type is 'mixtral'; this function reads 'gp"),
-        ("mistral", {"model_type": None}, "model_type is None; add it to the config; this"),
         (
             "mistral",
             {"layer_types": ["full_attention"] * 3},

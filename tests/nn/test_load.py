@@ -432,17 +432,6 @@ def test_rotary_scaling_under_its_old_names_is_understood(transformers):
     close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
 
 
-def test_llama_of_other_sizes_biases_and_tied_is_transformers_own(transformers):
-    config = LLAMA | {"head_dim": 12, "num_key_value_heads": 1}
-    theirs = made(
-        transformers, "llama", **config, attention_bias=True, mlp_bias=True,
-        tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh", rms_norm_eps=1e-2,
-    )  # fmt: skip
-    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
-    assert model.tied
-    close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
-
-
 def test_hidden_states_take_the_place_of_logits_where_none_are_asked_for(gpt2, transformers):
     config = gpt2.config.to_dict()
     model = nn.load.model(gpt2.state_dict(), config, like=FLOAT32, logits=False)
@@ -506,15 +495,6 @@ def test_a_base_model_is_told_how_it_is_loaded(transformers):
     llama = made(transformers, "llama", **LLAMA)
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
         nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
-
-
-def test_an_untied_gpt2_is_transformers_own(gpt2, transformers):
-    theirs = made(
-        transformers, "gpt2", vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16,
-        n_inner=20, tie_word_embeddings=False,
-    )  # fmt: skip
-    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32)
-    close(model(IDS, is_causal=True), logits_of(theirs), scale=4)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def keep_mask_by_word(
     """Return which weights are kept, for the first, second, third and fourth keys of blocks."""
     dtype = _word_dtype(xp)
     counter = tuple(cast(xp, index, dtype) for index in (blocks, row, head, batch))
-    words = philox(xp, counter, _key(xp, seed, dtype))
+    words = philox(xp, counter, _key(xp, seed, dtype, blocks.ndim))
     threshold = _as(words[0], min(round(rate * 2**32), _MASK))
     return tuple([word >= threshold for word in words])
 
@@ -130,13 +130,14 @@ def _word_dtype(xp: Any) -> Any:
     return xp.int64 if xp.__name__ == "array_api_compat.torch" else xp.uint32
 
 
-def _key(xp: Any, seed: Any, dtype: Any) -> tuple[Any, Any]:
+def _key(xp: Any, seed: Any, dtype: Any, ndim: int) -> tuple[Any, Any]:
     if isinstance(seed, tuple):
         return seed
     if not is_array(seed):
         return int(seed) & _MASK, int(seed) >> 32
-    # At least one axis, because arithmetic on such an array wraps without a warning.
-    word = xp.reshape(seed, (1,))
+    # With axes, because arithmetic on such an array wraps without a warning. As many as the counter
+    # has: JAX can be told to refuse others.
+    word = xp.reshape(seed, (1,) * ndim)
     if xp.iinfo(word.dtype).bits > 32:
         word = cast(xp, word, xp.int64)  # torch cannot shift unsigned integers
         return cast(xp, word & _MASK, dtype), cast(xp, (word >> 32) & _MASK, dtype)
