@@ -10,7 +10,7 @@ import types
 
 import cudnn as frontend
 import numpy as np
-from test_cupy_host import Device, register, stand_in
+from cupy_host import Device, register, stand_in
 
 from polyattn_cupy import cudnn, cudnn_gradients, graphs, inputs, loading, plans, shapes
 from polyattn_cupy.cudnn import Cudnn
@@ -243,8 +243,3 @@ def put_in_place(monkeypatch):
 def forget():
     for function in (loading.why_no_library, plans.why_unsupported, plans.compute_capability):
         function.cache_clear()
-
-
-def eights(size):
-    """Return the next size that cuDNN takes."""
-    return None if size is None else -(-size // 8) * 8
