@@ -15,6 +15,7 @@ class Place(NamedTuple):
     backend: str | None = "host"
     to: Callable[[Any], Any] = np.asarray
     back: Callable[[Any], Any] = np.asarray
+    unit: float = 0.0  # errors of this size are the device's
 
     def options(self, kernel, options):
         there = {n: self.to(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
@@ -29,7 +30,7 @@ def agree(kernel, *arrays, place=HOST, **options):
     mine = attention_partial(*map(place.to, arrays), **place.options(kernel, options))
     formula = attention_partial(*map(_wide, arrays), kernel="dense", **options)
     eps, real = _units(arrays)
-    units = eps, max(eps / 8, float(np.finfo(real).eps))
+    units = eps, max(eps / 128, float(np.finfo(real).eps), place.unit)
     for one, other, unit in zip(mine, formula, units, strict=True):
         one = place.back(one).astype("float64")
         np.testing.assert_allclose(one, other, rtol=8 * unit, atol=8 * unit)
@@ -63,7 +64,7 @@ def gradients_agree(kernel, *arrays, logsumexp=True, place=HOST, **options):
         # The gradient of the scale is a sum over all scores, of which most cancel out.
         terms = _wide(arrays[0]) * place.back(mine.query) if name == "scale" else None
         size = np.abs(other).max(initial=0) if terms is None else np.abs(terms).sum()
-        atol = (4 if dtype.itemsize == 2 else 32) * eps * max(1, size)
+        atol = (4 if dtype.itemsize == 2 else 32) * max(eps, place.unit) * max(1, size)
         np.testing.assert_allclose(one, other, rtol=0, atol=atol, err_msg=name)
     return mine
 
