@@ -86,7 +86,8 @@ class HostGraph(frontend.pygraph):
                 array = _array(results.pop(uid), pointers)
                 # A sum over items or heads for which it has one place.
                 axes = tuple(n for n in range(4) if array.shape[n] < result.shape[n])
-                array[...] = result.sum(axis=axes, keepdims=True) if axes else result
+                total = result.sum(axis=axes, keepdims=True) if axes else result
+                array[...] = array + total if uid == graphs.BIAS_GRADIENT else total
         assert not results
 
 
