@@ -8,7 +8,7 @@ import pytest
 
 collect_ignore_glob = []
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
-    collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/test_cupy*", "tests/gpu/*"]
+    collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/*cu[bdp]*", "tests/gpu/*"]
 
 # A thread that waits must not spin: each process of a run has as many threads as there are cores.
 # OpenMP and OpenBLAS read this when torch and NumPy are imported.

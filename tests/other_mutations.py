@@ -8,7 +8,7 @@ BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
 DASK = "tests/backends/test_dask.py::"
 ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
-FILES = "tests/test_files.py::"
+FILES = "tests/base/test_files.py::"
 LOAD = "tests/nn/test_load.py::"
 PARTS = "tests/expressions/test_parts.py::"
 REPORT = "tests/conformance/test_report.py::"
@@ -158,8 +158,8 @@ MUTATIONS = (
      "if False:"),
     (DASK + "test_explain_counts_what_the_graph_reads[its tiles-64 MiB]",
      "explain without the tables of masks", "polyattn/_api/explain.py",
-     "call.mask.filled(operands.mask)",
-     "call.mask"),
+     "mask=call.mask.filled(operands.mask)",
+     "mask=call.mask"),
     # layers and files
     (LOAD + "test_a_whole_file_precedes_an_index_as_in_transformers",
      "an index before a file", "polyattn/nn/load/files.py",

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from test_cupy_host import HostArray, at_home, stand_in
+from cupy_host import HostArray, at_home, stand_in
 
 from polyattn import attention
 from polyattn._dispatch.errors import BackendUnavailableError

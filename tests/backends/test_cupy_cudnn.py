@@ -1,28 +1,24 @@
-"""cuDNN's kernel without a GPU: NVIDIA's frontend describes the graph, and the host computes it."""
+"""What CuPy's kernel tells cuDNN, when it runs and what it copies, on the host in cuDNN's place."""
 
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import cudnn as frontend
-import ml_dtypes
 import numpy as np
 import pytest
-from test_cupy_cudnn_host import HANDLES, Handle, HostGraph, eights, forget, put_in_place
-from test_cupy_host import Device, cases
+from cudnn_host import HANDLES, TYPES, Handle, HostGraph, forget, put_in_place
+from cupy_checks import agree, gradients_agree
+from cupy_host import Device
 
-from polyattn import attention, attention_partial, explain
-from polyattn._dispatch import registry
-from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import promises
-from polyattn.conformance.checks.target import KernelVariant, Target
+from polyattn import attention, explain
+from polyattn._core.call.problem import examine
+from polyattn.plugin import Cotangents, Residuals
 from polyattn_cupy import graphs, loading, plans, problem_graphs
 from polyattn_cupy.cudnn import Cudnn
-from polyattn_cupy.graphs import Band, Tensor
 
 RNG = np.random.default_rng(0)
+FACTS = {"library": "numpy", "device": "cpu", "dtype": "float16"}
 
 
 @pytest.fixture
@@ -32,95 +28,17 @@ def library(monkeypatch):
     forget()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("library")
-def test_what_it_declares_is_needed_by_some_case():
-    promises.check_declarations(
-        Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0]), CASES
-    )
-
-
 def randn(*shape, dtype="float16"):
     return RNG.standard_normal(shape).astype(dtype)
 
 
-def chosen(*arrays, **options):
-    return explain(*arrays, backend="host", kernel="cudnn", **options).chosen is not None
+def draw(length, keys):
+    return [randn(2, 4, length, 16), randn(2, 2, keys, 16), randn(2, 2, keys, 24)]
 
 
 def reasons(*arrays, **options):
     (candidate,) = explain(*arrays, backend="host", kernel="cudnn", **options).candidates
     return " ".join(candidate.reasons)
-
-
-def agree(*arrays, **options):
-    """Hold output and logsumexp against the formula, and return them."""
-    mine = attention_partial(*arrays, backend="host", kernel="cudnn", **options)
-    formula = attention_partial(*arrays, kernel="dense", **options)
-    eps = float(ml_dtypes.finfo(arrays[0].dtype).eps)
-    for one, other, unit in zip(mine, formula, (eps, 1e-6), strict=True):
-        one, other = np.asarray(one, "float64"), np.asarray(other, "float64")
-        np.testing.assert_allclose(one, other, rtol=4 * unit, atol=4 * unit)
-    return mine
-
-
-# ---- it computes what it says ------------------------------------------------------------------
-
-
-# One program serves both dtypes: of bfloat16 there are the essential cases only.
-RUNS = [
-    pytest.param(*case.values, dtype, marks=case.marks)
-    for dtype, step in {"float16": 24, "bfloat16": 10**6}.items()
-    for case in cases(Cudnn.features, step, ("float32",))
-]
-
-
-@pytest.mark.parametrize(("name", "dtype"), RUNS)
-@pytest.mark.usefixtures("library")
-def test_it_keeps_to_the_conformance_cases(name, dtype):
-    case = CASES[name]
-    case = replace(case, dtype=dtype, D=eights(case.D), E=eights(case.E))
-    target, variant = Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0])
-    outcome = checks.check_case(target, variant, case)
-    ran = any(handle.log for handle in HANDLES)
-    assert ran == (outcome.output is not None)
-    refused = 0 in (*case.score_shape, case.D, case.value_size) or case.features >= {"softcap"}
-    assert ran or refused or dict(case.options)["scale"] <= 0
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.usefixtures("library")
-def test_no_score_is_so_low_that_a_masked_key_is_seen(dtype):
-    q, k, v = randn(1, 1, 3, 8), randn(1, 1, 40, 8), randn(1, 1, 40, 8)
-    q[...], k[...] = 1, 0
-    k[..., :20, 0] = -60_000
-    mask = np.arange(40) < 20  # the low ones take part, the high ones do not
-    output, logsumexp = agree(*(x.astype(dtype) for x in (q, k, v)), mask=mask, scale=8.0)
-    assert (logsumexp < -400_000).all()
-    assert np.isfinite(output.astype("float32")).all()
-
-
-@pytest.mark.usefixtures("library")
-def test_a_bias_that_only_almost_hides():
-    bias = np.where(RNG.random((3, 40)) > 0.5, np.finfo("float32").min, 0)
-    agree(randn(1, 1, 3, 8), randn(1, 1, 40, 8), randn(1, 1, 40, 8), bias=bias.astype("float32"))
-
-
-@pytest.mark.usefixtures("library")
-def test_rows_that_see_nothing():
-    q, k, v = randn(2, 4, 5, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 8)
-    mask = RNG.random((2, 1, 5, 9)) > 0.3
-    mask[1, 0, 3] = False
-    bias = np.zeros((4, 5, 9), "float32")
-    bias[2, 1] = -np.inf
-    for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias}):
-        output, logsumexp = agree(q, k, v, **options)
-        dead = np.zeros((2, 4, 5), bool)
-        dead[1, :, 3], dead[:, 2, 1] = "mask" in options, "bias" in options
-        np.testing.assert_array_equal(logsumexp == -np.inf, dead)
-        assert (output[dead] == 0).all()
-    agree(q, k, v, is_causal=True, query_offset=-3)
-    agree(q, k, v, mask=mask, is_causal=True, query_offset=-2)
 
 
 # ---- what cuDNN is told ------------------------------------------------------------------------
@@ -134,55 +52,126 @@ BANDS = {
     "none": (SHAPES, {}, None),
     "causal": (SHAPES, {"is_causal": True}, (LAST, None, 0)),
     "causal, square": (SQUARE, {"is_causal": True}, (FIRST, None, 0)),
-    "causal, from the first": (SHAPES, {"is_causal": True, "query_offset": 0}, (FIRST, None, 0)),
-    "causal, from the first, tall": (
-        TALL,
-        {"is_causal": True, "query_offset": 0},
-        (FIRST, None, 0),
-    ),
+    "from the first": (SHAPES, {"is_causal": True, "query_offset": 0}, (FIRST, None, 0)),
+    "from the first, tall": (TALL, {"is_causal": True, "query_offset": 0}, (FIRST, None, 0)),
     "causal, a row": (ROW, {"is_causal": True}, None),
     "left": (SHAPES, {"window": (5, None)}, (LAST, 6, None)),
     "right": (SHAPES, {"window": (None, 3)}, (LAST, None, 3)),
     "both": (SQUARE, {"window": (5, 3)}, (FIRST, 6, 3)),
     "both, causal": (SHAPES, {"window": (0, 3), "is_causal": True}, (LAST, 1, 0)),
     "wider than the keys": (SQUARE, {"window": (500, 100)}, None),
+    "bias of a tall one": (TALL, {"is_causal": True}, None),
+    "bias of a tall window": (TALL, {"window": (5, 3), "query_offset": 0}, None),
+    "bias beside a band": (SHAPES, {"is_causal": True, "bias": (100, 300)}, None),
+    "bias, square": (SQUARE, {"is_causal": True, "bias": (100, 100)}, (FIRST, None, 0)),
 }
 
 
-def problem_of(shapes, **options):
-    return explain(*shapes, library="numpy", device="cpu", dtype="float16", **options).problem
+def problem_of(shapes, *, gradients=False, **options):
+    """Return the problem of a call of such shapes, or of its gradients."""
+    call = explain(*shapes, **FACTS, **options).call
+    if gradients:
+        rows = call.query.shape[:-1]
+        output = call.query._replace(shape=(*rows, call.value.shape[-1]))
+        logsumexp = call.query._replace(shape=rows, dtype="float32")
+        residuals = Residuals(output=output, logsumexp=logsumexp)
+        call = call._replace(residuals=residuals, cotangents=Cotangents(output=output))
+    return examine(call)
 
 
-def told(problem):
-    (node,) = graphs.describe(problem_graphs.graph_of(problem)).nodes
+def told(shapes, *, gradients=False, **options):
+    graph_of = problem_graphs.gradient_graph_of if gradients else problem_graphs.graph_of
+    (node,) = graphs.describe(graph_of(problem_of(shapes, gradients=gradients, **options))).nodes
     return node
 
 
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", BANDS)
 @pytest.mark.usefixtures("library")
-def test_the_band(name):
+def test_the_band(name, gradients):
     shapes, options, expected = BANDS[name]
-    params = told(problem_of(shapes, **options)).params
-    if expected is None:
-        assert not {key for key in params if key.startswith("diagonal")}
-    else:
-        alignment, left, right = expected
-        assert params["diagonal_alignment"] == alignment
-        assert params.get("diagonal_band_left_bound") == left
-        assert params.get("diagonal_band_right_bound") == right
+    node = told(shapes, gradients=gradients, **options)
+    names = "diagonal_alignment", "diagonal_band_left_bound", "diagonal_band_right_bound"
+    assert tuple(node.params.get(name) for name in names) == (expected or (None, None, None))
+    assert ("bias" in node.inputs) == ("bias" in name)
 
 
 @pytest.mark.usefixtures("library")
 def test_the_other_options():
-    plain = told(problem_of(SHAPES))
+    plain = told(SHAPES)
     assert plain.params == {"attn_scale": 0.125, "generate_stats": False}
     assert set(plain.inputs) == {"q", "k", "v"}
-    assert told(problem_of(SHAPES, scale=0.3)).params["attn_scale"] == 0.3
-    assert told(problem_of(SHAPES, logsumexp=True)).params["generate_stats"] is True
-    assert callable(told(problem_of(SHAPES, softcap=2.0)).params["score_mod"])
-    bias = told(problem_of(SHAPES, mask=(2, 1, 1, 300))).inputs["bias"]
-    assert (list(bias.dim), list(bias.stride)) == ([2, 1, 1, 300], [304, 304, 304, 1])
-    assert bias.data_type == frontend.data_type.FLOAT
+    assert told(SHAPES, scale=0.3).params["attn_scale"] == 0.3
+    assert told(SHAPES, logsumexp=True).params["generate_stats"] is True
+    assert callable(told(SHAPES, softcap=2.0).params["score_mod"])
+
+
+@pytest.mark.usefixtures("library")
+def test_the_arrays_of_the_graph():
+    """The logsumexp is an input like the others: nothing computes it again."""
+    node = told(SHAPES, gradients=True)
+    assert node.params == {"attn_scale": 0.125, "use_deterministic_algorithm": True}
+    facts = {
+        name: (tensor.uid, tuple(tensor.dim), tuple(tensor.stride), TYPES[tensor.data_type])
+        for name, tensor in node.inputs.items()
+    }
+    assert facts == {
+        "q": (graphs.QUERY, SHAPES[0], (51200, 6400, 64, 1), "float16"),
+        "k": (graphs.KEY, SHAPES[1], (38400, 19200, 64, 1), "float16"),
+        "v": (graphs.VALUE, SHAPES[2], (38400, 19200, 64, 1), "float16"),
+        "o": (graphs.OUTPUT, SHAPES[0], (51200, 6400, 64, 1), "float16"),
+        "dO": (graphs.OUTPUT_GRADIENT, SHAPES[0], (51200, 6400, 64, 1), "float16"),
+        "stats": (graphs.LOGSUMEXP, (2, 8, 100, 1), (800, 100, 1, 1), "float32"),
+    }
+    results = {
+        name: (tensor.uid, tuple(tensor.dim), TYPES[tensor.data_type])
+        for name, tensor in node.outputs.items()
+    }
+    assert results == {
+        "dQ": (graphs.QUERY_GRADIENT, SHAPES[0], "float16"),
+        "dK": (graphs.KEY_GRADIENT, SHAPES[1], "float16"),
+        "dV": (graphs.VALUE_GRADIENT, SHAPES[2], "float16"),
+    }
+
+
+@pytest.mark.usefixtures("library")
+def test_the_bias():
+    for gradients in (False, True):
+        node = told(SHAPES, mask=(2, 1, 1, 300), gradients=gradients)
+        bias = node.inputs["bias"]
+        assert (list(bias.dim), list(bias.stride)) == ([2, 1, 1, 300], [304, 304, 304, 1])
+        assert TYPES[bias.data_type] == "float32"
+    assert "dBias" not in node.outputs, "a mask has no gradient"
+    node = told(SHAPES, mask=(2, 1, 1, 300), bias=(8, 1, 300), gradients=True)
+    for tensor in (node.inputs["bias"], node.outputs["dBias"]):
+        assert list(tensor.dim) == [2, 8, 100, 300]
+        assert list(tensor.stride) == [243200, 30400, 304, 1]
+        assert TYPES[tensor.data_type] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("keys", "options", "given"),
+    [
+        (192, {"bias": (100, 192)}, True),
+        (192, {"mask": (192,)}, True),
+        (300, {"is_causal": True, "query_offset": 3}, True),
+        (256, {"bias": (100, 256)}, False),
+        (192, {}, False),
+        (192, {"is_causal": True}, False),
+    ],
+)
+@pytest.mark.usefixtures("library")
+def test_lengths_are_given_where_a_bias_leaves_a_tile_of_keys_unfilled(keys, options, given):
+    """Without them cuDNN 9.19 makes NaN of low rows (pytorch#196678)."""
+    shapes = SHAPES[0], (2, 2, keys, 64), (2, 2, keys, 64)
+    node = told(shapes, gradients=True, **options)
+    assert node.params.get("use_padding_mask", False) == given
+    for name, uid in (("seq_len_q", graphs.QUERY_LENGTHS), ("seq_len_kv", graphs.KEY_LENGTHS)):
+        assert (name in node.inputs) == given
+        if given:
+            tensor = node.inputs[name]
+            assert (tensor.uid, list(tensor.dim)) == (uid, [2, 1, 1, 1])
+            assert TYPES[tensor.data_type] == "int32"
 
 
 DIFFERENT = [
@@ -198,6 +187,8 @@ DIFFERENT = [
     {"logsumexp": True},
     {"mask": (100, 300)},
     {"mask": (300,)},
+    {"bias": (100, 300)},
+    {"bias": (8, 100, 300)},
     {"key": (2, 4, 300, 64), "value": (2, 4, 300, 64)},
     {"value": (2, 2, 300, 32)},
 ]
@@ -205,23 +196,27 @@ DIFFERENT = [
 
 @pytest.mark.usefixtures("library")
 def test_no_two_problems_share_a_plan():
-    graphs = set()
+    calls, gradients = set(), set()
     for options in DIFFERENT:
         query, key, value = SHAPES
         shapes = query, options.get("key", key), options.get("value", value)
         rest = {name: x for name, x in options.items() if name not in ("key", "value")}
-        graphs.add(problem_graphs.graph_of(problem_of(shapes, **rest)))
-    assert len(graphs) == len(DIFFERENT)
+        calls.add(problem_graphs.graph_of(problem_of(shapes, **rest)))
+        if not rest.keys() & {"softcap", "logsumexp"}:
+            problem = problem_of(shapes, gradients=True, **rest)
+            gradients.add(problem_graphs.gradient_graph_of(problem))
+    # A bias of the same shape as a mask differs only in that it has a gradient.
+    assert (len(calls), len(gradients)) == (len(DIFFERENT) - 1, len(DIFFERENT) - 3)
+    assert not calls & gradients
 
 
 @pytest.mark.usefixtures("library")
 def test_the_plan_that_was_asked_about_is_the_one_that_runs():
     arrays = randn(2, 4, 1, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 16)
-    mask = RNG.random((2, 1, 1, 9)) > 0.3
-    agree(*arrays)
-    agree(*arrays, mask=mask)
-    agree(*(x.astype("bfloat16") for x in arrays))
-    agree(*arrays)
+    agree("cudnn", *arrays)
+    agree("cudnn", *arrays, mask=RNG.random((2, 1, 1, 9)) > 0.3)
+    agree("cudnn", *(x.astype("bfloat16") for x in arrays))
+    agree("cudnn", *arrays)
     (engine,) = plans._local.engines.values()
     assert len(engine.plans) == 3
     assert all(plan.graph.done[-1] == "build_plans" for plan in engine.plans.values())
@@ -306,6 +301,29 @@ def test_it_goes_past_execute_where_it_can(library):
     assert plan._direct() is None
 
 
+PARTS = {
+    "plain": (9, 40, {}),
+    "a bias for all": (9, 40, {"bias": RNG.standard_normal((2, 4, 9, 40)), "is_causal": True}),
+    "a bias of an item": (9, 40, {"bias": RNG.standard_normal((2, 1, 9, 40))}),
+    "a bias of heads": (9, 40, {"bias": RNG.standard_normal((4, 1, 1))}),
+}
+
+
+@pytest.mark.parametrize("most", [1, 9 * 40 * 4, 10**6])
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.usefixtures("library")
+def test_parts_of_gradients_are_computed_one_after_the_other(name, most, monkeypatch):
+    monkeypatch.setattr(problem_graphs, "MOST_SCORES", most)
+    for function in (problem_graphs.parts_of, problem_graphs.gradient_graph_of):
+        function.cache_clear()
+    length, keys, options = PARTS[name]
+    gradients_agree("cudnn", *draw(length, keys), **options)
+    assert len(HANDLES[0].log) == 2 * {1: 4, 1440: 2}.get(most, 1)
+    assert len(plans._engine().plans) == 1
+    for function in (problem_graphs.parts_of, problem_graphs.gradient_graph_of):
+        function.cache_clear()
+
+
 # ---- memory ------------------------------------------------------------------------------------
 
 
@@ -343,7 +361,7 @@ COPIED = {
 def test_what_cudnn_reads_is_not_copied(view, monkeypatch):
     seen = addresses(monkeypatch)
     q, k, v = (TAKEN_AS_THEY_ARE[view](randn(2, 4, 40, 32)) for _ in range(3))
-    agree(q, k, v)
+    agree("cudnn", q, k, v)
     given = [x.__array_interface__["data"][0] for x in (q, k, v)]
     assert [seen[0][uid] for uid in (graphs.QUERY, graphs.KEY, graphs.VALUE)] == given
 
@@ -353,39 +371,12 @@ def test_what_cudnn_reads_is_not_copied(view, monkeypatch):
 def test_what_cudnn_would_misread_is_copied(view, monkeypatch):
     seen = addresses(monkeypatch)
     q, k, v = (COPIED[view](randn(2, 4, 40, 32)) for _ in range(3))
-    agree(q, k, v)
+    agree("cudnn", q, k, v)
     given = {x.__array_interface__["data"][0] for x in (q, k, v)}
     assert given.isdisjoint(seen[0].values())
 
 
-# ---- what it refuses ---------------------------------------------------------------------------
-
-REFUSED = {
-    "it supports float16 and bfloat16 only": {"dtype": "float32"},
-    "must be a multiple of 8; got (12, 12)": {"shapes": ((1, 4, 12), (1, 4, 12), (1, 4, 12))},
-    "must be a multiple of 8; got (16, 12)": {"shapes": ((1, 4, 16), (1, 4, 16), (1, 4, 12))},
-    "empty": {"shapes": ((1, 4, 16), (1, 0, 16), (1, 0, 16))},
-    "a scale above 0; got -1.0": {"scale": -1.0},
-    "a scale above 0; got 0.0": {"scale": 0.0},
-    "it caps scores only": {"softcap": 2.0, "is_causal": True},
-    "caps scores only": {"softcap": 2.0, "mask": (100, 300)},
-    "a bias of 67,174,400 elements, above 67,108,864": {
-        "shapes": ((8192, 16), (8200, 16), (8200, 16)),
-        "is_causal": True,
-        "query_offset": 3,
-    },
-    "sinks": {"sinks": (8,)},
-    "dropout": {"dropout": (0.5, 1)},
-    "score_mod": {"score_mod": lambda s, *_: s},
-}
-
-
-@pytest.mark.parametrize("reason", REFUSED)
-@pytest.mark.usefixtures("library")
-def test_refusals(reason):
-    options = {"dtype": "float16", "library": "numpy", "device": "cpu", **REFUSED[reason]}
-    shapes = options.pop("shapes", SHAPES)
-    assert reason in reasons(*shapes, **options)
+# ---- what it cannot use -------------------------------------------------------------------------
 
 
 def test_what_cudnn_refuses_is_a_reason(monkeypatch, library):
@@ -395,28 +386,25 @@ def test_what_cudnn_refuses_is_a_reason(monkeypatch, library):
         graphs, "build", lambda graph, **where: asked.append(graph) or genuine(graph, **where)
     )
     monkeypatch.setattr(HostGraph, "refusal", "no such thing\nwith details")
-    facts = {"library": "numpy", "device": "cpu", "dtype": "float16"}
     for _ in range(2):
-        assert "cuDNN says: no such thing" in reasons(*SHAPES, **facts)
+        assert "cuDNN says: no such thing" in reasons(*SHAPES, **FACTS)
     assert len(asked) == 1
-    assert "details" not in reasons(*SHAPES, **facts)
+    assert "details" not in reasons(*SHAPES, **FACTS)
 
 
 def test_devices_that_it_is_not_for(monkeypatch, library):
-    facts = {"library": "numpy", "device": "cpu", "dtype": "float16"}
     monkeypatch.setattr(Device, "compute_capability", "75")
-    assert "needs compute capability 8.0; this device has 7.5" in reasons(*SHAPES, **facts)
+    assert "needs compute capability 8.0; this device has 7.5" in reasons(*SHAPES, **FACTS)
     forget()
     monkeypatch.setattr(Device, "compute_capability", "100")
-    assert "pytorch#193893" in reasons(*SHAPES, **facts)
-    assert not reasons(*(SHAPES[0],) * 3, **facts)
+    assert "pytorch#193893" in reasons(*SHAPES, **FACTS)
+    assert not reasons(*(SHAPES[0],) * 3, **FACTS)
     monkeypatch.setattr(library, "backend_version", lambda: 92600)
-    assert not reasons(*SHAPES, **facts)
+    assert not reasons(*SHAPES, **FACTS)
 
 
 def test_libraries_that_are_too_old(monkeypatch, library):
-    facts = {"library": "numpy", "device": "cpu", "dtype": "float16"}
-    assert not reasons(*SHAPES, **facts)
+    assert not reasons(*SHAPES, **FACTS)
     for attribute, value, reason in (
         ("__version__", "1.27.0", "nvidia-cudnn-frontend 1.27.0 is older than 1.28"),
         ("backend_version", lambda: 91002, "cuDNN 9.10.2 is older than 9.15.0"),
@@ -425,10 +413,10 @@ def test_libraries_that_are_too_old(monkeypatch, library):
         forget()
         with monkeypatch.context() as context:
             context.setattr(library, attribute, value)
-            assert reason in reasons(*SHAPES, **facts)
+            assert reason in reasons(*SHAPES, **FACTS)
     forget()
     monkeypatch.setattr(loading, "library", _not_installed)
-    assert "pip install" in reasons(*SHAPES, **facts)
+    assert "pip install" in reasons(*SHAPES, **FACTS)
     assert loading.versions() == {}
 
 
@@ -441,13 +429,14 @@ def _not_installed():
 
 
 def test_it_tells_the_versions(library):
-    facts = {"library": "numpy", "device": "cpu", "dtype": "float16"}
-    assert "cudnn 9.19.0, cudnn-frontend 1.28.0" in str(explain(*SHAPES, backend="host", **facts))
+    assert "cudnn 9.19.0, cudnn-frontend 1.28.0" in str(explain(*SHAPES, backend="host", **FACTS))
 
 
-@pytest.mark.usefixtures("library")
-def test_bands_of_a_graph():
-    assert problem_graphs.band_of(problem_of(SHAPES, window=(2, 1))) == Band(True, 2, 1)
-    assert problem_graphs.graph_of(problem_of(SHAPES)).query == Tensor(
-        (2, 8, 100, 64), (51200, 6400, 64, 1), "float16"
-    )
+def test_cudnn_is_asked_about_the_gradients(library, monkeypatch):
+    assert not Cudnn().reasons_against(problem_of(SHAPES, gradients=True))
+    (engine,) = plans._local.engines.values()
+    assert [type(graph) for graph in engine.plans] == [graphs.GradientGraph]
+    monkeypatch.setattr(library.pygraph, "refusal", "no such gradient")
+    assert Cudnn().reasons_against(problem_of(SQUARE, gradients=True)) == [
+        "cuDNN says: no such gradient"
+    ]

@@ -1,6 +1,6 @@
 """NVIDIA's frontend takes every graph by its own rules, beside a cuDNN that is made up.
 
-The stand-ins of `test_cupy_cudnn_host` take a graph from the frontend before it is checked. Here it
+The stand-ins of `cudnn_host` take a graph from the frontend before it is checked. Here it
 is checked, and handed to a library that has the version of cuDNN and says yes to everything.
 """
 

@@ -1,28 +1,17 @@
-"""CuPy's fused kernel without a GPU: all of it runs, on stand-ins that read the same memory."""
+"""What CuPy's fused kernel asks of cuBLAS and of its CUDA source, on stand-ins."""
 
 import types
 
-import ml_dtypes
 import numpy as np
 import pytest
-from test_cupy_fused_host import DTYPES, compiled, put_in_place
-from test_cupy_host import cases
+from cublas_host import compiled, put_in_place
+from cupy_checks import agree, gradients_agree
 
-from polyattn import attention, attention_partial, explain
-from polyattn._dispatch import registry
-from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.checks import cases as checks
-from polyattn.conformance.checks import promises
-from polyattn.conformance.checks.target import KernelVariant, Target
-from polyattn_cupy import blocks, products, rows
+from polyattn import attention, explain
+from polyattn_cupy import blocks, fused, products, rows
 from polyattn_cupy.fused import Fused
 
 RNG = np.random.default_rng(0)
-
-
-def test_the_record_is_the_struct():
-    library, _ = compiled()
-    assert rows.ROWS.itemsize == library.size_of_rows()
 
 
 @pytest.fixture
@@ -31,134 +20,44 @@ def on_host(monkeypatch):
     return put_in_place(monkeypatch)
 
 
-# ---- it computes what it says ------------------------------------------------------------------
-
-RUNS = [pytest.param(*x.values, False, marks=x.marks) for x in cases(Fused.features, 24)]
-RUNS += [pytest.param(*x.values, True, marks=x.marks) for x in cases(Fused.features, 10**6)]
+def randn(*shape):
+    return RNG.standard_normal(shape).astype("float32")
 
 
-@pytest.mark.parametrize(("name", "small_tiles"), RUNS)
-def test_it_keeps_to_the_conformance_cases(name, small_tiles, on_host):
-    case = CASES[name]
-    target = Target("host", "numpy")
-    outcome = checks.check_case(
-        target, KernelVariant(registry.loaded("host").kernels[0], small_tiles), case
-    )
-    refused = 0 in (*case.score_shape, case.D, case.E) or dict(case.options).get("scale") == 0
-    assert (outcome.output is None) == refused
-    assert bool(on_host.calls) != refused
-
-
-@pytest.mark.usefixtures("on_host")
-def test_what_it_declares_is_needed_by_some_case():
-    promises.check_declarations(
-        Target("host", "numpy"), KernelVariant(registry.loaded("host").kernels[0]), CASES
-    )
-
-
-def randn(*shape, dtype="float32"):
-    return RNG.standard_normal(shape).astype(dtype)
-
-
-def both(*arrays, **options):
-    """Return output and logsumexp of the kernel, and of the formula in NumPy."""
-    mine = attention_partial(*arrays, backend="host", kernel="fused", **options)
-    formula = attention_partial(*arrays, kernel="dense", **options)
-    return mine, formula
-
-
-def agree(mine, formula, dtype="float32"):
-    eps = float(ml_dtypes.finfo(dtype).eps)
-    for one, other in zip(mine, formula, strict=True):
-        np.testing.assert_allclose(
-            np.asarray(one, "float64"), np.asarray(other, "float64"), rtol=8 * eps, atol=8 * eps
-        )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [2, 8])
-def test_the_threads_of_a_block_share_a_row(threads, dtype, on_host):
-    on_host.threads = threads
-    q, k, v = randn(2, 4, 5, 8, dtype=dtype), randn(2, 2, 37, 8, dtype=dtype), randn(2, 2, 37, 6)
-    mask = RNG.random((5, 37)) > 0.4
-    mask[2] = False
-    agree(
-        *both(q, k, v.astype(dtype), mask=mask, window=(30, 1), sinks=randn(4), softcap=2.0),
-        dtype=dtype,
-    )
-
-
-@pytest.mark.parametrize("threads", [1, 8])
-def test_what_is_no_number_stays_in_its_row(threads, on_host):
-    on_host.threads = threads
-    q, k, v = randn(1, 1, 6, 4), randn(1, 1, 20, 4), randn(1, 1, 20, 4)
-    q[0, 0, 1], q[0, 0, 3] = np.nan, np.inf
-    mine, formula = both(q, k, v)
-    agree(mine, formula)
-    assert list(np.isnan(mine.output).any((0, 1, 3))) == [False, True, False, True, False, False]
-    mine, formula = both(q, k, v, bias=np.where(RNG.random((6, 20)) > 0.5, 0, -np.inf))
-    assert np.isnan(mine.logsumexp[0, 0, 1])
-    bias = np.zeros((6, 20))
-    bias[1] = bias[2] = -np.inf
-    agree(*both(q, k, v, bias=bias))  # NaN that is masked everywhere is absent
-
-
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), (2, 3), ()])
-@pytest.mark.usefixtures("on_host")
-def test_offsets_that_broadcast(shape):
-    q, k, v = randn(2, 3, 2, 4, 8), randn(2, 3, 2, 9, 8), randn(2, 3, 2, 9, 8)
-    offset = np.array(RNG.integers(-3, 9, shape))
-    agree(*both(q, k, v, is_causal=True, query_offset=offset))
-
-
-@pytest.mark.usefixtures("on_host")
-def test_long_rows_of_float16_keep_their_digits():
-    q = np.zeros((1, 1, 1, 8), "float16")
-    k, v = np.zeros((1, 1, 120_000, 8), "float16"), np.full((1, 1, 120_000, 8), 1.5, "float16")
-    # By less than one spacing of float16, where weights of two digits would be off by two.
-    np.testing.assert_allclose(attention(q, k, v, backend="host"), 1.5, rtol=8e-4)
-
-
-# ---- what the host asks for --------------------------------------------------------------------
+def test_the_record_is_the_struct():
+    library, _ = compiled()
+    assert rows.ROWS.itemsize == library.size_of_rows()
 
 
 def test_keys_of_a_group_are_read_once_and_where_they_are(on_host, monkeypatch):
     monkeypatch.setattr(blocks.cupy, "ascontiguousarray", None)
     q, k, v = randn(2, 8, 5, 16), randn(2, 2, 11, 24)[..., 3:19], randn(2, 2, 33, 6)[:, :, ::3]
-    agree(*both(q, k, v))
-    assert on_host.calls == 1 * [(11, 20, 16, 4), (6, 20, 11, 4)]
+    agree("fused", q, k, v)
+    assert on_host.calls == [(11, 20, 16, 4), (6, 20, 11, 4)]
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x[..., ::-1],
-        lambda x: x[..., ::2],
-        lambda x: x[:, :, ::-1],
-        lambda x: x[:, ::-1],
-        lambda x: x.swapaxes(-1, -2),
-        lambda x: x.swapaxes(1, 2),
-        lambda x: np.broadcast_to(x[:, :, :1], x.shape),
-        lambda x: np.broadcast_to(x[:, :1], x.shape),
-        lambda x: np.broadcast_to(x[:1], x.shape),
-        lambda x: np.broadcast_to(x[..., :1], x.shape),
-    ],
-)
-@pytest.mark.usefixtures("on_host")
-def test_views_of_every_kind(view):
-    q, k, v = (view(randn(2, 8, 8, 8)) for _ in range(3))
-    agree(*both(q, k, v))
-    agree(*both(q, k[:, :2], v[:, :2]))
+def test_the_products_of_the_gradients_of_a_block(on_host):
+    gradients_agree("fused", randn(2, 4, 9, 5), randn(2, 2, 21, 5), randn(2, 2, 21, 6))
+    # m, n, k, matrices: cuBLAS has columns where rows are here.
+    assert on_host.calls == [
+        (21, 18, 5, 4),  # scores
+        (21, 18, 6, 4),  # gradients of the weights
+        (6, 21, 18, 4),  # of the values
+        (5, 21, 18, 4),  # of the keys
+        (5, 18, 21, 4),  # of the queries
+    ]
 
 
 def test_a_band_skips_keys(on_host):
-    q, k, v = (randn(1, 2, 1024, 8) for _ in range(3))
-    agree(*both(q, k, v, is_causal=True))
-    first = [call for call in on_host.calls if call[2] == 8 and call[0] != 8]
-    assert first == [(512, 512, 8, 2), (1024, 512, 8, 2)]
+    arrays = [randn(1, 2, 1024, 8) for _ in range(3)]
+    agree("fused", *arrays, is_causal=True)
+    assert on_host.calls[::2] == [(512, 512, 8, 2), (1024, 512, 8, 2)]
     on_host.calls.clear()
-    agree(*both(q, k, v, window=(10, 10)))
+    agree("fused", *arrays, window=(10, 10))
     assert [call[0] for call in on_host.calls[::2]] == [522, 522]
+    on_host.calls.clear()
+    gradients_agree("fused", *arrays, is_causal=True)
+    assert [call[0] for call in on_host.calls[::5]] == [512, 1024]
 
 
 @pytest.mark.parametrize("members", [1, 4])
@@ -176,6 +75,21 @@ def test_blocks_cover_each_row_once_within_the_tile(options, tile, members):
         heads = {row // 13 for row in range(*block.rows)}
         assert len(heads) == 1 or block.rows.length % 13 == 0
     assert (seen == 1).all()
+
+
+def test_memory_is_for_one_block(on_host, monkeypatch):
+    sizes = []
+    genuine = fused.cupy.empty
+    monkeypatch.setattr(
+        fused.cupy, "empty", lambda shape, dtype: sizes.append(shape) or genuine(shape, dtype)
+    )
+    monkeypatch.setattr(Fused, "tile", 400)
+    q, k, v = (randn(2, 4, n, size) for n, size in ((32, 5), (50, 5), (50, 6)))
+    gradients_agree("fused", q, k, v, logsumexp=False)
+    flat = [size for size in sizes if isinstance(size, int)]
+    assert len(flat) == 2
+    assert sum(flat) <= 2 * 56 * 4
+    assert len(on_host.calls) > 5
 
 
 def test_the_handle_is_left_as_it_was(on_host):

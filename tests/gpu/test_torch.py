@@ -173,17 +173,6 @@ def test_expanded_keys_under_a_mask(keys, dtype):
     agree(attention(q, k, v, mask=mask, kernel="sdpa"), exact(q, k, v, mask=mask).output, dtype)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4, 8])
-@pytest.mark.parametrize("masked", [False, True])
-def test_grouped_heads(groups, masked):
-    q, k = (randn(2, h, 96, 64, dtype=torch.bfloat16) for h in (16, groups))
-    options = {"mask": torch.rand(96, 96, generator=RNG).to(CUDA) > 0.3} if masked else {}
-    agree(
-        attention(q, k, k, kernel="sdpa", **options), exact(q, k, k, **options).output,
-        torch.bfloat16,
-    )  # fmt: skip
-
-
 # ---- no hidden waiting, and what is said ----
 
 
@@ -286,12 +275,3 @@ def test_flex_takes_masks_and_scores_as_values(name):
     found = attention(q, q, q, score_mod=scores.alibi(slopes.to(CUDA)), **options)
     there = exact(q, q, q, mask=MASKS[name](lambda x: x), score_mod=scores.alibi(slopes))
     agree(found, there.output, torch.bfloat16)
-
-
-def test_dropout_drops_on_a_gpu_what_it_drops_on_the_host():
-    q = randn(2, 4, 60, 16)
-    value = torch.eye(60).expand(2, 4, 60, 60).contiguous()
-    options = {"dropout": (0.3, 2**40 + 5), "is_causal": True}
-    found = attention(q, q, value.to(CUDA), **options).cpu()
-    expected = attention(q.cpu(), q.cpu(), value, **options)
-    assert torch.equal(found != 0, expected != 0)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from test_cupy_host import register, stand_in
+from cupy_host import register, stand_in
 
 from polyattn_cupy import blocks, fused, fused_gradients, products, rows, shapes
 from polyattn_cupy.fused import Fused

@@ -5,19 +5,14 @@ addresses serve libraries that compute on the host.
 """
 
 import contextlib
-import math
 import sys
 import types
 
 import array_api_compat.numpy
 import numpy as np
-import pytest
 
 from polyattn._base import arrays
-from polyattn._core.call.features import DTYPES
 from polyattn._dispatch import cache, registry
-from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
-from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES
 from polyattn.plugin import Backend, BackendSpec
 
 
@@ -120,33 +115,3 @@ def register(monkeypatch, kernel):
     cache.forget()
     library = arrays.Library("host", array_api_compat.numpy)
     monkeypatch.setitem(arrays._libraries, HostArray, library)
-
-
-# The exact result of so many scores takes a second, and lengths show little here: the libraries
-# that the stand-ins are for would cut a long call, and the stand-ins do not.
-MOST_SCORES = 20_000
-
-
-def cases(features, step, dtypes=DTYPES):
-    """Return the names of the essential cases of a kernel, and of every so many others."""
-    taken = [
-        name
-        for name, case in CASES.items()
-        if case.features <= features and case.poison is None and case.dtype in dtypes
-    ]
-    names = [name for place, name in enumerate(taken) if name in ESSENTIAL or place % step == 0]
-    return [pytest.param(name, marks=slow_if_long(name), id=name) for name in names]
-
-
-def slow_if_long(name):
-    """Return the marks of a case: it is slow where it has many scores."""
-    return [pytest.mark.slow] if math.prod(CASES[name].score_shape) > MOST_SCORES else []
-
-
-def of_gradients(features):
-    """Return the names of the cases of gradients for a kernel that may round more than once."""
-    return [
-        name
-        for name, case in BACKWARD_CASES.items()
-        if case.features <= features and case.poison is None and not case.rounded_once
-    ]

@@ -10,7 +10,7 @@ import types
 
 import cudnn as frontend
 import numpy as np
-from test_cupy_host import Device, register, stand_in
+from cupy_host import Device, register, stand_in
 
 from polyattn_cupy import cudnn, cudnn_gradients, graphs, inputs, loading, plans, shapes
 from polyattn_cupy.cudnn import Cudnn
@@ -86,7 +86,8 @@ class HostGraph(frontend.pygraph):
                 array = _array(results.pop(uid), pointers)
                 # A sum over items or heads for which it has one place.
                 axes = tuple(n for n in range(4) if array.shape[n] < result.shape[n])
-                array[...] = result.sum(axis=axes, keepdims=True) if axes else result
+                total = result.sum(axis=axes, keepdims=True) if axes else result
+                array[...] = array + total if uid == graphs.BIAS_GRADIENT else total
         assert not results
 
 
@@ -243,8 +244,3 @@ def put_in_place(monkeypatch):
 def forget():
     for function in (loading.why_no_library, plans.why_unsupported, plans.compute_capability):
         function.cache_clear()
-
-
-def eights(size):
-    """Return the next size that cuDNN takes."""
-    return None if size is None else -(-size // 8) * 8
