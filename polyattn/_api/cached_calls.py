@@ -18,7 +18,7 @@ from polyattn._dispatch.request import request
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _OPTIONS = frozenset((*OPTIONS, *BESIDE))
-_OPERANDS = frozenset(Operands._fields)
+_OPERANDS = frozenset(Operands._fields[3:])
 
 
 def with_cached_calls(function: _F) -> _F:

@@ -57,7 +57,7 @@ def _read(installed: Distribution, name: str) -> list[Entry]:
 
 def _entry(one: EntryPoint, distribution: str) -> Entry:
     flaw = None
-    if ":" not in one.value:
+    if one.attr is None:
         line = f"{one.name} = {one.value}"
         flaw = f"the line {line!r} must be of the form name = module:object"
     return Entry(one.name, one.value, distribution, flaw)

@@ -30,6 +30,9 @@ def test_each_function_knows_the_names_of_others(name):
         function(q=X, k=X, v=X)
     with pytest.raises(TypeError, match="unexpected keyword argument 'is_casual'"):
         attention(X, X, X, is_casual=True)
+    attention(X, X, X)
+    with pytest.raises(TypeError, match=r"attention\(\) got multiple values for argument 'query'"):
+        attention(X, X, X, query=X)
 
 
 def test_the_page_has_all_names():
