@@ -169,7 +169,8 @@ def pieces(
         part = max(PART_KEYS * tile // 2**18, 1)
     *outer, items = problem.batch or (1,)
     # The number of heads that fill a tile, and the most in a piece, which holds their sums.
-    fit = max(1, tile // (strip * group_size * min(side, problem.key_length)))
+    width = problem.key_length if has_few_scores(problem, tile) else min(side, problem.key_length)
+    fit = max(1, tile // (strip * group_size * width))
     most = max(fit, tile // (rows * group_size * max(problem.value_size, 64)))
     if threads > 1:
         head_count = math.prod(outer) * items * problem.key_heads * len(blocks)
