@@ -11,9 +11,9 @@ from polyattn import nn
 KINDS = ["numpy", "torch", pytest.param("jax", marks=pytest.mark.slow)]
 
 
-#: What two families are held to without their heads or with caches. In this dtype transformers itself is up to
-#: 3.5e-6 away from the same model in float64: norms of each part, with weights of about 1, magnify
-#: the order of sums. All others are held to 2e-6, and differ by 2e-7.
+#: What two families are held to without their heads or with caches. In this dtype transformers
+#: itself is up to 3.5e-6 away from the same model in float64: norms of each part, with weights of
+#: about 1, magnify the order of sums. All others are held to 2e-6, and differ by 2e-7.
 WIDER = {"gemma2": 5e-6, "gemma3_text": 5e-6}
 
 
