@@ -12,7 +12,7 @@ from polyattn._api.gradients import attention_backward, attention_jvp, attention
 from polyattn._api.partial import Partial, attention_partial, merge
 from polyattn._api.weights import TopWeights, attention_weights
 from polyattn._base.threads import use_threads
-from polyattn._core.call.operands import Gradients
+from polyattn._core.call.gradients import Gradients
 from polyattn._core.expressions.expression import RENDERERS
 from polyattn._dispatch.errors import (
     BackendError,

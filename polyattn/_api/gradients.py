@@ -15,6 +15,7 @@ from polyattn._base.autocast import autocast
 from polyattn._base.host import home_of
 from polyattn._core.call.describe import at_home, describe
 from polyattn._core.call.facts import Call
+from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.layout import (
     as_called,
     gradients_as_called,
@@ -22,7 +23,7 @@ from polyattn._core.call.layout import (
     result_heads_first,
     tangent_heads_first,
 )
-from polyattn._core.call.operands import Cotangents, Gradients, Residuals, Tangents, mapped
+from polyattn._core.call.operands import Cotangents, Residuals, Tangents, mapped
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.replacements import ScaleRule

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
 from polyattn._base.tracing import is_compiling
-from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, with_rank
 from polyattn._base.span import Span
-from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.derivatives import finite
 from polyattn._core.expressions.replacements import Similarity

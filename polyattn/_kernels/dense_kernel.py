@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from polyattn._base.arrays import Array
 from polyattn._core.call.features import FEATURES
-from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.grouped_heads import ungrouped
 from polyattn._kernels.backward import gradients

@@ -8,7 +8,8 @@ from typing import Any
 from polyattn._base.arguments import Shape
 from polyattn._base.arrays import Array, cast, is_array
 from polyattn._base.span import Span
-from polyattn._core.call.operands import Gradients, Operands
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
 

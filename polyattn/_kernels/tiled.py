@@ -12,7 +12,8 @@ from typing import Any
 from polyattn._base.arrays import Array
 from polyattn._base.span import Span
 from polyattn._core.call.features import FEATURES
-from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.grouped_heads import scaled

@@ -16,7 +16,7 @@ from polyattn._base.autocast import autocast
 from polyattn._base.slices import Slice
 from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
-from polyattn._core.call.operands import Gradients
+from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.options import option_of
 from polyattn._core.call.parts import arrays_in, options_of, options_of_part
 from polyattn._core.call.problem import Problem, examine

@@ -9,7 +9,7 @@ from typing import Any
 from polyattn._base.arguments import check_shape
 from polyattn._base.arrays import Array, ArrayFacts, is_array, library_of
 from polyattn._base.autocast import autocast, casts
-from polyattn._core.call.operands import Gradients
+from polyattn._core.call.gradients import Gradients
 from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.call import in_dtype
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined

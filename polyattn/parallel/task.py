@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array, cast, facts_of, library_of, quiet
 from polyattn._base.tracing import without_autocast
-from polyattn._core.call.operands import Gradients
+from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.parts import arrays_in, map_arrays
 from polyattn.parallel.call import ParallelCall
 from polyattn.parallel.communicator import Communicator

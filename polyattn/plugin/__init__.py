@@ -44,7 +44,8 @@ from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
 from polyattn._core.call.features import FEATURES, MASKING
-from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
 from polyattn._core.call.parts import map_arrays, options_of, options_of_part
 from polyattn._core.call.problem import Problem

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from polyattn._base import arrays
 from polyattn._base.arrays import Array
-from polyattn._core.call.operands import Cotangents, Gradients, Operands, Residuals, Tangents
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn.plugin.primitives import BackendPrimitives
 from polyattn.plugin.tools import BackendTools

@@ -6,7 +6,8 @@ from typing import Any
 
 from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length_of, library_of
 from polyattn._core.call.facts import Call, axes_of
-from polyattn._core.call.operands import Gradients, Operands
+from polyattn._core.call.gradients import Gradients
+from polyattn._core.call.operands import Operands
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 
