@@ -30,7 +30,7 @@ Rows = dict[str, Array]
 
 
 class Tile(NamedTuple):
-    """What a tile of scores is made of."""
+    """The arrays and indices that make a tile of scores."""
 
     indices: TileIndices
     key: Array

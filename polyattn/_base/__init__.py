@@ -1,1 +1,1 @@
-"""What all parts share: arguments, arrays, files, streams, threads and the like."""
+"""The ground that all parts share: arguments, arrays, files, streams, threads and the like."""

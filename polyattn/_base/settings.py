@@ -1,4 +1,4 @@
-"""What holds for a process or a block: environment variables, and values of ``with`` blocks."""
+"""Settings of a process or a block: environment variables, and values of ``with`` blocks."""
 
 from __future__ import annotations
 

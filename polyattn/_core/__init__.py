@@ -1,1 +1,1 @@
-"""What a call is: its expressions, its description, and the tiles of its scores."""
+"""The parts of a call: its expressions, its description, and the tiles of its scores."""

@@ -29,7 +29,7 @@ def select(
 ) -> Plan:
     """Return the plan of a call, or raise with the reasons against every candidate.
 
-    `xp` is the namespace of the query. The arguments and the registry decide alone.
+    `xp` is the namespace of the query. Only the arguments and the registry decide.
     """
     plan, candidates = _try_candidates(call, problem, requested, kernel, xp)
     if plan is None:

@@ -21,7 +21,7 @@ from polyattn.plugin import Backend
 
 
 class RowBlock(NamedTuple):
-    """What the tiles of some rows share, in the accumulator's dtype."""
+    """The arrays that the tiles of some rows share, in the accumulator's dtype."""
 
     rows: Span
     query: Array  # scale · query, or the query for another similarity, (..., G, H/G · l, D)

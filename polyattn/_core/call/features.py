@@ -33,7 +33,7 @@ def _is_moved(call: Call, problem: Any) -> bool:
 
 
 class Feature(NamedTuple):
-    """What a call can need of a kernel."""
+    """A feature that a call can need of a kernel."""
 
     #: What a caller asks for.
     meaning: str

@@ -236,7 +236,7 @@ GRADIENT_EXPRESSIONS = with_gradient("carried")
 
 
 def option_of(name: str) -> Option:
-    """Return an option; raise if there is none of this name."""
+    """Return the option of a name, or raise."""
     try:
         return OPTIONS[name]
     except KeyError:

@@ -62,7 +62,7 @@ class Part(NamedTuple):
 
     @property
     def away(self) -> Any:
-        """What the query offset of the whole grows by."""
+        """The number that is added to the query offset of the whole."""
         return self.rows.start - self.columns.start
 
     @property
