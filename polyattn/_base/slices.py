@@ -8,17 +8,9 @@ from polyattn._base.arrays import Array, library_of
 
 
 class Slice(NamedTuple):
-    """Some entries along an axis.
+    """Some entries along an axis."""
 
-    Attributes
-    ----------
-    start : int or Array
-        The first one.
-    length : int
-        How many they are.
-    """
-
-    start: Any
+    start: Any  #: the first, a number, or an array where JAX traces it
     length: int
 
     @property

@@ -19,6 +19,8 @@ class Kernel:
     """A way to compute attention.
 
     A kernel gets only problems whose features it declares, and against which it gives no reason.
+    Its methods take the facts of a call, its arrays (heads before length, query, key and value of
+    rank 3 at least), and the backend that runs it, for its primitives.
 
     Attributes
     ----------
@@ -65,45 +67,18 @@ class Kernel:
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return the reasons why the kernel cannot compute a problem whose features it declares.
 
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-
-        Returns
-        -------
-        list of str
-            Every reason, each a clause about the kernel; empty if there is none.
+        Each is a clause about the kernel.
         """
         return []
 
     def only_on_request(self, problem: Problem) -> str | None:
-        """Return why the kernel runs only if ``kernel=`` names it.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-
-        Returns
-        -------
-        str or None
-            The reason, or None if it need not be named.
-        """
+        """Return why the kernel runs only if ``kernel=`` names it; None if it need not be named."""
         return None
 
     def remark(self, problem: Problem) -> str | None:
-        """Return a note for `explain` on how a problem would run.
+        """Return a note for `explain` on how a problem that it supports would run.
 
-        Parameters
-        ----------
-        problem : Problem
-            The facts of a call that the kernel supports.
-
-        Returns
-        -------
-        str or None
-            A clause, such as the engine of the library that would run; or None.
+        A clause, such as the engine of the library; or None.
         """
         return None
 
@@ -111,15 +86,6 @@ class Kernel:
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Compute attention.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        operands : Operands
-            Its arrays, heads before length, query, key and value of rank 3 at least.
-        backend : Backend
-            The backend that runs it, for its primitives.
 
         Returns
         -------
@@ -137,26 +103,9 @@ class Kernel:
     ) -> Gradients:  # fmt: skip
         """Compute the gradients of a call, for a kernel that declares ``"backward"``.
 
-        The logsumexp may be that of more keys than are given; the weights follow from it.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call; its features contain ``"backward"``.
-        operands : Operands
-            Its arrays.
-        residuals : Residuals
-            Its results.
-        cotangents : Cotangents
-            The gradients of the results.
-        backend : Backend
-            The backend that runs it, for its primitives.
-
-        Returns
-        -------
-        Gradients
-            In the accumulator's dtype and the shapes of the operands. `score_mod` and `similarity`
-            are lists: the gradients of the arrays of the expression, in order.
+        The logsumexp may be that of more keys than are given; the weights follow from it. The
+        gradients have the accumulator's dtype and the shapes of the operands; `score_mod` and
+        `similarity` are lists of those of the arrays of the expression, in order.
         """
         raise NotImplementedError
 
@@ -165,19 +114,6 @@ class Kernel:
         backend: Backend,
     ) -> tuple[Array, Array | None]:  # fmt: skip
         """Compute a directional derivative, for a kernel that declares ``"jvp"``.
-
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call; its features contain ``"jvp"``.
-        operands : Operands
-            Its arrays.
-        residuals : Residuals
-            Its results.
-        tangents : Tangents
-            The tangents of its arrays.
-        backend : Backend
-            The backend that runs it, for its primitives.
 
         Returns
         -------
@@ -193,23 +129,8 @@ class Kernel:
     ) -> tuple[Array, Array | None]:
         """Compute weights; only the kernel of `polyattn.attention_weights` does.
 
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        operands : Operands
-            Its arrays, without a value.
-        logsumexp : Array or None
-            The logsumexp to divide by, shape (..., H, L), if it is known.
-        backend : Backend
-            The backend that runs it, for its primitives.
-
-        Returns
-        -------
-        weights : Array
-            The weights, or what was asked of them.
-        keys : Array or None
-            The keys of the largest weights, if these were asked for.
+        There is no value. If the logsumexp is known, (..., H, L), it is that to divide by. Return
+        the weights, or what was asked of them, and the keys of the largest if these were asked for.
         """
         raise NotImplementedError
 
@@ -260,50 +181,26 @@ class Backend(BackendPrimitives, BackendTools):
         return []
 
     def lacks(self, dtype: str) -> str | None:
-        """Return why the library cannot make arrays of a dtype at the moment.
+        """Return why the library cannot make arrays of one of the spec's dtypes at the moment.
 
-        Parameters
-        ----------
-        dtype : str
-            One of the spec's dtypes.
-
-        Returns
-        -------
-        str or None
-            A clause about the backend that says how to correct it; or None.
+        A clause about the backend that says how to correct it; or None.
         """
         return None
 
     def place(self, array: Array, device: str | None) -> Array:
-        """Return an array of this library on `device`, without a copy where possible.
+        """Return an array of this library on a device, without a copy where possible.
 
-        Parameters
-        ----------
-        array : Array
-            An array of this library, a NumPy array, or one that exports DLPack.
-        device : str or None
-            One of `devices`, or None for the device that suits the array.
-
-        Returns
-        -------
-        Array
+        The array is one of this library, of NumPy, or one that exports DLPack. The device is one of
+        `devices`, or None for the device that suits the array.
         """
         # NumPy does not exchange bfloat16, a dtype of another package, by DLPack.
         is_bfloat16 = getattr(array.dtype, "name", "") == "bfloat16"
         return self.xp.asarray(array) if is_bfloat16 else self.xp.from_dlpack(array)
 
     def fetch(self, array: Array) -> Array:
-        """Bring an array of this library to the host.
+        """Bring an array of this library to the host, without a copy where possible.
 
-        Parameters
-        ----------
-        array : Array
-            An array of this library.
-
-        Returns
-        -------
-        Array
-            A NumPy array, or one that NumPy can import, without a copy where possible.
+        The result is an array of NumPy, or one that NumPy can import.
         """
         return array
 

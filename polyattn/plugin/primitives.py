@@ -30,40 +30,15 @@ class BackendPrimitives:
         return 2**15
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Multiply two stacks of matrices of one dtype.
-
-        Parameters
-        ----------
-        a : Array
-            Shape (..., M, K), float32 or float64.
-        b : Array
-            Shape (..., K, N), the dtype of `a`.
-
-        Returns
-        -------
-        Array
-            Shape (..., M, N), the dtype of `a`.
-        """
+        """Multiply matrices (..., M, K) and (..., K, N) of one dtype, float32 or float64."""
         return self.xp.matmul(a, b)
 
     def visible_product(self, weights: Array, seen: Array, x: Array) -> Array:
         """Multiply weights and x, where an entry of x that is not seen adds nothing.
 
         0 · NaN is NaN, so an entry that is not finite must not reach the rows that do not see it.
-
-        Parameters
-        ----------
-        weights : Array
-            Shape (..., M, K), 0 where `seen` is False.
-        seen : Array of bool
-            Shape (..., M, K).
-        x : Array
-            Shape (..., K, N), the dtype of `weights`.
-
-        Returns
-        -------
-        Array
-            Shape (..., M, N), the dtype of `weights`.
+        Weights (..., M, K) are 0 where the bool array `seen`, (..., M, K), is False; x is
+        (..., K, N), and all but `seen` have one dtype.
         """
         xp = self.xp
         result = self.matmul(weights, xp.where(xp.isfinite(x), x, 0.0))
@@ -79,10 +54,7 @@ class BackendPrimitives:
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax over the last axis, before its division.
 
-        Parameters
-        ----------
-        scores : Array
-            Scores, −inf where a key is absent. Do not write to them: they are needed again.
+        Scores are −inf where a key is absent. Do not write to them: they are needed again.
 
         Returns
         -------
@@ -100,17 +72,9 @@ class BackendPrimitives:
         return weights, maximum, xp.sum(weights, axis=-1, keepdims=True)
 
     def sigmoid(self, scores: Array) -> Array:
-        """Return the sigmoid of each score.
+        """Return ``1 / (1 + exp(−scores))``, 0 with a derivative of 0 for −inf.
 
-        Parameters
-        ----------
-        scores : Array
-            Scores, −inf where a key is absent. Do not write to them: they are needed again.
-
-        Returns
-        -------
-        Array
-            ``1 / (1 + exp(−scores))``, 0 with a derivative of 0 for −inf.
+        Do not write to the scores: they are needed again.
         """
         xp = self.xp
         # The exponential that cannot overflow: neither it nor its derivative is infinite.
@@ -121,17 +85,8 @@ class BackendPrimitives:
     def row_blocks(self, query: Array, key: Array) -> list[Span]:
         """Cut the rows of scores for a function that passes over its scores many times.
 
-        Parameters
-        ----------
-        query : Array
-            Queries, shape (..., l, D).
-        key : Array
-            Keys, shape (..., s, D).
-
-        Returns
-        -------
-        list of Span
-            Rows whose scores stay in the cache; all rows unless the arrays are eager.
+        The scores of each block, of queries (..., l, D) and keys (..., s, D), stay in the cache;
+        one block has all rows unless the arrays are eager.
         """
         whole = Span(0, query.shape[-2])
         if not self.is_eager(query):
@@ -141,21 +96,7 @@ class BackendPrimitives:
         return list(whole.split(max(1, self.block // per_row))) or [whole]
 
     def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
-        """Return the gradient of an array from that of a function of it.
-
-        Parameters
-        ----------
-        function : callable
-            Takes an array of this library and returns one.
-        array : Array
-            Where it is differentiated.
-        gradient : Array
-            The gradient of what the function returns.
-
-        Returns
-        -------
-        Array
-        """
+        """Return the gradient of an array from that of what a function returns for it."""
         raise TypeError(
             "this library differentiates no function: give the derivative, as in"
             " scores.function(f, derivative=g)"
@@ -164,23 +105,9 @@ class BackendPrimitives:
     def stack_rows(
         self, problem: Problem, like: Array, blocks: Iterable[tuple[Array, Array | None]]
     ) -> tuple[Array, Array | None]:
-        """Put blocks of rows together.
+        """Join the output and logsumexp of blocks of rows, in order.
 
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        like : Array
-            An array of the output's library, dtype and device.
-        blocks : iterable of (Array, Array or None)
-            Output and logsumexp of some rows each, in order.
-
-        Returns
-        -------
-        output : Array
-            The whole output, (..., H, L, E).
-        logsumexp : Array or None
-            The whole logsumexp, (..., H, L).
+        `like` has the output's library, dtype and device.
         """
         empty = self.empty_result(problem, like)
         if empty is None:
@@ -200,48 +127,22 @@ class BackendPrimitives:
         return output, logsumexp
 
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None] | None:
-        """Allocate the result of a call, so that blocks of rows are written in place.
+        """Allocate output and logsumexp, so that blocks of rows are written in place.
 
-        Parameters
-        ----------
-        problem : Problem
-            The facts of the call.
-        like : Array
-            An array of the output's library, dtype and device.
-
-        Returns
-        -------
-        tuple of (Array, Array or None), or None
-            Output and logsumexp, without values; None if arrays cannot be written to here.
+        `like` has the output's library, dtype and device. None if arrays cannot be written to here.
         """
         return None
 
     def is_eager(self, array: Array) -> bool:
         """Return whether values of an array can be read without waiting for a device.
 
-        Parameters
-        ----------
-        array : Array
-            An array of this library.
-
-        Returns
-        -------
-        bool
-            False if it is traced, lazy or on an accelerator.
+        They cannot if it is traced, lazy or on an accelerator.
         """
         return arrays.library_of(array).name == "numpy"
 
     def is_plain(self, *arrays: Array) -> bool:
         """Return whether values of arrays can be read, and nothing records what is computed.
 
-        Parameters
-        ----------
-        *arrays : Array
-            Arrays of this library.
-
-        Returns
-        -------
-        bool
-            True only if results may be written to in place.
+        Only then may results be written to in place.
         """
         return all(self.is_eager(array) for array in arrays)

@@ -71,13 +71,7 @@ class BackendSpec:
                 raise ValueError(f"dtypes may hold {', '.join(DTYPES)}; got {dtype!r}")
 
     def load(self) -> Backend:
-        """Import the implementation.
-
-        Returns
-        -------
-        Backend
-            A new instance of it.
-        """
+        """Import the implementation, and return a new instance of it."""
         module, _, name = self.implementation.partition(":")
         backend: Backend = getattr(importlib.import_module(module), name)()
         return backend

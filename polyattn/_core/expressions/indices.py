@@ -165,14 +165,9 @@ def call_mask(
 class PointIndices:
     """Single indices, as a function in FlexAttention's form gets them.
 
-    Parameters
-    ----------
-    b, h, i, j : Array
-        Index arrays, or scalars, that broadcast with one another.
-    offset : int or Array
-        The position of the first row, an array holding one for each flat batch item.
-    batch : tuple of int, optional
-        The batch axes that b counts through; by default those that an array has.
+    They are index arrays, or scalars, that broadcast with one another. The offset is the position
+    of the first row, or an array of one for each flat batch item. `batch` are the axes that b
+    counts through, by default those that an array has.
     """
 
     def __init__(

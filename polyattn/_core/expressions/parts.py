@@ -16,22 +16,11 @@ from polyattn._core.expressions.indices import saturating_sum
 
 
 def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
-    """Return the axis of the scores that each axis of an array follows.
+    """Return the axis of the scores that each axis of an array of this rank follows.
 
-    Parameters
-    ----------
-    axes : str
-        The axes that its last ones follow: ``"H"``, ``"L"`` or ``"S"``, and ``"-"`` for an axis of
-        its own; after a dot if batch axes may come before them.
-    rank : int
-        The number of its axes.
-    batch : int
-        The number of batch axes of the scores.
-
-    Returns
-    -------
-    tuple of (int, str or None)
-        The number of a batch axis; ``"H"``, ``"L"`` or ``"S"``; None for an axis of its own.
+    `axes` says what its last ones follow: ``"H"``, ``"L"`` or ``"S"``, and ``"-"`` for an axis of
+    its own; after a dot if some of the `batch` axes may come before them. The result has the number
+    of a batch axis, a letter, or None for an axis of its own.
     """
     letters = [None if letter == "-" else letter for letter in axes.lstrip(".")]
     every: list[int | str | None] = [*range(batch), *letters]
@@ -39,25 +28,14 @@ def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ..
 
 
 class Part(NamedTuple):
-    """Some batch items, heads, rows and keys of the scores.
+    """Some batch items, heads, rows and keys of the scores; JAX may trace starts but of items."""
 
-    Attributes
-    ----------
-    batch : tuple of int
-        The batch axes of the whole.
-    items : tuple of Slice
-        Those of the part, one slice for each batch axis; their starts are numbers.
-    heads, rows, columns : Slice
-        The query heads, query rows and keys. JAX may trace their starts.
-    offset : int or Array
-        The position of the first row of the whole, which counts where a start is traced.
-    """
-
-    batch: tuple[int, ...]
-    items: tuple[Slice, ...]
-    heads: Slice
-    rows: Slice
-    columns: Slice
+    batch: tuple[int, ...]  #: the batch axes of the whole
+    items: tuple[Slice, ...]  #: one for each batch axis
+    heads: Slice  #: query heads
+    rows: Slice  #: query rows
+    columns: Slice  #: keys
+    #: The position of the first row of the whole, which counts where a start is traced.
     offset: Any = 0
 
     @property
@@ -88,18 +66,7 @@ class Part(NamedTuple):
         return tuple([span.length for span in self.items]) == self.batch
 
     def item(self, b: Any) -> Any:
-        """Return the flat batch items of the whole, from those of the part.
-
-        Parameters
-        ----------
-        b : Array
-            Flat batch items of the part.
-
-        Returns
-        -------
-        Array
-            Those of the whole.
-        """
+        """Return the flat batch items of the whole, from those of the part."""
         if self._has_all_items:
             return b
         found: Any = 0
@@ -120,17 +87,7 @@ class Part(NamedTuple):
     def array(self, array: Array, axes: str) -> Array:
         """Return the entries of an array; one that is cut already stays as it is.
 
-        Parameters
-        ----------
-        array : Array
-            Entries of the whole, or of the part.
-        axes : str
-            The axes of the scores that its last axes follow, as for `axes_of_last`.
-
-        Returns
-        -------
-        Array
-            Entries of the part.
+        `axes` are those of the scores that its last axes follow, as for `axes_of_last`.
         """
         for axis, (start, length) in self._slices(axes, len(array.shape)):
             if array.shape[axis] != 1:
@@ -138,40 +95,18 @@ class Part(NamedTuple):
         return array
 
     def placed(self, gradient: Array, whole: Array, axes: str) -> Array:
-        """Return the gradient of an array from that of its entries: the transpose of `array`.
+        """Return the gradient of a whole array from that of its entries: the transpose of `array`.
 
-        Parameters
-        ----------
-        gradient : Array
-            The gradient of the entries of the part.
-        whole : Array
-            The array.
-        axes : str
-            As for `array`.
-
-        Returns
-        -------
-        Array
-            The gradient in the shape of the array, 0 outside the part.
+        It is 0 outside the part.
         """
         for axis, (start, _) in self._slices(axes, len(gradient.shape)):
             gradient = place(gradient, axis, start, whole.shape[axis])
         return gradient
 
     def counted(self, numbers: Any, first: Any) -> Any:
-        """Return a number, or one for each batch item, less `first`.
+        """Return positions in the part, from one in the whole or an array of the batch items.
 
-        Parameters
-        ----------
-        numbers : int, Array or None
-            Positions in the whole, in an integer dtype.
-        first : int or Array
-            The position of the part.
-
-        Returns
-        -------
-        int, Array or None
-            Positions in the part.
+        `first` is the position of the part, which JAX may trace.
         """
         if is_array(numbers):
             numbers = self.array(numbers, ".")
@@ -189,15 +124,7 @@ class Part(NamedTuple):
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the indices of the part, from one of the indices of the whole.
 
-        Parameters
-        ----------
-        function : callable
-            A function of (b, h, i, j), or of (score, b, h, i, j).
-
-        Returns
-        -------
-        callable
-            The function itself if the part begins as the whole does and has all batch items.
+        It takes (b, h, i, j) or (score, b, h, i, j).
         """
         begins = all(map(_is_zero, self.first))
         return function if begins and self._has_all_items else _Moved(function, self)

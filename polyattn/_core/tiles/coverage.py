@@ -33,18 +33,7 @@ def combined_mask(problem: Problem, x: Operands) -> Mask | None:
 class TileQuery:
     """A tile over all batch items and heads, whose coverage a mask gives.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    x : Operands
-        Its arrays.
-    xp : module
-        The standard's namespace of the library.
-    rows, columns : Span
-        The query rows and the keys.
-    reads : bool
-        Whether the result may depend on the contents of arrays.
+    `reads` says whether the result may depend on the contents of arrays.
     """
 
     def __init__(
@@ -130,22 +119,10 @@ class TileQuery:
 
 
 class TileGrid(TileQuery):
-    """All tiles of one size, whose coverage a mask gives at once.
+    """All tiles of one size, rows and keys, whose coverage a mask gives at once.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    x : Operands
-        Its arrays.
-    xp : module
-        The standard's namespace of the library.
-    size : tuple of int
-        Rows and keys of a tile; the last tiles may have fewer.
-    like : Array
-        An array on the device of the result.
-    reads : bool
-        Whether the result may depend on arrays; they may be traced.
+    The last tiles may be smaller. `like` is an array on the device of the result. `reads` says
+    whether the result may depend on arrays; they may be traced.
     """
 
     def __init__(

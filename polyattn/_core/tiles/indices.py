@@ -40,19 +40,8 @@ from polyattn._core.tiles.dropout import (
 class Indices:
     """The indices (b, h, i, j) of one tile of scores, and the keys that are visible in it.
 
-    Parameters
-    ----------
-    problem : Problem
-        The facts of the call.
-    xp : module
-        The standard's namespace of the library.
-    x : Operands
-        The arrays of the call.
-    rows, columns : Span
-        The query rows and the keys of the tile.
-    items, heads : Span, optional
-        The batch items, counted flat over all batch axes, and the query heads of the tile, for a
-        kernel that takes some at a time. Such a tile has one batch axis.
+    `items`, counted flat over all batch axes, and `heads` are for a kernel that takes some at a
+    time. A tile of some items has one batch axis.
     """
 
     #: Number of keys that dropout decides about at once; the first is a multiple of it.
