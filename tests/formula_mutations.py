@@ -83,8 +83,8 @@ MUTATIONS = (
      "if not answer.any_visible:"),
     ("similarity not scaled", FORMULA, "product = problem.scale * similar",
      "product = 1.0 * similar"),
-    ("dropped weights not made up for", FORMULA, "weights / (1 - problem.dropout)", "weights"),
-    ("the kept dropped", FORMULA, "at.keep_mask(), weights", "~at.keep_mask(), weights"),
+    ("dropped weights not made up for", FORMULA, "one / (1 - problem.dropout)", "one"),
+    ("the kept dropped", FORMULA, "xp.where(keep, one", "xp.where(~keep, one"),
     ("a normalizer's weights divided", FORMULA, "total = xp.ones_like(s[..., :1])",
      "total = xp.sum(weights, axis=-1, keepdims=True)"),
     # masks and scores as values

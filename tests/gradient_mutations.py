@@ -12,14 +12,14 @@ NUMPY, SWEEP = "backends/polyattn_numpy/backward.py", "backends/polyattn_numpy/b
 TILES = "backends/polyattn_numpy/tile_gradients.py"
 NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
 
-OF_BIAS = """    if total.wants("bias"):
-        total.add("bias", ds, rows, columns)
+OF_BIAS = """        if self.total.wants("bias"):
+            self._add("bias", ds)
 """
-OF_SCORE = '    total.add_carried("score_mod", of_score)\n'
+OF_SCORE = '        self.total.add_carried("score_mod", of_score)\n'
 
 MUTATIONS = (
     # backward.py, recomputed.py and visible_tiles.py
-    ("delta left out", BACKWARD, "d_weights - given.delta", "d_weights"),
+    ("delta left out", BACKWARD, "d_weights - delta", "d_weights"),
     ("delta without the logsumexp's gradient", BACKWARD,
      "delta = delta - part_of(problem, cotangents.logsumexp[..., None], rows, xp)", "pass"),
     ("logsumexp of empty rows in gradients", AGAIN,
@@ -32,8 +32,8 @@ MUTATIONS = (
      "columns.start >= seen.stop - 1:"),
     ("the first key of a band skipped in gradients", VISIBLE, "columns.stop <= seen.start or",
      "columns.stop <= seen.start + 1 or"),
-    ("dropout left out of the weights' gradient", BACKWARD, "for one in (weights, d_weights)",
-     "for one in (weights, d_weights * (1 - problem.dropout))"),
+    ("dropout left out of the weights' gradient", BACKWARD, "tile.at, tile.weights, d_weights)",
+     "tile.at, tile.weights, d_weights * (1 - problem.dropout))"),
     ("dropped weights in the value's gradient", BACKWARD, "for one in (weights, tile.seen))",
      "for one in (tile.weights, tile.seen))"),
     ("hidden poison in the scores' gradient", BACKWARD,
@@ -43,11 +43,11 @@ MUTATIONS = (
     ("the bias's gradient after score_mod's", BACKWARD, OF_BIAS, "", OF_SCORE, OF_SCORE + OF_BIAS),
     ("sign of the softcap's slope", BACKWARD, "slope = 1 - bent * bent", "slope = 1 + bent * bent"),
     ("the softcap's gradient of its bound only", BACKWARD,
-     "(bent - tile.scores.normed / problem.softcap * slope)", "bent"),
+     "(bent - s.normed / problem.softcap * slope)", "bent"),
     ("a norm of scores without its derivative", BACKWARD,
-     "ds = problem.score_norm.pullback(tile.scores.product, tile.scores.visible, ds, xp)", "pass"),
-    ("scale missing in the key's gradient", BACKWARD, "by_key, seen, block.query)",
-     "by_key, seen, block.query / problem.scale)"),
+     "ds = problem.score_norm.pullback(s.product, s.visible, ds, xp)", "pass"),
+    ("scale missing in the key's gradient", BACKWARD, "by_key, seen, self.block.query)",
+     "by_key, seen, self.block.query / problem.scale)"),
     ("scale missing in a similarity's gradient", BACKWARD, "problem.scale * fold_heads(",
      "fold_heads("),
     ("the scale's gradient with the scale, of a similarity", BACKWARD, "ds * tile.scores.similar",
@@ -85,7 +85,7 @@ MUTATIONS = (
     ("the query's tangent not scaled", JVP, "tangents.query[..., rows.start : rows.stop, :], xp)",
      "tangents.query[..., rows.start : rows.stop, :], xp) / problem.scale"),
     ("the softcap's slope left out of a tangent", JVP, "t = t * (1 - bent * bent)", "pass"),
-    ("dropped weights in a tangent", JVP, "t, weights = (", "t, _ = ("),
+    ("dropped weights in a tangent", JVP, "t, weights = dropped", "t, _ = dropped"),
     ("hidden poison in a tangent", JVP, "t, tile.scores.final, value)",
      "t, xp.zeros_like(t), value)"),
     # what is added to

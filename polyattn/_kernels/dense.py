@@ -20,6 +20,14 @@ from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_s
 from polyattn._kernels.masked_sum import hide, weighted_sum
 from polyattn.plugin import Backend
 
+#: The features that the steps below compute: a new one is not among them before its step is.
+COMPUTED = frozenset({
+    "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp", "logsumexp",
+    "mask", "mask_expression", "mask_mod", "normalizer", "query_offset", "query_offset_array",
+    "scale", "score_expression", "score_mod", "score_norm", "similarity", "sinks", "softcap",
+    "value_size", "window",
+})  # fmt: skip
+
 
 def attention(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, Array | None]:
     """Return the output, and the logsumexp if the problem asks for it."""
@@ -105,13 +113,20 @@ def attend(
         weights = problem.normalizer.weights(s, backend)
         total = xp.ones_like(s[..., :1])
         maximum = xp.zeros_like(total)
-    if problem.dropout:
-        weights = xp.where(
-            at.keep_mask(), weights / (1 - problem.dropout), xp.zeros_like(weights)
-        )  # 8
+    (weights,) = dropped(problem, at, weights)  # 8
     value = part_of(problem, x.value, columns, xp)
     output = weighted_sum(problem, backend, weights, s, value)  # 9
     return SoftmaxState(output, maximum, total)
+
+
+def dropped(problem: Problem, at: Indices, *weights: Array) -> tuple[Array, ...]:
+    """Return the weights of a tile, or their derivatives, after dropout: step 8."""
+    if not problem.dropout:
+        return weights
+    xp, keep = at.xp, at.keep_mask()
+    return tuple(
+        [xp.where(keep, one / (1 - problem.dropout), xp.zeros_like(one)) for one in weights]
+    )
 
 
 def reasons_against_lengths(problem: Problem) -> list[str]:

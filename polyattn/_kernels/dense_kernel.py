@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from polyattn._base.arrays import Array
-from polyattn._core.call.features import FEATURES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.grouped_heads import ungrouped
 from polyattn._kernels.backward import gradients
-from polyattn._kernels.dense import attention, reasons_against_lengths
+from polyattn._kernels.dense import COMPUTED, attention, reasons_against_lengths
 from polyattn._kernels.jvp import pushforward
 from polyattn.plugin import Backend, Kernel
 
@@ -18,11 +17,15 @@ class Dense(Kernel):
     """The formula over all rows and keys at once, with memory for L × S scores."""
 
     name = "dense"
-    features = frozenset(FEATURES)
+    features = COMPUTED
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return what cannot be computed of lengths that are unknown."""
         return reasons_against_lengths(problem)
+
+    def block_sizes(self, problem: Problem) -> tuple[int, int]:
+        """Return the rows and keys of a tile, here all of them."""
+        return max(1, problem.query_length), max(1, problem.key_length)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -36,16 +39,14 @@ class Dense(Kernel):
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Return the gradients."""
-        return gradients(problem, operands, residuals, cotangents, backend, *_whole(problem))
+        """Return the gradients, with memory for one tile beside them."""
+        sizes = self.block_sizes(problem)
+        return gradients(problem, operands, residuals, cotangents, backend, *sizes)
 
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
         backend: Backend,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """Return the tangents of output and logsumexp."""
-        return pushforward(problem, operands, residuals, tangents, backend, *_whole(problem))
-
-
-def _whole(problem: Problem) -> tuple[int, int]:
-    return max(1, problem.query_length), max(1, problem.key_length)
+        """Return the tangents of output and logsumexp, with memory for one tile beside them."""
+        sizes = self.block_sizes(problem)
+        return pushforward(problem, operands, residuals, tangents, backend, *sizes)

@@ -12,6 +12,7 @@ from polyattn._core.call.operands import Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import scaled, unfold_heads
+from polyattn._kernels.dense import dropped
 from polyattn._kernels.masked_sum import weighted_sum
 from polyattn._kernels.recomputed import RowBlock, Scored, per_head, score_tile
 from polyattn._kernels.visible_tiles import visible_tiles
@@ -67,12 +68,7 @@ def _of_rows(
             t = problem.normalizer.pullback(weights, t, xp)  # its Jacobian is symmetric
         if problem.masks:
             t = xp.where(tile.seen, t, xp.zeros_like(t))
-        if problem.dropout:
-            keep = tile.at.keep_mask()
-            t, weights = (
-                xp.where(keep, one / (1 - problem.dropout), xp.zeros_like(one))
-                for one in (t, weights)
-            )
+        t, weights = dropped(problem, tile.at, t, weights)
         value = part_of(problem, x.value, columns, xp)
         tangent = tangent + weighted_sum(problem, backend, t, tile.scores.final, value)
         if tangents.value is not None:

@@ -11,18 +11,15 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn._base.span import Span
-from polyattn._core.call.features import FEATURES
-from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.band import band, column_span
 from polyattn._core.tiles.grouped_heads import scaled
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
-from polyattn._kernels.backward import gradients
-from polyattn._kernels.dense import attend
-from polyattn._kernels.jvp import pushforward
+from polyattn._kernels.dense import COMPUTED, attend
+from polyattn._kernels.dense_kernel import Dense
 from polyattn._kernels.visible_tiles import visible_tiles
-from polyattn.plugin import Backend, Kernel
+from polyattn.plugin import Backend
 
 # The least scores of a tile per head, for any number of heads.
 SMALLEST = 2**12
@@ -30,12 +27,12 @@ SMALLEST = 2**12
 FEWEST_ROWS = 128
 
 
-class Tiled(Kernel):
+class Tiled(Dense):
     """The formula, one tile of scores at a time, with memory for one tile beside the output."""
 
     name = "tiled"
     # A norm and a normalizer need a whole row at once.
-    features = frozenset(FEATURES) - {"normalizer", "score_norm"}
+    features = COMPUTED - {"normalizer", "score_norm"}
     # Over all heads: 4 MiB of float32 and a few copies, enough work to make calls into the array
     # library cheap beside it.
     tile = 2**20
@@ -50,21 +47,12 @@ class Tiled(Kernel):
             return "one tile holds all the scores: dense does the same"
         return None
 
-    def backward(
-        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
-        backend: Backend,
-    ) -> Gradients:  # fmt: skip
-        """Return the gradients, with memory for one tile beside them."""
-        sizes = block_sizes(problem, self.tile)
-        return gradients(problem, operands, residuals, cotangents, backend, *sizes)
-
-    def jvp(
-        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
-        backend: Backend,
-    ) -> tuple[Array, Array]:  # fmt: skip
-        """Return the tangents, with memory for one tile beside them."""
-        sizes = block_sizes(problem, self.tile)
-        return pushforward(problem, operands, residuals, tangents, backend, *sizes)
+    def block_sizes(self, problem: Problem) -> tuple[int, int]:
+        """Return the rows and keys of a tile: about square, wider where rows are few."""
+        heads = max(1, math.prod(problem.batch) * problem.heads)
+        area = max(self.tile // heads, min(self.tile, SMALLEST))
+        rows = min(problem.query_length, int(area**0.5))
+        return max(1, rows), area // max(1, rows)
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -74,7 +62,7 @@ class Tiled(Kernel):
         if 0 in problem.scores:
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
-        row_block, column_block = block_sizes(problem, self.tile)
+        row_block, column_block = self.block_sizes(problem)
         low, high = band(problem)
         if low is not None and high is not None and backend.is_eager(operands.query):
             # Most scores of a taller tile would be hidden; the gradients prefer few tiles.
@@ -89,14 +77,6 @@ class Tiled(Kernel):
             for rows in Span(0, problem.query_length).split(row_block)
         )
         return backend.stack_rows(problem, operands.query, blocks)
-
-
-def block_sizes(problem: Problem, tile: int) -> tuple[int, int]:
-    """Return the rows and keys of a tile: about square, wider where rows are few."""
-    heads = max(1, math.prod(problem.batch) * problem.heads)
-    area = max(tile // heads, min(tile, SMALLEST))
-    rows = min(problem.query_length, int(area**0.5))
-    return max(1, rows), area // max(1, rows)
 
 
 def _attend_rows(

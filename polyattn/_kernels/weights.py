@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 
 from polyattn._base.arrays import Array, cast, index_range
 from polyattn._base.span import Span
-from polyattn._core.call.features import FEATURES
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
 from polyattn._core.tiles.batch_axes import part_of
 from polyattn._core.tiles.grouped_heads import scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import initial_state, or_zero
-from polyattn._kernels.dense import reasons_against_lengths, scores
+from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, scores
 from polyattn.plugin import Backend, Kernel
 
 
@@ -27,7 +26,7 @@ class Weights(Kernel):
     """The weight of each key for each row."""
 
     name: ClassVar[str] = "weights"
-    features = frozenset(FEATURES) - {"backward", "jvp"}
+    features = COMPUTED - {"backward", "jvp"}
 
     # The rows and heads to return, in order; None for all, empty where the call has none.
     rows: tuple[Span, ...] | None = None
@@ -134,9 +133,7 @@ def weigh(
     else:
         sink = None if x.sinks is None else cast(xp, at.per_head(x.sinks), s.dtype)
         weights = _softmax(backend, s, sink)
-    if problem.dropout:
-        weights = xp.where(at.keep_mask(), weights / (1 - problem.dropout), xp.zeros_like(weights))
-    return weights
+    return dropped(problem, at, weights)[0]
 
 
 def _softmax(backend: Backend, scores: Array, sink: Array | None) -> Array:

@@ -2,6 +2,7 @@
 
 import collections
 import inspect
+import runpy
 import types
 
 import dask.array as da
@@ -21,6 +22,7 @@ from polyattn._core.call.options import OPTIONS, Option
 from polyattn._core.call.parts import options_of, options_of_part
 from polyattn._core.expressions.parts import Part
 from polyattn._dispatch import registry
+from polyattn._kernels import dense
 from polyattn._kernels.dense_kernel import Dense
 from polyattn.parallel.choice import STRATEGIES
 
@@ -108,9 +110,14 @@ def refused():
 
 
 @pytest.mark.usefixtures("temperature")
+def test_the_formula_computes_a_new_option_only_once_it_names_it():
+    computed = runpy.run_path(dense.__file__)["COMPUTED"]  # as at an import after the new row
+    assert computed == dense.COMPUTED == FEATURES.keys() - {"temperature"}
+
+
+@pytest.mark.usefixtures("temperature")
 @pytest.mark.parametrize("backend", [None, *registry.names()])
 def test_each_kernel_refuses_a_new_option_by_name(backend):
-
     if backend is not None and registry.load(backend) is not None:
         pytest.skip(f"{backend} cannot be loaded here")
     found = explain(X, X, X, temperature=2.0, backend=backend)

@@ -133,13 +133,11 @@ def test_tiles_are_for_what_one_tile_does_not_hold(length, kernel):
 
 def test_a_tile_has_a_size_worth_a_call_for_any_number_of_heads():
     shape = (64, 4096, 512, 8)
-    rows, columns = tiled.block_sizes(polyattn.explain(shape, shape, shape).problem, Tiled.tile)
+    rows, columns = Tiled().block_sizes(polyattn.explain(shape, shape, shape).problem)
     assert rows * columns == tiled.SMALLEST
-    shape = (4096, 1, 8)
-    rows, columns = tiled.block_sizes(
-        polyattn.explain(shape, (4096, 10**6, 8), (4096, 10**6, 8)).problem, Tiled.tile
-    )
-    assert (rows, columns) == (1, tiled.SMALLEST)
+    keys = (4096, 10**6, 8)
+    problem = polyattn.explain((4096, 1, 8), keys, keys).problem
+    assert Tiled().block_sizes(problem) == (1, tiled.SMALLEST)
 
 
 def peak(function):
