@@ -9,7 +9,7 @@ import numpy as np
 
 from polyattn.plugin import (
     Array,
-    Filled,
+    CachePadding,
     Indices,
     Kernel,
     Operands,
@@ -104,7 +104,7 @@ class Operator(Kernel):
         if dtype != problem.dtype:
             inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
         keys = length_of(inputs[1], -2)
-        if counted and isinstance(operands.mask, Filled):
+        if counted and isinstance(operands.mask, CachePadding):
             keys, operands = operands.mask.key_lengths, operands._replace(mask=None)
         mask = _mask(problem, operands, xp, banded=banded)
         if operands.sinks is not None:
@@ -145,7 +145,7 @@ def _made(problem: Problem, opset: int) -> int:
 
 def _is_filled(problem: Problem) -> bool:
     """Return whether the keys are the memory of a cache, whose last tokens are the rows."""
-    return isinstance(problem.mask_spec, Filled)
+    return isinstance(problem.mask_spec, CachePadding)
 
 
 def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:

@@ -12,8 +12,8 @@ from polyattn._api.partial import Partial, attention_partial
 from polyattn._api.run import compute, plan_of
 from polyattn._base.arrays import Array, cast, facts_of, is_array, library_of
 from polyattn._base.autocast import autocast
-from polyattn._base.host import home_of
-from polyattn._core.call.describe import at_home, describe
+from polyattn._base.host import destination_of
+from polyattn._core.call.describe import describe, placed
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.layout import (
@@ -331,9 +331,9 @@ def attention_jvp(
         return output, library_of(output).xp.zeros_like(output)
     backend, kernel = arguments.pop("backend", None), arguments.pop("kernel", None)
     call, operands = describe(**arguments)
-    residuals, home = Residuals(**partial._asdict()), home_of(operands.query)
+    residuals, destination = Residuals(**partial._asdict()), destination_of(operands.query)
     fields = {name.removesuffix("_tangent"): array for name, array in moved.items()}
-    tangents = mapped(Tangents(**fields), lambda name, array: at_home(name, array, home))
+    tangents = mapped(Tangents(**fields), lambda name, array: placed(name, array, destination))
     call = call._replace(residuals=mapped(residuals, _facts), tangents=mapped(tangents, _facts))
     result = plan_of(call, operands.query, backend, kernel).run_jvp(
         heads_first(call, operands),

@@ -1,7 +1,7 @@
 """Numbers on the host: Python sequences, and NumPy arrays beside arrays of another library.
 
-Lengths, ids, offsets and small tables often come from the host. `Home` places them where the query
-is; larger arrays the caller places, because a copy to a device at each call is slow.
+Lengths, ids, offsets and small tables often come from the host. `Destination` places them where
+the query is; larger arrays the caller places, because a copy to a device at each call is slow.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _holds_numbers(value: Any) -> bool:
     return isinstance(value, numbers.Real) or is_host(value)
 
 
-class Home(NamedTuple):
+class Destination(NamedTuple):
     """Where the query is, and the dtypes that numbers of the host get there."""
 
     library: str
@@ -132,7 +132,7 @@ class Home(NamedTuple):
             return numpy.require(array, dtype, ["C", "W"])
 
 
-def home_of(query: Array) -> Home | None:
+def destination_of(query: Array) -> Destination | None:
     """Return where numbers of the host go beside this array; None if they stay as they are."""
     if isinstance(query, ArrayFacts):
         facts = query
@@ -142,4 +142,4 @@ def home_of(query: Array) -> Home | None:
         facts = facts_of(query, "query")
     if facts.library in _ON_HOST:
         return None
-    return Home(facts.library, facts.device, accumulator_of(facts.dtype), query)
+    return Destination(facts.library, facts.device, accumulator_of(facts.dtype), query)

@@ -27,7 +27,7 @@ from polyattn._base.arrays import (
 )
 from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
 from polyattn._core.expressions.masks import as_mask
-from polyattn._core.expressions.patterns import Filled
+from polyattn._core.expressions.patterns import CachePadding
 from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
 
@@ -185,7 +185,7 @@ class KVCache:
         """
         if not is_array(_known(self.length)):
             return options
-        mask = padding(self.length) if "query_offset" in options else Filled(self.length)
+        mask = padding(self.length) if "query_offset" in options else CachePadding(self.length)
         if options.get("mask") is not None:
             mask = mask & as_mask(options["mask"])
         return {"query_offset": self.length - rows} | options | {"mask": mask}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from polyattn._base.arrays import Array, facts_of, library_of
-from polyattn._base.host import as_array, home_of, is_host
+from polyattn._base.host import as_array, destination_of, is_host
 from polyattn._base.tracing import is_transformed
 from polyattn.nn.shapes import rows_of
 
@@ -63,9 +63,9 @@ def for_each_token(name: str, value: Any, tokens: Array) -> Array:
     `tokens` has the shape (..., L, size); the integers are a sequence or array (L,) or (..., L).
     """
     value = as_array(name, value)
-    home = home_of(tokens)
-    if is_host(value) and home is not None:
-        value = home.put(name, value)
+    destination = destination_of(tokens)
+    if is_host(value) and destination is not None:
+        value = destination.put(name, value)
     facts, whole = facts_of(value, name), facts_of(tokens)
     if facts.library != whole.library and not is_host(value):
         raise TypeError(f"{name} must be an array of {whole.library}, as the tokens are; got"

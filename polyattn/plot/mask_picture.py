@@ -23,7 +23,7 @@ from polyattn._base.arrays import (
     library_of,
 )
 from polyattn._base.extras import require_matplotlib
-from polyattn._base.host import home_of, is_host
+from polyattn._base.host import destination_of, is_host
 from polyattn._core.call.describe import describe
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
@@ -265,9 +265,9 @@ class _Evaluated:
         self._library = "numpy"
         if self._like is not None:
             self._xp, self._library = library_of(self._like).xp, library_of(self._like).name
-        home = None if self._like is None else home_of(self._like)
-        if home is not None:
-            self._mask = mask.placed(home)
+        destination = None if self._like is None else destination_of(self._like)
+        if destination is not None:
+            self._mask = mask.placed(destination)
 
     def _problem(self) -> tuple[Problem, Operands]:
         """Return a call with this mask, checked as attention checks it."""

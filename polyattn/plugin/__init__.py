@@ -53,7 +53,7 @@ from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.parts import Part, axes_of_last
-from polyattn._core.expressions.patterns import Filled
+from polyattn._core.expressions.patterns import CachePadding
 from polyattn._core.expressions.scores import Score
 from polyattn._core.tiles.band import band, column_span, full_span, is_full
 from polyattn._core.tiles.batch_axes import one_batch_axis, reason_against_batch
@@ -94,9 +94,9 @@ __all__ = [
     "BackendPrimitives",
     "BackendSpec",
     "BackendTools",
+    "CachePadding",
     "Cotangents",
     "Expression",
-    "Filled",
     "Gradients",
     "Indices",
     "Kernel",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
-from polyattn._base.host import Home, as_array, home_of, is_host
+from polyattn._base.host import Destination, as_array, destination_of, is_host
 from polyattn._base.tracing import torch_transforms
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.operands import Operands
@@ -41,7 +41,7 @@ def describe(
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
-    values = _checked(options, home_of(query))
+    values = _checked(options, destination_of(query))
     described = {name: _described(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
         _take_dropout_apart(described, values, facts)
@@ -63,7 +63,7 @@ def describe(
     return call, operands
 
 
-def _checked(options: dict[str, Any], home: Home | None) -> dict[str, Any]:
+def _checked(options: dict[str, Any], destination: Destination | None) -> dict[str, Any]:
     """Return the options that are given, each checked by itself and moved to where it belongs."""
     values: dict[str, Any] = {}
     for name, given in options.items():
@@ -71,9 +71,9 @@ def _checked(options: dict[str, Any], home: Home | None) -> dict[str, Any]:
         if given is option.default:
             continue
         if isinstance(given, Expression):
-            given = given if home is None else given.placed(home)
+            given = given if destination is None else given.placed(destination)
         elif option.axes is not None:
-            given = at_home(name, given, home)
+            given = placed(name, given, destination)
         values[name] = option.read(given)
     if isinstance(values.get("mask"), Mask):
         _move_band(values)
@@ -118,17 +118,17 @@ def _known_offset(query: Array, key: Array, layout: str) -> int | None:
     return 0 if is_open and are_one_length(one, other) else None
 
 
-def at_home(name: str, given: Any, home: Home | None) -> Any:
+def placed(name: str, given: Any, destination: Destination | None) -> Any:
     """Return numbers of the host as an array beside the query; anything else as it is."""
     if given is None or isinstance(given, int):
         return given
     given = as_array(name, given)
-    if home is None:
+    if destination is None:
         return given
     if isinstance(given, Expression):
-        return given.placed(home)
+        return given.placed(destination)
     is_integer = name == "query_offset" and isinstance(given, numbers.Integral)
-    return home.put(name, given) if is_host(given) and not is_integer else given
+    return destination.put(name, given) if is_host(given) and not is_integer else given
 
 
 def _move_band(values: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from polyattn._base.arrays import ArrayFacts, facts_of, is_array, is_recorded, library_of
-from polyattn._base.host import Home, is_host
+from polyattn._base.host import Destination, is_host
 from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.parts import Part
 
@@ -59,24 +59,25 @@ class Expression:
 
         return type(self)(*[changed(name, getattr(self, name)) for name in self.__match_args__])
 
-    def placed(self: V, home: Home) -> V:
+    def placed(self: V, destination: Destination) -> V:
         """Return the expression with the NumPy arrays that it carries placed beside the query.
 
         The expression keeps the arrays, except traced ones: they belong to the program that is
         traced. The same expression comes back if nothing moves.
         """
         if is_compiling():
-            return self.map(lambda name, x: home.put(name, x) if is_host(x) else x)
-        remembers = not isinstance(home.like, ArrayFacts)
-        if remembers and home.key in self.__dict__.get("_placed", {}):
-            found: V | None = self.__dict__["_placed"][home.key]
+            return self.map(lambda name, x: destination.put(name, x) if is_host(x) else x)
+        remembers = not isinstance(destination.like, ArrayFacts)
+        if remembers and destination.key in self.__dict__.get("_placed", {}):
+            found: V | None = self.__dict__["_placed"][destination.key]
             return self if found is None else found
         fields = [getattr(self, name) for name in self.__match_args__]
-        new = [_placed(*pair, home) for pair in zip(self.__match_args__, fields, strict=True)]
+        pairs = zip(self.__match_args__, fields, strict=True)
+        new = [_placed(name, field, destination) for name, field in pairs]
         moved = any(one is not other for one, other in zip(fields, new, strict=True))
         result = type(self)(*new) if moved else self
         if remembers and not (moved and _is_traced(result)):
-            self.__dict__.setdefault("_placed", {})[home.key] = result if moved else None
+            self.__dict__.setdefault("_placed", {})[destination.key] = result if moved else None
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,14 +200,14 @@ def _carried(name: str, field: Any) -> list[tuple[str, Any]]:
     return [pair for part in parts for pair in _carried(name, part)]
 
 
-def _placed(name: str, field: Any, home: Home) -> Any:
+def _placed(name: str, field: Any, destination: Destination) -> Any:
     """Return a field of an expression with its NumPy arrays placed; the same one if it has none."""
     if isinstance(field, Expression):
-        return field.placed(home)
+        return field.placed(destination)
     if isinstance(field, tuple) and not is_array(field):
-        new = tuple([_placed(name, one, home) for one in field])
+        new = tuple([_placed(name, one, destination) for one in field])
         return new if any(a is not b for a, b in zip(field, new, strict=True)) else field
-    return home.put(name, field) if is_host(field) else field
+    return destination.put(name, field) if is_host(field) else field
 
 
 def _is_traced(value: Expression) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn._base.arrays import Array, ArrayFacts, broadcast_shapes, is_array
-from polyattn._base.host import home_of
+from polyattn._base.host import destination_of
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, logical_not
 from polyattn._core.expressions.expression import RENDERERS, Expression
 from polyattn._core.expressions.indices import (
@@ -87,8 +87,8 @@ class Mask(Expression):
         return str(RENDERERS["html"](self))
 
     def __call__(self, b: Array, h: Array, i: Array, j: Array) -> Array:
-        home = home_of(j) if is_array(j) else None
-        mask = self if home is None else self.placed(home)
+        destination = destination_of(j) if is_array(j) else None
+        mask = self if destination is None else self.placed(destination)
         return mask.seen(PointIndices(b, h, i, j))
 
     def __and__(self, other: Any) -> Mask:

@@ -188,7 +188,7 @@ class Padding(Mask):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Filled(Padding):
+class CachePadding(Padding):
     """The padding of a memory of keys, where the rows are the last tokens before the padding.
 
     It hides what ``masks.padding`` hides. Its class says besides that the query offset of the call

@@ -27,6 +27,9 @@ from polyattn._core.expressions.derivatives import (
 from polyattn._core.expressions.distances import distances
 from polyattn._core.expressions.expression import Expression
 
+#: The gradients of queries, of keys, and of the arrays that a similarity carries.
+Pullback = tuple[Array, Array, list[Array]]
+
 
 class Similarity(Expression):
     """A replacement for q·k. Its scale is 1 by default."""
@@ -41,9 +44,7 @@ class Similarity(Expression):
         """Return the similarity of queries (..., l, D) and keys (..., s, D), shape (..., l, s)."""
         raise NotImplementedError
 
-    def pullback(
-        self, query: Array, key: Array, gradient: Array, backend: Primitives
-    ) -> tuple[Array, Array, list[Array]]:
+    def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         """Return the gradients of the queries, the keys, and the arrays of `carried()`, in a list.
 
         The first two have the batch axes of `gradient`, (..., l, s) in the dtype of the query,
@@ -77,9 +78,7 @@ class Cosine(Similarity):
             return backend.matmul(query, xp.matrix_transpose(key)) / xp.matrix_transpose(size)
         return backend.matmul(query, xp.matrix_transpose(unit(key, backend)))
 
-    def pullback(
-        self, query: Array, key: Array, gradient: Array, backend: Primitives
-    ) -> tuple[Array, Array, list[Array]]:
+    def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
         # A similarity of what is not finite is not either: its gradient is 0 or NaN.
         query, key = finite(xp, query), finite(xp, key)
@@ -109,9 +108,7 @@ class Distance(Similarity):
         block = partial(over_size, xp, lambda d, q, k: -xp.abs(q - k))
         return joined(xp, by_rows(backend, block, query, key))
 
-    def pullback(
-        self, query: Array, key: Array, gradient: Array, backend: Primitives
-    ) -> tuple[Array, Array, list[Array]]:
+    def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp, matmul = backend.xp, backend.matmul
         if self.p == 1:
             found = by_rows(backend, partial(self._slopes, xp), query, key, gradient)
@@ -171,9 +168,7 @@ class Additive(Similarity):
         block = partial(over_size, xp, lambda d, q, k: weight[d] * xp.tanh(q + k))
         return joined(xp, by_rows(backend, block, query, key))
 
-    def pullback(
-        self, query: Array, key: Array, gradient: Array, backend: Primitives
-    ) -> tuple[Array, Array, list[Array]]:
+    def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
         found = by_rows(backend, partial(self._slopes, xp, weight), query, key, gradient)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from polyattn._base.arrays import Array, ArrayFacts, cast, is_array, library_of, numbers_like
-from polyattn._base.host import home_of
+from polyattn._base.host import destination_of
 from polyattn._core.expressions.derivatives import into_heads, used
 from polyattn._core.expressions.expression import RENDERERS, Expression, shown
 from polyattn._core.expressions.indices import PointIndices, ScoreDims, ScoreIndices
 from polyattn._core.expressions.parts import Part
+
+#: The gradient of scores, and of the arrays that a modification carries.
+Pullback = tuple[Array, list[Array]]
 
 
 class Score(Expression):
@@ -33,9 +36,7 @@ class Score(Expression):
         """Return the modified scores, at their batch items, heads, rows and keys."""
         raise NotImplementedError
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         """Return the gradients of the scores and of the arrays that the modification carries.
 
         `gradient` is that of the modified scores, (..., H, l, s): 0 where a key is absent, and the
@@ -52,8 +53,8 @@ class Score(Expression):
         return str(RENDERERS["html"](self))
 
     def __call__(self, s: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
-        home = home_of(s) if is_array(s) else None
-        score = self if home is None else self.placed(home)
+        destination = destination_of(s) if is_array(s) else None
+        score = self if destination is None else self.placed(destination)
         return score.apply(s, PointIndices(b, h, i, j))
 
     def __bool__(self) -> bool:
@@ -105,9 +106,7 @@ class Chain(Score):
             scores = part.apply(scores, at)
         return scores
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         given = [scores]
         for part in self.parts[:-1]:
             given.append(part.apply(given[-1], at))
@@ -134,9 +133,7 @@ class Softcap(Score):
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return self.cap * at.xp.tanh(scores / self.cap)
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         bounded = at.xp.tanh(used(at.xp, scores, gradient) / self.cap)
         return gradient * (1 - bounded * bounded), []
 
@@ -150,9 +147,7 @@ class Temperature(Score):
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return scores / self.t
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         return gradient / self.t, []
 
 
@@ -169,9 +164,7 @@ class Alibi(Score):
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return scores - self._slopes(at, scores.dtype) * self._far(at, scores.dtype)
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         if not is_array(self.slopes):
             return gradient, []
         lost = -gradient * self._far(at, scores.dtype)
@@ -259,9 +252,7 @@ class RelativeBias(Score):
         bucket = self._bucket(at)
         return scores + cast(at.xp, at.looked_up(self.table, bucket, at.head), scores.dtype)
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         xp, bucket = at.xp, self._bucket(at)
         buckets, heads = self.table.shape
         # The standard cannot add at indices, so a pass for each bucket, over as few as can be.
@@ -334,9 +325,7 @@ class Function(Score):
     def apply(self, scores: Array, at: ScoreIndices) -> Array:
         return at.by_score_mod(self.rule, scores)
 
-    def pullback(
-        self, scores: Array, at: ScoreIndices, gradient: Array
-    ) -> tuple[Array, list[Array]]:
+    def pullback(self, scores: Array, at: ScoreIndices, gradient: Array) -> Pullback:
         if self.derivative is None:
             raise TypeError(
                 f"scores.function({shown(self.rule)}) has no derivative: give it one,"

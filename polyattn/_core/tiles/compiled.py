@@ -15,7 +15,7 @@ from polyattn._base.arrays import (
     is_one_of,
     library_of,
 )
-from polyattn._base.host import home_of, is_host
+from polyattn._base.host import destination_of, is_host
 from polyattn._base.span import Span
 from polyattn._core.expressions.coverage import UNKNOWN, Block, Coverage, TileTable
 from polyattn._core.expressions.indices import PointIndices, ScoreDims, ScoreIndices
@@ -94,8 +94,8 @@ def compile_mask(mask: Mask, dims: ScoreDims, size: int, like: Array | None) -> 
     xp: Any = importlib.import_module("array_api_compat.numpy")
     if example is not None:
         xp = library_of(example).xp
-    home = None if example is None else home_of(example)
-    placed = mask if home is None else mask.placed(home)
+    destination = None if example is None else destination_of(example)
+    placed = mask if destination is None else mask.placed(destination)
     assert dims.query_offset is not None
     size, shape, any_visible, all_visible = _table_of(placed, xp, example, dims, size)
     lengths = dims.query_length, dims.key_length, dims.query_offset
