@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import warnings
 
 import array_api_strict
 import jax
@@ -42,40 +41,50 @@ def test_other_objects(what):
     refused(TypeError, f"value is a {kind}", "numpy.asarray", v=what)
 
 
-def test_numpy_matrix():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PendingDeprecationWarning)
-        matrix = np.matrix([[1.0, 2.0]])
-    refused(TypeError, "key is a numpy.matrix", "numpy.asarray(key)", k=matrix)
+def foreign(module, name):
+    """An array of a library that is not installed."""
+    return type(name, (), {"__module__": module})()
 
 
-def test_masked_array():
-    masked = np.ma.masked_array(V, V == 0)
-    refused(TypeError, "value is a masked array", "value.data", "mask=", v=masked)
+def tensors(**changed):
+    return {name: torch.from_numpy(x) for name, x in (("q", Q), ("k", K), ("v", V))} | changed
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors:UserWarning")
-def test_masked_tensor():
-    masked = torch.masked.masked_tensor(torch.ones(5, 7), torch.ones(5, 7, dtype=torch.bool))
-    refused(TypeError, "bias is a masked tensor", "bias.get_data()", "mask=", bias=masked)
+#: Arrays that are no ordinary ones: how to make the arguments, and what the message says.
+SPECIAL = {
+    "matrix": (
+        lambda: {"k": np.matrix([[1.0, 2.0]])}, "key is a numpy.matrix", "numpy.asarray(key)",
+    ),
+    "masked array": (
+        lambda: {"v": np.ma.masked_array(V, V == 0)}, "value is a masked array", "value.data",
+        "mask=",
+    ),
+    "masked tensor": (
+        lambda: {"bias": torch.masked.masked_tensor(torch.ones(5, 7), torch.ones(5, 7) > 0)},
+        "bias is a masked tensor", "bias.get_data()", "mask=",
+    ),
+    "sparse": (lambda: {"v": foreign("sparse.core", "SparseArray")}, "pass value.todense()"),
+    "compressed": (lambda: {"v": foreign("blosc2.ndarray", "NDArray")}, "pass value[...]"),
+    "quantized tensor": (
+        lambda: {"bias": torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8)},
+        "bias is a sparse, quantized", "bias.dequantize()",
+    ),
+    "sparse tensor": (lambda: {"q": torch.eye(4).to_sparse()}, "query is a sparse, quantized"),
+    "nested tensor": (
+        lambda: {"q": torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged)},
+        "masks.segments",
+    ),
+    "array of objects": (
+        lambda: {"q": Q.astype(object)}, "query has dtype object", "cast it first",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "hint"),
-    [
-        ("sparse.core", "SparseArray", "value.todense()"),
-        ("blosc2.ndarray", "NDArray", "value[...]"),
-    ],
-)
-def test_arrays_that_are_no_ordinary_ones(module, name, hint):
-    what = type(name, (), {"__module__": module})()
-    refused(TypeError, "value is a", f"pass {hint}", v=what)
-
-
-@pytest.mark.filterwarnings("ignore:.*quantize:UserWarning")
-def test_quantized_tensor():
-    quantized = torch.quantize_per_tensor(torch.ones(5, 7), 0.1, 0, torch.qint8)
-    refused(TypeError, "bias is a sparse, quantized", "bias.dequantize()", bias=quantized)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SPECIAL)
+def test_arrays_that_are_no_ordinary_ones(name):
+    make, *pieces = SPECIAL[name]
+    refused(TypeError, *pieces, **make())
 
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
@@ -125,131 +134,174 @@ def test_a_wrapper_tensor_is_not_converted(backend):
     refused(UnsupportedError, "bias is traced", q=q, k=k, v=v, bias=bias, backend=backend)
 
 
-def test_object_array():
-    refused(TypeError, "query has dtype object", "cast it first", q=Q.astype(object))
+# ---- what does not fit -----------------------------------------------------------------------
 
-
-# ---- dtypes ----
-
-
-@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex64", "complex128"])
-def test_dtypes_that_are_not_supported(dtype):
-    for name, array in (("q", Q), ("k", K), ("v", V)):
-        refused(TypeError, f"has dtype {dtype}", "float32", **{name: array.astype(dtype)})
-
-
-def test_dtypes_that_differ():
-    refused(TypeError, "query float32, key float64, value float32", "cast them", k=K.astype("f8"))
-
-
-def test_mask_of_integers():
-    refused(TypeError, "int64", "mask != 0", mask=np.ones((5, 7), np.int64))
-
-
-def test_mask_of_floats():
-    refused(TypeError, "float32", "mask.astype(bool)", "bias=", mask=np.ones((5, 7), np.float32))
-    tensors = [torch.from_numpy(x) for x in (Q, K, V)]
-    with pytest.raises(TypeError, match=r"is mask\.bool\(\)"):
-        attention(*tensors, mask=torch.ones(5, 7))
-
-
-def test_bias_of_bools():
-    refused(TypeError, "bias", "bool", "mask=", bias=np.ones((5, 7), bool))
-
-
-def test_sinks_of_integers():
-    refused(TypeError, "sinks", "int64", sinks=np.zeros(4, np.int64))
-
-
-def test_query_offset_of_floats():
-    refused(TypeError, "query_offset", "float32", query_offset=np.zeros(2, np.float32))
-    refused(TypeError, "query_offset", "1.5", query_offset=1.5)
-
-
-# ---- libraries and devices ----
-
-
-def test_arrays_of_different_libraries():
-    refused(
-        TypeError,
-        "array of numpy",
-        "key one of torch",
+FAR = array_api_strict.zeros((3, 2), device=array_api_strict.Device("device1"))
+#: What is wrong: the error, the arguments, and what the message says.
+WRONG = {
+    **{
+        f"{dtype} of {name}": (TypeError, {name: array.astype(dtype)}, f"dtype {dtype}", "float32")
+        for dtype in ("int64", "uint8", "bool", "complex64", "complex128")
+        for name, array in (("q", Q), ("k", K), ("v", V))
+    },
+    "dtypes that differ": (
+        TypeError, {"k": K.astype("f8")}, "query float32, key float64, value float32", "cast them",
+    ),
+    "a mask of integers": (TypeError, {"mask": np.ones((5, 7), np.int64)}, "int64", "mask != 0"),
+    "a mask of floats": (
+        TypeError, {"mask": np.ones((5, 7), np.float32)}, "float32", "mask.astype(bool)", "bias=",
+    ),
+    "a mask of floats of torch": (TypeError, tensors(mask=torch.ones(5, 7)), "is mask.bool()"),
+    "a bias of bools": (TypeError, {"bias": np.ones((5, 7), bool)}, "bias", "bool", "mask="),
+    "sinks of integers": (TypeError, {"sinks": np.zeros(4, np.int64)}, "sinks", "int64"),
+    "offsets of floats": (
+        TypeError, {"query_offset": np.zeros(2, np.float32)}, "query_offset", "float32",
+    ),
+    "an offset of a float": (TypeError, {"query_offset": 1.5}, "query_offset", "1.5"),
+    "two libraries": (
+        TypeError, {"k": torch.zeros(K.shape)}, "array of numpy", "key one of torch",
         "torch.asarray(query",
-        k=torch.zeros(K.shape),
-    )
-    refused(TypeError, "mask one of torch", mask=torch.ones(5, 7, dtype=torch.bool))
-
-
-def test_arrays_on_different_devices():
-    strict = array_api_strict
-    near = strict.zeros((3, 2), dtype=strict.float32)
-    far = strict.zeros((3, 2), dtype=strict.float32, device=strict.Device("device1"))
-    refused(ValueError, "query is on", "key on", "device1", q=near, k=far, v=near)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*nested:UserWarning")
-@pytest.mark.parametrize(
-    "special",
-    [
-        (torch.eye(4).to_sparse(), "query is a sparse, quantized"),
-        (torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged), "masks.segments"),
-    ],
-    ids=["sparse", "nested"],
-)
-def test_special_tensors(special):
-    tensor, message = special
-    refused(TypeError, message, q=tensor)
-
-
-# ---- shapes ----
-
-
-def test_rank_below_two():
-    refused(ValueError, "query (5,)", "(..., H, L, D)", q=np.zeros(5, np.float32))
-
-
-def test_vector_sizes_that_differ():
-    refused(ValueError, "8 and 6", "key (2, 2, 7, 6)", k=K[..., :6])
-
-
-def test_lengths_that_differ():
-    refused(ValueError, "7 and 6", "value (2, 2, 6, 3)", v=V[:, :, :6])
-
-
-def test_key_and_value_heads_that_differ():
-    refused(ValueError, "2 and 1", "value (2, 1, 7, 3)", v=V[:, :1])
-
-
-def test_query_heads_not_a_multiple_of_key_heads():
-    refused(ValueError, "3 and 2", 'layout="...LHD"', q=Q[:, :3])
-
-
-def test_query_heads_without_key_heads():
-    refused(ValueError, "4 and 0", k=K[:, :0], v=V[:, :0])
-    assert attention(Q[:, :0], K[:, :0], V[:, :0]).shape == (2, 0, 5, 3)
-
-
-def test_batch_axes_that_do_not_broadcast():
-    refused(ValueError, "(2,), (3,), (2,)", "broadcast", k=np.zeros((3, 2, 7, 8), np.float32))
-
-
-def test_shapes_are_quoted_in_the_callers_layout():
-    refused(
+    ),
+    "a mask of another library": (
+        TypeError, {"mask": torch.ones(5, 7, dtype=torch.bool)}, "mask one of torch",
+    ),
+    "two devices": (
+        ValueError, {"q": FAR.to_device(array_api_strict.Device("CPU_DEVICE")), "k": FAR, "v": FAR},
+        "query is on", "key on", "device1",
+    ),
+    "rank below two": (ValueError, {"q": np.zeros(5, np.float32)}, "query (5,)", "(..., H, L, D)"),
+    "sizes that differ": (ValueError, {"k": K[..., :6]}, "8 and 6", "key (2, 2, 7, 6)"),
+    "lengths that differ": (ValueError, {"v": V[:, :, :6]}, "7 and 6", "value (2, 2, 6, 3)"),
+    "key heads that differ": (ValueError, {"v": V[:, :1]}, "2 and 1", "value (2, 1, 7, 3)"),
+    "heads that are no multiple": (ValueError, {"q": Q[:, :3]}, "3 and 2", 'layout="...LHD"'),
+    "no key heads": (ValueError, {"k": K[:, :0], "v": V[:, :0]}, "4 and 0"),
+    "batch axes that do not broadcast": (
+        ValueError, {"k": np.zeros((3, 2, 7, 8), np.float32)}, "(2,), (3,), (2,)", "broadcast",
+    ),
+    "shapes in the caller's layout": (
         ValueError,
-        "query (2, 5, 4, 8)",
-        "(..., L, H, D)",
-        q=Q.swapaxes(1, 2),
-        k=K.swapaxes(1, 2)[..., :6],
-        v=V.swapaxes(1, 2),
-        layout="...LHD",
-    )
+        {
+            "q": Q.swapaxes(1, 2), "k": K.swapaxes(1, 2)[..., :6], "v": V.swapaxes(1, 2),
+            "layout": "...LHD",
+        },
+        "query (2, 5, 4, 8)", "(..., L, H, D)",
+    ),
+    "a mask of rank 3": (
+        ValueError, {"mask": np.ones((4, 5, 7), bool)}, "(4, 5, 7)", "mask[:, None]", "mask[None]",
+    ),
+    "a mask of rank 3 in an expression": (
+        ValueError, {"mask": masks.causal() | np.ones((4, 5, 7), bool)}, "could be batch or heads",
+    ),
+    **{
+        f"a mask of rank {mask.ndim} for rank 5": (
+            ValueError, {"q": Q[None], "k": K[None], "v": V[None], "mask": mask}, "mask[:, None]",
+        )
+        for mask in (np.ones((4, 5, 7), bool), np.ones((2, 4, 5, 7), bool))
+    },
+    "a mask of another length": (
+        ValueError, {"mask": np.ones((5, 6), bool)}, "mask (5, 6)", "(2, 4, 5, 7)",
+    ),
+    "a bias of other heads": (
+        ValueError, {"bias": np.zeros((2, 2, 5, 7), np.float32)}, "bias (2, 2, 5, 7)",
+    ),
+    "a mask of more axes": (
+        ValueError, {"mask": np.ones((3, 2, 4, 5, 7), bool)}, "mask (3, 2, 4, 5, 7)",
+    ),
+    "a mask that would widen the batch": (
+        ValueError, {"q": Q[:1], "k": K[:1], "v": V[:1], "mask": np.ones((6, 1, 1, 7), bool)},
+        "mask (6, 1, 1, 7)",
+    ),
+    "sinks of other heads": (ValueError, {"sinks": np.zeros(2, np.float32)}, "(4,)", "got (2,)"),
+    "offsets of other items": (
+        ValueError, {"query_offset": np.zeros(3, int)}, "query_offset", "(2,)", "got (3,)",
+    ),
+    "offsets of more axes": (
+        ValueError, {"query_offset": np.zeros((1, 2), int)}, "query_offset", "got (1, 2)",
+    ),
+    # options
+    **{
+        f"{name} of {value}": (ValueError, {name: value}, *pieces, repr(value))
+        for name, values, *pieces in (
+            ("scale", (float("nan"), float("inf")), "scale must be finite"),
+            ("scale", (1e39, 1e-46), "scale must be within the range"),
+            ("softcap", (1e39, 1e-46), "softcap must be within the range"),
+            ("softcap", (0, -1.0), "softcap must be above 0"),
+            ("dropout", ((1.0, 0), (-0.1, 0)), "[0, 1)"),
+            ("window", ((-1, 0),), "at least 0"),
+            ("layout", ("bshd",), "...HLD"),
+        )
+        for value in values
+    },
+    "a huge scale": (ValueError, {"scale": 10**400}, "scale must be finite"),
+    "a huge softcap": (ValueError, {"softcap": 10**400}, "softcap must be finite"),
+    "a layout in an array": (ValueError, {"layout": np.array("...HLD")}, "...HLD"),
+    **{
+        f"{name} of {value!r}": (TypeError, {name: value}, *pieces)
+        for name, values, *pieces in (
+            ("scale", ("1", np.ones(3), True), "scale must be a number"),
+            ("window", (256, (1,), (1, 2, 3), (1.5, 0), "ab"), "(left, right)", "(255, 0)"),
+            ("is_causal", (1, "yes", None), "is_causal must be True or False"),
+            ("dropout", (0.1,), "(rate, seed)", "0.1"),
+            ("dropout", ((0.1, None),), "seed must be one integer"),
+            ("score_mod", (1,), "score_mod must be a function", "got 1"),
+            ("kernel", (3, ["dense"]), "named by a string"),
+            ("backend", (3,), "named by a string"),
+        )
+        for value in values
+    },
+    # functions
+    "parameters of a mask": (
+        TypeError, {"mask": lambda i, j: i > j}, "the mask function must take (b, h, i, j)",
+        "(i, j)",
+    ),
+    "parameters of a score function": (
+        TypeError, {"score_mod": lambda s: s}, "score_mod must take (score, b, h, i, j)",
+    ),
+    "numbers from a mask": (
+        TypeError, {"mask": lambda b, h, i, j: i + j}, "must return a bool array", "int64",
+    ),
+    "another length from a mask": (
+        ValueError, {"mask": lambda *_: np.ones((5, 6), bool)}, "must broadcast to (2, 4, 5, 7)",
+    ),
+    "more axes from a mask": (
+        ValueError, {"mask": lambda *_: np.ones((3, 1, 1, 1, 1), bool)}, "must broadcast to",
+    ),
+    # backends
+    "a misspelt backend": (
+        polyattn.UnknownBackendError, {"backend": "nunpy"}, "'nunpy'", "did you mean 'numpy'?",
+    ),
+    "an unknown backend": (ValueError, {"backend": "numpy,acme"}, "array-api, auto"),
+    "a missing name": (
+        ValueError, {"backend": "numpy,,torch"}, "missing in backend='numpy,,torch'",
+    ),
+    "no names": (ValueError, {"backend": []}, "missing in backend=[]"),
+    "a device of auto": (ValueError, {"backend": "auto:cuda"}, "auto:cuda", "takes no device"),
+    "an unknown kernel": (
+        polyattn.UnsupportedError, {"kernel": "flash"}, "no kernel of that name", "tiled, dense",
+    ),
+    "a kernel without a name": (polyattn.UnsupportedError, {"kernel": ""}, "kernel='' cannot"),
+    "a device that is not here": (
+        NotImplementedError, {"backend": "torch:cuda:7"}, "no device 'cuda:7'", "cpu",
+    ),
+    "a kernel that does not declare dropout": (
+        polyattn.UnsupportedError, {"dropout": (0.1, 0), "kernel": "sdpa", "backend": "torch"},
+        "cannot take this call", "not compute dropout",
+    ),
+}  # fmt: skip
 
 
-def test_mask_of_rank_three_for_rank_four():
-    refused(ValueError, "(4, 5, 7)", "mask[:, None]", "mask[None]", mask=np.ones((4, 5, 7), bool))
-    refused(ValueError, "could be batch or heads", mask=masks.causal() | np.ones((4, 5, 7), bool))
-    for mask in (np.ones((4, 5, 7), bool), np.ones((2, 4, 5, 7), bool)):
-        refused(ValueError, "mask[:, None]", q=Q[None], k=K[None], v=V[None], mask=mask)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name):
+    error, options, *pieces = WRONG[name]
+    refused(error, *pieces, **options)
+
+
+def test_what_fits_barely_is_taken():
+    assert attention(Q[:, :0], K[:, :0], V[:, :0]).shape == (2, 0, 5, 3)
+    attention(Q, K, V, mask=lambda *indices: True, score_mod=lambda s, *indices: s)
+    for name in ("scale", "softcap"):
+        for value in (1e39, 1e-46):
+            attention(*(x.astype("f8") for x in (Q, K, V)), **{name: value})
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax", "array_api_strict"])
@@ -266,54 +318,6 @@ def test_a_mask_of_rank_three_that_is_not_ambiguous(library):
             for variant in (mask, masks.dense(mask) & masks.window(3, 3) | masks.dense(mask)):
                 output = attention(query, key, value, mask=variant, kernel=kernel)
                 np.testing.assert_allclose(np.asarray(output), np.asarray(expected), rtol=1e-5)
-
-
-def test_mask_and_bias_that_do_not_broadcast():
-    refused(ValueError, "mask (5, 6)", "(2, 4, 5, 7)", mask=np.ones((5, 6), bool))
-    refused(ValueError, "bias (2, 2, 5, 7)", bias=np.zeros((2, 2, 5, 7), np.float32))
-    refused(ValueError, "mask (3, 2, 4, 5, 7)", mask=np.ones((3, 2, 4, 5, 7), bool))
-
-
-def test_a_mask_does_not_widen_the_batch():
-    refused(
-        ValueError, "mask (6, 1, 1, 7)", q=Q[:1], k=K[:1], v=V[:1], mask=np.ones((6, 1, 1, 7), bool)
-    )
-
-
-def test_sinks_of_the_wrong_shape():
-    refused(ValueError, "(4,)", "got (2,)", sinks=np.zeros(2, np.float32))
-
-
-def test_query_offset_of_the_wrong_shape():
-    refused(ValueError, "query_offset", "(2,)", "got (3,)", query_offset=np.zeros(3, int))
-    refused(ValueError, "query_offset", "got (1, 2)", query_offset=np.zeros((1, 2), int))
-
-
-# ---- options ----
-
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scale_that_is_not_finite(scale):
-    refused(ValueError, "scale must be finite", repr(scale), scale=scale)
-
-
-@pytest.mark.parametrize("name", ["scale", "softcap"])
-def test_numbers_outside_the_range_of_the_dtype(name):
-    for value in (1e39, 1e-46):
-        refused(ValueError, f"{name} must be within the range", repr(value), **{name: value})
-        double = {"q": Q.astype("f8"), "k": K.astype("f8"), "v": V.astype("f8")}
-        attention(*double.values(), **{name: value})
-    refused(ValueError, f"{name} must be finite", **{name: 10**400})
-
-
-@pytest.mark.parametrize("scale", ["1", np.ones(3), True])
-def test_scale_that_is_not_a_number(scale):
-    refused(TypeError, "scale must be a number", scale=scale)
-
-
-@pytest.mark.parametrize("softcap", [0, -1.0])
-def test_softcap_not_above_zero(softcap):
-    refused(ValueError, "softcap must be above 0", repr(softcap), softcap=softcap)
 
 
 def capped(cap):
@@ -348,56 +352,6 @@ def test_what_is_advised_for_a_softcap_or_a_window_that_is_traced():
     np.testing.assert_allclose(found, attention(q, k, v, window=(2, 1)), rtol=1e-6)
 
 
-def test_window_ends_below_zero():
-    refused(ValueError, "at least 0", "(-1, 0)", window=(-1, 0))
-
-
-@pytest.mark.parametrize("window", [256, (1,), (1, 2, 3), (1.5, 0), "ab"])
-def test_window_that_is_not_a_pair(window):
-    refused(TypeError, "(left, right)", "(255, 0)", repr(window), window=window)
-
-
-@pytest.mark.parametrize("dropout", [(1.0, 0), (-0.1, 0)])
-def test_dropout_out_of_range(dropout):
-    refused(ValueError, "[0, 1)", repr(dropout), dropout=dropout)
-
-
-def test_dropout_without_a_seed():
-    refused(TypeError, "(rate, seed)", "0.1", dropout=0.1)
-    refused(TypeError, "seed must be one integer", dropout=(0.1, None))
-
-
-def test_dropout_is_refused_by_a_kernel_that_does_not_declare_it():
-    options = {"dropout": (0.1, 0), "kernel": "sdpa", "backend": "torch"}
-    refused(polyattn.UnsupportedError, "cannot take this call", "not compute dropout", **options)
-
-
-@pytest.mark.parametrize("is_causal", [1, "yes", None])
-def test_is_causal_that_is_not_a_bool(is_causal):
-    refused(TypeError, "is_causal must be True or False", repr(is_causal), is_causal=is_causal)
-
-
-def test_unknown_layout():
-    refused(ValueError, "...HLD", "'bshd'", layout="bshd")
-    refused(ValueError, "...HLD", layout=np.array("...HLD"))
-
-
-def test_score_mod_that_is_not_a_function():
-    refused(TypeError, "score_mod must be a function", score_mod=1)
-
-
-def test_functions_with_the_wrong_parameters():
-    refused(
-        TypeError, "the mask function must take (b, h, i, j)", "(i, j)", mask=lambda i, j: i > j
-    )
-    refused(TypeError, "score_mod must take (score, b, h, i, j)", score_mod=lambda s: s)
-    attention(Q, K, V, mask=lambda *indices: True, score_mod=lambda s, *indices: s)
-
-
-def test_a_mask_function_that_returns_numbers():
-    refused(TypeError, "must return a bool array", "int64", mask=lambda b, h, i, j: i + j)
-
-
 @pytest.mark.parametrize(
     ("returned", "error", "message"),
     [
@@ -412,40 +366,6 @@ def test_a_score_function_that_returns_something_else(returned, error, message):
     refused(error, message, score_mod=lambda s, b, h, i, j: returned)
     if error is not TypeError:
         refused(error, message, score_mod=lambda s, b, h, i, j: returned, backend="torch")
-
-
-def test_a_mask_function_that_returns_the_wrong_shape():
-    refused(ValueError, "must broadcast to (2, 4, 5, 7)", mask=lambda *_: np.ones((5, 6), bool))
-    refused(ValueError, "must broadcast to", mask=lambda *_: np.ones((3, 1, 1, 1, 1), bool))
-
-
-# ---- backends ----
-
-
-def test_unknown_backend():
-    refused(polyattn.UnknownBackendError, "'nunpy'", "did you mean 'numpy'?", backend="nunpy")
-    refused(ValueError, "array-api, auto", backend="numpy,acme")
-
-
-def test_malformed_backend_names():
-    refused(TypeError, "named by a string", backend=3)
-    refused(ValueError, "missing in backend='numpy,,torch'", backend="numpy,,torch")
-    refused(ValueError, "missing in backend=[]", backend=[])
-    refused(ValueError, "auto:cuda", "takes no device", backend="auto:cuda")
-
-
-def test_unknown_kernel():
-    refused(polyattn.UnsupportedError, "no kernel of that name", "tiled, dense", kernel="flash")
-    refused(polyattn.UnsupportedError, "kernel='' cannot", kernel="")
-
-
-@pytest.mark.parametrize("kernel", [3, ["dense"]])
-def test_kernel_that_is_not_a_name(kernel):
-    refused(TypeError, "named by a string", repr(kernel), kernel=kernel)
-
-
-def test_unavailable_device():
-    refused(NotImplementedError, "no device 'cuda:7'", "cpu", backend="torch:cuda:7")
 
 
 def test_the_error_lists_every_candidate():
