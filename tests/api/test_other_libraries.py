@@ -72,26 +72,6 @@ def test_array_api_strict(case, device, kernel):
         np.testing.assert_allclose(on_host, theirs, atol=2e-6)
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize(
-    "transform", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"]
-)
-def test_jax(case, transform, kernel):
-    options = as_library(jnp.asarray, OPTIONS[case])
-    arrays = map(jnp.asarray, (Q, K, V))
-    output = transform(lambda q, k, v: attention(q, k, v, kernel=kernel, **options))(*arrays)
-    np.testing.assert_allclose(output, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_jax_with_all_operands_traced(case):
-    arrays = {k: v for k, v in OPTIONS[case].items() if isinstance(v, np.ndarray)}
-    others = {k: v for k, v in OPTIONS[case].items() if k not in arrays}
-    function = jax.jit(lambda q, k, v, arrays: attention(q, k, v, **arrays, **others))
-    output = function(Q, K, V, arrays)
-    np.testing.assert_allclose(output, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
-
-
 @pytest.mark.slow
 def test_jax_gradient_and_vmap_pass_through(kernel):
     mask = jnp.asarray(np.arange(9) < np.arange(6)[:, None])  # the first row sees nothing
@@ -107,14 +87,6 @@ def test_jax_gradient_and_vmap_pass_through(kernel):
     np.testing.assert_allclose(mapped, attention(Q, K, V), atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_jax_in_16_bits(dtype):
-    q, k, v = (jnp.asarray(x, dtype) for x in (Q, K, V))
-    output, logsumexp = attention_partial(q, k, v)
-    assert output.dtype == dtype
-    assert logsumexp.dtype == jnp.float32
-
-
 def test_jax_with_a_traced_position():
     @jax.jit
     def step(q, k, v, position):
@@ -124,23 +96,6 @@ def test_jax_with_a_traced_position():
         output = step(Q[:, :, :1], K, V, jnp.asarray(position))
         expected = attention(Q[:, :, :1], K, V, is_causal=True, query_offset=position)
         np.testing.assert_allclose(output, expected, atol=2e-6)
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-@pytest.mark.parametrize("kernel", ["chunked", pytest.param("dense", marks=pytest.mark.slow)])
-def test_dask_stays_lazy(case, kernel):
-    def lazy(x):
-        return dask.array.from_array(x, chunks=(1, *x.shape[1:]))
-
-    def refuse(*_args, **_options):
-        pytest.fail("something was computed while the graph was built")
-
-    options = as_library(dask.array.from_array, OPTIONS[case])
-    with dask.config.set(scheduler=refuse):
-        output = attention(*map(lazy, (Q, K, V)), kernel=kernel, **options)
-    assert isinstance(output, dask.array.Array)
-    computed = output.compute(scheduler="synchronous")
-    np.testing.assert_allclose(computed, attention(Q, K, V, **OPTIONS[case]), atol=2e-6)
 
 
 def test_the_default_of_each_library_is_its_own():

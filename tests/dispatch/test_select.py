@@ -367,7 +367,8 @@ def test_arrays_of_several_libraries_move_to_a_named_backend():
     assert isinstance(attention(tensor, X, strict, backend="torch"), torch.Tensor)
 
 
-def test_callbacks_get_arrays_of_the_callers_library():
+@pytest.mark.parametrize("make", [lambda f: f, lambda f: masks.rule(f) | masks.prefix(1)])
+def test_callbacks_get_arrays_of_the_callers_library(make):
     table = RNG.standard_normal((5, 5)).astype(np.float32)
     seen = set()
 
@@ -379,7 +380,7 @@ def test_callbacks_get_arrays_of_the_callers_library():
         seen.add(type(i))
         return (i + j) % 3 != 0
 
-    options = {"score_mod": score_mod, "mask": mask}
+    options = {"score_mod": score_mod, "mask": make(mask)}
     np.testing.assert_allclose(
         attention(X, X, X, backend="torch", **options), reference(**options), atol=1e-6
     )

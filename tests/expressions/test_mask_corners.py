@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+import math
 import pickle
 
+import array_api_strict
 import jax
 import jax.numpy
 import numpy as np
@@ -28,6 +30,10 @@ def later(b, h, i, j):
     return i >= j
 
 
+def earlier(b, h, i, j):
+    return i <= j
+
+
 def halved(s, b, h, i, j):
     return s / 2
 
@@ -35,7 +41,8 @@ def halved(s, b, h, i, j):
 # ---- values: printed, compared, copied ----
 
 NAMES = {"numpy": np, "torch": torch, "jax": jax, "masks": masks, "scores": scores}
-NAMES |= {"later": later, "halved": halved}
+NAMES |= {"later": later, "earlier": earlier, "halved": halved}
+NAMES |= {"array_api_strict": array_api_strict}
 
 VALUES = [
     masks.causal(),
@@ -45,7 +52,11 @@ VALUES = [
     masks.prefix(np.array([3, 4])),
     masks.padding(3, 2),
     masks.padding(query_lengths=3),
-    masks.padding(np.int32(3)),
+    masks.padding(3),
+    masks.padding(np.array([3, 4])),
+    masks.padding(np.array([3, 4], np.int32)),
+    masks.padding(np.array([3, 5])),
+    masks.prefix(array_api_strict.asarray([3, 4])),
     masks.segments(np.array([0, 1])),
     masks.segments(np.array([[0, 1]], np.uint8), np.array([1, 2], np.int32)),
     masks.segments(torch.tensor([0, 1])),
@@ -55,6 +66,9 @@ VALUES = [
     masks.dense(np.array([[True, False]])),
     masks.dense(np.array(True)),
     masks.rule(later),
+    masks.rule(earlier),
+    masks.causal() | masks.prefix(2),
+    masks.causal() & masks.prefix(2),
     masks.causal() & masks.window(1, 1) | ~masks.prefix(2) & ~(masks.causal() | masks.dilated(2)),
     (masks.causal() | masks.prefix(3)) & masks.dilated(2),
     ~(~masks.causal() & masks.prefix(1)),
@@ -118,6 +132,40 @@ def test_a_value_cannot_be_changed():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
+        (lambda: masks.window(-1, 0), ValueError, "at least 0"),
+        (lambda: masks.window(1.5, 0), TypeError, "1.5"),
+        (lambda: masks.prefix(-1), ValueError, "at least 0; got -1"),
+        (lambda: masks.prefix(2.0), TypeError, "must be an integer; got 2.0"),
+        (lambda: masks.prefix(True), TypeError, "True"),
+        (lambda: masks.padding(), TypeError, "key_lengths, query_lengths, or both"),
+        (lambda: masks.padding([3, "x"]), TypeError, "must hold numbers"),
+        (lambda: masks.padding(np.array([3.0, 5.0])), TypeError, "float64"),
+        (lambda: masks.segments(None), TypeError, "query_ids must be an integer array"),
+        (lambda: masks.segments(np.ones(6)), TypeError, "float64"),
+        (lambda: masks.dilated(0), ValueError, "at least 1; got 0"),
+        (lambda: masks.global_tokens(), ValueError, "positions"),
+        (lambda: masks.global_tokens(-1), ValueError, "-1"),
+        (lambda: masks.dense(np.ones((6, 6))), TypeError, "bool array"),
+        (lambda: masks.dense("causal"), TypeError, "'causal'"),
+        (lambda: masks.rule(3), TypeError, "got 3"),
+        (lambda: masks.rule(lambda i, j: i > j), TypeError, "b, h, i, j"),
+        (lambda: masks.compile(later, 0), ValueError, "at least 1"),
+        (lambda: masks.compile(later, 8, tile=2.5), TypeError, "2.5"),
+        (lambda: scores.softcap(0), ValueError, "above 0 in the range of float32; got 0"),
+        (lambda: scores.temperature(math.nan), ValueError, "nan"),
+        (lambda: scores.temperature(1e-300), ValueError, "1e-300"),
+        (lambda: scores.temperature(2.0) and scores.alibi(2), TypeError, ">>"),
+        (lambda: scores.temperature("2"), ValueError, "'2'"),
+        (lambda: scores.alibi(0), TypeError, "number of query heads"),
+        (lambda: scores.alibi(2.0), TypeError, "2.0"),
+        (lambda: scores.relative_bias(np.zeros(4)), TypeError, r"\(4,\)"),
+        (lambda: scores.relative_bias(np.zeros((2, 4))), ValueError, "at least 4 buckets"),
+        (lambda: scores.function(3), TypeError, "got 3"),
+        (lambda: scores.softcap(2) >> 3, TypeError, "got 3"),
+        (lambda: scores.softcap(2) >> scores.cosine(), TypeError, r"scores\.cosine\(\)"),
+        (lambda: scores.distance(3), ValueError, "1 or 2; got 3"),
+        (lambda: scores.additive(3.0), TypeError, r"\(D,\)"),
+        (lambda: scores.by_norm(-1), ValueError, "-1"),
         (lambda: masks.causal() and masks.prefix(1), TypeError, "compose by & | ~"),
         (lambda: not masks.causal(), TypeError, "compose by & | ~"),
         (lambda: masks.causal() & scores.softcap(1), TypeError, "a Softcap"),
@@ -363,14 +411,6 @@ def test_lengths_below_nothing_hide_all_and_ids_may_be_anything():
     odd = np.array([-(2**62), 2**62, -1, -1, 0, 2**62])
     same = odd[:, None] == odd
     np.testing.assert_array_equal(run(mask=masks.segments(odd)), run(mask=same))
-
-
-def test_nested_negations_are_the_mask_itself():
-    mask = masks.causal() | masks.prefix(2)
-    assert ~~mask == mask
-    assert ~~~mask == ~mask
-    expected = run(mask=mask)
-    np.testing.assert_array_equal(run(mask=~(~mask & masks.prefix(FAR))), expected)
 
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])

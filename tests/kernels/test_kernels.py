@@ -26,37 +26,6 @@ def randn(*shape):
 SMALL_TILES = tiles_of(40)
 
 
-OPTIONS = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "window": {"window": (3, 2)},
-    "causal from the first key": {"is_causal": True, "query_offset": 0},
-    "rows without keys": {"is_causal": True, "query_offset": -9},
-    "beyond the keys": {"window": (2, 2), "query_offset": 40},
-    "offset per item": {"is_causal": True, "query_offset": np.array([0, 20])},
-    "everything": {
-        "is_causal": True,
-        "window": (11, 0),
-        "mask": RNG.random((2, 1, 23, 31)) > 0.3,
-        "bias": RNG.standard_normal((4, 23, 1), dtype=np.float32),
-        "softcap": 2.0,
-        "scale": 0.5,
-        "sinks": RNG.standard_normal(4, dtype=np.float32),
-        "score_mod": lambda s, b, h, i, j: s - 0.1 * h * abs(i - j) + 0.2 * b,
-    },
-    "mask function": {"mask": lambda b, h, i, j: (i + 2 * j + h + b) % 4 != 0},
-}
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_tiles_change_nothing(case):
-    q, k, v = randn(2, 4, 23, 8), randn(2, 2, 31, 8), randn(2, 2, 31, 5)
-    tiles = attention_partial(q, k, v, kernel=SMALL_TILES, **OPTIONS[case])
-    whole = attention_partial(q, k, v, kernel="dense", **OPTIONS[case])
-    np.testing.assert_allclose(tiles.output, whole.output, atol=2e-6)
-    np.testing.assert_allclose(tiles.logsumexp, whole.logsumexp, atol=2e-6)
-
-
 def test_tiles_without_a_visible_key_are_not_visited(monkeypatch):
     visited = []
     genuine = tiled.attend
@@ -226,27 +195,6 @@ def test_a_mask_function_may_return_a_plain_bool():
         attention(x, x, x, mask=lambda b, h, i, j: True), attention(x, x, x, kernel="dense")
     )
     assert not attention(x, x, x, mask=lambda b, h, i, j: False).any()
-
-
-@pytest.mark.parametrize("layout", ["...HLD", "...LHD"])
-@pytest.mark.parametrize("rank", [2, 3, 4, 5])
-def test_results_are_the_callers_to_write_to(layout, rank):
-    shape = (1, 2, 3, 4, 6)[-rank:]
-    x = randn(*shape)
-    partial = attention_partial(x, x, x, layout=layout)
-    assert partial.output.shape == x.shape
-    assert partial.logsumexp.shape == x.shape[:-1]
-    assert partial.output.flags.writeable
-    assert partial.logsumexp.flags.writeable
-
-
-def test_a_value_of_more_batch_axes_widens_both_results():
-    q, k, v = randn(2, 5, 4), randn(2, 5, 4), randn(3, 2, 5, 4)
-    for kernel in ("dense", "tiled"):
-        partial = attention_partial(q, k, v, kernel=kernel)
-        assert partial.output.shape == (3, 2, 5, 4)
-        assert partial.logsumexp.shape == (3, 2, 5)
-        assert partial.logsumexp.flags.writeable
 
 
 def test_merge_refuses_what_does_not_fit():
