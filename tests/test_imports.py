@@ -1,6 +1,7 @@
 """What imports what: rooms import only the rooms below them, and no framework comes in unasked."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -146,6 +147,16 @@ def test_a_plugin_reads_no_private_name_of_the_core(file):
     core = "\n".join(x.read_text(encoding="utf-8") for x in (ROOT / "_core" / "tiles").glob("*.py"))
     read = {name for name in private - own if f"self.{name} =" in core}
     assert not read, read
+
+
+def test_the_words_of_the_glossary_are_names_in_the_code():
+    page = (ROOT.parent / "docs" / "design.md").read_text(encoding="utf-8")
+    section = page.partition("## What do the words mean?")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| `(\w+)` \| ", section, re.M)
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files()]
+    names = {node.name for tree in trees for node in ast.walk(tree) if type(node) is ast.ClassDef}
+    assert 10 < len(words) <= 20
+    assert not set(words) - names
 
 
 def loaded_after(run_python, code, names):
