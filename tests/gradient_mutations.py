@@ -4,7 +4,7 @@ Those that the formula of `attention` shares are in that file.
 """
 
 BACKWARD, SUMS = "polyattn/_kernels/backward.py", "polyattn/_kernels/sums.py"
-AGAIN, VISIBLE = "polyattn/_kernels/recomputed.py", "polyattn/_kernels/visible_tiles.py"
+AGAIN, VISIBLE = "polyattn/_kernels/recomputed.py", "polyattn/_kernels/visible.py"
 JVP, INTO = "polyattn/_kernels/jvp.py", "polyattn/_api/gradients.py"
 SLOPES, STEPS = "polyattn/_core/expressions/derivatives.py", "polyattn/_core/expressions/scores.py"
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
@@ -18,7 +18,7 @@ OF_BIAS = """        if self.total.wants("bias"):
 OF_SCORE = '        self.total.add_carried("score_mod", of_score)\n'
 
 MUTATIONS = (
-    # backward.py, recomputed.py and visible_tiles.py
+    # backward.py, recomputed.py and visible.py
     ("delta left out", BACKWARD, "d_weights - delta", "d_weights"),
     ("delta without the logsumexp's gradient", BACKWARD,
      "delta = delta - part_of(problem, cotangents.logsumexp[..., None], rows, xp)", "pass"),

@@ -98,7 +98,7 @@ def _selected(problem: Problem, grid: Grid, rows: Any, heads: Any) -> Grid:
         ]
         grid = grid._replace(rows=tuple([s for s in cuts if s.length > 0] or [Span(0, 0)]))
     if heads is not None:
-        size = max(1, problem.heads // max(1, problem.key_heads))
+        size = problem.group_size
         numbers = [head for span in heads for head in range(*span)]
         read = list(dict.fromkeys(number // size for number in numbers))
         grid = grid._replace(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypedDict, TypeVar
 
-from polyattn._api.cached_calls import with_cached_calls
 from polyattn._api.names import with_our_names
-from polyattn._api.run import compute
+from polyattn._api.run import compute, with_cached_calls
 from polyattn._base.arrays import Array
 from polyattn._base.autocast import autocast
 from polyattn._core.call.describe import describe

@@ -17,13 +17,11 @@ from polyattn._core.call.operands import Cotangents, Operands, Residuals
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.derivatives import finite
 from polyattn._core.expressions.replacements import Similarity
-from polyattn._core.tiles.batch_axes import part_of
-from polyattn._core.tiles.grouped_heads import fold_heads, unfold_heads
+from polyattn._core.tiles.axes import fold_heads, part_of, unfold_heads
 from polyattn._kernels.dense import dropped
-from polyattn._kernels.masked_sum import visible_product
 from polyattn._kernels.recomputed import RowBlock, Scored, score_tile
 from polyattn._kernels.sums import GradientSums
-from polyattn._kernels.visible_tiles import visible_tiles
+from polyattn._kernels.visible import visible_product, visible_tiles
 from polyattn.plugin import Backend
 
 

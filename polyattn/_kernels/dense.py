@@ -13,11 +13,10 @@ from polyattn._base.arrays import Array, cast, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.tiles.batch_axes import part_of, reason_against_batch
-from polyattn._core.tiles.grouped_heads import scaled, unfold_heads
+from polyattn._core.tiles.axes import part_of, reason_against_batch, scaled, unfold_heads
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
-from polyattn._kernels.masked_sum import hide, weighted_sum
+from polyattn._kernels.visible import hide, weighted_sum
 from polyattn.plugin import Backend
 
 #: The features that the steps below compute: a new one is not among them before its step is.

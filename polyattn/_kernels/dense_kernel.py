@@ -6,7 +6,7 @@ from polyattn._base.arrays import Array
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
-from polyattn._core.tiles.grouped_heads import ungrouped
+from polyattn._core.tiles.axes import ungrouped
 from polyattn._kernels.backward import gradients
 from polyattn._kernels.dense import COMPUTED, attention, reasons_against_lengths
 from polyattn._kernels.jvp import pushforward

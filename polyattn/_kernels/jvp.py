@@ -10,12 +10,10 @@ from polyattn._base.arrays import Array, cast, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands, Residuals, Tangents
 from polyattn._core.call.problem import Problem
-from polyattn._core.tiles.batch_axes import part_of
-from polyattn._core.tiles.grouped_heads import scaled, unfold_heads
+from polyattn._core.tiles.axes import part_of, scaled, unfold_heads
 from polyattn._kernels.dense import dropped
-from polyattn._kernels.masked_sum import weighted_sum
 from polyattn._kernels.recomputed import RowBlock, Scored, per_head, score_tile
-from polyattn._kernels.visible_tiles import visible_tiles
+from polyattn._kernels.visible import visible_tiles, weighted_sum
 from polyattn.plugin import Backend
 
 

@@ -13,8 +13,7 @@ from polyattn._base.arrays import Array, cast, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.tiles.batch_axes import part_of
-from polyattn._core.tiles.grouped_heads import scaled
+from polyattn._core.tiles.axes import part_of, scaled
 from polyattn._core.tiles.indices import Indices
 from polyattn._kernels.dense import Scores, scores
 from polyattn.plugin import Backend

@@ -13,12 +13,12 @@ from polyattn._base.arrays import Array
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.axes import scaled
 from polyattn._core.tiles.band import band, column_span
-from polyattn._core.tiles.grouped_heads import scaled
 from polyattn._core.tiles.online_softmax import SoftmaxState, combine, initial_state, normalize
 from polyattn._kernels.dense import COMPUTED, attend
 from polyattn._kernels.dense_kernel import Dense
-from polyattn._kernels.visible_tiles import visible_tiles
+from polyattn._kernels.visible import visible_tiles
 from polyattn.plugin import Backend
 
 # The least scores of a tile per head, for any number of heads.

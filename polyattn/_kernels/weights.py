@@ -13,8 +13,7 @@ from polyattn._base.arrays import Array, cast, index_range
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
-from polyattn._core.tiles.batch_axes import part_of
-from polyattn._core.tiles.grouped_heads import scaled, ungrouped
+from polyattn._core.tiles.axes import part_of, scaled, ungrouped
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import initial_state, or_zero
 from polyattn._kernels.dense import COMPUTED, dropped, reasons_against_lengths, scores

@@ -55,10 +55,9 @@ from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn._core.expressions.patterns import CachePadding
 from polyattn._core.expressions.scores import Score
+from polyattn._core.tiles.axes import fold_heads, one_batch_axis, reason_against_batch, unfold_heads
 from polyattn._core.tiles.band import band, column_span, full_span, is_full
-from polyattn._core.tiles.batch_axes import one_batch_axis, reason_against_batch
 from polyattn._core.tiles.coverage import TileGrid, TileQuery, combined_mask
-from polyattn._core.tiles.grouped_heads import fold_heads, unfold_heads
 from polyattn._core.tiles.indices import Indices
 from polyattn._core.tiles.online_softmax import (
     SoftmaxState,

@@ -27,8 +27,8 @@ from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.indices import INDEX_LIMIT, call_mask, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
+from polyattn._core.tiles.axes import cut_items
 from polyattn._core.tiles.band import visible_band
-from polyattn._core.tiles.batch_axes import cut_items
 from polyattn._core.tiles.dropout import (
     WORDS,
     keep_mask_by_key,

@@ -18,8 +18,8 @@ from polyattn._base.arrays import Array, broadcast_shapes, with_rank
 from polyattn._base.span import Span
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem
+from polyattn._core.tiles.axes import one_batch_axis
 from polyattn._core.tiles.band import band
-from polyattn._core.tiles.batch_axes import one_batch_axis
 from polyattn._core.tiles.indices import Indices
 
 # ---- what static facts say ----
