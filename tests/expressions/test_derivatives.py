@@ -116,35 +116,6 @@ def test_the_pullback_of_a_score_value_is_its_gradient(name, offset, library):
     assert_all_close(numbers(library, [of_scores, *of_arrays]), expected)
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_the_pullback_of_a_tangent_is_the_forward_derivative(name):
-    value, at = MADE[name](TORCH.to), tile(TORCH.to)
-    found, _ = value.pullback(torch.tensor(SCORES), at, torch.tensor(TANGENT))
-    _, expected = torch.func.jvp(
-        lambda s: value.apply(s, at), (torch.tensor(SCORES),), (torch.tensor(TANGENT),)
-    )
-    np.testing.assert_allclose(found, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["alibi by slopes", "relative bias", "chain"])
-def test_the_gradients_of_tiles_add_up(name):
-    value, whole = MADE[name](np.array), tile(np.array)
-    expected = value.pullback(SCORES, whole, GRADIENT)[1]
-    total = [np.zeros_like(x) for x in expected]
-    for items, heads, rows, columns in (
-        (Span(0, 1), Span(0, H), Span(0, L), Span(0, S)),
-        (Span(1, 2), Span(0, 2), Span(0, L), Span(0, S)),
-        (Span(1, 2), Span(2, H), Span(0, 3), Span(0, S)),
-        (Span(1, 2), Span(2, H), Span(3, L), Span(0, 4)),
-        (Span(1, 2), Span(2, H), Span(3, L), Span(4, S)),
-    ):
-        at = tile(np.array, rows=rows, columns=columns, items=items, heads=heads)
-        cut = tuple(slice(*span) for span in (items, heads, rows, columns))
-        parts = value.pullback(SCORES[cut], at, GRADIENT[cut])[1]
-        total = [one + part for one, part in zip(total, parts, strict=True)]
-    assert_all_close(total, expected)
-
-
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
 @pytest.mark.parametrize("name", MADE)
 def test_an_absent_score_has_the_gradient_0(name, library):
@@ -271,20 +242,6 @@ def test_the_pullback_of_a_similarity_is_its_gradient(name, library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=str)
-@pytest.mark.parametrize("name", SIMILAR)
-def test_the_pushforward_of_a_similarity_is_its_forward_derivative(name, library):
-    given = QUERY, KEY, QUERY_TANGENT, KEY_TANGENT
-    similarity, xp = SIMILAR[name](library.to), library_of(library.to(QUERY)).xp
-    found = similarity.pushforward(*map(library.to, given), BackendPrimitives(xp))
-    theirs, xp = SIMILAR[name](TORCH.to), library_of(TORCH.to(QUERY)).xp
-    query, key, *tangents = map(TORCH.to, given)
-    _, expected = torch.func.jvp(
-        lambda q, k: theirs.between(q, k, BackendPrimitives(xp)), (query, key), tuple(tangents)
-    )
-    np.testing.assert_allclose(library.back(found), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", SIMILAR)
 def test_what_an_absent_key_holds_changes_no_gradient(name, poison, library):
@@ -355,22 +312,6 @@ def test_blocks_of_rows_give_what_all_rows_give(name, library):
 
 SEEN = np.tril(np.ones((L, S), bool), 1)
 SEEN[2] = False
-
-
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
-@pytest.mark.parametrize("normalizer", [scores.sigmoid(), scores.sparsemax()], ids=repr)
-def test_the_pullback_of_a_normalizer_is_its_gradient(normalizer, library):
-    hidden = np.where(SEEN, SCORES / 4, -np.inf)
-    xp = library_of(library.to(hidden)).xp
-    weights = normalizer.weights(library.to(hidden), BackendPrimitives(xp))
-    gradient = np.where(SEEN, GRADIENT, np.nan)
-    found = library.back(normalizer.pullback(weights, library.to(gradient), xp))
-    xp = library_of(TORCH.to(hidden)).xp
-    expected = torch_gradients(
-        lambda s: normalizer.weights(s, BackendPrimitives(xp)), [hidden], GRADIENT
-    )
-    np.testing.assert_allclose(found, expected[0], **CLOSE)
-    assert np.all(found[..., ~SEEN] == 0)
 
 
 @pytest.mark.parametrize("backend", [BackendPrimitives(np), NumpyBackend(), TorchBackend()])

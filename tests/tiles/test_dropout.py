@@ -9,7 +9,7 @@ import pytest
 import torch
 from libraries import LIBRARIES, Library, tiles_of
 
-from polyattn import attention, attention_partial, masks
+from polyattn import attention, attention_partial
 from polyattn._base.arrays import namespace_of
 from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
 
@@ -149,18 +149,6 @@ def test_a_masked_key_stays_absent_and_a_row_without_keys_zero():
     output = attention(QUERY, KEY, value, mask=mask, dropout=(RATE, SEED))
     assert np.all(np.isfinite(output))
     assert np.all(output[:, :, :2] == 0)
-
-
-@pytest.mark.slow
-def test_gradients_are_those_of_the_weights_that_are_kept():
-    q, k, v = (torch.tensor(RNG.normal(size=(1, 2, 4, 2)), requires_grad=True) for _ in range(3))
-    for kernel in ("dense", tiles_of(8)):
-
-        def output(q, k, v, kernel=kernel):
-            options = {"kernel": kernel, "backend": "array-api"}
-            return attention(q, k, v, dropout=(0.4, 3), mask=masks.causal(), **options)
-
-        assert torch.autograd.gradcheck(output, (q, k, v))
 
 
 @pytest.mark.parametrize(
