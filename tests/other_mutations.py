@@ -300,8 +300,8 @@ MUTATIONS = (
      "given()"),
     (STRICT + "test_a_number_that_changes_is_compiled_once[lengths]",
      "lengths that stay numbers", "polyattn/_core/expressions/patterns.py",
-     "return change(lengths) if isinstance(lengths, int) else lengths",
-     "return lengths"),
+     "change(number) if isinstance(number, int) else number",
+     "number"),
     # bands on torch
     (BANDS + "test_torch_gets_the_keys_of_the_band[one token-10-None]",
      "torch gets all keys of a band", "backends/polyattn_torch/route.py",

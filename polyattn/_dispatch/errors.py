@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from polyattn._dispatch.explanation import Explanation
 
-__all__ = ["BackendError", "BackendUnavailableError", "UnknownBackendError", "UnsupportedError"]
-
 
 class BackendError(Exception):
     """Base class: no requested backend or kernel can run the call.

@@ -43,7 +43,7 @@ from polyattn._base.host import native
 from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
-from polyattn._core.call.features import FEATURES, MASKING
+from polyattn._core.call.features import FEATURES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
 from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, OPTIONS
@@ -86,7 +86,6 @@ __all__ = [
     "FEATURES",
     "GRADIENT_ARRAYS",
     "GRADIENT_EXPRESSIONS",
-    "MASKING",
     "OPTIONS",
     "Array",
     "Backend",

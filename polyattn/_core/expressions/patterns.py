@@ -121,70 +121,60 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
     return runs
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Prefix(Mask):
-    name: ClassVar[str] = "prefix"
-    axes: ClassVar[dict[str, str]] = {"lengths": "."}
-    lengths: Any
+class FirstTokens(Mask):
+    """The first keys or rows of each batch item: a field is their number, or an array of those."""
+
+    #: What the number in a field counts, "rows" or "columns".
+    counts: ClassVar[dict[str, str]]
+
+    def _given(self) -> list[tuple[str, Any]]:
+        numbers = [(axis, getattr(self, name)) for name, axis in self.counts.items()]
+        return [(axis, lengths) for axis, lengths in numbers if lengths is not None]
+
+    def _with(self, change: Callable[[str, Any], Any]) -> Any:
+        return type(self)(*[change(axis, getattr(self, n)) for n, axis in self.counts.items()])
 
     def seen(self, at: ScoreIndices) -> Array:
-        return at.column < at.per_item(self.lengths)
-
-    def _coverage(self, block: Block) -> Coverage:
-        length = block.per_item(self.lengths)
-        return Coverage(block.columns[0] < length, block.columns[1] <= length)
-
-    def with_lengths(self, change: Callable[[int], Any]) -> Prefix:
-        return Prefix(_changed(self.lengths, change))
-
-    def part(self, part: Part) -> Prefix:
-        return Prefix(part.counted(self.lengths, part.columns.start))
-
-    def check(self, dims: ScoreDims) -> None:
-        dims.check_per_item("masks.prefix: lengths", self.lengths)
-
-
-def _changed(lengths: Any, change: Callable[[int], Any]) -> Any:
-    return change(lengths) if isinstance(lengths, int) else lengths
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Padding(Mask):
-    name: ClassVar[str] = "padding"
-    axes: ClassVar[dict[str, str]] = {"key_lengths": ".", "query_lengths": "."}
-    key_lengths: Any
-    query_lengths: Any = None
-
-    def seen(self, at: ScoreIndices) -> Array:
-        seen = None if self.key_lengths is None else at.column < at.per_item(self.key_lengths)
-        if self.query_lengths is None:
-            return seen
-        rows = at.row < at.per_item(self.query_lengths)
-        return rows if seen is None else seen & rows
+        seen = [
+            (at.row if axis == "rows" else at.column) < at.per_item(lengths)
+            for axis, lengths in self._given()
+        ]
+        return functools.reduce(operator.and_, seen)
 
     def _coverage(self, block: Block) -> Coverage:
         some = every = True
-        for lengths, (first, stop) in (
-            (self.key_lengths, block.columns),
-            (self.query_lengths, block.rows),
-        ):
-            if lengths is not None:
-                length = block.per_item(lengths)
-                some, every = some & (first < length), every & (stop <= length)
+        for axis, lengths in self._given():
+            length = block.per_item(lengths)
+            first, stop = block.rows if axis == "rows" else block.columns
+            some, every = some & (first < length), every & (stop <= length)
         return Coverage(some, every)
 
-    def with_lengths(self, change: Callable[[int], Any]) -> Padding:
-        return type(self)(_changed(self.key_lengths, change), _changed(self.query_lengths, change))
+    def with_lengths(self, change: Callable[[int], Any]) -> Any:
+        return self._with(lambda _, number: change(number) if isinstance(number, int) else number)
 
-    def part(self, part: Part) -> Padding:
-        return Padding(
-            part.counted(self.key_lengths, part.columns.start),
-            part.counted(self.query_lengths, part.rows.start),
-        )
+    def part(self, part: Part) -> Any:
+        return self._with(lambda axis, numbers: part.counted(numbers, getattr(part, axis).start))
 
     def check(self, dims: ScoreDims) -> None:
-        dims.check_per_item("masks.padding: key_lengths", self.key_lengths)
-        dims.check_per_item("masks.padding: query_lengths", self.query_lengths)
+        for name in self.counts:
+            dims.check_per_item(f"masks.{self.name}: {name}", getattr(self, name))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Prefix(FirstTokens):
+    name: ClassVar[str] = "prefix"
+    axes: ClassVar[dict[str, str]] = {"lengths": "."}
+    counts: ClassVar[dict[str, str]] = {"lengths": "columns"}
+    lengths: Any
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Padding(FirstTokens):
+    name: ClassVar[str] = "padding"
+    axes: ClassVar[dict[str, str]] = {"key_lengths": ".", "query_lengths": "."}
+    counts: ClassVar[dict[str, str]] = {"key_lengths": "columns", "query_lengths": "rows"}
+    key_lengths: Any
+    query_lengths: Any = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -194,6 +184,9 @@ class CachePadding(Padding):
     It hides what ``masks.padding`` hides. Its class says besides that the query offset of the call
     is the number of keys − L, which a kernel cannot see in two arrays.
     """
+
+    def part(self, part: Part) -> Any:
+        return Padding(self.key_lengths, self.query_lengths).part(part)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
