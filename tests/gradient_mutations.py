@@ -86,8 +86,8 @@ MUTATIONS = (
      "tangents.query[..., rows.start : rows.stop, :], xp) / problem.scale"),
     ("the softcap's slope left out of a tangent", JVP, "t = t * (1 - bent * bent)", "pass"),
     ("dropped weights in a tangent", JVP, "t, weights = dropped", "t, _ = dropped"),
-    ("hidden poison in a tangent", JVP, "t, tile.scores.final, value)",
-     "t, xp.zeros_like(t), value)"),
+    ("hidden poison in a tangent", JVP, "backend, t, s, value)",
+     "backend, t, xp.zeros_like(t), value)"),
     # what is added to
     ("sums overwritten", INTO, "gradient if before is None else before + gradient", "gradient"),
     # expressions

@@ -129,9 +129,8 @@ def _backward(
     call = call._replace(residuals=mapped(residuals, _facts), cotangents=mapped(cotangents, _facts))
     turn = functools.partial(result_heads_first, call)
     plan = plan_of(call, operands.query, backend, kernel)
-    found = plan.run_backward(
-        heads_first(call, operands), mapped(residuals, turn), mapped(cotangents, turn)
-    )
+    records = mapped(residuals, turn), mapped(cotangents, turn)
+    found = plan.run(heads_first(call, operands), *records, method="run_backward")
     return _finished(call, found, given, into)
 
 
@@ -335,11 +334,12 @@ def attention_jvp(
     fields = {name.removesuffix("_tangent"): array for name, array in moved.items()}
     tangents = mapped(Tangents(**fields), lambda name, array: placed(name, array, destination))
     call = call._replace(residuals=mapped(residuals, _facts), tangents=mapped(tangents, _facts))
-    result = plan_of(call, operands.query, backend, kernel).run_jvp(
-        heads_first(call, operands),
+    records = (
         mapped(residuals, functools.partial(result_heads_first, call)),
         mapped(tangents, functools.partial(tangent_heads_first, call)),
     )
+    plan = plan_of(call, operands.query, backend, kernel)
+    result = plan.run(heads_first(call, operands), *records, method="run_jvp")
     tangent, _ = as_called(call, *result)
     return output, cast(library_of(tangent).xp, tangent, output.dtype)
 

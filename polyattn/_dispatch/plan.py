@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from polyattn._base.arrays import Array, Recorder, facts_of, is_array, library_of, recorders
 from polyattn._base.tracing import is_compiling
 from polyattn._core.call.gradients import Gradients
-from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
+from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import GRADIENT_ARRAYS
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
@@ -43,34 +43,11 @@ class Plan(NamedTuple):
                 return self._replace(kernel=kernel, placement=placement)
         return None
 
-    def run(self, operands: Operands) -> tuple[Array, Array | None]:
-        """Run the kernel, and return the result in the query's library and on its device."""
-        found: tuple[Array, Array | None] = self._run("run", operands)
-        return found
+    def run(self, operands: Operands, *others: Any, method: str = "run") -> Any:
+        """Run the kernel by a method of its backend, and return the result where the query is.
 
-    def run_backward(
-        self, operands: Operands, residuals: Residuals, cotangents: Cotangents
-    ) -> Gradients:
-        """Run the kernel's backward pass, and return gradients on the query's device."""
-        found: Gradients = self._run("run_backward", operands, residuals, cotangents)
-        return found
-
-    def run_jvp(
-        self, operands: Operands, residuals: Residuals, tangents: Tangents
-    ) -> tuple[Array, Array | None]:
-        """Run the kernel's directional derivative, as `run` does."""
-        found: tuple[Array, Array | None] = self._run("run_jvp", operands, residuals, tangents)
-        return found
-
-    def run_weights(
-        self, operands: Operands, logsumexp: Array | None
-    ) -> tuple[Array, Array | None]:
-        """Run the kernel of the weights, as `run` does."""
-        found: tuple[Array, Array | None] = self._run("run_weights", operands, logsumexp)
-        return found
-
-    def _run(self, method: str, operands: Operands, *others: Any) -> Any:
-        """Call a method of the backend with what it is given there, and bring the result back."""
+        The method is ``run``, ``run_backward``, ``run_jvp`` or ``run_weights``.
+        """
         recorder = _recorder(operands, others)
         if recorder is not None:
             return recorder.run(method, self, operands, *others)

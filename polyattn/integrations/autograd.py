@@ -195,8 +195,9 @@ class _Recorded:
             moved |= {name for name, _ in (*named_arrays(residuals), *named_arrays(along))}
         plan = plan._replace(placement=plan.placement._replace(moved=moved))
         if isinstance(along, Tangents):
-            return _with_feature(plan, "jvp").run_jvp(operands, residuals, along)
-        return _with_feature(plan, "backward").run_backward(operands, residuals, along)
+            return _with_feature(plan, "jvp").run(operands, residuals, along, method="run_jvp")
+        plan = _with_feature(plan, "backward")
+        return plan.run(operands, residuals, along, method="run_backward")
 
 
 def _with_feature(plan: Any, feature: str) -> Any:
