@@ -176,22 +176,6 @@ def test_the_bias_of_a_hidden_key_is_not_seen(kernel, library):
         assert all(bits(a) == bits(b) for a, b in zip(clean, poisoned, strict=True))
 
 
-# Device
-
-
-@pytest.mark.parametrize("options", [{}, {"is_causal": True, "window": (3, 1)}, {"softcap": 2.0}])
-def test_nothing_leaves_the_device_of_the_inputs(options, kernel):
-    """The strict library refuses to mix devices, so that no array may be made on the wrong one."""
-    elsewhere = array_api_strict.Device("device1")
-    query = array_api_strict.ones((B, H, L, D), device=elsewhere, dtype=array_api_strict.float32)
-    offsets = array_api_strict.asarray([0, 1], device=elsewhere)
-    sinks = array_api_strict.zeros((H,), device=elsewhere, dtype=array_api_strict.float32)
-    output, logsumexp = attention_partial(
-        *(query, query, query), query_offset=offsets, sinks=sinks, **options, kernel=kernel
-    )
-    assert output.device == logsumexp.device == elsewhere
-
-
 # Functions of score and mask, as users of FlexAttention write them
 
 

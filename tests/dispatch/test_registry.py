@@ -189,27 +189,23 @@ def test_a_backend_without_devices_places_arrays_itself(acme, monkeypatch):
     assert acme.ran[-1][0].device == ""
 
 
-class _Nameless(Kernel):
-    pass
-
-
-class _Misspelt(Kernel):
-    name = "misspelt"
-    features = frozenset({"casual"})
-
-
-class _Listed(Kernel):
-    name = "listed"
-    features = "causal"
+def kernel_of(**contents):
+    return type("Broken", (Kernel,), contents)()
 
 
 @pytest.mark.parametrize(
     ("kernel", "flaw"),
     [
-        (_Nameless(), "its kernel _Nameless has no name"),
+        (kernel_of(), "its kernel Broken has no name"),
         (Plain, "must be instances of Kernel"),
-        (_Listed(), "must declare its features as a set; got 'causal'"),
-        (_Misspelt(), "unknown feature 'casual'; did you mean 'causal'?"),
+        (
+            kernel_of(name="a", features="causal"),
+            "must declare its features as a set; got 'causal'",
+        ),
+        (
+            kernel_of(name="a", features=frozenset({"casual"})),
+            "unknown feature 'casual'; did you mean 'causal'?",
+        ),
     ],
 )
 def test_a_kernel_that_breaks_the_contract_is_refused(kernel, flaw):

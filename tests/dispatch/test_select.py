@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import contextvars
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -742,32 +741,6 @@ def test_compiled_masks_with_other_tables_share_only_the_plan(to):
         )  # fmt: skip
         assert cache._plan.cache_info().misses == 2  # and that of the expected output
         np.testing.assert_allclose(np.asarray(output), expected, rtol=2e-5, atol=2e-6)
-
-
-# ---- first use ----
-
-FIRST_USE = """
-import threading
-import numpy as np
-import polyattn
-x = np.ones((2, 5, 8), np.float32)
-barrier = threading.Barrier(8)
-results = []
-def call():
-    barrier.wait()
-    results.append(polyattn.attention(x, x, x, backend={backend!r}))
-threads = [threading.Thread(target=call) for _ in range(8)]
-[t.start() for t in threads]
-[t.join() for t in threads]
-assert len(results) == 8 and all(np.array_equal(r, x) for r in results), results
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", [None, "torch", "array-api"])
-def test_eight_threads_may_make_the_first_call(backend):
-    code = FIRST_USE.format(backend=backend)
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
 def test_each_thread_chooses_its_backend():

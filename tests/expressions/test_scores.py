@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from libraries import LIBRARIES, STRICT, tiles_of
+from libraries import LIBRARIES, tiles_of
 
 from polyattn import (
     UnsupportedError,
@@ -373,11 +373,3 @@ def test_what_wants_whole_rows_is_refused_by_tiles():
     for option in ({"normalizer": scores.sigmoid()}, {"scale": scores.by_norm()}):
         with pytest.raises(UnsupportedError, match="does not compute"):
             attention(QUERY, KEY, VALUE, **option, kernel="tiled", backend="array-api")
-
-
-def test_a_named_backend_takes_the_arrays_of_a_value_along():
-    steps = scores.relative_bias(TABLE)
-    output = attention(QUERY, KEY, VALUE, score_mod=steps, backend="torch")
-    np.testing.assert_allclose(output, softmax(DEFAULT + biases()) @ VALUES, atol=1e-12)
-    with pytest.raises(TypeError, match=r"score_mod\.table"):
-        attention(QUERY, KEY, VALUE, score_mod=scores.relative_bias(STRICT.to(TABLE)))

@@ -154,10 +154,6 @@ def test_a_masked_key_stays_absent_and_a_row_without_keys_zero():
 @pytest.mark.parametrize(
     ("dropout", "error", "words"),
     [
-        (0.1, TypeError, "pair"),
-        ((1.0, 0), ValueError, r"\[0, 1\)"),
-        ((-0.1, 0), ValueError, r"\[0, 1\)"),
-        ((0.1, None), TypeError, "seed must be one integer"),
         ((0.1, 2**64), ValueError, "2\\*\\*64"),
         ((0.1, -1), ValueError, "-1"),
         ((0.1, np.array([1, 2])), TypeError, "one integer"),
