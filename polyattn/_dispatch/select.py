@@ -166,7 +166,7 @@ def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> boo
 
 def _absent(name: str, requested: str | Kernel | None) -> list[Candidate]:
     """Return the kernels of other distributions that are for a backend and did not join it."""
-    if isinstance(requested, Kernel):
+    if isinstance(requested, Kernel) or name == registry.ARRAY_API:  # which none can join
         return []
     absent = extensions.absent(name.partition(":")[0], requested)
     return [Candidate(name, kernel, "unavailable", (reason,)) for kernel, reason in absent]
