@@ -12,7 +12,7 @@ import torch
 import polyattn
 import polyattn_torch.backend
 from polyattn import attention, attention_backward, explain
-from polyattn._dispatch import entries, registry
+from polyattn._dispatch import entries, extensions, registry
 from polyattn.bench import machine
 from polyattn.bench.contender import contenders
 from polyattn.conformance import CASES, Target
@@ -234,8 +234,16 @@ def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason):
     first, second = explain(X, X, X).candidates[:2]
     assert (first.kernel, first.status) == ("fast", "unavailable")
     assert (second.kernel, second.status) == ("small", "chosen")
+    assert "fast" not in str(explain(X, X, X, kernel="small"))
     tensor = torch.from_numpy(X)
     assert "fast" not in str(explain(tensor, tensor, tensor))
+
+
+def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
+    give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
+    assert names("torch") == ["sdpa", "flex", "tiled", "dense"]
+    ((_, reason),) = extensions.absent("torch", "fast")
+    assert reason == "torch has no place before 'dense': name one of sdpa, flex, tiled"
 
 
 def test_what_one_backend_cannot_have_another_can(give):
