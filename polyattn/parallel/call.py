@@ -18,7 +18,7 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.options import option_of
-from polyattn._core.call.parts import arrays_in, options_of, options_of_part
+from polyattn._core.call.parts import arrays_in, map_arrays, options_of, options_of_part
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
@@ -31,38 +31,17 @@ Shares = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class ParallelCall:
-    """A call over many ranks, as each of them knows it.
+    """A call over many ranks, as each of them knows it."""
 
-    Attributes
-    ----------
-    problem : Problem
-        The whole call.
-    size : int
-        The number of ranks.
-    layout : str
-        Which tokens each rank holds.
-    shares_rows : bool
-        Whether each rank holds its part of the query; otherwise all hold the whole.
-    options : dict
-        The options of `attention`, for the whole sequence.
-    selection : dict
-        The backend and the kernel of the caller, if there are some.
-    bytes_per_number : int
-        The size of a number of query, key and value.
-    has_scale_rule : bool
-        Whether a rule gives the scale, which then has no gradient.
-    for_gradient : bool
-        Whether a gradient follows, which needs outputs that were never rounded to 16 bits.
-    """
-
-    problem: Problem
-    size: int
+    problem: Problem  # the whole call
+    size: int  # the number of ranks
     layout: str
-    shares_rows: bool
-    options: dict[str, Any]
-    selection: dict[str, Any]
-    bytes_per_number: int
-    has_scale_rule: bool
+    shares_rows: bool  # whether each rank holds its part of the query; otherwise all hold all
+    options: dict[str, Any]  # of `attention`, for the whole sequence
+    selection: dict[str, Any]  # the backend and the kernel of the caller, if there are some
+    bytes_per_number: int  # of query, key and value
+    has_scale_rule: bool  # whether a rule gives the scale, which then has no gradient
+    #: Whether a gradient follows, which needs outputs that were never rounded to 16 bits.
     for_gradient: bool = False
 
     @property
@@ -111,6 +90,14 @@ class ParallelCall:
         return (band.left is None or start >= last - band.left) and (
             band.right is None or stop <= first + band.right
         )
+
+    @property
+    def visible_pairs(self) -> int:
+        """The number of pairs of chunks of which a row may see a key."""
+        chunks = range(self.chunks)
+        if not self.shares_rows:
+            return self.chunks
+        return sum(bool(self.is_visible(rows, keys)) for rows in chunks for keys in chunks)
 
     def seen_by(self, rows: Any) -> tuple[int, int]:
         """Return the first chunk of keys that a chunk of rows may see, and how many they are."""
@@ -197,15 +184,15 @@ class ParallelCall:
         for name, arrays in shares.items():
             whole, rest = self.options[name], iter(arrays)
             if isinstance(whole, Expression):
-                changed[name] = whole.map(functools.partial(_replaced, rest))
+                changed[name] = map_arrays(whole, functools.partial(_next_in_dtype, rest))
             else:
                 changed[name] = in_dtype(arrays[0], whole)
         own = [in_dtype(found, x) for found, x in zip((query, key, value), given, strict=True)]
         return Gradients(*own, **changed)
 
 
-def _replaced(rest: Iterator[Array], _: str, thing: Any) -> Any:
-    return in_dtype(next(rest), thing) if is_array(thing) else thing
+def _next_in_dtype(rest: Iterator[Array], _: str | None, like: Array) -> Array:
+    return in_dtype(next(rest), like)
 
 
 def in_dtype(array: Array, like: Any) -> Array:
@@ -230,7 +217,7 @@ def described(
     *,
     size: int,
     layout: str,
-    shares_rows: bool = True,
+    shares_rows: bool,
 ) -> ParallelCall:
     """Check a call as a whole, without a look at the other ranks, and describe it.
 

@@ -60,7 +60,6 @@ class Threads(Communicator):
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
         return self._rank
 
     def _send(self, target: int, array: Array) -> None:
@@ -79,16 +78,13 @@ class Threads(Communicator):
         return by, len(arrays)
 
     def wait(self, handle: tuple[int, int]) -> list[Array]:
-        """Return the arrays that a `shift` receives."""
         by, count = handle
         return [self._receive((self._rank - by) % self.size) for _ in range(count)]
 
     def gather(self, array: Array, axis: int) -> Array:
-        """Return the arrays of all ranks, concatenated in their order."""
         return self._all([array] * self.size, axis)
 
     def exchange(self, array: Array, split: int, concat: int) -> Array:
-        """Give each rank one part of an array, and concatenate the parts received."""
         length = array.shape[split] // self.size
         parts = [take(array, split, n * length, length) for n in range(self.size)]
         return self._all(parts, concat)
