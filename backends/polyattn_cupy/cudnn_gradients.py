@@ -23,10 +23,9 @@ from polyattn.plugin import (
     Span,
 )
 from polyattn_cupy import graphs, plans
-from polyattn_cupy.graphs import GradientGraph
-from polyattn_cupy.inputs import bias_memory, made_bias, packed, ready
-from polyattn_cupy.problem_graphs import gradient_graph_of, needs_bias, parts_of
-from polyattn_cupy.shapes import summed
+from polyattn_cupy.arrays import bias_memory, made_bias, packed, ready, summed
+from polyattn_cupy.graphs import Graph
+from polyattn_cupy.problem_graphs import graph_of, needs_bias, parts_of
 
 # The factors with which a float32 number is a sum of three 16-bit numbers, however large it is.
 FACTORS = (2.0**10, 1.0, 2.0**-10)
@@ -96,7 +95,7 @@ def _run(
     query, key, logsumexp, bias = given
     of_bias: Any = None
     strides = (array.strides for array in (query, key, value, output, output_gradient))
-    graph = gradient_graph_of(problem, *strides)
+    graph = graph_of(problem, *strides)
     of_query, of_key, of_value = (
         cupy.empty(array.shape, array.dtype) for array in (query, key, value)
     )
@@ -145,7 +144,7 @@ def _cut(array: Array, items: Span, heads: Span) -> Array:
     ]
 
 
-def _lengths(problem: Problem, graph: GradientGraph) -> dict[int, Array]:
+def _lengths(problem: Problem, graph: Graph) -> dict[int, Array]:
     """Return the number of queries and keys of each item of a part: all of them."""
     shape = (graph.query.shape[0], 1, 1, 1)
     return {

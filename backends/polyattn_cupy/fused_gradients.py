@@ -14,9 +14,9 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_cupy import rows
+from polyattn_cupy.arrays import summed
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.products import Matrices, multiply
-from polyattn_cupy.shapes import summed
 
 
 class _Stacks(NamedTuple):

@@ -5,8 +5,6 @@ Pieces are computed in parallel, and add to the gradients of keys and values in 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from polyattn.plugin import (
@@ -16,11 +14,10 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
-    thread_count,
 )
 from polyattn_numpy import threads
 from polyattn_numpy.backward_sweep import BackwardSweep, Results
-from polyattn_numpy.blocks import THREAD_WORK, pieces
+from polyattn_numpy.blocks import pieces, useful_threads
 from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
 from polyattn_numpy.prepared import prepare
 from polyattn_numpy.scratch import borrowed_scratch
@@ -36,10 +33,7 @@ def gradients(
     """Return the gradients of a call, computed in tiles of at most `tile` scores."""
     if 0 in problem.scores:
         return _without_scores(problem, x, residuals, cotangents)
-    work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * PRODUCTS // 2
-    count = 1
-    if work >= 2 * THREAD_WORK:
-        count = min(thread_count(threads.default), work // THREAD_WORK)
+    count = useful_threads(problem, PRODUCTS)
     shared = threads.Shared()
     call = prepare(problem, x, tile, shared.check)
     share_items = call.table is None or not call.table.differs_by_item

@@ -33,7 +33,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full
+from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full, thread_count
+from polyattn_numpy import threads
 
 Region = tuple[Span, Span]
 
@@ -147,6 +148,15 @@ def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
     # A table has strips of one height, so pieces are whole numbers of them.
     blocks = -(-problem.query_length // (most // strip * strip))
     return -(-problem.query_length // (blocks * strip)) * strip, strip
+
+
+def useful_threads(problem: Problem, products: int) -> int:
+    """Return how many threads have enough work, of as many products as each tile takes."""
+    sizes = problem.head_size + problem.value_size
+    work = math.prod(problem.scores) * sizes * products // 2
+    if work < 2 * THREAD_WORK:
+        return 1
+    return min(thread_count(threads.default), work // THREAD_WORK)
 
 
 @lru_cache(maxsize=32)

@@ -30,7 +30,8 @@ from polyattn_numpy.blocks import (
 EMPTY, MIXED, FULL = range(3)
 # Keys of a cell if a tile has 512. Fewer than rows: narrow products lose less speed than low ones.
 CELL = 64
-# To see quickly that a mask array is mixed everywhere, one row in this many is read first.
+# To see quickly that a mask array is mixed everywhere, one row in this many is read first. A call
+# with a random array of 2048 × 2048 takes 1.04 to 1.08 times as long without it.
 SAMPLE = 8
 # Cells that all rows of a piece must see to make one product of all rows worthwhile.
 SHARED_CELLS = 8

@@ -42,7 +42,6 @@ class Small(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = operands.query, operands.key, operands.value
         grouped = problem.heads != problem.key_heads
         if grouped:

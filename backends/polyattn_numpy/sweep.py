@@ -25,11 +25,10 @@ import numpy as np
 
 from polyattn.plugin import Array, BackendPrimitives
 from polyattn_numpy.blocks import Piece, Tile
-from polyattn_numpy.half import convert
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
-from polyattn_numpy.tile_scores import TileScores
+from polyattn_numpy.tile_scores import TileScores, convert
 from polyattn_numpy.visibility import RegionMask
 
 # Sums of weights below this may lack weights below float32's range.

@@ -21,7 +21,6 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
-    thread_count,
 )
 from polyattn_numpy import threads
 from polyattn_numpy.at_once import (
@@ -31,7 +30,7 @@ from polyattn_numpy.at_once import (
     write_at_once,
 )
 from polyattn_numpy.backward import gradients
-from polyattn_numpy.blocks import THREAD_WORK, TINY, Piece, pieces, split_heads
+from polyattn_numpy.blocks import TINY, Piece, pieces, split_heads, useful_threads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
@@ -68,17 +67,13 @@ class Tiled(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output, and the logsumexp if the problem asks for it."""
         output, logsumexp = empty_result(problem, operands.query.dtype)
         if 0 in problem.scores:
             output[...] = 0
             if logsumexp is not None:
                 logsumexp[...] = -math.inf if operands.sinks is None else operands.sinks[:, None]
             return output, logsumexp
-        work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
-        count = 1
-        if work >= 2 * THREAD_WORK:
-            count = min(thread_count(threads.default), work // THREAD_WORK)
+        count = useful_threads(problem, products=2)
         shared = threads.Shared()
         call = prepare(problem, operands, self.tile, shared.check)
         result = Result(call, output, logsumexp)
@@ -108,7 +103,6 @@ class Tiled(Kernel):
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Return the gradients."""
         return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 
 

@@ -226,7 +226,7 @@ def test_few_rows_of_many_keys_are_cut_by_keys(options):
 @pytest.fixture
 def many_pieces(monkeypatch):
     """Let small calls use several threads and many pieces."""
-    monkeypatch.setattr(backward_module, "THREAD_WORK", 2**10)
+    monkeypatch.setattr(blocks, "THREAD_WORK", 2**10)
     monkeypatch.setattr(blocks, "PIECE_WORK", 2**16)
     blocks.pieces.cache_clear()
     yield

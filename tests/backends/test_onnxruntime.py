@@ -5,7 +5,7 @@ import pytest
 
 import polyattn
 from polyattn import attention, explain, masks, scores, use_threads
-from polyattn_onnxruntime import sessions
+from polyattn_onnxruntime import backend as sessions
 
 HIDING = np.full((8, 2), -np.inf)
 

@@ -140,17 +140,16 @@ def graph_of_call(shapes: Any, dtype: str, is_gradient: bool, options: Any) -> A
     from polyattn import explain
     from polyattn._core.call.problem import examine
     from polyattn.plugin import Cotangents, Residuals
-    from polyattn_cupy.problem_graphs import gradient_graph_of, graph_of
+    from polyattn_cupy.problem_graphs import graph_of
 
     call = explain(*shapes, library="numpy", device="cpu", dtype=dtype, **options).call
-    if not is_gradient:
-        return graph_of(examine(call))
-    rows = call.query.shape[:-1]
-    output = call.query._replace(shape=(*rows, call.value.shape[-1]))
-    logsumexp = call.query._replace(shape=rows, dtype="float32")
-    residuals = Residuals(output=output, logsumexp=logsumexp)
-    call = call._replace(residuals=residuals, cotangents=Cotangents(output=output))
-    return gradient_graph_of(examine(call))
+    if is_gradient:
+        rows = call.query.shape[:-1]
+        output = call.query._replace(shape=(*rows, call.value.shape[-1]))
+        logsumexp = call.query._replace(shape=rows, dtype="float32")
+        residuals = Residuals(output=output, logsumexp=logsumexp)
+        call = call._replace(residuals=residuals, cotangents=Cotangents(output=output))
+    return graph_of(examine(call))
 
 
 def ask(*, only_frontend: bool) -> int:
