@@ -49,7 +49,7 @@ MUTATIONS = (
      "    axes: set[str] = set()"),
     # gradients
     (BACKWARD + "test_nothing_is_negated_into_an_array[backends]",
-     "a strided negative", "backends/polyattn_numpy/backward_sweep.py",
+     "a strided negative", "backends/polyattn_numpy/backward.py",
      "self._by_head(self.output_gradient[..., -1:])[...] = -delta",
      "np.negative(delta, self._by_head(self.output_gradient[..., -1:]))"),
     (WEIGHTS + "[shape1-options1]",
@@ -206,8 +206,8 @@ MUTATIONS = (
      '[sys.executable, "-P", "-c", code]',
      '[sys.executable, "-c", code]'),
     (BACKWARD + "test_several_threads_work_and_add_in_one_order",
-     "pieces add without their turn", "backends/polyattn_numpy/turns.py",
-     "while self._turns.reached[other] < column:",
+     "pieces add without their turn", "backends/polyattn_numpy/sequencer.py",
+     "while self._order.reached[other] < column:",
      "while False:"),
     # torch
     ("tests/backends/test_torch_gradients.py::test_a_second_derivative_by_an_expanded_tensor",

@@ -118,40 +118,30 @@ def lengths_of(spans: tuple[Span, ...]) -> tuple[int, ...]:
     return tuple([span.length for span in spans])
 
 
-_ROWS, _KEYS = ("H", "L"), ("G", "S")
-_NAMED: dict[str, tuple[str | None, ...]] = {
-    "query": (*_ROWS, None),
-    "key": (*_KEYS, None),
-    "value": (*_KEYS, None),
-    "query_offset": (None, None, None),
-    "logsumexp": _ROWS,
-    "output": (*_ROWS, None),
-    "output_gradient": (*_ROWS, None),
-    "logsumexp_gradient": _ROWS,
+#: The axes of the arguments that are no options, as the table of options has them.
+_NAMED = {
+    "query": ".HL-",
+    "key": ".GS-",
+    "value": ".GS-",
+    "query_offset": ".---",
+    "logsumexp": ".HL",
+    "output": ".HL-",
+    "output_gradient": ".HL-",
+    "logsumexp_gradient": ".HL",
 }
 
 
 def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes that an argument follows; one along which it broadcasts is not cut."""
-    rank, batch = len(shape), len(problem.batch)
-    axes: Axes = ()
-    if name in _NAMED:
-        axes = (*range(batch), *_NAMED[name])[-rank:] if rank else ()
-    elif rank:
-        last = OPTIONS[name].axes
-        if last is None:
-            raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
-        return axes_along(last, shape, problem)
-    return _cut(axes, shape, problem)
+    last = _NAMED[name] if name in _NAMED else OPTIONS[name].axes
+    if last is None:
+        raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
+    return axes_along(last, shape, problem)
 
 
 def axes_along(last: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes of the grid for an array whose last axes follow these of the scores."""
-    return _cut(axes_of_last(last, len(shape), len(problem.batch)), shape, problem)
-
-
-def _cut(axes: Axes, shape: tuple[int, ...], problem: Problem) -> Axes:
-    """Return the axes without those along which the array broadcasts."""
+    axes = axes_of_last(last, len(shape), len(problem.batch))
     lengths: dict[Any, int] = dict(enumerate(problem.batch))
     lengths |= {"H": problem.heads, "G": problem.key_heads}
     lengths |= {"L": problem.query_length, "S": problem.key_length}

@@ -106,8 +106,12 @@ class Piece(NamedTuple):
         return heads, Span(tile.rows.start - row, tile.rows.stop - row)
 
 
-def split_heads(problem: Problem, array: Array, ndim: int) -> Array:
-    """Pad an array's shape to (..., H, rows, keys) with `ndim` axes, and split H into (G, H/G)."""
+def split_heads(problem: Problem, array: Array, ndim: int | None = None) -> Array:
+    """Pad an array's shape to (batch..., H, rows, keys), and split H into (G, H/G).
+
+    It has `ndim` axes before, those of the batch and three by default.
+    """
+    ndim = ndim or len(problem.batch or (1,)) + 3
     *batch, heads, rows, keys = (1,) * (ndim - array.ndim) + array.shape
     size = problem.group_size
     split = (1, 1) if heads == 1 else (heads // size, size)

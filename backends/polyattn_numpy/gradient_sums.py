@@ -10,7 +10,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Gradients, Operands, Problem, Span
 from polyattn_numpy.blocks import Piece, split_heads
-from polyattn_numpy.turns import Turns
+from polyattn_numpy.sequencer import Sequencer
 
 
 def adds_across_heads(problem: Problem, x: Operands) -> bool:
@@ -47,15 +47,15 @@ class GradientSums:
 
         self._whole = [np.zeros(array.shape, dtype) for array in (x.query, x.key, x.value)]
         query, self.key, self.value = map(view, self._whole)
-        self.query = split_heads(problem, query, ndim)
+        self.query = split_heads(problem, query)
         self.bias = None
         if x.bias is not None:
             self._whole_bias = np.zeros(x.bias.shape, dtype)
-            self.bias = split_heads(problem, self._whole_bias, ndim)
+            self.bias = split_heads(problem, self._whole_bias)
         rows = (*lead, problem.heads, problem.query_length, 1)
 
         def by_row() -> Array:
-            return split_heads(problem, np.zeros(rows, dtype), ndim)
+            return split_heads(problem, np.zeros(rows, dtype))
 
         self.delta = None if x.sinks is None else by_row()
         self.scale = by_row()  # the gradient of the scale, by row
@@ -63,7 +63,7 @@ class GradientSums:
         # The gradients of arrays in expressions, by piece.
         self._of_score: list[list[Array]] = [[] for _ in cut]
         self._of_similarity: list[list[Array]] = [[] for _ in cut]
-        self.turns = Turns(cut, map(self._by_key, cut), map(self._by_row, cut), check)
+        self.order = Sequencer(cut, map(self._by_key, cut), map(self._by_row, cut), check)
 
     # ---- sums that pieces share ----
 

@@ -55,9 +55,8 @@ class MaskTable(NamedTuple):
             return None
         side, strip = isqrt(tile), row_sizes(problem, tile)[1]
         cell = max(1, CELL * side // 512)
-        ndim = len(problem.batch or (1,)) + 3
         coverage = np.broadcast_arrays(*CellGrid(problem, x, xp, (strip, cell), x.query).of(mask))
-        some, every = (split_heads(problem, flags, ndim) for flags in coverage)
+        some, every = (split_heads(problem, flags) for flags in coverage)
         kinds = some.any(axis=-3).astype(np.int8) + (some & every).all(axis=-3)
         corner = mask.seen(Indices(problem, xp, x, Span(0, 1), Span(0, 1)))
         same = problem.heads == 1 or corner.ndim < 3 or corner.shape[-3] == 1

@@ -52,14 +52,13 @@ class PreparedCall(NamedTuple):
 def prepare(problem: Problem, x: Operands, tile: int, check: Callable[[], None]) -> PreparedCall:
     """Return a call with its arrays in the layout from which pieces are cut."""
     batch = problem.batch or (1,)
-    ndim = len(batch) + 3
 
     def spread(array: Array) -> Array:
         shape = (*batch, *array.shape[-3:])
         return array if array.shape == shape else np.broadcast_to(array, shape)
 
-    query = split_heads(problem, spread(x.query), ndim)
-    bias = None if x.bias is None else split_heads(problem, x.bias, ndim)
+    query = split_heads(problem, spread(x.query))
+    bias = None if x.bias is None else split_heads(problem, x.bias)
     mask = combined_mask(problem, x)
     table = None if mask is None else MaskTable.of(mask, problem, x, tile)
     unit = (LOG2_E, np.exp2) if counts_in_bits(problem, tile) else (1.0, np.exp)

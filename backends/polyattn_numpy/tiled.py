@@ -162,13 +162,11 @@ class Result:
 
     def __init__(self, call: PreparedCall, output: Array, logsumexp: Array | None) -> None:
         self.call, problem = call, call.problem
-        batch = problem.batch or (1,)
-        ndim = len(batch) + 3
         self.keep_probability = 1 - problem.dropout
-        self.output = split_heads(problem, output, ndim)
+        self.output = split_heads(problem, output)
         self.logsumexp = None
         if logsumexp is not None:
-            self.logsumexp = split_heads(problem, logsumexp[..., None], ndim)
+            self.logsumexp = split_heads(problem, logsumexp[..., None])
         self.parts: dict[Piece, SoftmaxState] = {}
 
     def write(self, piece: Piece, state: SoftmaxState) -> None:

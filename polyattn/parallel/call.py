@@ -26,7 +26,7 @@ from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
-Shares = dict[str, list[Any]]
+OptionGradients = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class ParallelCall:
         *,
         sinks: bool = False,
         full: bool = False,
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of a block's query, key and value, and of the options."""
         options = self._options(block, sinks=sinks, full=full)
         query, key, value = arrays
@@ -159,9 +159,9 @@ class ParallelCall:
         )
         return found.query, found.key, found.value, self._shares(found, options, block)
 
-    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> Shares:
+    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> OptionGradients:
         """Return the gradients of the whole options from those of the options of a block."""
-        shares: Shares = {}
+        shares: OptionGradients = {}
         for name, of in found._asdict().items():
             if of is None or name not in given or (name == "scale" and self.has_scale_rule):
                 continue  # also query, key and value
@@ -177,7 +177,7 @@ class ParallelCall:
         return shares
 
     def finished(
-        self, query: Array, key: Array, value: Array, given: Any, shares: Shares
+        self, query: Array, key: Array, value: Array, given: Any, shares: OptionGradients
     ) -> Gradients:
         """Return the gradients as the caller gets them, in the dtypes of the arguments."""
         changed: dict[str, Any] = {}
@@ -200,7 +200,7 @@ def in_dtype(array: Array, like: Any) -> Array:
     return cast(library_of(array).xp, array, like.dtype) if is_array(like) else array
 
 
-def add_shares(one: Shares, other: Shares) -> Shares:
+def add_shares(one: OptionGradients, other: OptionGradients) -> OptionGradients:
     """Return the sums of two parts' gradients of options."""
     added = dict(one)
     for name, arrays in other.items():

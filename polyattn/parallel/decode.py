@@ -10,7 +10,7 @@ from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import joined, slots, split
 from polyattn.parallel.strategy import Strategy, needs_whole_rows
@@ -53,11 +53,11 @@ class Decode(Strategy):
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; all but those of the keys are whole on every rank."""
         query, *keys = arrays
         found: list[Any] = []
-        shares: Shares = {}
+        shares: OptionGradients = {}
         for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
             *own, share = call.gradients(
                 (query, *chunk), saved, gradient, call.block(keys=at), sinks=number == 0

@@ -8,7 +8,7 @@ from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
 from polyattn._base.slices import place, take
 from polyattn._core.expressions.parts import Part
-from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import joined, permute, slots, split, unpermute
 from polyattn.parallel.strategy import Strategy, joined_partials, split_partial
@@ -46,12 +46,12 @@ class Gather(Strategy):
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients, those of the keys summed over the ranks."""
         query, *keys = arrays
         everything, count = self._gathered(call, ranks, keys), slots(call.layout)
         rows = split(query, count), split_partial(saved, count), split(gradient, count)
-        found, shares = [], Shares()
+        found, shares = [], OptionGradients()
         for block, part, partial, of in zip(_blocks(call, ranks), *rows, strict=True):
             own = (part, *_seen(block, everything))
             dq, dk, dv, share = call.gradients(own, partial, of, block, sinks=True)

@@ -13,7 +13,7 @@ from typing import Any
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.parts import Part
-from polyattn.parallel.call import ParallelCall, Shares
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import permute, unpermute
 from polyattn.parallel.strategy import Strategy
@@ -57,7 +57,7 @@ class Heads(Strategy):
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients, exchanged back."""
         own = self._by_heads(call, ranks, arrays)
         (of_output,) = self._exchanged(call, ranks, [gradient])

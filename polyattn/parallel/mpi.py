@@ -16,18 +16,13 @@ class MPIRanks(Communicator):
     """The processes of an MPI communicator."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self.size = comm, comm.Get_size()
-        self._rank = comm.Get_rank()
-
-    @property
-    def rank(self) -> int:
-        return int(self._rank)
+        self._comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
 
     def shift(self, arrays: Sequence[Array], by: int = 1) -> Any:
         sent = [_contiguous(array) for array in arrays]
         _synchronize(sent)
         received = [library_of(array).xp.empty_like(array) for array in sent]
-        target, source = ((self._rank + sign * by) % self.size for sign in (1, -1))
+        target, source = ((self.rank + sign * by) % self.size for sign in (1, -1))
         requests = [self._comm.Irecv(_buffer(x), source, n) for n, x in enumerate(received)]
         requests += [self._comm.Isend(_buffer(x), target, n) for n, x in enumerate(sent)]
         return requests, sent, received  # what is sent must stay alive until it is

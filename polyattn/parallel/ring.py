@@ -15,7 +15,7 @@ from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array
-from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import joined, slots, split
 from polyattn.parallel.strategy import Strategy, joined_partials, needs_whole_rows, split_partial
@@ -65,7 +65,7 @@ class Ring(Strategy):
         arrays: Any,
         saved: Partial,
         gradient: Array,
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of this rank's arrays, and its share of those of options.
 
         The gradients of keys and values travel with them, and then home.
@@ -165,7 +165,7 @@ def _own_gradients(call: ParallelCall, ranks: Communicator, rows: Any, keys: Any
     chunks = zip(*_chunks(keys, slots(call.layout)), strict=True)
     sums: list[Array] = []
     of_keys: list[tuple[Array, Array]] = []
-    shares: Shares = {}
+    shares: OptionGradients = {}
     for at, row, key in zip(call.owned(ranks.rank), rows, chunks, strict=True):
         dq, dk, dv, share = _gradients(call, row, key, at, at, sinks=True)
         sums.append(dq)

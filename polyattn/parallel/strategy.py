@@ -10,7 +10,7 @@ from typing import Any
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
 from polyattn._core.expressions.replacements import ByNorm
-from polyattn.parallel.call import ParallelCall, Shares
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import joined, split
 
@@ -41,7 +41,7 @@ class Strategy(ABC):
     @abstractmethod
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of query, key and value, and the share of those of the options."""
 
     def bytes_of_keys(self, call: ParallelCall) -> int:

@@ -31,16 +31,12 @@ class TorchGroup(Communicator):
 
     def __init__(self, group: Any) -> None:
         self._group, self.size = group, dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
-        if self._rank < 0:
+        self.rank: int = dist.get_rank(group)
+        if self.rank < 0:
             raise ValueError("this process is not in the process group of over=")
 
-    @property
-    def rank(self) -> int:
-        return self._rank
-
     def _peer(self, by: int) -> int:
-        return dist.get_global_rank(self._group, (self._rank + by) % self.size)
+        return dist.get_global_rank(self._group, (self.rank + by) % self.size)
 
     def shift(self, arrays: Sequence[torch.Tensor], by: int = 1) -> Any:
         sent = [array.contiguous() for array in arrays]

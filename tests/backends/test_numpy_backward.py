@@ -25,7 +25,7 @@ from polyattn.conformance.cases.case import make_case
 from polyattn.conformance.checks.gradients import compare
 from polyattn.conformance.reference.gradients import cotangent
 from polyattn_numpy import backward as backward_module
-from polyattn_numpy import blocks, turns
+from polyattn_numpy import blocks, sequencer
 from polyattn_numpy.tiled import Tiled
 
 B, H, G, L, S, D, E = 2, 4, 2, 70, 80, 8, 12
@@ -128,7 +128,7 @@ def first_piece_last(monkeypatch):
     Return the threads that worked, and the pieces that had to wait for the first.
     """
     seen, waited, ended, go_on = set(), set(), [], threading.Event()
-    run, wait_for = backward_module.BackwardSweep.run, turns.Turn._wait_for
+    run, wait_for = backward_module.BackwardSweep.run, sequencer.Ticket._wait_for
 
     def run_later(sweep):
         seen.add(threading.current_thread().name)
@@ -139,18 +139,18 @@ def first_piece_last(monkeypatch):
         if len(ended) == len(sweep.sums.cut) - 1:
             go_on.set()
 
-    def watched(turn, other, column):
-        if other == 0 and turn._turns.reached[0] < column:
-            waited.add(turn._number)
+    def watched(ticket, other, column):
+        if other == 0 and ticket._order.reached[0] < column:
+            waited.add(ticket._number)
             go_on.set()
-        wait_for(turn, other, column)
+        wait_for(ticket, other, column)
 
     def start_anew():
         for one in (seen, waited, ended, go_on):
             one.clear()
 
     monkeypatch.setattr(backward_module.BackwardSweep, "run", run_later)
-    monkeypatch.setattr(turns.Turn, "_wait_for", watched)
+    monkeypatch.setattr(sequencer.Ticket, "_wait_for", watched)
     return SimpleNamespace(seen=seen, waited=waited, start_anew=start_anew)
 
 

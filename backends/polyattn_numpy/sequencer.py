@@ -19,7 +19,7 @@ from polyattn_numpy.blocks import Piece
 PAUSE = 5e-5
 
 
-class Turns:
+class Sequencer:
     """How far each piece has come, and which pieces share a sum.
 
     Plain lists, which threads read and write without a lock: no interrupt can leave them locked.
@@ -36,33 +36,28 @@ class Turns:
         self.cut, self.check = cut, check
         # The first key that each piece may still add.
         self.reached = [-math.inf] * len(cut)
-        self._by_key, self._by_row = _groups(by_key), _groups(by_row)
+        self.by_key, self.by_row = _groups(by_key), _groups(by_row)
 
-    def begin(self, number: int) -> Turn:
-        """Return the turn of a piece. All pieces before it must have begun."""
-        by_key, by_row = (
+
+class Ticket:
+    """The place of a piece in the order; all pieces before it must have begun."""
+
+    def __init__(self, order: Sequencer, number: int) -> None:
+        self._order, self._number = order, number
+        self._by_key, self._by_row = (
             [
                 other
                 for group in groups[number]
                 for other in group
-                if other < number and self.reached[other] < math.inf
+                if other < number and order.reached[other] < math.inf
             ]
-            for groups in (self._by_key, self._by_row)
+            for groups in (order.by_key, order.by_row)
         )
-        return Turn(self, number, by_key, by_row)
-
-
-class Turn:
-    """The turn of a piece to add to its sums."""
-
-    def __init__(self, turns: Turns, number: int, by_key: list[int], by_row: list[int]) -> None:
-        self._turns, self._number = turns, number
-        self._by_key, self._by_row = by_key, by_row
 
     def wait_for_keys(self, columns: Span) -> None:
         """Wait until the earlier pieces have added these keys to the sums that they share."""
         for other in self._by_key:
-            own = self._turns.cut[other].columns
+            own = self._order.cut[other].columns
             if own.start < columns.stop and columns.start < own.stop:
                 self._wait_for(other, columns.stop)
 
@@ -73,11 +68,11 @@ class Turn:
 
     def reach(self, column: float) -> None:
         """Say that the piece will add no key before one; infinity means that it ends."""
-        self._turns.reached[self._number] = column
+        self._order.reached[self._number] = column
 
     def _wait_for(self, other: int, column: float) -> None:
-        while self._turns.reached[other] < column:
-            self._turns.check()
+        while self._order.reached[other] < column:
+            self._order.check()
             time.sleep(PAUSE)
 
 
