@@ -5,8 +5,9 @@ JAX mesh, a process group of torch, MPI, and threads.
 """
 
 from polyattn.parallel.choice import Candidate, ParallelExplanation
-from polyattn.parallel.communicator import Communicator, size_of
+from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import permute, positions, shard, unpermute
+from polyattn.parallel.over import size_of
 from polyattn.parallel.run import attention, attention_vjp, explain
 from polyattn.parallel.threads import run_threads
 

@@ -36,7 +36,6 @@ class Decode(Strategy):
         return (call.size - 1) * rows * bytes_per_row
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of all rows, and what its gradient needs."""
         query, *keys = arrays
         own = merge(
             *[

@@ -33,7 +33,6 @@ class Gather(Strategy):
         return (call.size - 1) * self.bytes_of_keys(call)
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of this rank's rows, and what its gradient needs."""
         query, *keys = arrays
         everything = self._gathered(call, ranks, keys)
         queries = split(query, slots(call.layout))

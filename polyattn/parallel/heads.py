@@ -48,7 +48,6 @@ class Heads(Strategy):
         return (numbers * call.bytes_per_number // size + repeated) * (size - 1) // size
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of this rank's rows, and what its gradient needs."""
         partial = call.partial(
             self._by_heads(call, ranks, arrays), self._block(call, ranks), sinks=True
         )
@@ -58,7 +57,6 @@ class Heads(Strategy):
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
     ) -> tuple[Array, Array, Array, OptionGradients]:
-        """Return the gradients, exchanged back."""
         own = self._by_heads(call, ranks, arrays)
         (of_output,) = self._exchanged(call, ranks, [gradient])
         block = self._block(call, ranks)

@@ -12,7 +12,7 @@ from typing import Any
 
 from polyattn._base.arrays import Array, index_range, library_of
 from polyattn._base.slices import take
-from polyattn.parallel.communicator import communicator_of
+from polyattn.parallel.over import communicator_of
 
 #: The layouts, and the number of chunks that a rank holds.
 LAYOUTS = {"contiguous": 1, "zigzag": 2}

@@ -40,7 +40,6 @@ class Ring(Strategy):
         return (_turns(call) - 1) * self.bytes_of_keys(call)
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of this rank's rows, and what its gradient needs."""
         query, *keys = arrays
         turns, count = _turns(call), slots(call.layout)
         queries, own = split(query, count), call.owned(ranks.rank)

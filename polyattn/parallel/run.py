@@ -13,7 +13,7 @@ from polyattn._core.call.gradients import Gradients
 from polyattn.parallel.agreement import check_one_call
 from polyattn.parallel.call import in_dtype
 from polyattn.parallel.choice import ParallelExplanation, chosen, examined
-from polyattn.parallel.communicator import communicator_of
+from polyattn.parallel.over import communicator_of
 from polyattn.parallel.task import Task
 
 #: The libraries that differentiate, and the modules with the rule for each.

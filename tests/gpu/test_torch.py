@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from polyattn import attention, attention_partial, explain, list_backends, masks, scores
+from polyattn import attention, attention_partial, explain, list_backends
 from polyattn._dispatch import registry
 from polyattn.conformance.suite import BackendSuite
 
@@ -223,26 +223,3 @@ def test_flex_runs_by_itself_and_gives_a_logsumexp_with_a_gradient():
     double = single.detach().double().requires_grad_()
     total = attention_partial(double, double, double, kernel="dense", **options).logsumexp
     agree(gradient, torch.autograd.grad(total[..., rows].sum(), double)[0].cpu(), torch.float32)
-
-
-IDS = torch.arange(1024) // 300
-MASKS = {
-    "window and prefix": lambda to: masks.causal() & masks.window(100, 0) | masks.prefix(16),
-    "documents": lambda to: masks.segments(to(IDS)) & masks.causal(),
-    "padding": lambda to: masks.padding(to(torch.tensor([700, 1024]))),
-    "a rule": lambda to: masks.rule(lambda b, h, i, j: (i // 64 + j // 64) % 2 == 0),
-    "compiled": lambda to: masks.compile(lambda b, h, i, j: i // 256 == j // 256, 1024),
-}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", MASKS)
-def test_flex_takes_masks_and_scores_as_values(name):
-    pytest.importorskip("triton")
-    q = randn(2, 8, 1024, 64, dtype=torch.bfloat16)
-    slopes = torch.rand(8, generator=RNG)
-    options = {"mask": MASKS[name](lambda x: x.to(CUDA)), "kernel": "flex"}
-    found = attention(q, q, q, score_mod=scores.alibi(slopes.to(CUDA)), **options)
-    there = exact(q, q, q, mask=MASKS[name](lambda x: x), score_mod=scores.alibi(slopes))
-    agree(found, there.output, torch.bfloat16)

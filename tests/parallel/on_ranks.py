@@ -19,7 +19,7 @@ from polyattn.conformance.checks.gradients import compare, compare_slopes, leave
 from polyattn.conformance.reference.differences import direction
 from polyattn.conformance.reference.gradients import cotangent, gradient_yardsticks, has_formula
 from polyattn.conformance.reference.tolerance import deviation, output_yardstick
-from polyattn.parallel.communicator import communicator_of
+from polyattn.parallel.over import communicator_of
 
 WHOLE = ("query", "key", "value")
 STRATEGIES = ("ring", "gather", "heads", "decode")
