@@ -92,7 +92,7 @@ def _attend(
     query, key, value, output = arrays
     pairs, folded, columns = block
     count, height = pairs.length, folded.length
-    scores = Matrices(int(record["scores"]), block.pitch, height * block.pitch, problem.accumulator)
+    scores = block.matrices(record["scores"], problem.accumulator)
     multiply(
         query.at(pairs.start, folded.start),
         key.at(pairs.start, columns.start),

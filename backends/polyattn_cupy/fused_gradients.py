@@ -122,8 +122,7 @@ def _add_block(problem: Problem, block: Block, x: _Stacks, record: Any) -> None:
     pairs, folded, columns = block
     count, height, width = pairs.length, folded.length, columns.length
     scores, slopes = (
-        Matrices(int(record[name]), block.pitch, height * block.pitch, problem.accumulator)
-        for name in ("scores", "slopes")
+        block.matrices(record[name], problem.accumulator) for name in ("scores", "slopes")
     )
     query, output_gradient, of_query = (
         stack.at(pairs.start, folded.start) for stack in (x.query, x.output_gradient, x.of_query)

@@ -1,6 +1,6 @@
-"""The gradients of attention, in the pieces and tiles of the forward pass.
+"""The gradients of attention, in the tasks and tiles of the forward pass.
 
-Pieces are computed in parallel, and add to the gradients of keys and values in a fixed order.
+Tasks are computed in parallel, and add to the gradients of keys and values in a fixed order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_numpy import threads
-from polyattn_numpy.blocks import Tile, pieces, split_heads, useful_threads
+from polyattn_numpy.blocks import Tile, split_heads, tasks, useful_threads
 from polyattn_numpy.gradient_sums import GradientSums, adds_across_heads
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
@@ -36,10 +36,10 @@ def gradients(
     shared = threads.Shared()
     call = prepare(problem, x, tile, shared.check)
     share_items = call.table is None or not call.table.differs_by_item
-    cut = pieces(problem, tile, count, share_items=share_items, products=PRODUCTS)
+    cut = tasks(problem, tile, count, share_items=share_items, products=PRODUCTS)
     if adds_across_heads(problem, x):
-        # The order of a sum must not depend on which heads share a piece.
-        cut = tuple(one for piece in cut for one in piece.single_heads())
+        # The order of a sum must not depend on which heads share a task.
+        cut = tuple(one for task in cut for one in task.single_heads())
     sums = GradientSums(problem, x, residuals.logsumexp, cut, shared.check)
     results = Results.of(problem, residuals, cotangents)
 
@@ -83,7 +83,7 @@ class Results(NamedTuple):
 
 
 class BackwardSweep(TileGradients):
-    """A pass over the tiles of a piece, which adds to the gradients of a call."""
+    """A pass over the tiles of a task, which adds to the gradients of a call."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class BackwardSweep(TileGradients):
         super().__init__(call, sums.cut[number], scratch, backend)
         self.sums, self.number = sums, number
         self.ticket = Ticket(sums.order, number)
-        self.key_gradient, self.value_gradient = map(self.piece.view, (sums.key, sums.value))
+        self.key_gradient, self.value_gradient = map(self.task.view, (sums.key, sums.value))
         problem = self.problem
         self.query = self._per_row("query", problem.head_size)
         self.logsumexp = self._per_row("logsumexp", 1)
@@ -128,8 +128,8 @@ class BackwardSweep(TileGradients):
     # ---- rows ----
 
     def _rows_of(self, array: Array) -> Array:
-        """Return the piece's rows of an array, with the axes (b, k, row, g, size)."""
-        return self.piece.view(array, None, self.piece.rows).swapaxes(2, 3)
+        """Return the task's rows of an array, with the axes (b, k, row, g, size)."""
+        return self.task.view(array, None, self.task.rows).swapaxes(2, 3)
 
     def _read(self, results: Results) -> None:
         """Read the queries, and the results with their gradients."""
@@ -191,7 +191,7 @@ class BackwardSweep(TileGradients):
         masks = self.visibility.masks(tile)
         if masks is None:
             return
-        heads, (first, last) = self.piece.relative(tile)
+        heads, (first, last) = self.task.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
         span = slice(*tile.columns)
         step = Step(
@@ -220,7 +220,7 @@ class BackwardSweep(TileGradients):
         return copy
 
     def _add_to_rows(self, step: Step, shares: PartialGradients) -> None:
-        """Add what a tile gives to the sums of the piece's rows."""
+        """Add what a tile gives to the sums of the task's rows."""
         query = self.query_gradient[step.where]
         np.add(query, shares.query, query)
         bias = None if self.ends_in_keys else shares.bias
@@ -236,6 +236,6 @@ class BackwardSweep(TileGradients):
         np.add(key, shares.key, key)
         np.add(value, shares.value, value)
         if self.ends_in_keys:
-            piece = self.piece._replace(heads=step.tile.heads)
-            target = piece.view(self.sums.bias, None, step.tile.rows, columns).swapaxes(2, 3)
+            task = self.task._replace(heads=step.tile.heads)
+            target = task.view(self.sums.bias, None, step.tile.rows, columns).swapaxes(2, 3)
             target += shares.bias

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, Backend
-from polyattn_numpy.blocks import Piece, Tile
+from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import product_of_seen
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
@@ -59,12 +59,10 @@ class PartialGradients(NamedTuple):
 
 
 class TileGradients(TileScores):
-    """The gradients that the tiles of a piece give, in scratch arrays."""
+    """The gradients that the tiles of a task give, in scratch arrays."""
 
-    def __init__(
-        self, call: PreparedCall, piece: Piece, scratch: Scratch, backend: Backend
-    ) -> None:
-        super().__init__(call, piece, scratch)
+    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch, backend: Backend) -> None:
+        super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.backend = backend
         self.modified = problem.softcap is not None or x.score_mod is not None

@@ -71,13 +71,13 @@ BIAS[:, 3, 30:] = BIAS[:, 20] = -math.inf
 
 
 @pytest.fixture
-def many_pieces(monkeypatch):
-    """Let small calls use several threads and many pieces."""
+def many_tasks(monkeypatch):
+    """Let small calls use several threads and many tasks."""
     monkeypatch.setattr(blocks, "THREAD_WORK", 2**10)
-    monkeypatch.setattr(blocks, "PIECE_WORK", 2**16)
-    blocks.pieces.cache_clear()
+    monkeypatch.setattr(blocks, "TASK_WORK", 2**16)
+    blocks.tasks.cache_clear()
     yield
-    blocks.pieces.cache_clear()
+    blocks.tasks.cache_clear()
 
 
 def bits(found):
@@ -99,7 +99,7 @@ def bits(found):
     ids=lambda options: "".join(options),
 )
 @pytest.mark.parametrize("broadcast", [False, True], ids=["", "one key for all items"])
-def test_any_number_of_threads_gives_the_same_bits(options, broadcast, many_pieces):
+def test_any_number_of_threads_gives_the_same_bits(options, broadcast, many_tasks):
     qkv = arrays([(B, H, L, D), (1 if broadcast else B, G, S, D), (B, G, S, E)])
 
     def run(count):
@@ -110,7 +110,7 @@ def test_any_number_of_threads_gives_the_same_bits(options, broadcast, many_piec
     assert all(run(count) == one for count in (2, 5))
 
 
-def test_one_item_has_the_same_bits_alone(many_pieces):
+def test_one_item_has_the_same_bits_alone(many_tasks):
     qkv = arrays([(3, H, L, D), (3, G, S, D), (3, G, S, E)])
     for options in ({}, {"is_causal": True}, {"mask": RANDOM[:1]}):
         both, gradients = backward(qkv, of_tiles(2**12), **options)
@@ -122,10 +122,10 @@ def test_one_item_has_the_same_bits_alone(many_pieces):
 
 
 @pytest.fixture
-def first_piece_last(monkeypatch):
-    """Hold the first piece back until another has to wait for it, or all others have ended.
+def first_task_last(monkeypatch):
+    """Hold the first task back until another has to wait for it, or all others have ended.
 
-    Return the threads that worked, and the pieces that had to wait for the first.
+    Return the threads that worked, and the tasks that had to wait for the first.
     """
     seen, waited, ended, go_on = set(), set(), [], threading.Event()
     run, wait_for = backward_module.BackwardSweep.run, sequencer.Ticket._wait_for
@@ -155,12 +155,12 @@ def first_piece_last(monkeypatch):
 
 
 @pytest.mark.parametrize("heads", [1, 3])
-def test_several_threads_work_and_add_in_one_order(many_pieces, heads, first_piece_last):
+def test_several_threads_work_and_add_in_one_order(many_tasks, heads, first_task_last):
     qkv = arrays([(1, heads, 130, D), (1, heads, 130, D), (1, heads, 130, E)])
     partial = attention_partial(*qkv, is_causal=True)
 
     def run(count, bias):
-        first_piece_last.start_anew()
+        first_task_last.start_anew()
         options = {"mask": lambda b, h, i, j: i >= j, "bias": bias, "kernel": of_tiles(2**12)}
         with polyattn.use_threads(count):
             return bits(attention_backward(*qkv, partial, qkv[2], **options))
@@ -168,14 +168,14 @@ def test_several_threads_work_and_add_in_one_order(many_pieces, heads, first_pie
     for shape in ((), (1, 130), (130, 130), (heads, 130, 130)):
         bias = np.zeros(shape)
         found = run(3, bias)
-        assert first_piece_last.waited
-        assert len(first_piece_last.seen) > 1
+        assert first_task_last.waited
+        assert len(first_task_last.seen) > 1
         assert found == run(1, bias)
-        assert not first_piece_last.waited
-        assert len(first_piece_last.seen) == 1
+        assert not first_task_last.waited
+        assert len(first_task_last.seen) == 1
 
 
-def test_an_error_in_one_thread_stops_those_that_wait(many_pieces):
+def test_an_error_in_one_thread_stops_those_that_wait(many_tasks):
     calls = []
 
     def fails(b, h, i, j):

@@ -83,14 +83,14 @@ def bits(result):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Return the list of the calls, pieces and tiles that are gone through."""
+    """Return the list of the calls, tasks and tiles that are gone through."""
     found = []
 
     class Watched(Visibility):
         def masks(self, tile):
             masks = super().masks(tile)
             if masks is not None:
-                found.append((self.call, self.piece, tile, masks))
+                found.append((self.call, self.task, tile, masks))
             return masks
 
     for file in ("tile_scores", "at_once"):
@@ -104,9 +104,9 @@ def passes(monkeypatch):
     kinds = []
 
     class Watched(module.Sweep):
-        def __init__(self, call, piece, scratch, kind="fast"):
+        def __init__(self, call, task, scratch, kind="fast"):
             kinds.append(kind)
-            super().__init__(call, piece, scratch, kind)
+            super().__init__(call, task, scratch, kind)
 
     monkeypatch.setattr(module, "Sweep", Watched)
     return kinds
@@ -127,9 +127,9 @@ def test_tiles_hold_every_visible_key_once_and_hide_the_others(qkv, small_tiles,
     attention(*qkv, mask=MASKS[name], kernel="tiled")
     times = np.zeros((ITEMS, GROUPS, LENGTH, HEADS // GROUPS, KEYS), int)
     # Each once, though rows that see nothing are looked at again.
-    for (piece, tile), hidden in {look[1:3]: look[3] for look in looks}.items():
+    for (task, tile), hidden in {look[1:3]: look[3] for look in looks}.items():
         inside = np.s_[
-            slice(*piece.batch), slice(*tile.heads), slice(*tile.rows), :, slice(*tile.columns)
+            slice(*task.batch), slice(*tile.heads), slice(*tile.rows), :, slice(*tile.columns)
         ]
         seen = np.ones(times[inside].shape, bool)
         for where, some in hidden:
@@ -186,8 +186,8 @@ def test_a_band_at_an_offset_by_item_is_cut_by_a_table(qkv, small_tiles, looks):
 def area_of(looks):
     """Return how many scores were computed."""
     return sum(
-        piece.batch.length * tile.heads.length * tile.rows.length * tile.columns.length
-        for _, piece, tile, _ in looks
+        task.batch.length * tile.heads.length * tile.rows.length * tile.columns.length
+        for _, task, tile, _ in looks
     )
 
 
@@ -265,7 +265,7 @@ def test_rows_that_see_nothing_are_zero_in_a_fast_pass(qkv, small_tiles, passes)
 # ---- the cut -----------------------------------------------------------------------------------
 
 
-def test_the_pieces_with_most_visible_tiles_come_first(monkeypatch):
+def test_the_tasks_with_most_visible_tiles_come_first(monkeypatch):
     begun = []
 
     def note(work, items, threads, state):
@@ -275,17 +275,17 @@ def test_the_pieces_with_most_visible_tiles_come_first(monkeypatch):
     x = randn(1, 1, 4096, 8)
     lengths = np.repeat(np.arange(3), (512, 3072, 512))
     attention(x, x, x, mask=masks.segments(lengths))
-    assert [piece.rows.start for piece in begun][:6] == [512, 1024, 1536, 2048, 2560, 3072]
-    assert sorted(piece.rows.start for piece in begun[6:]) == [0, 3584]
+    assert [task.rows.start for task in begun][:6] == [512, 1024, 1536, 2048, 2560, 3072]
+    assert sorted(task.rows.start for task in begun[6:]) == [0, 3584]
 
 
-def test_items_share_a_piece_only_if_their_masks_are_one(looks):
+def test_items_share_a_task_only_if_their_masks_are_one(looks):
     x = randn(4, 1, 1200, 8)
     for lengths, items in ((np.array([1200, 5, 9, 70]), 1), (70, 4)):
         looks.clear()
         with polyattn.use_threads(1):
             attention(x, x, x, mask=masks.padding(lengths))
-        assert {piece.batch.length for _, piece, *_ in looks} == {items}
+        assert {task.batch.length for _, task, *_ in looks} == {items}
 
 
 def test_a_table_is_made_only_where_it_can_save_something(looks):

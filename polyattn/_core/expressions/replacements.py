@@ -292,9 +292,10 @@ class Sparsemax(Normalizer):
     def weights(self, scores: Array, backend: Primitives) -> Array:
         # It passes over the scores fifteen times: by rows that stay in the cache.
         xp = backend.xp
-        blocks = backend.row_blocks(scores, xp.matrix_transpose(scores))
-        found = [self._of_rows(scores[..., slice(*rows), :], xp) for rows in blocks]
-        return found[0] if len(found) == 1 else xp.concat(found, axis=-2)
+        blocks = backend.row_blocks(scores, xp.matrix_transpose(scores[..., :1, :]))
+        if len(blocks) == 1:
+            return self._of_rows(scores, xp)
+        return xp.concat([self._of_rows(scores[..., slice(*x), :], xp) for x in blocks], axis=-2)
 
     def _of_rows(self, scores: Array, xp: Any) -> Array:
         highest = xp.max(scores, axis=-1, keepdims=True)
