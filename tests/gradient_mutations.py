@@ -8,7 +8,7 @@ AGAIN, VISIBLE = "polyattn/_kernels/recomputed.py", "polyattn/_kernels/visible.p
 JVP, INTO = "polyattn/_kernels/jvp.py", "polyattn/_api/gradients.py"
 SLOPES, STEPS = "polyattn/_core/expressions/derivatives.py", "polyattn/_core/expressions/scores.py"
 REPLACEMENTS = "polyattn/_core/expressions/replacements.py"
-NUMPY, SWEEP = "backends/polyattn_numpy/backward.py", "backends/polyattn_numpy/backward_sweep.py"
+NUMPY = SWEEP = "backends/polyattn_numpy/backward.py"
 TILES = "backends/polyattn_numpy/tile_gradients.py"
 NUMPY_SUMS = "backends/polyattn_numpy/gradient_sums.py"
 

@@ -18,8 +18,8 @@ from script import Call
 
 import polyattn
 from polyattn.export import onnx
-from polyattn_onnx.node import Node
-from polyattn_onnxruntime.sessions import session_of
+from polyattn_onnx.operator import Node
+from polyattn_onnxruntime.backend import session_of
 
 ENGINE = "onnxruntime"
 CASES = (*both(1, 12, 128, 64), *both(1, 12, 512, 64))

@@ -16,9 +16,9 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, native
 from polyattn_cupy import loading
+from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.cudnn import Cudnn
 from polyattn_cupy.fused import Fused
-from polyattn_cupy.shapes import empty_result
 
 ON_CUDA = (2, 13)  # kDLCUDA and kDLCUDAManaged of DLPack
 
@@ -42,11 +42,9 @@ class CupyBackend(Backend):
         self._devices = [f"cuda:{number}" for number in range(count)]
 
     def devices(self) -> list[str]:
-        """Return the names of the CUDA devices."""
         return list(self._devices)
 
     def hardware(self, device: str) -> dict[str, str | int]:
-        """Return the name, memory and compute capability of a device."""
         properties = cupy.cuda.runtime.getDeviceProperties(_number(device))
         return {
             "name": properties["name"].decode(),
@@ -69,11 +67,9 @@ class CupyBackend(Backend):
             return array.copy()
 
     def fetch(self, array: Array) -> Any:
-        """Return an array as a NumPy array, once it is computed."""
         return cupy.asnumpy(array)
 
     def synchronize(self, device: str | None = None) -> None:
-        """Wait until all work on the device is done."""
         cupy.cuda.Device(None if device is None else _number(device)).synchronize()
 
     def peak_memory(
@@ -89,7 +85,6 @@ class CupyBackend(Backend):
             return max(int(pool.total_bytes() - before - output.nbytes), 0)
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Return the matrix product of two stacks of matrices."""
         return cupy.matmul(a, b)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
@@ -100,7 +95,6 @@ class CupyBackend(Backend):
         return weights, maximum, weights.sum(axis=-1, keepdims=True)
 
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
-        """Allocate the result of a call."""
         return empty_result(problem, like.dtype)
 
     def is_eager(self, array: Array) -> bool:

@@ -44,6 +44,10 @@ class Block(NamedTuple):
         """Number of scores that its memory holds."""
         return self.pairs.length * self.rows.length * self.pitch
 
+    def matrices(self, pointer: Any, dtype: str) -> Matrices:
+        """Return its scores at an address."""
+        return Matrices(int(pointer), self.pitch, self.rows.length * self.pitch, dtype)
+
 
 @lru_cache(maxsize=64)
 def blocks(problem: Problem, tile: int) -> tuple[Block, ...]:

@@ -23,16 +23,14 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn_cupy import graphs, loading, plans
+from polyattn_cupy.arrays import empty_result, made_bias, ready
 from polyattn_cupy.cudnn_gradients import gradients
-from polyattn_cupy.inputs import made_bias, ready
 from polyattn_cupy.problem_graphs import (
     band_of,
     bias_shape,
-    gradient_graph_of,
     graph_of,
     needs_bias,
 )
-from polyattn_cupy.shapes import empty_result
 
 # A bias of more elements than this (256 MiB) would cost more than cuDNN saves.
 LARGEST_MADE_BIAS = 2**26
@@ -55,7 +53,6 @@ class Cudnn(Kernel):
     takes_empty = False
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why cuDNN cannot compute the problem, or would compute something else."""
         missing = loading.why_no_library()
         if missing is not None:
             return [missing]
@@ -72,7 +69,6 @@ class Cudnn(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = (ready(problem, array) for array in operands[:3])
         output, logsumexp = empty_result(problem, query.dtype)
         pointers = {
@@ -153,6 +149,5 @@ def _device_reasons(problem: Problem, device: int) -> list[str]:
         and loading.library().backend_version() < 92600
     ):
         return ["cuDNN before 9.26 groups heads wrongly on this device (pytorch#193893)"]
-    graph = gradient_graph_of if "backward" in problem.features else graph_of
-    refused = plans.why_unsupported(graph(problem), device)
+    refused = plans.why_unsupported(graph_of(problem), device)
     return [] if refused is None else [refused]

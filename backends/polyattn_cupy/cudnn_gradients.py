@@ -23,10 +23,9 @@ from polyattn.plugin import (
     Span,
 )
 from polyattn_cupy import graphs, plans
-from polyattn_cupy.graphs import GradientGraph
-from polyattn_cupy.inputs import bias_memory, made_bias, packed, ready
-from polyattn_cupy.problem_graphs import gradient_graph_of, needs_bias, parts_of
-from polyattn_cupy.shapes import summed
+from polyattn_cupy.arrays import bias_memory, made_bias, packed, ready, summed
+from polyattn_cupy.graphs import Graph
+from polyattn_cupy.problem_graphs import graph_of, needs_bias, parts_of
 
 # The factors with which a float32 number is a sum of three 16-bit numbers, however large it is.
 FACTORS = (2.0**10, 1.0, 2.0**-10)
@@ -41,15 +40,6 @@ class _Given(NamedTuple):
     bias: Array | None
 
 
-class _Found(NamedTuple):
-    """Gradients in float32, with one batch axis."""
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-
-
 def gradients(
     problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents, backend: Backend
 ) -> Gradients:
@@ -61,18 +51,18 @@ def gradients(
         for array in (residuals.output, cotangents.output)
     )
     found = _run(problem, given, value, output, output_gradient)
-    query_gradient, key_gradient, bias_gradient = found.query, found.key, found.bias
+    sums: tuple[Any, ...] = found.query, found.key, found.bias
     direct = cotangents.logsumexp
     if direct is not None:
         share = _run(problem, given, *_of_logsumexp(problem, direct, output, value))
-        query_gradient, key_gradient = query_gradient + share.query, key_gradient + share.key
-        bias_gradient = None if share.bias is None else bias_gradient + share.bias
-    of_query = summed(problem, query_gradient, x.query.shape)
+        shares = share.query, share.key, share.bias
+        sums = tuple([a if b is None else a + b for a, b in zip(sums, shares, strict=True)])
+    of_query = summed(problem, sums[0], x.query.shape)
     return Gradients(
         of_query,
-        summed(problem, key_gradient, x.key.shape),
+        summed(problem, sums[1], x.key.shape),
         summed(problem, found.value, x.value.shape),
-        None if x.bias is None else summed(problem, bias_gradient, x.bias.shape),
+        None if x.bias is None else summed(problem, sums[2], x.bias.shape),
         # query · its gradient = Σ gradient of the score · score, and the scale is above 0.
         scale=backend.xp.sum(of_query * x.query.astype(np.float32)) / problem.scale,
     )
@@ -91,12 +81,12 @@ def _given(problem: Problem, x: Operands, logsumexp: Array, backend: Backend) ->
 
 def _run(
     problem: Problem, given: _Given, value: Array, output: Array, output_gradient: Array
-) -> _Found:
-    """Compute the gradients, one part after the other."""
+) -> Gradients:
+    """Compute the gradients in float32, with one batch axis, one part after the other."""
     query, key, logsumexp, bias = given
     of_bias: Any = None
     strides = (array.strides for array in (query, key, value, output, output_gradient))
-    graph = gradient_graph_of(problem, *strides)
+    graph = graph_of(problem, *strides)
     of_query, of_key, of_value = (
         cupy.empty(array.shape, array.dtype) for array in (query, key, value)
     )
@@ -129,12 +119,8 @@ def _run(
         plans.run(graph, {uid: array.data.ptr for uid, array in (arrays | lengths).items()})
         if of_bias is not None:
             _cut(of_bias, items, heads)[...] += share
-    return _Found(
-        of_query.astype(np.float32),
-        of_key.astype(np.float32),
-        of_value.astype(np.float32),
-        of_bias,
-    )
+    of_query, of_key, of_value = (x.astype(np.float32) for x in (of_query, of_key, of_value))
+    return Gradients(of_query, of_key, of_value, of_bias)
 
 
 def _cut(array: Array, items: Span, heads: Span) -> Array:
@@ -145,7 +131,7 @@ def _cut(array: Array, items: Span, heads: Span) -> Array:
     ]
 
 
-def _lengths(problem: Problem, graph: GradientGraph) -> dict[int, Array]:
+def _lengths(problem: Problem, graph: Graph) -> dict[int, Array]:
     """Return the number of queries and keys of each item of a part: all of them."""
     shape = (graph.query.shape[0], 1, 1, 1)
     return {

@@ -21,10 +21,10 @@ from polyattn.plugin import (
     Residuals,
 )
 from polyattn_cupy import rows
+from polyattn_cupy.arrays import empty_result
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.fused_gradients import gradients
 from polyattn_cupy.products import Matrices, multiply, why_no_cublas
-from polyattn_cupy.shapes import empty_result
 
 # float16 weights are scaled by this: otherwise those of a long row would be in the range where
 # float16 has few digits. No weight is above 1, so all of them stay finite.
@@ -46,7 +46,6 @@ class Fused(Kernel):
     tile = 2**26
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why cuBLAS cannot compute the problem."""
         missing = why_no_cublas()
         reasons = [] if missing is None else [missing]
         if problem.scale == 0:
@@ -58,7 +57,6 @@ class Fused(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output, and the logsumexp if the problem asks for it."""
         group_size = problem.group_size
         query, key, value = (
             stacked(problem, array, count)
@@ -81,7 +79,6 @@ class Fused(Kernel):
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Return the gradients."""
         return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 
 
@@ -95,7 +92,7 @@ def _attend(
     query, key, value, output = arrays
     pairs, folded, columns = block
     count, height = pairs.length, folded.length
-    scores = Matrices(int(record["scores"]), block.pitch, height * block.pitch, problem.accumulator)
+    scores = block.matrices(record["scores"], problem.accumulator)
     multiply(
         query.at(pairs.start, folded.start),
         key.at(pairs.start, columns.start),

@@ -14,9 +14,9 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_cupy import rows
+from polyattn_cupy.arrays import summed
 from polyattn_cupy.blocks import Block, begin, blocks, record_of, stacked
 from polyattn_cupy.products import Matrices, multiply
-from polyattn_cupy.shapes import summed
 
 
 class _Stacks(NamedTuple):
@@ -122,8 +122,7 @@ def _add_block(problem: Problem, block: Block, x: _Stacks, record: Any) -> None:
     pairs, folded, columns = block
     count, height, width = pairs.length, folded.length, columns.length
     scores, slopes = (
-        Matrices(int(record[name]), block.pitch, height * block.pitch, problem.accumulator)
-        for name in ("scores", "slopes")
+        block.matrices(record[name], problem.accumulator) for name in ("scores", "slopes")
     )
     query, output_gradient, of_query = (
         stack.at(pairs.start, folded.start) for stack in (x.query, x.output_gradient, x.of_query)

@@ -34,21 +34,7 @@ class Band(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """The attention: everything that is compiled into its plan."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    bias: Tensor | None
-    band: Band | None
-    scale: float
-    softcap: float | None
-    logsumexp: bool
-
-
-class GradientGraph(NamedTuple):
-    """The gradients: everything that is compiled into their plan.
+    """Attention, or its gradients: everything that is compiled into a plan.
 
     The gradients of query, key and value are contiguous; that of the bias is like the bias.
     """
@@ -57,15 +43,17 @@ class GradientGraph(NamedTuple):
     key: Tensor
     value: Tensor
     output: Tensor
-    output_gradient: Tensor
+    output_gradient: Tensor | None  # if these are the gradients
     bias: Tensor | None
     bias_gradient: bool
     lengths: bool  # whether the numbers of queries and keys are given as arrays
     band: Band | None
     scale: float
+    softcap: float | None
+    logsumexp: bool  # whether it is a result
 
 
-def describe(graph: Graph | GradientGraph, **where: Any) -> Any:
+def describe(graph: Graph, **where: Any) -> Any:
     """Return a graph as an unchecked cudnn.pygraph, which needs neither cuDNN nor a device.
 
     `where` is the `handle` of a device, or `sm_version` and `device_property` of an absent one.
@@ -76,59 +64,55 @@ def describe(graph: Graph | GradientGraph, **where: Any) -> Any:
         name="polyattn", io_data_type=dtypes[graph.query.dtype],
         intermediate_data_type=dtypes["float32"], compute_data_type=dtypes["float32"], **where,
     )  # fmt: skip
-    if isinstance(graph, Graph):
-        _describe_attention(cudnn, plan, graph)
-    else:
-        _describe_gradients(cudnn, plan, graph)
-    return plan
 
+    def given(uid: int, name: str, tensor: Tensor) -> Any:
+        """Return an array of the graph that exists before it runs."""
+        return plan.tensor(
+            name=name, dim=list(tensor.shape), stride=list(tensor.strides),
+            data_type=dtypes[tensor.dtype], uid=uid,
+        )  # fmt: skip
 
-def _describe_attention(cudnn: Any, plan: Any, graph: Graph) -> None:
-    options = _band_options(cudnn, graph.band)
-    if graph.softcap is not None:
-        options["score_mod"] = _softcap(cudnn, graph.softcap)
+    def result(found: Any, uid: int, tensor: Tensor) -> None:
+        """Make a result of a node one of the graph."""
+        found.set_output(True).set_uid(uid).set_data_type(dtypes[tensor.dtype])
+        found.set_dim(list(tensor.shape)).set_stride(list(tensor.strides))
+
+    options = _band_options(cudnn, graph.band) | {
+        "q": given(QUERY, "query", graph.query),
+        "k": given(KEY, "key", graph.key),
+        "v": given(VALUE, "value", graph.value),
+        "attn_scale": graph.scale,
+    }
     if graph.bias is not None:
-        options["bias"] = _input(cudnn, plan, BIAS, "bias", graph.bias)
-    output, logsumexp = plan.sdpa(
-        q=_input(cudnn, plan, QUERY, "query", graph.query),
-        k=_input(cudnn, plan, KEY, "key", graph.key),
-        v=_input(cudnn, plan, VALUE, "value", graph.value),
-        attn_scale=graph.scale,
-        generate_stats=graph.logsumexp,
-        **options,
-    )
-    _return(cudnn, output, OUTPUT, graph.output)
-    if graph.logsumexp:
-        _return(cudnn, logsumexp, LOGSUMEXP, _rows(graph.output))
-
-
-def _describe_gradients(cudnn: Any, plan: Any, graph: GradientGraph) -> None:
-    options = _band_options(cudnn, graph.band)
-    if graph.bias is not None:
-        options["bias"] = _input(cudnn, plan, BIAS, "bias", graph.bias)
-        if graph.bias_gradient:
-            options["dBias"] = _input(cudnn, plan, BIAS_GRADIENT, "bias_gradient", graph.bias)
+        options["bias"] = given(BIAS, "bias", graph.bias)
+    if graph.output_gradient is None:
+        if graph.softcap is not None:
+            options["score_mod"] = _softcap(cudnn, graph.softcap)
+        output, logsumexp = plan.sdpa(generate_stats=graph.logsumexp, **options)
+        result(output, OUTPUT, graph.output)
+        if graph.logsumexp:
+            result(logsumexp, LOGSUMEXP, _rows(graph.output))
+        return plan
+    if graph.bias is not None and graph.bias_gradient:
+        options["dBias"] = given(BIAS_GRADIENT, "bias_gradient", graph.bias)
     if graph.lengths:
         one = Tensor((graph.query.shape[0], 1, 1, 1), (1, 1, 1, 1), "int32")
         options |= {
             "use_padding_mask": True,
-            "seq_len_q": _input(cudnn, plan, QUERY_LENGTHS, "query_lengths", one),
-            "seq_len_kv": _input(cudnn, plan, KEY_LENGTHS, "key_lengths", one),
+            "seq_len_q": given(QUERY_LENGTHS, "query_lengths", one),
+            "seq_len_kv": given(KEY_LENGTHS, "key_lengths", one),
         }
     gradients = plan.sdpa_backward(
-        q=_input(cudnn, plan, QUERY, "query", graph.query),
-        k=_input(cudnn, plan, KEY, "key", graph.key),
-        v=_input(cudnn, plan, VALUE, "value", graph.value),
-        o=_input(cudnn, plan, OUTPUT, "output", graph.output),
-        dO=_input(cudnn, plan, OUTPUT_GRADIENT, "output_gradient", graph.output_gradient),
-        stats=_input(cudnn, plan, LOGSUMEXP, "logsumexp", _rows(graph.output)),
-        attn_scale=graph.scale,
+        o=given(OUTPUT, "output", graph.output),
+        dO=given(OUTPUT_GRADIENT, "output_gradient", graph.output_gradient),
+        stats=given(LOGSUMEXP, "logsumexp", _rows(graph.output)),
         use_deterministic_algorithm=True,
         **options,
     )
     names = (QUERY_GRADIENT, KEY_GRADIENT, VALUE_GRADIENT)
     for gradient, uid, like in zip(gradients, names, graph[:3], strict=True):
-        _return(cudnn, gradient, uid, _contiguous(like.shape, like.dtype))
+        result(gradient, uid, _contiguous(like.shape, like.dtype))
+    return plan
 
 
 def _dtypes(cudnn: Any) -> dict[str, Any]:
@@ -141,20 +125,6 @@ def _dtypes(cudnn: Any) -> dict[str, Any]:
     }
 
 
-def _input(cudnn: Any, plan: Any, uid: int, name: str, tensor: Tensor) -> Any:
-    """Return an array of a graph that exists before it runs."""
-    return plan.tensor(
-        name=name, dim=list(tensor.shape), stride=list(tensor.strides),
-        data_type=_dtypes(cudnn)[tensor.dtype], uid=uid,
-    )  # fmt: skip
-
-
-def _return(cudnn: Any, result: Any, uid: int, tensor: Tensor) -> None:
-    """Make a result of a graph's node a result of the graph."""
-    result.set_output(True).set_uid(uid).set_data_type(_dtypes(cudnn)[tensor.dtype])
-    result.set_dim(list(tensor.shape)).set_stride(list(tensor.strides))
-
-
 def _rows(output: Tensor) -> Tensor:
     """Return the description of the logsumexp that belongs to an output: packed, as cuDNN asks."""
     return _contiguous((*output.shape[:3], 1), "float32")
@@ -164,7 +134,7 @@ def _contiguous(shape: tuple[int, ...], dtype: str) -> Tensor:
     return Tensor(shape, tuple(math.prod(shape[n + 1 :]) for n in range(len(shape))), dtype)
 
 
-def build(graph: Graph | GradientGraph, **where: Any) -> Any:
+def build(graph: Graph, **where: Any) -> Any:
     """Return a graph as a cudnn.pygraph that cuDNN supports, its kernels not yet compiled."""
     cudnn, plan = loading.library(), describe(graph, **where)
     plan.validate()

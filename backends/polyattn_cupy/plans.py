@@ -14,7 +14,7 @@ from typing import Any
 import cupy
 
 from polyattn_cupy import graphs, loading
-from polyattn_cupy.graphs import GradientGraph, Graph
+from polyattn_cupy.graphs import Graph
 
 # The limit for one thread on one device, in case a caller's shapes rarely repeat.
 MOST_PLANS = 256
@@ -23,7 +23,7 @@ MOST_PLANS = 256
 class _Plan:
     """A graph that cuDNN supports, compiled when it first runs."""
 
-    def __init__(self, graph: Graph | GradientGraph, handle: Any) -> None:
+    def __init__(self, graph: Graph, handle: Any) -> None:
         self.graph = graphs.build(graph, handle=handle)
         self.workspace: int | None = None
         self.execute: Any = None
@@ -68,7 +68,7 @@ class _Engine:
     def __init__(self) -> None:
         self.handle = loading.library().create_handle()
         self.stream: int | None = None
-        self.plans: OrderedDict[Graph | GradientGraph, _Plan] = OrderedDict()
+        self.plans: OrderedDict[Graph, _Plan] = OrderedDict()
 
     def __del__(self) -> None:
         # When Python exits, the driver may be gone already, and has freed everything.
@@ -76,7 +76,7 @@ class _Engine:
         if handle is not None and not sys.is_finalizing():
             loading.library().destroy_handle(handle)
 
-    def plan(self, graph: Graph | GradientGraph) -> _Plan:
+    def plan(self, graph: Graph) -> _Plan:
         """Return the plan of a graph, built if it is new."""
         plan = self.plans.get(graph)
         if plan is None:
@@ -110,7 +110,7 @@ def _engine() -> _Engine:
     return engine
 
 
-def run(graph: Graph | GradientGraph, pointers: dict[int, int]) -> None:
+def run(graph: Graph, pointers: dict[int, int]) -> None:
     """Compute a graph of arrays at `pointers` on the current device and stream, without waiting."""
     engine = _engine()
     plan = engine.plan(graph)
@@ -119,7 +119,7 @@ def run(graph: Graph | GradientGraph, pointers: dict[int, int]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def why_unsupported(graph: Graph | GradientGraph, device: int) -> str | None:
+def why_unsupported(graph: Graph, device: int) -> str | None:
     """Return why cuDNN cannot compute a graph on a device, or None."""
     with cupy.cuda.Device(device):
         try:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from polyattn.plugin import Problem, Span, band_from, made_shape
-from polyattn_cupy.graphs import Band, GradientGraph, Graph, Tensor
+from polyattn_cupy.graphs import Band, Graph, Tensor
 
 # With a bias, cuDNN 9.19 makes NaN of gradients if the last tile of 128 keys is not full
 # and the logsumexp is low (pytorch#196678). With lengths given, it leaves out the rest of the tile.
 WHOLE_KEYS = 128
 # cuDNN's deterministic gradients may need memory for all scores of a run, in 16 bits (1 GiB).
 MOST_SCORES = 2**29
-
-_Strides = tuple[int, ...]
 
 
 @lru_cache(maxsize=256)
@@ -56,64 +55,40 @@ def bias_shape(problem: Problem) -> tuple[int, int, int, int]:
 
 
 @lru_cache(maxsize=1024)
-def graph_of(
-    problem: Problem,
-    query: _Strides | None = None,
-    key: _Strides | None = None,
-    value: _Strides | None = None,
-) -> Graph:
-    """Return the graph of a problem, its arrays with these strides in bytes or contiguous."""
-    items, (heads, length, keys) = math.prod(problem.batch), problem.scores[-3:]
-    groups, size, value_size = problem.key_heads, problem.head_size, problem.value_size
-    bias = None
-    if needs_bias(problem):
-        bias = _tensor(bias_shape(problem), "float32", None)
-    return Graph(
-        query=_tensor((items, heads, length, size), problem.dtype, query),
-        key=_tensor((items, groups, keys, size), problem.dtype, key),
-        value=_tensor((items, groups, keys, value_size), problem.dtype, value),
-        output=_tensor((items, heads, length, value_size), problem.dtype, None),
-        bias=bias,
-        band=band_of(problem),
-        scale=problem.scale,
-        softcap=problem.softcap,
-        logsumexp="logsumexp" in problem.features,
-    )
+def graph_of(problem: Problem, *strides: tuple[int, ...]) -> Graph:
+    """Return the graph of a call, or of the gradients of one part of it.
 
-
-@lru_cache(maxsize=1024)
-def gradient_graph_of(
-    problem: Problem,
-    query: _Strides | None = None,
-    key: _Strides | None = None,
-    value: _Strides | None = None,
-    output: _Strides | None = None,
-    output_gradient: _Strides | None = None,
-) -> GradientGraph:
-    """Return the graph of the gradients of one part, as `graph_of` does.
-
-    What is made for a call is contiguous in each part, because a part has some items with all
-    heads, or some heads of one item.
+    `strides` are those of query, key and value in bytes, and of output and its gradient for
+    gradients. Without them arrays are contiguous, as is what is made for a call: a part has some
+    items with all heads, or some heads of one item.
     """
-    items, groups = _part(problem)
-    heads, (length, keys) = problem.group_size * groups, problem.scores[-2:]
-    size, value_size, dtype = problem.head_size, problem.value_size, problem.dtype
+    is_gradient = "backward" in problem.features
+    items, groups = math.prod(problem.batch), problem.key_heads
+    heads, length, keys = problem.scores[-3:]
+    if is_gradient:
+        items, groups = _part(problem)
+        heads = problem.group_size * groups
+    sizes = {"query": problem.head_size, "key": problem.head_size, "value": problem.value_size}
+    sizes |= {"output": problem.value_size, "output_gradient": problem.value_size}
+    given = dict(zip(sizes, strides, strict=False))
+    arrays: dict[str, Any] = {}
+    for name, size in sizes.items():
+        lead = (groups, keys) if name in ("key", "value") else (heads, length)
+        arrays[name] = _tensor((items, *lead, size), problem.dtype, given.get(name))
     bias = None
     if needs_bias(problem):
         all_items, all_heads, *lengths = bias_shape(problem)
         shape = min(all_items, items), min(all_heads, heads), *lengths
         bias = _tensor(shape, "float32", None)
-    return GradientGraph(
-        query=_tensor((items, heads, length, size), dtype, query),
-        key=_tensor((items, groups, keys, size), dtype, key),
-        value=_tensor((items, groups, keys, value_size), dtype, value),
-        output=_tensor((items, heads, length, value_size), dtype, output),
-        output_gradient=_tensor((items, heads, length, value_size), dtype, output_gradient),
+    return Graph(
+        **{**arrays, "output_gradient": arrays["output_gradient"] if is_gradient else None},
         bias=bias,
-        bias_gradient="bias" in problem.features,
-        lengths=bias is not None and keys % WHOLE_KEYS != 0,
+        bias_gradient=is_gradient and "bias" in problem.features,
+        lengths=is_gradient and bias is not None and keys % WHOLE_KEYS != 0,
         band=band_of(problem),
         scale=problem.scale,
+        softcap=problem.softcap,
+        logsumexp=not is_gradient and "logsumexp" in problem.features,
     )
 
 
@@ -146,7 +121,7 @@ def _divisor(number: int, most: int) -> int:
     return max(n for n in range(1, min(number, most) + 1) if number % n == 0)
 
 
-def _tensor(shape: tuple[int, ...], dtype: str, strides: _Strides | None) -> Tensor:
+def _tensor(shape: tuple[int, ...], dtype: str, strides: tuple[int, ...] | None) -> Tensor:
     """Return the description of a 16-bit array with strides in bytes, or of a contiguous array.
 
     The stride of an axis of length 1 has no meaning. It is described as that of a contiguous array,

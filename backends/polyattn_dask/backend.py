@@ -36,7 +36,6 @@ class Chunked(Kernel):
     })  # fmt: skip
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Return why it cannot compute a call."""
         if problem.dropout_start is None:
             return ["parts of chunks count on from a start of dropout in numbers, not in an array"]
         return []
@@ -48,14 +47,12 @@ class Chunked(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the graph of the output, and of the logsumexp if the problem asks for it."""
         return attend(problem, operands)
 
     def backward(
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Return the graphs of the gradients."""
         return gradients(problem, operands, residuals, cotangents)
 
 
@@ -80,7 +77,6 @@ class DaskBackend(Backend):
         return array if isinstance(array, da.Array) else da.from_array(array, asarray=False)
 
     def fetch(self, array: Array) -> Any:
-        """Compute a dask array."""
         return array.compute() if isinstance(array, da.Array) else array
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:

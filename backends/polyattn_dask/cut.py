@@ -1,48 +1,60 @@
-"""A call on dask arrays, cut by its grid: the blocks that each task reads."""
+"""A call on dask arrays, cut by its grid: the blocks that each task reads, and its options."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Array, Operands, Problem
-from polyattn_dask.grid import Axes, Chunks, Grid, Index, aligned, axes_of, grid_of, lengths_of
-from polyattn_dask.layer import Key, blocks_at
-from polyattn_dask.sizes import Extra, grouped, key_bytes
-from polyattn_dask.tasks import Pieces
-from polyattn_dask.template import Leaf, Template, template_of
+from polyattn.plugin import Array, Expression, Operands, Problem, Slice, map_arrays, options_of
+from polyattn_dask.grid import (
+    Axes,
+    Chunks,
+    Grid,
+    Index,
+    aligned,
+    axes_along,
+    axes_of,
+    grid_of,
+    lengths_of,
+)
+from polyattn_dask.layer import Key, Layer, Task
+from polyattn_dask.sizes import OptionArray, grouped, key_bytes, needs_whole_rows
+from polyattn_dask.tasks import Calls
 from polyattn_dask.visibility import Visibility
 
 
-class Cut(NamedTuple):
-    """A call on dask arrays that are cut as its grid is.
+class Placeholder(NamedTuple):
+    """What stands for an array in an option, so that tasks hold no arrays."""
 
-    Attributes
-    ----------
-    problem : Problem
-        The facts of the call.
-    grid : Grid
-        The grid.
-    seen : Visibility
-        The chunks of keys of each block of rows.
-    arrays : dict of str to (Axes, Array)
-        Query, key, value and what else is shaped as they or the output are.
-    template : Template
-        The options.
-    leaves : list of Leaf
-        The arrays among the options.
-    """
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Cut(NamedTuple):
+    """A call on dask arrays that are cut as its grid is."""
 
     problem: Problem
     grid: Grid
-    seen: Visibility
-    arrays: dict[str, tuple[Axes, Any]]
-    template: Template
-    leaves: list[Leaf]
+    seen: Visibility  # the chunks of keys of each block of rows
+    arrays: dict[str, tuple[Axes, Any]]  # query, key, value and what is shaped as the results are
+    options: dict[str, Any]  # of the whole call, with placeholders
+    option_arrays: list[OptionArray]  # in the order of their placeholders
+    whole_rows: bool  # whether a task needs all the keys of its rows at once
 
     @property
     def inputs(self) -> list[Any]:
         """All arrays that tasks read."""
-        return [*(array for _, array in self.arrays.values()), *(x.array for x in self.leaves)]
+        arrays = [array for _, array in self.arrays.values()]
+        return [*arrays, *(x.array for x in self.option_arrays)]
+
+    @property
+    def query(self) -> Any:
+        """The query."""
+        return self.arrays["query"][1]
+
+    def layer(self, what: str, *facts: Any) -> Layer:
+        """Return a layer without tasks; `facts` decide a result besides the call."""
+        return Layer(what, self.inputs, self.problem, self.options, *facts)
 
     @property
     def row_chunks(self) -> Chunks:
@@ -52,16 +64,21 @@ class Cut(NamedTuple):
 
     def groups(self, at: Index) -> list[list[int]]:
         """Return the chunks of keys that a block of rows sees, by the tasks that read them."""
-        extras = [Extra(x.axes, x.array.shape, str(x.array.dtype)) for x in self.leaves]
-        sizes = key_bytes(self.problem, self.grid, at, extras)
-        return grouped(self.seen.of(at), sizes, self.template.whole_rows)
+        sizes = key_bytes(self.problem, self.grid, at, self.option_arrays)
+        return grouped(self.seen.of(at), sizes, self.whole_rows)
 
-    def pieces(self, at: Index, columns: list[int], sinks: bool = True) -> Pieces:
+    def calls(self, at: Index, columns: list[int], sinks: bool = True) -> Calls:
         """Return the calls of a task."""
-        parts = [self.grid.part(self.problem, at, self.grid.columns[n]) for n in columns]
-        along = [x.axes.index("S") - len(x.axes) if "S" in x.axes else None for x in self.leaves]
-        sizes = self.problem.head_size, self.problem.value_size
-        return Pieces(self.template, tuple(parts), tuple(along), sinks, sizes)
+        spans = [self.grid.columns[n] for n in columns]
+        return Calls(
+            self.options,
+            self.whole_rows,
+            self.grid.part(self.problem, at),
+            tuple([Slice(span.start, span.length) for span in spans]),
+            tuple([x.key_axis for x in self.option_arrays]),
+            sinks,
+            (self.problem.head_size, self.problem.value_size),
+        )
 
     def block(self, name: str, at: Index) -> Key | None:
         """Return the key of a block of one of `arrays`, or None if there is no such array."""
@@ -71,20 +88,28 @@ class Cut(NamedTuple):
         return (array.name, *self.grid.place(axes, at))
 
     def blocks(self, at: Index, columns: list[int]) -> tuple[Any, Any, Any]:
-        """Return the keys of the blocks of keys, values and leaves."""
+        """Return the keys of the blocks of keys, values and arrays of options.
+
+        Without a key only the sinks count.
+        """
+        places = [at._replace(column=n) for n in columns]
         keys, values = (
-            [self.block(name, at._replace(column=n)) for n in columns]
-            if name in self.arrays
-            else []
+            [self.block(name, place) for place in places] if name in self.arrays else []
             for name in ("key", "value")
         )
-        leaves = [blocks_at(x.array, x.axes, self.grid, at, columns) for x in self.leaves]
-        return keys, values, leaves
+        options = [
+            [
+                (x.array.name, *self.grid.place(x.axes, place))
+                for place in (places if x.key_axis is not None else [at])
+            ]
+            for x in self.option_arrays
+            if columns or x.option == "sinks"
+        ]
+        return keys, values, options
 
-    def sinks(self, at: Index) -> list[Key]:
-        """Return the key of the block of the sinks, if there are some."""
-        sinks = [x for x in self.leaves if x.option == "sinks"]
-        return [(x.array.name, *self.grid.place(x.axes, at)) for x in sinks]
+    def task(self, at: Index, columns: list[int], step: Any, *more: Any) -> Task:
+        """Return a task that reads a block of rows and some chunks of keys."""
+        return (step, self.block("query", at), *self.blocks(at, columns), *more)
 
 
 def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Array | None) -> Cut:
@@ -93,11 +118,31 @@ def cut(problem: Problem, x: Operands, grid: Grid | None = None, **results: Arra
     `results` are arrays that are shaped as the results of the call.
     """
     arrays_of_call = {"query": x.query, "key": x.key, "value": x.value, **results}
-    given = {name: array for name, array in arrays_of_call.items() if array is not None}
+    given: dict[str, Any] = {n: array for n, array in arrays_of_call.items() if array is not None}
     grid = grid or grid_of(problem, {n: given[n].chunks for n in ("query", "key", "value")})
     arrays = {}
     for name, array in given.items():
         axes = axes_of(name, array.shape, problem)
         arrays[name] = axes, aligned(array, axes, grid)
-    template, leaves = template_of(problem, x, grid)
-    return Cut(problem, grid, Visibility(problem, x, grid), arrays, template, leaves)
+    options, found = _options(problem, x, grid)
+    seen = Visibility(problem, x, grid)
+    return Cut(problem, grid, seen, arrays, options, found, needs_whole_rows(problem))
+
+
+def _options(problem: Problem, x: Operands, grid: Grid) -> tuple[dict[str, Any], list[OptionArray]]:
+    """Return the options of a call with placeholders, and their arrays."""
+    found: list[OptionArray] = []
+
+    def placeholder(option: str, last: str | None, array: Any) -> Placeholder:
+        if last is None:
+            axes = axes_of(option, array.shape, problem)
+        else:
+            axes = axes_along(last, array.shape, problem)
+        found.append(OptionArray(option, axes, aligned(array, axes, grid)))
+        return Placeholder(tuple(array.shape), str(array.dtype))
+
+    options: dict[str, Any] = {}
+    for name, value in options_of(problem, x).items():
+        whole = value.apart() if isinstance(value, Expression) else value
+        options[name] = map_arrays(whole, functools.partial(placeholder, name))
+    return options, found

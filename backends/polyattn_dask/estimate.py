@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from dask.utils import format_bytes
 
 from polyattn.plugin import Operands, Problem
-from polyattn_dask.grid import Axes, Grid, axes_along, axes_of, chunks_like, grid_of
+from polyattn_dask.cut import Placeholder
+from polyattn_dask.grid import Grid, axes_along, axes_of, chunks_like, grid_of
 from polyattn_dask.sizes import (
-    Extra,
+    OptionArray,
     RunsOfChunks,
     bytes_of_a_key,
     grouped,
     limit,
+    needs_whole_rows,
     partial_bytes,
     query_bytes,
     widths,
 )
-from polyattn_dask.template import reads_whole_rows
 from polyattn_dask.visibility import Visibility
 
 #: With more pairs of chunks to look at, masks are not asked: about a second.
@@ -35,11 +35,11 @@ def estimate(problem: Problem) -> str | None:
         return None
     grid = grid_of(problem, chunks)
     x = Operands.of_options(mask=problem.mask_spec)
-    visible, extras = Visibility(problem, x, grid, MOST_LOOKS), _extras(problem)
+    visible, arrays = Visibility(problem, x, grid, MOST_LOOKS), _option_arrays(problem)
     groups = _Groups(problem, grid)
     pairs = tasks = largest = blocks = 0
     for at in grid.row_blocks():
-        each = bytes_of_a_key(problem, grid, at, extras)
+        each = bytes_of_a_key(problem, grid, at, arrays)
         seen, count, keys = groups.of(visible.of(at), each)
         partial = partial_bytes(problem, grid, at)
         largest = max(largest, keys * each + query_bytes(problem, grid, at) + 2 * partial)
@@ -61,7 +61,7 @@ class _Groups:
     def __init__(self, problem: Problem, grid: Grid) -> None:
         self._chunks, self._all = grid.columns, problem.key_length
         self._lengths = [span.length for span in grid.columns]
-        self._whole_rows = reads_whole_rows(problem)
+        self._whole_rows = needs_whole_rows(problem)
         self._runs: dict[int, RunsOfChunks] = {}
         self._sizes: dict[int, list[int]] = {}
 
@@ -89,32 +89,32 @@ def _may_read(problem: Problem) -> bool:
     return not hiding <= dict(problem.chunks).keys()
 
 
-def _carried(problem: Problem) -> list[tuple[str, Axes, Any]]:
-    """Return the name, the axes and the facts of each array in an expression."""
+def _carried(problem: Problem) -> list[OptionArray]:
+    """Return the facts of each array in an expression, by the names of both."""
     found = []
     for option, value in (("mask", problem.mask_spec), ("score_mod", problem.score_spec)):
         if value is not None:
             names = [name for name, thing in value.carried() if hasattr(thing, "shape")]
             found += [
-                (f"{option}.{name}", axes_along(last, facts.shape, problem), facts)
+                OptionArray(f"{option}.{name}", axes_along(last, facts.shape, problem), facts)
                 for name, (last, facts) in zip(names, value.arrays(), strict=True)
             ]
     return found
 
 
-def _extras(problem: Problem) -> list[Extra]:
-    """Return the arrays among the options that follow the keys."""
+def _option_arrays(problem: Problem) -> list[OptionArray]:
+    """Return the facts of the arrays among the options that follow the keys."""
     given = [("mask", problem.mask, "bool"), ("bias", problem.bias, problem.bias_dtype or "")]
-    return [
-        Extra(axes_of(name, shape, problem), shape, dtype)
+    return _carried(problem) + [
+        OptionArray(name, axes_of(name, shape, problem), Placeholder(shape, dtype))
         for name, shape, dtype in given
         if shape is not None
-    ] + [Extra(axes, facts.shape, facts.dtype) for _, axes, facts in _carried(problem)]
+    ]
 
 
 def _rechunked(problem: Problem, grid: Grid) -> str:
     """Return a clause that names the arrays that are cut otherwise than the grid."""
-    names, carried = [], {name: axes for name, axes, _ in _carried(problem)}
+    names, carried = [], {x.option: x.axes for x in _carried(problem)}
     for name, chunks in problem.chunks:
         if name.partition(".")[0] not in CUT:
             continue

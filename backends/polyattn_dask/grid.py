@@ -28,26 +28,21 @@ class Index(NamedTuple):
     row: int
     column: int = 0
 
+    @property
+    def where(self) -> tuple[int, ...]:
+        """The number of the block of query rows along each axis."""
+        return (*self.items, self.head, self.row)
+
 
 class Grid(NamedTuple):
-    """The spans along each axis of the scores.
+    """The spans along each axis of the scores."""
 
-    Attributes
-    ----------
-    batch : tuple of tuple of Span
-        Those of each batch axis.
-    heads, groups, rows, columns : tuple of Span
-        Those of the query heads, key heads, rows and keys.
-    group_of : tuple of int
-        The place in `groups` for each of `heads`.
-    """
-
-    batch: tuple[tuple[Span, ...], ...]
+    batch: tuple[tuple[Span, ...], ...]  # of each batch axis
     heads: tuple[Span, ...]
-    groups: tuple[Span, ...]
+    groups: tuple[Span, ...]  # of the key heads
     rows: tuple[Span, ...]
     columns: tuple[Span, ...]
-    group_of: tuple[int, ...]
+    group_of: tuple[int, ...]  # the place in `groups` for each of `heads`
 
     def spans(self, axis: int | str) -> tuple[Span, ...]:
         """Return the spans along an axis."""
@@ -63,14 +58,12 @@ class Grid(NamedTuple):
             for axis in axes
         )
 
-    def part(self, problem: Problem, at: Index, columns: Span) -> Part:
-        """Return the part of the scores of some rows and keys."""
-        items = tuple([spans[n] for spans, n in zip(self.batch, at.items, strict=True)])
-        rest = (self.heads[at.head], self.rows[at.row], columns)
-        own, others = (
-            [Slice(span.start, span.length) for span in spans] for spans in (items, rest)
-        )
-        return Part(problem.batch, tuple(own), *others)
+    def part(self, problem: Problem, at: Index) -> Part:
+        """Return the part of the scores of a block of query rows, with all keys."""
+        items = [spans[n] for spans, n in zip(self.batch, at.items, strict=True)]
+        rest = self.heads[at.head], self.rows[at.row], Span(0, problem.key_length)
+        slices = [Slice(span.start, span.length) for span in (*items, *rest)]
+        return Part(problem.batch, tuple(slices[:-3]), *slices[-3:])
 
     def row_blocks(self) -> Iterator[Index]:
         """Yield the places of the blocks of query rows."""
@@ -125,50 +118,30 @@ def lengths_of(spans: tuple[Span, ...]) -> tuple[int, ...]:
     return tuple([span.length for span in spans])
 
 
-_ROWS, _KEYS = ("H", "L"), ("G", "S")
-_NAMED: dict[str, tuple[str | None, ...]] = {
-    "query": (*_ROWS, None),
-    "key": (*_KEYS, None),
-    "value": (*_KEYS, None),
-    "query_offset": (None, None, None),
-    "logsumexp": _ROWS,
-    "output": (*_ROWS, None),
-    "output_gradient": (*_ROWS, None),
-    "logsumexp_gradient": _ROWS,
+#: The axes of the arguments that are no options, as the table of options has them.
+_NAMED = {
+    "query": ".HL-",
+    "key": ".GS-",
+    "value": ".GS-",
+    "query_offset": ".---",
+    "logsumexp": ".HL",
+    "output": ".HL-",
+    "output_gradient": ".HL-",
+    "logsumexp_gradient": ".HL",
 }
 
 
 def axes_of(name: str, shape: tuple[int, ...], problem: Problem) -> Axes:
-    """Return the axes that an array of a call follows; one along which it broadcasts is not cut.
-
-    Parameters
-    ----------
-    name : str
-        The argument.
-    shape : tuple of int
-        Its shape.
-    problem : Problem
-        The facts of the call.
-    """
-    rank, batch = len(shape), len(problem.batch)
-    axes: Axes = ()
-    if name in _NAMED:
-        axes = (*range(batch), *_NAMED[name])[-rank:] if rank else ()
-    elif rank:
-        last = OPTIONS[name].axes
-        if last is None:
-            raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
-        return axes_along(last, shape, problem)
-    return _cut(axes, shape, problem)
+    """Return the axes that an argument follows; one along which it broadcasts is not cut."""
+    last = _NAMED[name] if name in _NAMED else OPTIONS[name].axes
+    if last is None:
+        raise TypeError(f"{name} cannot be cut: it has no axes in the table of options")
+    return axes_along(last, shape, problem)
 
 
 def axes_along(last: str, shape: tuple[int, ...], problem: Problem) -> Axes:
     """Return the axes of the grid for an array whose last axes follow these of the scores."""
-    return _cut(axes_of_last(last, len(shape), len(problem.batch)), shape, problem)
-
-
-def _cut(axes: Axes, shape: tuple[int, ...], problem: Problem) -> Axes:
-    """Return the axes without those along which the array broadcasts."""
+    axes = axes_of_last(last, len(shape), len(problem.batch))
     lengths: dict[Any, int] = dict(enumerate(problem.batch))
     lengths |= {"H": problem.heads, "G": problem.key_heads}
     lengths |= {"L": problem.query_length, "S": problem.key_length}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
@@ -10,31 +12,19 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from polyattn_dask.grid import Axes, Chunks, Grid, Index
-from polyattn_dask.sizes import limit, widths
+from polyattn_dask.grid import Chunks
+from polyattn_dask.sizes import BYTES, limit, widths
+from polyattn_dask.tasks import Zeros, add
 
 Key = tuple[Any, ...]
-
-
-def blocks_at(array: Any, axes: Axes, grid: Grid, at: Index, columns: Sequence[int]) -> list[Key]:
-    """Return the keys of the blocks that an array has at a place, for each chunk of keys."""
-    if "S" not in axes:
-        return [(array.name, *grid.place(axes, at))]
-    return [(array.name, *grid.place(axes, at._replace(column=n))) for n in columns]
+#: The number of a block along each axis of an array.
+Place = tuple[int, ...]
+#: A step and its arguments, of which keys stand for results.
+Task = tuple[Any, ...]
 
 
 class Layer:
-    """The tasks of one call.
-
-    Parameters
-    ----------
-    what : str
-        The name of the call.
-    inputs : sequence of dask.array.Array
-        The arrays that tasks read.
-    *facts
-        Whatever else the results depend on.
-    """
+    """The tasks of one call: the arrays that they read, the query first, and what else decides."""
 
     def __init__(self, what: str, inputs: Sequence[Any], *facts: Any) -> None:
         self._token = tokenize(what, [array.name for array in inputs], limit(), *facts)
@@ -62,9 +52,26 @@ class Layer:
             ]
         return keys
 
-    def array(
-        self, name: str, chunks: Chunks, dtype: Any, like: Any, tasks: dict[tuple[int, ...], Any]
-    ) -> Any:
+    def sums(
+        self, name: str, chunks: Chunks, dtype: str, shares: Mapping[Place, Sequence[Task]]
+    ) -> dict[Place, Task]:
+        """Return the last task of each block of a sum; a block without shares is 0."""
+        found: dict[Place, Task] = {}
+        for place in itertools.product(*(range(len(cuts)) for cuts in chunks)):
+            shape = tuple([cuts[n] for cuts, n in zip(chunks, place, strict=True)])
+            given = shares.get(place, ())
+            if not given:
+                query = self._inputs[0]
+                found[place] = (Zeros(dtype, shape), (query.name, *[0] * query.ndim))
+            elif len(given) == 1:
+                found[place] = given[0]
+            else:
+                keys = [self.add(("share", name, *place, n), *x) for n, x in enumerate(given)]
+                size = math.prod(shape) * BYTES[dtype]
+                found[place] = (add, self.tree(("sum", name, *place), keys, size, add))
+        return found
+
+    def array(self, name: str, chunks: Chunks, dtype: Any, tasks: Mapping[Place, Task]) -> Any:
         """Return the dask array of some tasks, by the number of their block."""
         name = f"{self._what}-{name}-{self._token}"
         last: Any = {(name, *where): task for where, task in tasks.items()}
@@ -74,5 +81,5 @@ class Layer:
             depends = {**whole.dependencies, **work.dependencies}
             depends[name] = {self._name, *whole.dependencies[name]}
             whole = HighLevelGraph({**whole.layers, **work.layers}, depends)
-        meta = meta_from_array(like._meta, ndim=len(chunks), dtype=dtype)
+        meta = meta_from_array(self._inputs[0]._meta, ndim=len(chunks), dtype=dtype)
         return da.Array(whole, name, chunks, meta=meta)

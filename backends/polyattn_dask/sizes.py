@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dask import config
 from dask.utils import parse_bytes
@@ -16,12 +16,22 @@ from polyattn_dask.grid import Axes, Grid, Index
 BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
-class Extra(NamedTuple):
-    """An array among the options: its axes in the grid, its shape and its dtype."""
+class OptionArray(NamedTuple):
+    """An array among the options, cut as the grid is, or its facts."""
 
+    option: str
     axes: Axes
-    shape: tuple[int, ...]
-    dtype: str
+    array: Any
+
+    @property
+    def key_axis(self) -> int | None:
+        """Its axis of the keys, counted from the last, if it has one."""
+        return self.axes.index("S") - len(self.axes) if "S" in self.axes else None
+
+
+def needs_whole_rows(problem: Problem) -> bool:
+    """Return whether a task needs all the keys of its rows at once."""
+    return problem.normalizer is not None or problem.score_norm is not None
 
 
 def limit() -> int:
@@ -29,43 +39,45 @@ def limit() -> int:
     return int(parse_bytes(config.get("polyattn.group-size", "64 MiB")))
 
 
-def items_in(grid: Grid, at: Index) -> int:
-    """Return the number of batch items of a block."""
+def _items_in(grid: Grid, at: Index) -> int:
     return math.prod([spans[n].length for spans, n in zip(grid.batch, at.items, strict=True)])
+
+
+def rows_in(grid: Grid, at: Index) -> int:
+    """Return the number of query rows of a block, over all its items and heads."""
+    return _items_in(grid, at) * grid.heads[at.head].length * grid.rows[at.row].length
 
 
 def query_bytes(problem: Problem, grid: Grid, at: Index) -> int:
     """Return the bytes of a block of query rows."""
-    rows = items_in(grid, at) * grid.heads[at.head].length * grid.rows[at.row].length
-    return rows * problem.head_size * BYTES[problem.dtype]
+    return rows_in(grid, at) * problem.head_size * BYTES[problem.dtype]
 
 
 def partial_bytes(problem: Problem, grid: Grid, at: Index) -> int:
     """Return the bytes of the partial of a block of rows."""
-    rows = items_in(grid, at) * grid.heads[at.head].length * grid.rows[at.row].length
-    return rows * (problem.value_size + 1) * BYTES[problem.accumulator]
+    return rows_in(grid, at) * (problem.value_size + 1) * BYTES[problem.accumulator]
 
 
-def key_bytes(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) -> list[int]:
+def key_bytes(problem: Problem, grid: Grid, at: Index, arrays: Sequence[OptionArray]) -> list[int]:
     """Return the bytes of each chunk of keys, its values, and what of the options follows it."""
-    each = bytes_of_a_key(problem, grid, at, extras)
+    each = bytes_of_a_key(problem, grid, at, arrays)
     return [each * span.length for span in grid.columns]
 
 
-def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, extras: Sequence[Extra]) -> int:
+def bytes_of_a_key(problem: Problem, grid: Grid, at: Index, arrays: Sequence[OptionArray]) -> int:
     """Return the bytes that one key adds to a block, its value and the options' part included."""
     group = grid.groups[grid.group_of[at.head]].length
-    each = items_in(grid, at) * group * (problem.head_size + problem.value_size)
+    each = _items_in(grid, at) * group * (problem.head_size + problem.value_size)
     each *= BYTES[problem.dtype]
-    for extra in extras:
-        if "S" not in extra.axes:
+    for one in arrays:
+        if one.key_axis is None:
             continue
-        places = grid.place(extra.axes, at)
+        places = grid.place(one.axes, at)
         count = [
             n if axis is None else 1 if axis == "S" else grid.spans(axis)[place].length
-            for axis, n, place in zip(extra.axes, extra.shape, places, strict=True)
+            for axis, n, place in zip(one.axes, one.array.shape, places, strict=True)
         ]
-        each += math.prod(count) * BYTES.get(extra.dtype, 8)
+        each += math.prod(count) * BYTES.get(str(one.array.dtype), 8)
     return each
 
 

@@ -1,4 +1,4 @@
-"""What runs on a worker: attention over some chunks of keys, and the joins of such results.
+"""What runs on a worker: attention over some chunks of keys, its gradients, and their sums.
 
 A step is an object without arrays, called with the chunks. It calls the front door of polyattn on
 them, so that the library of the chunks computes, in one thread: dask has threads of its own.
@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from array_api_compat import array_namespace, device
 
-from polyattn.plugin import Array, Part, Slice
-from polyattn_dask.template import Template
+from polyattn.plugin import Array, Expression, Gradients, Part, Slice, map_arrays, options_of_part
 
 Blocks = Sequence[Array]
+#: Key, value, place of the first key, and options of one call.
+Arguments = tuple[Array, Array | None, int, dict[str, Any]]
 
 
 def front() -> Any:
@@ -25,59 +27,22 @@ def front() -> Any:
     return importlib.import_module("polyattn")
 
 
-def zeros(shape: tuple[int, ...], dtype: str, like: Array) -> Array:
-    """Return zeros of the library of another array, on its device."""
-    xp = array_namespace(like)
-    return xp.zeros(shape, dtype=getattr(xp, dtype, like.dtype), device=device(like))
-
-
-def cast(array: Array, dtype: str) -> Array:
-    """Return an array in a dtype, named as in `Problem`."""
-    if str(array.dtype) == dtype:
-        return array
-    xp = array_namespace(array)
-    return xp.astype(array, getattr(xp, dtype, dtype))
-
-
 @dataclass(frozen=True)
-class Pieces:
-    """The arguments of the calls that a step makes, one for each chunk of keys."""
+class Zeros:
+    """A block to which nothing adds."""
 
-    template: Template
-    parts: tuple[Part, ...]  # of each chunk, in the order in which the chunks are given
-    along_keys: tuple[int | None, ...]  # for each leaf, its axis of the keys
-    sinks: bool  # whether the sinks count here
-    sizes: tuple[int, int]  # D and E
+    dtype: str
+    shape: tuple[int, ...]
 
-    def of(self, keys: Blocks, values: Blocks, leaves: Sequence[Blocks]) -> Any:
-        """Yield key, value, part and options of each call; a leaf has one chunk or one for each."""
-        parts, template = self.parts, self.template
-        if template.whole_rows and len(parts) > 1:
-            first, last = parts[0].columns.start, parts[-1].columns.stop
-            parts = (parts[0]._replace(columns=Slice(first, last - first)),)
-            keys, values = ([_joined(x, -2)] if x else [] for x in (keys, values))
-            leaves = [
-                blocks if axis is None else [_joined(blocks, axis)]
-                for blocks, axis in zip(leaves, self.along_keys, strict=True)
-            ]
-        for n, part in enumerate(parts):
-            own = [
-                blocks[0 if axis is None else n]
-                for blocks, axis in zip(leaves, self.along_keys, strict=True)
-            ]
-            options = template.options(part, own) | {"backend": "auto"}
-            if n or not self.sinks:
-                options.pop("sinks", None)
-            yield keys[n], values[n] if values else None, part, options
+    def __call__(self, like: Array) -> Array:
+        """Return zeros of the library of another array, on its device."""
+        xp = array_namespace(like)
+        return xp.zeros(self.shape, dtype=getattr(xp, self.dtype, like.dtype), device=device(like))
 
-    def empty(self, query: Array, part: Part, sinks: Array | None) -> Any:
-        """Return key, value and options of a call in which no row sees a key."""
-        batch = tuple([span.length for span in part.items])
-        head = min(1, query.shape[-3])
-        key, value = (
-            zeros((*batch, head, 0, size), str(query.dtype), query) for size in self.sizes
-        )
-        return key, value, {"backend": "auto"} | ({} if sinks is None else {"sinks": sinks})
+
+def add(shares: Sequence[Array]) -> Array:
+    """Return the sum of shares."""
+    return functools.reduce(operator.add, shares)
 
 
 def _joined(blocks: Blocks, axis: int) -> Array:
@@ -85,48 +50,90 @@ def _joined(blocks: Blocks, axis: int) -> Array:
 
 
 @dataclass(frozen=True)
+class Calls:
+    """The calls that a step makes, one for each chunk of keys; without chunks one without keys."""
+
+    options: dict[str, Any]  # of the whole call, with placeholders for arrays
+    whole_rows: bool  # whether a call needs all the keys of its rows at once
+    rows: Part  # with all keys
+    columns: tuple[Slice, ...]  # of each chunk
+    along_keys: tuple[int | None, ...]  # for each array of an option, its axis of the keys
+    sinks: bool  # whether the sinks count here
+    sizes: tuple[int, int]  # D and E
+
+    def of(
+        self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks]
+    ) -> Iterator[Arguments]:
+        """Yield the arguments of each call; an array of an option has one block, or one a chunk."""
+        columns = self.columns
+        if not columns:
+            yield self._without_keys(query, arrays)
+            return
+        if self.whole_rows and len(columns) > 1:
+            columns = (Slice(columns[0].start, columns[-1].stop - columns[0].start),)
+            keys, values = ([_joined(x, -2)] if x else [] for x in (keys, values))
+            arrays = [
+                blocks if axis is None else [_joined(blocks, axis)]
+                for blocks, axis in zip(arrays, self.along_keys, strict=True)
+            ]
+        for n, part in enumerate(columns):
+            own = iter(
+                blocks[0 if axis is None else n]
+                for blocks, axis in zip(arrays, self.along_keys, strict=True)
+            )
+            options = self._options(part, own) | {"backend": "auto"}
+            if n or not self.sinks:
+                options.pop("sinks", None)
+            yield keys[n], values[n] if values else None, part.start, options
+
+    def _options(self, columns: Slice, arrays: Iterator[Array]) -> dict[str, Any]:
+        found = {
+            name: map_arrays(value, lambda _, placeholder: next(arrays))
+            for name, value in self.options.items()
+        }
+        offset: Any = found.get("query_offset")
+        if getattr(offset, "shape", ()):  # with the axes of the scores, as a kernel gets it
+            found["query_offset"] = offset.reshape(offset.shape[:-3])
+        return options_of_part(found, self.rows._replace(columns=columns))
+
+    def _without_keys(self, query: Array, arrays: Sequence[Blocks]) -> Arguments:
+        lead = (*(span.length for span in self.rows.items), min(1, query.shape[-3]), 0)
+        key, value = (Zeros(str(query.dtype), (*lead, size))(query) for size in self.sizes)
+        options: dict[str, Any] = {"backend": "auto"}
+        if arrays:
+            options["sinks"] = arrays[0][0]
+        return key, value, 0, options
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Attend:
     """Attention of a block of query rows over some chunks of keys."""
 
-    pieces: Pieces
+    calls: Calls
     result: str  # "partial" to be joined, "both" or "output"
     dtype: str  # of the output
     joined: str  # of a partial that is to be joined
 
-    def __call__(self, query: Array, keys: Blocks, values: Blocks, leaves: Sequence[Blocks]) -> Any:
+    def __call__(self, query: Array, keys: Blocks, values: Blocks, arrays: Sequence[Blocks]) -> Any:
         """Return the partial, or what the caller gets."""
         polyattn = front()
-        calls = list(self.pieces.of(keys, values, leaves))
+        calls = list(self.calls.of(query, keys, values, arrays))
+        alone = len(calls) == 1
         with polyattn.use_threads(1):
-            if len(calls) == 1 and self.result == "output":
+            if alone and self.result == "output":
                 key, value, _, options = calls[0]
                 return polyattn.attention(query, key, value, **options)
-            alone = len(calls) == 1 and self.result == "both"
-            dtype = {} if alone or self.joined == self.dtype else {"dtype": self.joined}
+            is_last = alone and self.result == "both"
+            dtype = {} if is_last or self.joined == self.dtype else {"dtype": self.joined}
             total = None
             for key, value, _, options in calls:
                 value = key[..., :0] if value is None else value
                 partial = polyattn.attention_partial(query, key, value, **options, **dtype)
                 total = partial if total is None else polyattn.merge(total, partial)
-            return finished(total, self.result, self.dtype)
-
-
-@dataclass(frozen=True)
-class Unseeing:
-    """The result of a block of query rows that sees no key."""
-
-    pieces: Pieces
-    part: Part
-    result: str
-
-    def __call__(self, query: Array, sinks: Array | None = None) -> Any:
-        """Return what the caller gets."""
-        polyattn = front()
-        key, value, options = self.pieces.empty(query, self.part, sinks)
-        with polyattn.use_threads(1):
-            if self.result == "output":
-                return polyattn.attention(query, key, value, **options)
-            return polyattn.attention_partial(query, key, value, **options)
+            return _finished(total, self.result, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -138,12 +145,135 @@ class Join:
 
     def __call__(self, partials: Sequence[Any]) -> Any:
         """Return a partial, or what the caller gets."""
-        return finished(functools.reduce(front().merge, partials), self.result, self.dtype)
+        return _finished(functools.reduce(front().merge, partials), self.result, self.dtype)
 
 
-def finished(partial: Any, result: str, dtype: str) -> Any:
-    """Return what is asked of a partial over all keys."""
+def _finished(partial: Any, result: str, dtype: str) -> Any:
+    """Return what is asked of a partial over all keys, the output in a dtype of `Problem`."""
     if result == "partial":
         return partial
-    output = cast(partial.output, dtype)
+    output = partial.output
+    if str(output.dtype) != dtype:
+        xp = array_namespace(output)
+        output = xp.astype(output, getattr(xp, dtype, dtype))
     return output if result == "output" else partial._replace(output=output)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weigh:
+    """The weights of a block of query rows over some chunks of keys."""
+
+    calls: Calls
+    look: dict[str, Any]  # ``top`` or ``per_key``, as of `polyattn.attention_weights`
+
+    def __call__(
+        self,
+        query: Array,
+        keys: Blocks,
+        values: Blocks,
+        arrays: Sequence[Blocks],
+        logsumexp: Array | None,
+    ) -> Any:
+        """Return the weights, their sums, or the largest ones with their keys."""
+        known = {} if logsumexp is None else {"logsumexp": logsumexp}
+        top, found = self.look.get("top"), None
+        with front().use_threads(1):
+            for key, _, first, options in self.calls.of(query, keys, values, arrays):
+                look = self.look | ({"top": min(top, key.shape[-2])} if top else {})
+                here = front().attention_weights(query, key, **options, **known, **look)
+                if top is None:
+                    return here
+                here = here.weights, here.keys + first
+                found = here if found is None else Top(top)([found, here])
+        return found
+
+
+@dataclass(frozen=True)
+class Top:
+    """The largest weights of each row, of those that are the largest over parts of the keys."""
+
+    top: int
+
+    def __call__(self, found: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+        """Return weights and keys."""
+        xp = array_namespace(found[0][0])
+        weights, keys = (_joined(x, -1) for x in zip(*found, strict=True))
+        order = xp.argsort(weights, axis=-1, descending=True)[..., : self.top]
+        return tuple(xp.take_along_axis(x, order, axis=-1) for x in (weights, keys))
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PullBack:
+    """The shares of a block of query rows and some chunks of keys in all gradients."""
+
+    calls: Calls
+    along_keys: dict[str, int]  # the axis of the keys of the gradients that have one
+
+    def __call__(
+        self,
+        query: Array,
+        keys: Blocks,
+        values: Blocks,
+        arrays: Sequence[Blocks],
+        results: Sequence[Array | None],
+    ) -> dict[tuple[str, int | None], Array]:
+        """Return the share of each chunk of keys, by its number, and those of no chunk by None.
+
+        `results` are output and logsumexp, and their gradients.
+        """
+        found: dict[tuple[str, int | None], Array] = {}
+        lengths = [span.length for span in self.calls.columns]
+        with front().use_threads(1):
+            for n, call in enumerate(self.calls.of(query, keys, values, arrays)):
+                for name, share in _shares(query, call, results).items():
+                    axis = self.along_keys.get(name)
+                    if axis is None:
+                        total = found.get((name, None))
+                        found[name, None] = share if total is None else total + share
+                    elif self.calls.whole_rows:  # all keys were given at once
+                        found |= {(name, m): x for m, x in enumerate(_split(share, lengths, axis))}
+                    else:
+                        found[name, n] = share
+        return found
+
+
+def _shares(query: Array, call: Arguments, results: Sequence[Array | None]) -> dict[str, Any]:
+    """Return the gradients of one call, by name."""
+    polyattn = front()
+    key, value, _, options = call
+    output, logsumexp, of_output, of_logsumexp = results
+    found: Gradients = polyattn.attention_backward(
+        query,
+        key,
+        value,
+        polyattn.Partial(output, logsumexp),
+        of_output,
+        logsumexp_gradient=of_logsumexp,
+        into=Gradients(),
+        **options,
+    )
+    shares: dict[str, Any] = {}
+    for name, share in zip(found._fields, found, strict=True):
+        if isinstance(share, Expression):
+            arrays = [thing for _, thing in share.carried() if hasattr(thing, "shape")]
+            shares |= {f"{name}.{n}": array for n, array in enumerate(arrays)}
+        elif share is not None:
+            shares[name] = share
+    return shares
+
+
+def _split(array: Array, lengths: Sequence[int], axis: int) -> list[Array]:
+    """Return the parts of an array along an axis."""
+    found, first = [], 0
+    for length in lengths:
+        index = [slice(None)] * array.ndim
+        index[axis] = slice(first, first + length)
+        found.append(array[tuple(index)])
+        first += length
+    return found

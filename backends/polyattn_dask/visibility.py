@@ -10,9 +10,9 @@ from typing import Any
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Mask, Operands, Problem, Span, TileQuery, column_span
+from polyattn.plugin import Mask, Operands, Problem, Slice, Span, TileQuery, column_span
 from polyattn.plugin import combined_mask as combined
-from polyattn_dask.grid import Axes, Grid, Index, axes_along, axes_of
+from polyattn_dask.grid import Grid, Index, axes_along, axes_of
 
 
 class Visibility:
@@ -77,18 +77,23 @@ class Visibility:
         near: Sequence[int] = self._near(rows)
         if not self._no_empty:
             near = [n for n in near if self._grid.columns[n].length]
+        problem, x = self._problem, self._options
+        # The items and heads of the block, with all rows and keys.
+        part = self._grid.part(problem, at)._replace(rows=Slice(0, problem.query_length))
+        offset: Any = x.query_offset
+        if _is_numpy(offset):
+            x = x._replace(query_offset=part.array(offset, ".---"))
         for mask in self._masks:
-            cut, x = self._cut(mask, at)
-            reads = not _has_lazy(mask) and not (
-                self._problem.query_offset is None and not _is_numpy(self._options.query_offset)
-            )
-            near = [n for n in near if self._may_see(cut, x, rows, n, reads)]
+            reads = not _has_lazy(mask) and (problem.query_offset is not None or _is_numpy(offset))
+            own = mask.part(part) if reads else mask
+            near = [
+                n
+                for n in near
+                if TileQuery(problem, x, xp, rows, self._grid.columns[n], reads=reads)
+                .of(own)
+                .any_visible
+            ]
         return near
-
-    def _may_see(self, mask: Mask, x: Operands, rows: Span, column: int, reads: bool) -> bool:
-        columns = self._grid.columns[column]
-        tile = TileQuery(self._problem, x, xp, rows, columns, reads=reads)
-        return bool(tile.of(mask).any_visible)
 
     def _axes_in(self, mask: Mask) -> set[Any]:
         """Return the batch axes and the heads that the answer depends on."""
@@ -102,27 +107,6 @@ class Visibility:
         if _is_numpy(offset):
             found |= set(axes_of("query_offset", offset.shape, self._problem))
         return found - {None, "L", "S"}
-
-    def _cut(self, mask: Mask, at: Index) -> tuple[Mask, Operands]:
-        """Return a mask and the offsets for the items and heads of a block, all rows and keys."""
-
-        def cut(array: Any, axes: Axes) -> Any:
-            every = slice(None)
-            return array[
-                tuple(
-                    every if axis in (None, "L", "S") else slice(*self._grid.spans(axis)[n])
-                    for axis, n in zip(axes, self._grid.place(axes, at), strict=True)
-                )
-            ]
-
-        def along(last: str, array: Any) -> Any:
-            return cut(array, axes_along(last, array.shape, problem)) if _is_numpy(array) else array
-
-        problem = self._problem
-        offset: Any = self._options.query_offset
-        if _is_numpy(offset):
-            offset = cut(offset, axes_of("query_offset", offset.shape, problem))
-        return mask.map_arrays(along), self._options._replace(query_offset=offset)
 
 
 def _is_numpy(thing: Any) -> bool:

@@ -2,76 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
-
-from array_api_compat import array_namespace
 
 from polyattn.plugin import Array, Operands, Problem, Span
 from polyattn_dask.cut import Cut, cut
 from polyattn_dask.forward import block_of_rows
 from polyattn_dask.grid import Grid, Index, grid_of, lengths_of
-from polyattn_dask.layer import Key, Layer
-from polyattn_dask.sizes import BYTES, items_in
-from polyattn_dask.tasks import Blocks, Pieces, front, zeros
-
-
-@dataclass(frozen=True)
-class Weigh:
-    """The weights of a block of query rows over some chunks of keys."""
-
-    pieces: Pieces
-    look: dict[str, Any]  # ``top`` or ``per_key``, as of `polyattn.attention_weights`
-
-    def __call__(
-        self, query: Array, keys: Blocks, leaves: Sequence[Blocks], logsumexp: Array | None
-    ) -> Any:
-        """Return the weights, their sums, or the largest ones with their keys."""
-        known = {} if logsumexp is None else {"logsumexp": logsumexp}
-        top, found = self.look.get("top"), None
-        with front().use_threads(1):
-            for key, _, part, options in self.pieces.of(keys, [], leaves):
-                look = self.look | ({"top": min(top, key.shape[-2])} if top else {})
-                here = front().attention_weights(query, key, **options, **known, **look)
-                if top is None:
-                    return here
-                here = here.weights, here.keys + part.columns.start
-                found = here if found is None else Top(top)([found, here])
-        return found
-
-
-@dataclass(frozen=True)
-class Top:
-    """The largest weights of each row, of those that are the largest over parts of the keys."""
-
-    top: int
-
-    def __call__(self, found: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
-        """Return weights and keys."""
-        xp = array_namespace(found[0][0])
-        weights, keys = (xp.concat(list(x), axis=-1) for x in zip(*found, strict=True))
-        order = xp.argsort(weights, axis=-1, descending=True)[..., : self.top]
-        return tuple(xp.take_along_axis(x, order, axis=-1) for x in (weights, keys))
-
-
-@dataclass(frozen=True)
-class Unseen:
-    """The weights of keys that no row of a block sees."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __call__(self, query: Array) -> Array:
-        """Return zeros."""
-        return zeros(self.shape, self.dtype, query)
-
-
-def add(sums: Sequence[Array]) -> Array:
-    """Return the sums over blocks of rows."""
-    return functools.reduce(operator.add, sums)
+from polyattn_dask.layer import Key, Layer, Place, Task
+from polyattn_dask.sizes import rows_in
+from polyattn_dask.tasks import Top, Weigh
 
 
 def weights(
@@ -81,11 +22,10 @@ def weights(
     whole = grid_of(problem, {"query": x.query.chunks, "key": x.key.chunks})
     grid = _selected(problem, whole, kernel.rows, kernel.heads)
     call = cut(problem, x, grid, logsumexp=logsumexp)
-    facts = (kernel.rows, kernel.heads, kernel.top, kernel.per_key)
-    layer = Layer("attention-weights", call.inputs, problem, call.template, facts)
+    layer = call.layer("attention-weights", (kernel.rows, kernel.heads, kernel.top, kernel.per_key))
     if kernel.top is not None:
         return _largest(call, layer, kernel.top)
-    return (_sums(call, layer) if kernel.per_key else _all(call, layer)), None
+    return _all(call, layer, per_key=kernel.per_key), None
 
 
 def _selected(problem: Problem, grid: Grid, rows: Any, heads: Any) -> Grid:
@@ -111,83 +51,52 @@ def _selected(problem: Problem, grid: Grid, rows: Any, heads: Any) -> Grid:
 
 def _logsumexp(call: Cut, layer: Layer, at: Index) -> Key | None:
     """Return the key of the rows' logsumexp, after the tasks that compute it if it is not known."""
-    if call.template.whole_rows:
+    if call.whole_rows:
         return None
     if "logsumexp" in call.arrays:
         return call.block("logsumexp", at)
-    where = (*at.items, at.head, at.row)
-    both = layer.add(("both", *where), *block_of_rows(call, layer, at, "both"))
-    return layer.add(("logsumexp", *where), operator.itemgetter(1), both)
+    both = layer.add(("both", *at.where), *block_of_rows(call, layer, at, "both"))
+    return layer.add(("logsumexp", *at.where), operator.itemgetter(1), both)
 
 
-def _weigh(call: Cut, at: Index, columns: list[int], known: Key | None, **look: Any) -> Any:
+def _weigh(call: Cut, at: Index, columns: list[int], known: Key | None, **look: Any) -> Task:
     """Return the task of the weights of some chunks of keys."""
-    keys, _, leaves = call.blocks(at, columns)
-    step = Weigh(call.pieces(at, columns, call.template.whole_rows), look)
-    return (step, call.block("query", at), keys, leaves, known)
+    step = Weigh(call.calls(at, columns, call.whole_rows), look)
+    return call.task(at, columns, step, known)
 
 
-def _column_chunks(call: Cut) -> list[list[int]]:
-    """Return the chunks of keys that a task weighs at once: one, or all."""
+def _columns(call: Cut) -> Iterator[tuple[int, list[int]]]:
+    """Yield the chunks of keys that a task weighs at once, numbered: one, or all."""
     every = list(range(len(call.grid.columns)))
-    return [every] if call.template.whole_rows else [[n] for n in every]
+    return enumerate([every] if call.whole_rows else [[n] for n in every])
 
 
-def _lengths(call: Cut) -> tuple[int, ...]:
-    spans = call.grid.columns
-    return (sum(lengths_of(spans)),) if call.template.whole_rows else lengths_of(spans)
-
-
-def _all(call: Cut, layer: Layer) -> Array:
-    """Return all weights, (..., H, L, S)."""
-    tasks: dict[tuple[int, ...], Any] = {}
-    chunks = (*call.row_chunks, _lengths(call))
+def _all(call: Cut, layer: Layer, *, per_key: bool) -> Array:
+    """Return all weights, (..., H, L, S), or their sums over the rows, (..., H, S)."""
+    shares: dict[Place, list[Task]] = {}
+    look = {"per_key": True} if per_key else {}
     for at in call.grid.row_blocks():
         known, seen = _logsumexp(call, layer, at), call.seen.of(at)
-        for n, columns in enumerate(_column_chunks(call)):
-            place = (*at.items, at.head, at.row, n)
-            tasks[place] = _weigh(call, at, columns, known)
-            if not set(columns) & set(seen):
-                shape = tuple([cuts[m] for cuts, m in zip(chunks, place, strict=True)])
-                tasks[place] = (Unseen(call.problem.accumulator, shape), call.block("query", at))
-    query = call.arrays["query"][1]
-    return layer.array("weights", chunks, call.problem.accumulator, query, tasks)
-
-
-def _sums(call: Cut, layer: Layer) -> Array:
-    """Return the sums over the rows, (..., H, S)."""
-    parts: dict[tuple[int, ...], list[Key]] = {}
-    accumulator = call.problem.accumulator
-    chunks = (*call.row_chunks[:-1], _lengths(call))
-    for at in call.grid.row_blocks():
-        known, seen = _logsumexp(call, layer, at), call.seen.of(at)
-        for n, columns in enumerate(_column_chunks(call)):
-            place = (*at.items, at.head, n)
-            task = _weigh(call, at, columns, known, per_key=True)
-            if not set(columns) & set(seen):
-                if at.row:
-                    continue
-                shape = tuple([cuts[m] for cuts, m in zip(chunks, place, strict=True)])
-                task = (Unseen(accumulator, shape), call.block("query", at))
-            key = layer.add(("sums", *place, at.row), *task)
-            parts.setdefault(place, []).append(key)
-    tasks = {}
-    for place, keys in parts.items():
-        size = call.problem.key_length * BYTES[accumulator]
-        tasks[place] = (add, layer.tree(("sum", *place), keys, size, add))
-    query = call.arrays["query"][1]
-    return layer.array("weights", chunks, accumulator, query, tasks)
+        lead = at.where[:-1] if per_key else at.where
+        for n, columns in _columns(call):
+            if not set(columns).isdisjoint(seen):
+                task = _weigh(call, at, columns, known, **look)
+                shares.setdefault((*lead, n), []).append(task)
+    lengths = lengths_of(call.grid.columns)
+    lengths = (sum(lengths),) if call.whole_rows else lengths
+    chunks = (*(call.row_chunks[:-1] if per_key else call.row_chunks), lengths)
+    dtype = call.problem.accumulator
+    return layer.array("weights", chunks, dtype, layer.sums("weights", chunks, dtype, shares))
 
 
 def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
     """Return the largest weights of each row and their keys, (..., H, L, top)."""
-    found: dict[tuple[int, ...], Key] = {}
+    found: dict[Place, Key] = {}
     lengths = lengths_of(call.grid.columns)
     for at in call.grid.row_blocks():
-        where, known = (*at.items, at.head, at.row), _logsumexp(call, layer, at)
-        groups = call.groups(at)
+        known, groups = _logsumexp(call, layer, at), call.groups(at)
         seen = [n for group in groups for n in group]
-        if call.template.whole_rows:
+        if call.whole_rows:
             groups = [list(range(len(lengths)))]
         else:  # a row needs `top` keys, whatever it sees
             rest = [n for n in range(len(lengths)) if n not in set(seen)]
@@ -195,19 +104,18 @@ def _largest(call: Cut, layer: Layer, top: int) -> tuple[Array, Array]:
                 seen.append(rest.pop(0))
                 groups.append([seen[-1]])
         keys = [
-            layer.add(("top", *where, n), *_weigh(call, at, group, known, top=top))
+            layer.add(("top", *at.where, n), *_weigh(call, at, group, known, top=top))
             for n, group in enumerate(groups)
         ]
-        rows = items_in(call.grid, at) * call.grid.heads[at.head].length
-        size = rows * call.grid.rows[at.row].length * top * 16
-        keys = layer.tree(("top", "join", *where), keys, size, Top(top))
-        found[where] = layer.add(("largest", *where), Top(top), keys)
-    chunks, query = (*call.row_chunks, (top,)), call.arrays["query"][1]
+        size = rows_in(call.grid, at) * top * 16
+        keys = layer.tree(("top", "join", *at.where), keys, size, Top(top))
+        found[at.where] = layer.add(("largest", *at.where), Top(top), keys)
+    chunks = (*call.row_chunks, (top,))
     weights, numbers = (
         {(*where, 0): (operator.itemgetter(n), key) for where, key in found.items()}
         for n in range(2)
     )
     return (
-        layer.array("weights", chunks, call.problem.accumulator, query, weights),
-        layer.array("keys", chunks, "int64", query, numbers),
+        layer.array("weights", chunks, call.problem.accumulator, weights),
+        layer.array("keys", chunks, "int64", numbers),
     )

@@ -53,7 +53,6 @@ class MlxBackend(Backend):
         return np.array(array)
 
     def synchronize(self, device: str | None = None) -> None:
-        """Wait until all work is done."""
         mx.synchronize()
 
     def compile(self, function: Callable[..., Array]) -> Callable[..., Array]:
@@ -68,7 +67,6 @@ class MlxBackend(Backend):
         return evaluated
 
     def pullback(self, function: Callable[[Array], Array], array: Array, gradient: Array) -> Array:
-        """Return the gradient of an array from that of a function of it."""
         return mx.vjp(function, [array], [gradient])[1][0]
 
     @contextlib.contextmanager

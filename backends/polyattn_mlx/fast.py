@@ -60,7 +60,6 @@ class Fast(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output."""
         xp = backend.xp
         query, key, value = (one_batch_axis(problem, x, xp) for x in operands[:3])
         mask = _mask(problem, operands, xp)

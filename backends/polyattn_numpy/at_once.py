@@ -1,4 +1,4 @@
-"""A piece whose scores are one tile, by few calls: in short sequences Python is what takes long.
+"""A task whose scores are one tile, by few calls: in short sequences Python is what takes long.
 
 It gives what the fast pass of `sweep` gives, and leaves to it what that pass would find unreliable.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from polyattn.plugin import Array, Problem, Span
-from polyattn_numpy.blocks import Piece, Tile, row_sizes
+from polyattn_numpy.blocks import Task, Tile, row_sizes
 from polyattn_numpy.online_softmax import weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
@@ -43,7 +43,7 @@ def may_fit_at_once(problem: Problem, tile: int) -> bool:
 
 
 def fits_at_once(call: PreparedCall) -> bool:
-    """Return whether `write_at_once` takes the pieces of a call."""
+    """Return whether `write_at_once` takes the tasks of a call."""
     return (
         call.table is None
         and may_fit_at_once(call.problem, call.tile)
@@ -52,20 +52,20 @@ def fits_at_once(call: PreparedCall) -> bool:
 
 
 def takes_items_apart(call: PreparedCall) -> bool:
-    """Return whether each item is a piece of its own, without the keys that its mask hides."""
+    """Return whether each item is a task of its own, without the keys that its mask hides."""
     return call.x.mask is not None and math.prod(call.problem.scores[-3:]) >= SCORES_OF_AN_ITEM
 
 
 def write_at_once(
-    call: PreparedCall, output: Array, logsumexp: Array | None, piece: Piece, scratch: Scratch
+    call: PreparedCall, output: Array, logsumexp: Array | None, task: Task, scratch: Scratch
 ) -> bool:
-    """Write the output and logsumexp of a piece, or return False if a row is unreliable."""
-    if piece.parts > 1:
+    """Write the output and logsumexp of a task, or return False if a row is unreliable."""
+    if task.parts > 1:
         return False
-    columns, masks = seen_part(call, piece)
+    columns, masks = seen_part(call, task)
     if not columns.length:
         return False
-    at, span = (*piece.outer, slice(*piece.batch), slice(*piece.heads)), slice(*columns)
+    at, span = (*task.outer, slice(*task.batch), slice(*task.heads)), slice(*columns)
     query, key, value = call.query[at], call.key[at][:, :, span], call.value[at][:, :, span]
     batch, heads, group_size, length, size = query.shape
     shape, keys, dtype = (batch, heads, group_size * length), key.shape[-2], key.dtype
@@ -94,14 +94,14 @@ def write_at_once(
     return bool(np.isfinite(weighted).all())
 
 
-def seen_part(call: PreparedCall, piece: Piece) -> tuple[Span, list[RegionMask]]:
-    """Return the keys of a piece and the masks of its scores, without the keys that no row sees."""
-    columns = piece.columns
+def seen_part(call: PreparedCall, task: Task) -> tuple[Span, list[RegionMask]]:
+    """Return the keys of a task and the masks of its scores, without the keys that no row sees."""
+    columns = task.columns
     if call.mask is None:
         return columns, []
     banded = call.problem.masks_by_position
-    tile = Tile(piece.heads, piece.rows, columns, banded, columns.length)
-    masks = Visibility(call, piece).masks(tile)
+    tile = Tile(task.heads, task.rows, columns, banded, columns.length)
+    masks = Visibility(call, task).masks(tile)
     if masks is None:
         return Span(columns.start, columns.start), []
     if len(masks) != 1 or masks[0][1].size != columns.length or not takes_items_apart(call):

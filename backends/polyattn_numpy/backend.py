@@ -24,7 +24,6 @@ class NumpyBackend(Backend):
         super().__init__(xp)
 
     def devices(self) -> list[str]:
-        """Return the only device."""
         return ["cpu"]
 
     def place(self, array: Array, device: str | None) -> Array:
@@ -40,11 +39,9 @@ class NumpyBackend(Backend):
         return np.errstate(all="ignore")
 
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        """Do some work on every item, on the threads that attention uses."""
         threads.each(work, items, thread_count(threads.default), threads.Shared())
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Return the matrix product of two stacks of matrices."""
         return np.matmul(a, b)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
@@ -62,5 +59,4 @@ class NumpyBackend(Backend):
         return np.reciprocal(weights, out=weights)
 
     def empty_result(self, problem: Problem, like: Array) -> tuple[Array, Array | None]:
-        """Allocate the result of a call."""
         return empty_result(problem, like.dtype)

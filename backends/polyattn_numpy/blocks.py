@@ -1,4 +1,4 @@
-"""Cut a call into pieces, which threads take in any order, and a piece into tiles.
+"""Cut a call into tasks, which threads take in any order, and a task into tiles.
 
 The cuts of a batch item depend only on its own shape. So its result has the same bits for any
 number of items and threads.
@@ -7,7 +7,7 @@ Glossary
 --------
 group
     A key/value head and the `group_size` query heads that read it.
-piece
+task
     The work that a thread takes at once: some query rows of some groups of some batch items, with
     all keys that they see or one part of these keys.
 tile
@@ -33,25 +33,26 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
-from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full
+from polyattn.plugin import Array, Problem, Span, column_span, full_span, is_full, thread_count
+from polyattn_numpy import threads
 
 Region = tuple[Span, Span]
 
 STRIP = 128
 # Up to this many scores of an item, few calls of NumPy are faster than tiles.
 TINY = 2**12
-# With fewer pieces than this, an item's keys are cut as well, to give every thread some work.
-FEW_PIECES = 8
+# With fewer tasks than this, an item's keys are cut as well, to give every thread some work.
+FEW_TASKS = 8
 # Keys of a part: enough to make the cost of combining parts negligible.
 PART_KEYS = 8192
 # With fewer tiles than this in an item's scores, a mask table costs more than it saves.
 TABLE_TILES = 4
 # Multiply-adds that are worth waking a thread, about a sixth of a millisecond.
 THREAD_WORK = 3 * 2**21
-# Multiply-adds of a piece, about two milliseconds: Python, which runs on one thread at a time, then
+# Multiply-adds of a task, about two milliseconds: Python, which runs on one thread at a time, then
 # takes a negligible share.
-PIECE_WORK = 2**27
-# Pieces of that size for each thread: enough that no thread waits long for the last piece.
+TASK_WORK = 2**27
+# Tasks of that size for each thread: enough that no thread waits long for the last task.
 ROUNDS = 3
 
 
@@ -66,14 +67,14 @@ class Tile(NamedTuple):
     regions: tuple[Region, ...] | None = None  # that a mask hides in part, if there is a table
 
 
-class Piece(NamedTuple):
+class Task(NamedTuple):
     """The work that a thread takes at once."""
 
     outer: tuple[int, ...]  # an index into all batch axes but the last
     batch: Span  # along the last batch axis
     heads: Span  # the key/value heads
     rows: Span
-    columns: Span  # its rows see no other keys of this piece
+    columns: Span  # its rows see no other keys of this task
     part: int  # the number of this part of the keys, of `parts`
     parts: int
 
@@ -82,13 +83,13 @@ class Piece(NamedTuple):
         """The number of key/value heads over all items."""
         return self.batch.length * self.heads.length
 
-    def single_heads(self) -> Iterator[Piece]:
-        """Yield the piece one key/value head of one item at a time."""
+    def single_heads(self) -> Iterator[Task]:
+        """Yield the task one key/value head of one item at a time."""
         for item, head in product(range(*self.batch), range(*self.heads)):
             yield self._replace(batch=Span(item, item + 1), heads=Span(head, head + 1))
 
     def view(self, array: Array, *spans: Span | None) -> Array:
-        """Return the piece's view of an array (outer..., batch, G, ...), and spans of more axes."""
+        """Return the task's view of an array (outer..., batch, G, ...), and spans of more axes."""
         # An axis of length 1 broadcasts, and a span of None is the whole axis.
         index: list[Any] = [
             0 if n == 1 else i for i, n in zip(self.outer, array.shape, strict=False)
@@ -99,14 +100,18 @@ class Piece(NamedTuple):
         return array[tuple(index)]
 
     def relative(self, tile: Tile) -> tuple[slice, Span]:
-        """Return a tile's heads and rows, counted from the first ones of the piece."""
+        """Return a tile's heads and rows, counted from the first ones of the task."""
         first, row = self.heads.start, self.rows.start
         heads = slice(tile.heads.start - first, tile.heads.stop - first)
         return heads, Span(tile.rows.start - row, tile.rows.stop - row)
 
 
-def split_heads(problem: Problem, array: Array, ndim: int) -> Array:
-    """Pad an array's shape to (..., H, rows, keys) with `ndim` axes, and split H into (G, H/G)."""
+def split_heads(problem: Problem, array: Array, ndim: int | None = None) -> Array:
+    """Pad an array's shape to (batch..., H, rows, keys), and split H into (G, H/G).
+
+    It has `ndim` axes before, those of the batch and three by default.
+    """
+    ndim = ndim or len(problem.batch or (1,)) + 3
     *batch, heads, rows, keys = (1,) * (ndim - array.ndim) + array.shape
     size = problem.group_size
     split = (1, 1) if heads == 1 else (heads // size, size)
@@ -136,7 +141,7 @@ def uses_table(problem: Problem, tile: int) -> bool:
 
 
 def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
-    """Return how many rows a piece has, and a strip of it."""
+    """Return how many rows a task has, and a strip of it."""
     most = max(1, math.isqrt(tile) // problem.group_size)
     rows = even_size(problem.query_length, most)
     strip = min(rows, max(1, STRIP * math.isqrt(tile) // 512))
@@ -144,19 +149,28 @@ def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:
         # The position of each item's band is not known before the call.
         whole = not problem.masks_by_position or problem.query_offset is None
         return rows, rows if whole else strip
-    # A table has strips of one height, so pieces are whole numbers of them.
+    # A table has strips of one height, so tasks are whole numbers of them.
     blocks = -(-problem.query_length // (most // strip * strip))
     return -(-problem.query_length // (blocks * strip)) * strip, strip
 
 
+def useful_threads(problem: Problem, products: int) -> int:
+    """Return how many threads have enough work, of as many products as each tile takes."""
+    sizes = problem.head_size + problem.value_size
+    work = math.prod(problem.scores) * sizes * products // 2
+    if work < 2 * THREAD_WORK:
+        return 1
+    return min(thread_count(threads.default), work // THREAD_WORK)
+
+
 @lru_cache(maxsize=32)
-def pieces(
+def tasks(
     problem: Problem, tile: int, threads: int, *, share_items: bool = True, products: int = 2
-) -> tuple[Piece, ...]:
-    """Cut a call into pieces, those with the most work first, parts in the order of their keys.
+) -> tuple[Task, ...]:
+    """Cut a call into tasks, those with the most work first, parts in the order of their keys.
 
     `tile` is the largest number of scores in a tile, and `products` how many products each takes.
-    Items whose mask tables differ share no piece.
+    Items whose mask tables differ share no task.
     """
     side, group_size = math.isqrt(tile), problem.group_size
     rows, strip = row_sizes(problem, tile)
@@ -165,10 +179,10 @@ def pieces(
     ]
     blocks.sort(key=lambda block: -block[1].length)
     part = problem.key_length
-    if problem.key_heads * len(blocks) < FEW_PIECES:
+    if problem.key_heads * len(blocks) < FEW_TASKS:
         part = max(PART_KEYS * tile // 2**18, 1)
     *outer, items = problem.batch or (1,)
-    # The number of heads that fill a tile, and the most in a piece, which holds their sums.
+    # The number of heads that fill a tile, and the most in a task, which holds their sums.
     width = problem.key_length if has_few_scores(problem, tile) else min(side, problem.key_length)
     fit = max(1, tile // (strip * group_size * width))
     most = max(fit, tile // (rows * group_size * max(problem.value_size, 64)))
@@ -176,7 +190,7 @@ def pieces(
         head_count = math.prod(outer) * items * problem.key_heads * len(blocks)
         sizes = (problem.head_size + problem.value_size) * products // 2
         work = head_count * rows * group_size * problem.key_length * sizes
-        rounds = min(max(work // (threads * PIECE_WORK), 1), ROUNDS)
+        rounds = min(max(work // (threads * TASK_WORK), 1), ROUNDS)
         share = -(-head_count // (threads * rounds))
         fit, most = min(fit, share), min(most, share)
     heads = even_count(problem.key_heads, most)
@@ -186,7 +200,7 @@ def pieces(
         parts = list(columns.split(part)) or [columns]
         whole = len(parts) == 1
         result += [
-            Piece(index, some_items, some_heads, block, keys, number, len(parts))
+            Task(index, some_items, some_heads, block, keys, number, len(parts))
             for index in product(*map(range, outer))
             for some_items in Span(0, items).split(batch if whole else 1)
             for some_heads in Span(0, problem.key_heads).split(heads if whole else 1)
@@ -208,30 +222,30 @@ def aligned_within(span: Span, bounds: Span) -> Span:
     return Span(start, stop) if start < stop else Span(bounds.start, bounds.start)
 
 
-def tiles(problem: Problem, piece: Piece, tile: int) -> Iterator[Tile]:
-    """Cut a piece into the tiles that a band does not leave empty: of all its rows, then strips."""
+def tiles(problem: Problem, task: Task, tile: int) -> Iterator[Tile]:
+    """Cut a task into the tiles that a band does not leave empty: of all its rows, then strips."""
     side = math.isqrt(tile)
     if has_few_scores(problem, tile):
         # The gradient is that of the dense kernel, and the bits of a product depend on its shape.
-        if piece.columns.length:
-            crosses = not is_full(problem, piece.rows, piece.columns)
-            yield Tile(piece.heads, piece.rows, piece.columns, crosses, piece.columns.length)
+        if task.columns.length:
+            crosses = not is_full(problem, task.rows, task.columns)
+            yield Tile(task.heads, task.rows, task.columns, crosses, task.columns.length)
         return
-    common = aligned_within(full_span(problem, piece.rows), piece.columns)
+    common = aligned_within(full_span(problem, task.rows), task.columns)
     if common.length:
         width = even_size(common.length, side)
-        row_count = piece.batch.length * piece.rows.length * problem.group_size
-        for heads in piece.heads.split(max(1, tile // (row_count * width))):
-            yield Tile(heads, piece.rows, common, False, width)
-    if common == piece.columns:
+        row_count = task.batch.length * task.rows.length * problem.group_size
+        for heads in task.heads.split(max(1, tile // (row_count * width))):
+            yield Tile(heads, task.rows, common, False, width)
+    if common == task.columns:
         return
-    for strip in piece.rows.split(row_sizes(problem, tile)[1]):
+    for strip in task.rows.split(row_sizes(problem, tile)[1]):
         seen = column_span(problem, strip)
-        start, stop = max(seen.start, piece.columns.start), min(seen.stop, piece.columns.stop)
+        start, stop = max(seen.start, task.columns.start), min(seen.stop, task.columns.stop)
         edges = [Span(start, common.start), Span(common.stop, stop)]
         if not common.length:
             edges = [Span(start, stop)]
         for edge in edges:
             if edge.length > 0:
                 crosses = not is_full(problem, strip, edge)
-                yield Tile(piece.heads, strip, edge, crosses, even_size(edge.length, side))
+                yield Tile(task.heads, strip, edge, crosses, even_size(edge.length, side))

@@ -1,4 +1,4 @@
-"""The gradients of a call, which pieces add to in a fixed order."""
+"""The gradients of a call, which tasks add to in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, Gradients, Operands, Problem, Span
-from polyattn_numpy.blocks import Piece, split_heads
-from polyattn_numpy.turns import Turns
+from polyattn_numpy.blocks import Task, split_heads
+from polyattn_numpy.sequencer import Sequencer
 
 
 def adds_across_heads(problem: Problem, x: Operands) -> bool:
@@ -34,7 +34,7 @@ class GradientSums:
         problem: Problem,
         x: Operands,
         logsumexp: Array,
-        cut: Sequence[Piece],
+        cut: Sequence[Task],
         check: Callable[[], None],
     ) -> None:
         self.problem, self.x, self.cut, self._logsumexp = problem, x, cut, logsumexp
@@ -47,44 +47,44 @@ class GradientSums:
 
         self._whole = [np.zeros(array.shape, dtype) for array in (x.query, x.key, x.value)]
         query, self.key, self.value = map(view, self._whole)
-        self.query = split_heads(problem, query, ndim)
+        self.query = split_heads(problem, query)
         self.bias = None
         if x.bias is not None:
             self._whole_bias = np.zeros(x.bias.shape, dtype)
-            self.bias = split_heads(problem, self._whole_bias, ndim)
+            self.bias = split_heads(problem, self._whole_bias)
         rows = (*lead, problem.heads, problem.query_length, 1)
 
         def by_row() -> Array:
-            return split_heads(problem, np.zeros(rows, dtype), ndim)
+            return split_heads(problem, np.zeros(rows, dtype))
 
         self.delta = None if x.sinks is None else by_row()
         self.scale = by_row()  # the gradient of the scale, by row
         self.softcap = None if problem.softcap is None else by_row()
-        # The gradients of arrays in expressions, by piece.
+        # The gradients of arrays in expressions, by task.
         self._of_score: list[list[Array]] = [[] for _ in cut]
         self._of_similarity: list[list[Array]] = [[] for _ in cut]
-        self.turns = Turns(cut, map(self._by_key, cut), map(self._by_row, cut), check)
+        self.order = Sequencer(cut, map(self._by_key, cut), map(self._by_row, cut), check)
 
-    # ---- sums that pieces share ----
+    # ---- sums that tasks share ----
 
-    def _by_key(self, piece: Piece) -> set[Hashable]:
-        """Return the names of the sums to which a piece adds tile by tile."""
-        names: set[Hashable] = {_place(piece, self.key), _place(piece, self.value)}
+    def _by_key(self, task: Task) -> set[Hashable]:
+        """Return the names of the sums to which a task adds tile by tile."""
+        names: set[Hashable] = {_place(task, self.key), _place(task, self.value)}
         if self.bias is not None and self.bias.shape[-1] != 1:
-            names.add(("bias", _place(piece, self.bias, piece.rows)))
+            names.add(("bias", _place(task, self.bias, task.rows)))
         return names
 
-    def _by_row(self, piece: Piece) -> set[Hashable]:
-        """Return the names of the sums to which a piece adds at its end."""
-        names: set[Hashable] = {("query", _place(piece, self.query, piece.rows))}
+    def _by_row(self, task: Task) -> set[Hashable]:
+        """Return the names of the sums to which a task adds at its end."""
+        names: set[Hashable] = {("query", _place(task, self.query, task.rows))}
         if self.bias is not None and self.bias.shape[-1] == 1:
-            names.add(("bias", _place(piece, self.bias, piece.rows)))
+            names.add(("bias", _place(task, self.bias, task.rows)))
         return names
 
     def add_carried(
         self, number: int, of_score: Sequence[Array], of_similarity: Sequence[Array]
     ) -> None:
-        """Add to a piece's gradients of the arrays in expressions."""
+        """Add to a task's gradients of the arrays in expressions."""
         for parts, found in ((self._of_score, of_score), (self._of_similarity, of_similarity)):
             if parts[number]:
                 for total, one in zip(parts[number], found, strict=True):
@@ -123,7 +123,7 @@ class GradientSums:
         return -weights.sum(axis=(*range(weights.ndim - 2), -1))
 
     def _of_arrays(self, rule: Any, parts: Sequence[list[Array]]) -> list[Array]:
-        """Return the gradients of the arrays in an expression, added in the order of pieces."""
+        """Return the gradients of the arrays in an expression, added in the order of tasks."""
         carried = [
             thing for _, thing in getattr(rule, "carried", list)() if hasattr(thing, "dtype")
         ]
@@ -140,10 +140,10 @@ def _arrays_in(rule: Any) -> list[Array]:
     return [thing for _, thing in carried if isinstance(thing, np.ndarray)]
 
 
-def _place(piece: Piece, array: Array, rows: Span | None = None) -> Hashable:
-    """Return what distinguishes the part of an array that a piece adds to."""
-    outer = tuple(0 if n == 1 else i for i, n in zip(piece.outer, array.shape, strict=False))
-    spans = piece.batch, piece.heads
+def _place(task: Task, array: Array, rows: Span | None = None) -> Hashable:
+    """Return what distinguishes the part of an array that a task adds to."""
+    outer = tuple(0 if n == 1 else i for i, n in zip(task.outer, array.shape, strict=False))
+    spans = task.batch, task.heads
     lengths = array.shape[len(outer) :]
     ends = [None if n == 1 else span for span, n in zip(spans, lengths, strict=False)]
     return (*outer, *ends, None if rows is None or array.shape[-2] == 1 else rows)

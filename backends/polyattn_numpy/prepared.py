@@ -1,4 +1,4 @@
-"""A call with its arrays in the layout from which pieces are cut."""
+"""A call with its arrays in the layout from which tasks are cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, Indices, Mask, Operands, Problem, Span, combined_mask
-from polyattn_numpy.blocks import Piece, has_few_scores, split_heads
+from polyattn_numpy.blocks import Task, has_few_scores, split_heads
 from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.scratch import fast_exp2
 
@@ -33,14 +33,14 @@ class PreparedCall(NamedTuple):
     per_nat: float  # scores are in units of nats, or of bits for exp2
     exp: Any  # np.exp or np.exp2
 
-    def indices(self, piece: Piece, heads: Span, rows: Span, columns: Span) -> Indices:
-        """Return the indices of some key/value heads, rows and keys of a piece."""
+    def indices(self, task: Task, heads: Span, rows: Span, columns: Span) -> Indices:
+        """Return the indices of some key/value heads, rows and keys of a task."""
         batch, group_size = self.problem.batch or (1,), self.problem.group_size
         flat = 0
-        for axis, index in zip(batch, piece.outer, strict=False):
+        for axis, index in zip(batch, task.outer, strict=False):
             flat = flat * axis + index
-        first = flat * batch[-1] + piece.batch.start
-        items = Span(first, first + piece.batch.length)
+        first = flat * batch[-1] + task.batch.start
+        items = Span(first, first + task.batch.length)
         heads = Span(heads.start * group_size, heads.stop * group_size)
         return Indices(self.problem, xp, self.x, rows, columns, items=items, heads=heads)
 
@@ -50,16 +50,15 @@ class PreparedCall(NamedTuple):
 
 
 def prepare(problem: Problem, x: Operands, tile: int, check: Callable[[], None]) -> PreparedCall:
-    """Return a call with its arrays in the layout from which pieces are cut."""
+    """Return a call with its arrays in the layout from which tasks are cut."""
     batch = problem.batch or (1,)
-    ndim = len(batch) + 3
 
     def spread(array: Array) -> Array:
         shape = (*batch, *array.shape[-3:])
         return array if array.shape == shape else np.broadcast_to(array, shape)
 
-    query = split_heads(problem, spread(x.query), ndim)
-    bias = None if x.bias is None else split_heads(problem, x.bias, ndim)
+    query = split_heads(problem, spread(x.query))
+    bias = None if x.bias is None else split_heads(problem, x.bias)
     mask = combined_mask(problem, x)
     table = None if mask is None else MaskTable.of(mask, problem, x, tile)
     unit = (LOG2_E, np.exp2) if counts_in_bits(problem, tile) else (1.0, np.exp)

@@ -1,4 +1,4 @@
-"""A pass over the tiles of a piece, of one of three kinds.
+"""A pass over the tiles of a task, of one of three kinds.
 
 fast
     Weights are exp(score), with no row maximum to find and subtract; those of hidden scores are
@@ -24,12 +24,11 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Array, BackendPrimitives
-from polyattn_numpy.blocks import Piece, Tile
-from polyattn_numpy.half import convert
+from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
-from polyattn_numpy.tile_scores import TileScores
+from polyattn_numpy.tile_scores import TileScores, convert
 from polyattn_numpy.visibility import RegionMask
 
 # Sums of weights below this may lack weights below float32's range.
@@ -38,23 +37,23 @@ PRIMITIVES = BackendPrimitives(xp)
 
 
 class Sweep(TileScores):
-    """A pass over the tiles of a piece; the result stays in `scratch` until that is lent again."""
+    """A pass over the tiles of a task; the result stays in `scratch` until that is lent again."""
 
     def __init__(
         self,
         call: PreparedCall,
-        piece: Piece,
+        task: Task,
         scratch: Scratch,
         kind: Literal["fast", "poison_safe", "stable"] = "fast",
     ) -> None:
-        super().__init__(call, piece, scratch)
+        super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.fast, self.stable = kind == "fast", kind == "stable"
         self.modified = problem.softcap is not None or x.score_mod is not None or x.bias is not None
         masked = x.mask is not None or problem.query_offset is None
         # Whether weights are the exponentials of products, but for tiles that a band crosses.
         self.direct = self.fast and not (self.modified or masked or problem.dropout)
-        query = piece.view(call.query, None, piece.rows).swapaxes(2, 3)
+        query = task.view(call.query, None, task.rows).swapaxes(2, 3)
         self.query = self._per_row("query", problem.head_size)
         scaled = self.query.reshape(query.shape)
         if query.dtype != self.dtype:
@@ -71,7 +70,7 @@ class Sweep(TileScores):
 
     def reliable_rows(self, state: SoftmaxState) -> Array | bool:
         """Return the rows in which a pass without maxima was accurate, or True for all."""
-        output, total, parts = state.output, state.total, self.piece.parts
+        output, total, parts = state.output, state.total, self.task.parts
         # A sum is finite only if all its terms are, and needs only one pass over them.
         is_finite = parts == 1 and math.isfinite(output.sum())
         if is_finite and total.min() >= LEAST and total.max() < math.inf:
@@ -103,7 +102,7 @@ class Sweep(TileScores):
         if self.stable:
             reference = self._per_row("reference", 1)
             reference[...] = -math.inf
-        has_sinks = self.call.x.sinks is not None and self.piece.part == 0
+        has_sinks = self.call.x.sinks is not None and self.task.part == 0
         # Where every tile has all rows, the first tile writes the sums that the others add to.
         self.starts_at_zero = has_sinks or not self.direct or self.problem.masks_by_position
         if self.starts_at_zero:
@@ -115,7 +114,7 @@ class Sweep(TileScores):
 
     def _add_sinks(self, reference: Array, total: Array) -> None:
         sinks = np.asarray(self.call.x.sinks, self.dtype).reshape(-1, 1, self.group_size, 1)
-        sinks = sinks[slice(*self.piece.heads)]
+        sinks = sinks[slice(*self.task.heads)]
         by_head = (*self.shape, self.group_size, 1)
         if self.stable:
             reference.reshape(by_head)[...] = sinks * self.dtype.type(self.per_nat)
@@ -125,7 +124,7 @@ class Sweep(TileScores):
 
     def _add(self, state: SoftmaxState, tile: Tile) -> None:
         """Add the weights and weighted values of a tile to the sums of its rows."""
-        heads, (first, last) = self.piece.relative(tile)
+        heads, (first, last) = self.task.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
         query, output, total = self.query[where], state.output[where], state.total[where]
         keys, values = self.key[:, heads], self.value[:, heads]

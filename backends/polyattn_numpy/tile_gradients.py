@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from polyattn.plugin import Array, Backend
-from polyattn_numpy.blocks import Piece, Tile
+from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import product_of_seen
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import Scratch, ones
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     value: Array
 
 
-class Shares(NamedTuple):
+class PartialGradients(NamedTuple):
     """What a tile adds to the gradients."""
 
     query: Array
@@ -59,12 +59,10 @@ class Shares(NamedTuple):
 
 
 class TileGradients(TileScores):
-    """The gradients that the tiles of a piece give, in scratch arrays."""
+    """The gradients that the tiles of a task give, in scratch arrays."""
 
-    def __init__(
-        self, call: PreparedCall, piece: Piece, scratch: Scratch, backend: Backend
-    ) -> None:
-        super().__init__(call, piece, scratch)
+    def __init__(self, call: PreparedCall, task: Task, scratch: Scratch, backend: Backend) -> None:
+        super().__init__(call, task, scratch)
         problem, x = call.problem, call.x
         self.backend = backend
         self.modified = problem.softcap is not None or x.score_mod is not None
@@ -76,14 +74,14 @@ class TileGradients(TileScores):
         self.factor = self.dtype.type(problem.scale * self.per_scale)
         self.ends_in_keys = call.bias is not None and call.bias.shape[-1] != 1
 
-    def shares(self, step: Step) -> Shares:
+    def shares(self, step: Step) -> PartialGradients:
         """Return what a tile adds to the gradients."""
         shares = self._compute(step, exact=False)
         if self.careful and not shares.are_finite():
             return self._compute(step, exact=True)
         return shares
 
-    def _compute(self, step: Step, *, exact: bool) -> Shares:
+    def _compute(self, step: Step, *, exact: bool) -> PartialGradients:
         """Return the shares; only if exact, whatever hidden keys and values hold."""
         weights, capped, similar = self._scores(step)
         seen = seen_by_key = None
@@ -118,7 +116,7 @@ class TileGradients(TileScores):
             if self.linear and self.per_nat != 1:
                 found[1][...] /= self.dtype.type(self.per_nat)
         query, key, scale, of_similarity = found
-        return Shares(query, key, value, bias, scale, softcap, of_score, of_similarity)
+        return PartialGradients(query, key, value, bias, scale, softcap, of_score, of_similarity)
 
     def _product(self, name: str, weights: Array, seen: Array | None, x: Array) -> Array:
         """Return weights · x, to which x adds nothing where it is not seen."""

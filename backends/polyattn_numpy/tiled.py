@@ -1,7 +1,7 @@
 """Attention in NumPy as fast as a compiled kernel, with memory for a few tiles per thread.
 
-A call is cut into pieces of rows and heads (`blocks`), which threads take in turn (`threads`); each
-piece is a pass over tiles (`sweep`).
+A call is cut into tasks of rows and heads (`blocks`), which threads take in turn (`threads`); each
+task is a pass over tiles (`sweep`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
-    thread_count,
 )
 from polyattn_numpy import threads
 from polyattn_numpy.at_once import (
@@ -31,13 +30,13 @@ from polyattn_numpy.at_once import (
     write_at_once,
 )
 from polyattn_numpy.backward import gradients
-from polyattn_numpy.blocks import THREAD_WORK, TINY, Piece, pieces, split_heads
+from polyattn_numpy.blocks import TINY, Task, split_heads, tasks, useful_threads
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sweep import Sweep
 
-# Up to so many scores of an item, the dense kernel is faster than a piece that is computed at once;
+# Up to so many scores of an item, the dense kernel is faster than a task that is computed at once;
 # up to `TINY` it is faster than tiles.
 TINY_AT_ONCE = 2**9
 # OpenBLAS starts no threads for a product of so few multiply-adds.
@@ -68,17 +67,13 @@ class Tiled(Kernel):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output, and the logsumexp if the problem asks for it."""
         output, logsumexp = empty_result(problem, operands.query.dtype)
         if 0 in problem.scores:
             output[...] = 0
             if logsumexp is not None:
                 logsumexp[...] = -math.inf if operands.sinks is None else operands.sinks[:, None]
             return output, logsumexp
-        work = math.prod(problem.scores) * (problem.head_size + problem.value_size)
-        count = 1
-        if work >= 2 * THREAD_WORK:
-            count = min(thread_count(threads.default), work // THREAD_WORK)
+        count = useful_threads(problem, products=2)
         shared = threads.Shared()
         call = prepare(problem, operands, self.tile, shared.check)
         result = Result(call, output, logsumexp)
@@ -86,19 +81,19 @@ class Tiled(Kernel):
         share_items = not (at_once and takes_items_apart(call))
         if table is not None:
             share_items = not table.differs_by_item
-        cut = pieces(problem, self.tile, count, share_items=share_items)
+        cut = tasks(problem, self.tile, count, share_items=share_items)
         if table is not None:
             cut = tuple(sorted(cut, key=table.visible_cells, reverse=True))
 
         run = attend_at_once if at_once else attend
 
-        def attend_to(piece: Piece) -> None:
+        def attend_to(task: Task) -> None:
             with borrowed_scratch() as scratch:
-                run(call, result, piece, scratch)
+                run(call, result, task, scratch)
 
         if count == 1 and largest_product(problem) <= UNTHREADED:
-            for piece in cut:
-                attend_to(piece)
+            for task in cut:
+                attend_to(task)
         else:
             threads.each(attend_to, cut, count, shared)
         result.write_parts()
@@ -108,7 +103,6 @@ class Tiled(Kernel):
         self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
         backend: Backend,
     ) -> Gradients:  # fmt: skip
-        """Return the gradients."""
         return gradients(problem, operands, residuals, cotangents, backend, self.tile)
 
 
@@ -126,66 +120,64 @@ def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
     return output, np.empty(problem.scores[:-1], problem.accumulator)
 
 
-def attend_at_once(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:
-    """Compute a piece by few calls, and a head that has an unreliable row by `attend`."""
-    if write_at_once(call, result.output, result.logsumexp, piece, scratch):
+def attend_at_once(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> None:
+    """Compute a task by few calls, and a head that has an unreliable row by `attend`."""
+    if write_at_once(call, result.output, result.logsumexp, task, scratch):
         return
-    if piece.head_count == 1:
-        attend(call, result, piece, scratch)
+    if task.head_count == 1:
+        attend(call, result, task, scratch)
         return
-    for head in piece.single_heads():
+    for head in task.single_heads():
         attend_at_once(call, result, head, scratch)
 
 
-def attend(call: PreparedCall, result: Result, piece: Piece, scratch: Scratch) -> None:
-    """Compute a piece by a fast pass, and its unreliable rows by the slower kinds."""
+def attend(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> None:
+    """Compute a task by a fast pass, and its unreliable rows by the slower kinds."""
     similarity = call.problem.similarity_spec
     if similarity is not None and similarity.entrywise:
         # Beside such scores maxima cost little, and distances are often too large without them.
-        result.write(piece, Sweep(call, piece, scratch, "stable").run())
+        result.write(task, Sweep(call, task, scratch, "stable").run())
         return
-    sweep = Sweep(call, piece, scratch)
+    sweep = Sweep(call, task, scratch)
     state = sweep.run()
     reliable = sweep.reliable_rows(state)
-    if reliable is not True and piece.head_count > 1:
-        for head in piece.single_heads():
+    if reliable is not True and task.head_count > 1:
+        for head in task.single_heads():
             attend(call, result, head, scratch)
         return
     if reliable is not True and not sweep.inputs_are_finite():
-        sweep = Sweep(call, piece, scratch, "poison_safe")
+        sweep = Sweep(call, task, scratch, "poison_safe")
         state = sweep.run()
         reliable = sweep.reliable_rows(state)
     if not np.all(reliable):
         # A copy, because the next pass writes to the same scratch arrays.
         copy = [np.array(array) for array in state]
-        stable = Sweep(call, piece, scratch, "stable").run()
+        stable = Sweep(call, task, scratch, "stable").run()
         state = SoftmaxState(*map(partial(np.where, reliable), copy, stable))
-    result.write(piece, state)
+    result.write(task, state)
 
 
 class Result:
-    """The output and logsumexp that pieces are written to."""
+    """The output and logsumexp that tasks are written to."""
 
     def __init__(self, call: PreparedCall, output: Array, logsumexp: Array | None) -> None:
         self.call, problem = call, call.problem
-        batch = problem.batch or (1,)
-        ndim = len(batch) + 3
         self.keep_probability = 1 - problem.dropout
-        self.output = split_heads(problem, output, ndim)
+        self.output = split_heads(problem, output)
         self.logsumexp = None
         if logsumexp is not None:
-            self.logsumexp = split_heads(problem, logsumexp[..., None], ndim)
-        self.parts: dict[Piece, SoftmaxState] = {}
+            self.logsumexp = split_heads(problem, logsumexp[..., None])
+        self.parts: dict[Task, SoftmaxState] = {}
 
-    def write(self, piece: Piece, state: SoftmaxState) -> None:
-        """Divide and write the sums of a piece, or hold them if it has only a part of the keys."""
-        if piece.parts > 1:
-            # Copies, because the next piece writes to the same scratch arrays.
-            self.parts[piece] = SoftmaxState(*map(np.array, state))
+    def write(self, task: Task, state: SoftmaxState) -> None:
+        """Divide and write the sums of a task, or hold them if it has only a part of the keys."""
+        if task.parts > 1:
+            # Copies, because the next task writes to the same scratch arrays.
+            self.parts[task] = SoftmaxState(*map(np.array, state))
             return
-        output = piece.view(self.output, None, piece.rows).swapaxes(-2, -3)
+        output = task.view(self.output, None, task.rows).swapaxes(-2, -3)
         if self.logsumexp is not None:
-            rows = piece.view(self.logsumexp, None, piece.rows).swapaxes(-2, -3)
+            rows = task.view(self.logsumexp, None, task.rows).swapaxes(-2, -3)
             found = np.log(state.total) + state.reference / state.total.dtype.type(
                 self.call.per_nat
             )
@@ -203,9 +195,9 @@ class Result:
 
     def write_parts(self) -> None:
         """Combine the parts of the same rows, in the order of their keys, and write them."""
-        rows: dict[Piece, list[SoftmaxState]] = {}
-        for piece in sorted(self.parts, key=lambda piece: piece.part):
-            whole = piece._replace(columns=piece.rows, part=0, parts=1)
-            rows.setdefault(whole, []).append(self.parts[piece])
+        rows: dict[Task, list[SoftmaxState]] = {}
+        for task in sorted(self.parts, key=lambda task: task.part):
+            whole = task._replace(columns=task.rows, part=0, parts=1)
+            rows.setdefault(whole, []).append(self.parts[task])
         for whole, states in rows.items():
             self.write(whole, reduce(partial(combine, self.call.exp), states))

@@ -1,4 +1,4 @@
-"""The visible scores in the tiles of a piece, by the mask table if there is one, else by the band.
+"""The visible scores in the tiles of a task, by the mask table if there is one, else by the band.
 
 Masks of a tile have the axes (b, k, row, g, key): items, key/value heads, rows, the query heads of
 a group, keys.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Array, band
-from polyattn_numpy.blocks import Piece, Region, Tile, tiles
+from polyattn_numpy.blocks import Region, Task, Tile, tiles
 from polyattn_numpy.mask_table import MaskTable
 from polyattn_numpy.prepared import PreparedCall
 from polyattn_numpy.scratch import band_tile
@@ -24,18 +24,18 @@ RegionMask = tuple[Any, Array]
 
 
 class Visibility:
-    """The tiles of a piece, and the scores that are visible in them."""
+    """The tiles of a task, and the scores that are visible in them."""
 
-    def __init__(self, call: PreparedCall, piece: Piece) -> None:
-        self.call, self.piece, self.problem = call, piece, call.problem
+    def __init__(self, call: PreparedCall, task: Task) -> None:
+        self.call, self.task, self.problem = call, task, call.problem
         self._banded_by_item = self.problem.masks_by_position and self.problem.query_offset is None
         self._last: tuple[Any, list[RegionMask]] = (None, [])
 
     def tiles(self) -> Iterator[Tile]:
-        """Cut the piece into the tiles that are not known to be empty."""
+        """Cut the task into the tiles that are not known to be empty."""
         if self.call.table is not None:
-            return self.call.table.tiles(self.piece)
-        return tiles(self.problem, self.piece, self.call.tile)
+            return self.call.table.tiles(self.task)
+        return tiles(self.problem, self.task, self.call.tile)
 
     def masks(self, tile: Tile) -> list[RegionMask] | None:
         """Return the masks of the regions that hide scores, or None if all scores are hidden."""
@@ -45,7 +45,7 @@ class Visibility:
         masks: list[RegionMask] = []
         by_array = self._banded_by_item and tile.crosses_band
         if self.call.x.mask is not None or by_array:
-            indices = self.call.indices(self.piece, tile.heads, tile.rows, tile.columns)
+            indices = self.call.indices(self.task, tile.heads, tile.rows, tile.columns)
             seen = self.call.by_row(reduce(and_, indices.visible(banded=by_array)))
             if not seen.any():
                 return None
@@ -58,13 +58,16 @@ class Visibility:
     def _of_regions(
         self, table: MaskTable, tile: Tile, regions: tuple[Region, ...]
     ) -> list[RegionMask]:
-        """Return the masks of some regions; reuse the previous tile's if only the heads differ."""
+        """Return the masks of some regions; reuse the previous tile's if only the heads differ.
+
+        Anew for each tile they take up to 1.1 times the time of a call.
+        """
         key = (tile.rows, tile.columns)
         if self._last[0] == key:
             return self._last[1]
         masks = []
         for rows, columns in regions:
-            seen = table.mask.seen(self.call.indices(self.piece, tile.heads, rows, columns))
+            seen = table.mask.seen(self.call.indices(self.task, tile.heads, rows, columns))
             first, start = tile.rows.start, tile.columns.start
             down = slice(rows.start - first, rows.stop - first)
             across = slice(columns.start - start, columns.stop - start)
@@ -92,10 +95,10 @@ class Visibility:
     def empty_rows(self) -> Array:
         """Return which rows see no key, with the axes (b, k, rows · g, 1) of a sum of weights."""
         group_size = self.problem.group_size
-        batch, rows = self.piece.batch.length, self.piece.rows
-        nonempty = np.zeros((batch, self.piece.heads.length, rows.length, group_size), bool)
+        batch, rows = self.task.batch.length, self.task.rows
+        nonempty = np.zeros((batch, self.task.heads.length, rows.length, group_size), bool)
         for tile in self.tiles():
-            heads, relative = self.piece.relative(tile)
+            heads, relative = self.task.relative(tile)
             for columns in tile.columns.split(tile.width):
                 masks = self.masks(tile._replace(columns=columns))
                 if masks is None:

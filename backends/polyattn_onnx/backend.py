@@ -41,7 +41,6 @@ class Native(Operator):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output of the node."""
         node, inputs = self.node(problem, operands, backend.xp)
         with warnings.catch_warnings():  # of the shapes that the node leaves open
             warnings.simplefilter("ignore")
@@ -97,7 +96,6 @@ class OnnxBackend(Backend):
         return ndonnx.asarray(op.reshape(array.unwrap_spox(), op.const(whole)))
 
     def rows(self, table: Array, ids: Array) -> Array:
-        """Return rows of a table."""
         numbers = ndonnx.astype(ids, ndonnx.int64)  # all that the operator takes, with int32
         return ndonnx.asarray(op.gather(table.unwrap_spox(), numbers.unwrap_spox()))
 

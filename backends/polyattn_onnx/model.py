@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from polyattn_onnx.node import Node
+from polyattn_onnx.operator import Node
 
 
 def model_of(node: Node) -> onnx.ModelProto:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from polyattn.plugin import (
     visible_keys,
     with_rank,
 )
-from polyattn_onnx.node import Node
 
 #: The opsets of the oldest and the newest version of the operator.
 FIRST, LAST = 23, 25
@@ -37,6 +37,43 @@ BY_HEAD = frozenset({"score_expression", "sinks"})
 BY_ITEM = frozenset({"bias", "mask", "mask_expression", "mask_mod", "query_offset_array"})
 # Beyond any length; a sum of two fits in 32 bits.
 FAR = 2**30
+
+
+class Node(NamedTuple):
+    """The static facts of a node."""
+
+    opset: int  # the version of the operator: 23, 24 or 25
+    dtype: str  # of query, key, value and output
+    heads: int
+    key_heads: int
+    head_size: int
+    value_size: int
+    #: Whether row i sees no key after i + offset, which is 0, or the number of keys − L with
+    #: `counted`.
+    is_causal: bool
+    window: tuple[int, int]  # how many keys a row sees before and after; −1 for no bound
+    scale: float  # more than 0
+    softcap: float  # 0 for none
+    mask: str | None  # the dtype of the input attn_mask, if there is one
+    #: Whether there is an input nonpad_kv_seqlen, the number of keys of each batch item.
+    counted: bool
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the operator's attributes that are not at their defaults, by name."""
+        found: dict[str, Any] = {"is_causal": int(self.is_causal), "scale": self.scale}
+        found |= {"softcap": self.softcap} if self.softcap else {}
+        for name, size in zip(("left_window_size", "right_window_size"), self.window, strict=True):
+            found |= {name: size} if size >= 0 else {}
+        return found
+
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return inputs at their places among the operator's, None between for those it lacks."""
+        query, key, value, *more = inputs
+        mask = more.pop(0) if self.mask else None
+        found = [query, key, value, mask, None, None, more.pop() if self.counted else None]
+        while found[-1] is None:
+            found.pop()
+        return found
 
 
 class Operator(Kernel):
@@ -96,7 +133,7 @@ class Operator(Kernel):
     def node(self, problem: Problem, operands: Operands, xp: Any) -> tuple[Node, list[Array]]:
         """Return the node of a call and its inputs, of rank 4 but the numbers of keys."""
         opset = self.opset(problem)
-        is_causal, window, counted, banded = _positions(problem, opset)
+        positions = _positions(problem, opset)
         query, scale = _scaled(problem, operands.query, xp)
         inputs = [one_batch_axis(problem, x, xp) for x in (query, *operands[1:3])]
         # In float16 a runtime would round the scores, and what a large bias leaves of them.
@@ -104,20 +141,21 @@ class Operator(Kernel):
         if dtype != problem.dtype:
             inputs = [xp.astype(x, getattr(xp, dtype)) for x in inputs]
         keys = length_of(inputs[1], -2)
-        if counted and isinstance(operands.mask, CachePadding):
+        if positions.counted and isinstance(operands.mask, CachePadding):
             keys, operands = operands.mask.key_lengths, operands._replace(mask=None)
-        mask = _mask(problem, operands, xp, banded=banded)
+        mask = _mask(problem, operands, xp, banded=positions.by_mask)
         if operands.sinks is not None:
             inputs[1:], mask = _with_sinks(problem, operands, inputs[1:], mask, xp)
         if mask is not None:
             inputs.append(mask)
-        if counted:
+        if positions.counted:
             items = xp.arange(length_of(inputs[0], 0), dtype=xp.int64)
             inputs.append(items * 0 + keys)
         kind = None if mask is None else "bool" if mask.dtype == xp.bool else dtype
         node = Node(
             opset, dtype, problem.heads, problem.key_heads, problem.head_size,
-            problem.value_size, is_causal, window, scale, problem.softcap or 0.0, kind, counted,
+            problem.value_size, positions.is_causal, positions.window, scale,
+            problem.softcap or 0.0, kind, positions.counted,
         )  # fmt: skip
         return node, inputs
 
@@ -139,7 +177,7 @@ def _made(problem: Problem, opset: int) -> int:
         items = math.prod(problem.batch) if problem.features & BY_ITEM else 1
         return items * math.prod(problem.scores[-3:])
     whole = (*problem.batch, 1, *problem.scores[-2:])  # ONNX Runtime asks for all rows and keys
-    made = made_shape(problem, banded=_positions(problem, opset)[3], mask=whole)
+    made = made_shape(problem, banded=_positions(problem, opset).by_mask, mask=whole)
     return 0 if made is None else math.prod(made)
 
 
@@ -148,8 +186,17 @@ def _is_filled(problem: Problem) -> bool:
     return isinstance(problem.mask_spec, CachePadding)
 
 
-def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], bool, bool]:
-    """Return is_causal, window and `counted` of a node, and whether a mask takes their place.
+class Positions(NamedTuple):
+    """What a node does by positions: its facts of these names, or a mask in their place."""
+
+    is_causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    counted: bool = False
+    by_mask: bool = False
+
+
+def _positions(problem: Problem, opset: int) -> Positions:
+    """Return what the node of a call does by positions.
 
     Without a number of keys, row 0 is at position 0; with one, the last row is the last of them:
     of the tokens in a cache, or of all keys. Other offsets are left to a mask: the operator does
@@ -160,9 +207,9 @@ def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], boo
     counts = opset >= COUNTS and problem.dtype != "float64"
     is_filled = counts and _is_filled(problem)
     if "sinks" in problem.features:  # their key takes the first position
-        return False, (-1, -1), False, (low, high) != (None, None)
+        return Positions(by_mask=(low, high) != (None, None))
     if low is None and high is None:
-        return False, (-1, -1), is_filled, False
+        return Positions(counted=is_filled)
     is_causal = problem.is_causal and high is not None
     left, right = problem.window
     left, right = None if low is None else left, None if high is None or is_causal else right
@@ -171,9 +218,9 @@ def _positions(problem: Problem, opset: int) -> tuple[bool, tuple[int, int], boo
     from_end = counts and (is_newest or is_filled)
     is_window = (left, right) != (None, None)
     if not (from_zero or from_end) or (is_window and opset < WINDOWS):
-        return False, (-1, -1), False, True
+        return Positions(by_mask=True)
     window = tuple(-1 if end is None else min(end, FAR) for end in (left, right))
-    return is_causal, (window[0], window[1]), not from_zero, False
+    return Positions(is_causal, (window[0], window[1]), counted=not from_zero)
 
 
 def _scaled(problem: Problem, query: Array, xp: Any) -> tuple[Array, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import array_api_compat.numpy as xp
@@ -9,11 +10,37 @@ import numpy as np
 import onnxruntime
 
 from polyattn.plugin import Array, Backend, Operands, Problem, native, thread_count
-from polyattn_onnx.operator import Operator
-from polyattn_onnxruntime.sessions import devices, session_of
+from polyattn_onnx.model import model_of
+from polyattn_onnx.operator import Node, Operator
+
+#: The execution provider of each kind of device.
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+}
 
 
-class Node(Operator):
+@lru_cache(maxsize=64)
+def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, ...]]:
+    """Return the session that runs a node of any lengths, and the names of its inputs in order.
+
+    It is made if no recent call had the same facts, which takes some milliseconds. Its threads do
+    not spin when a run is over.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # errors only, which are raised too
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(
+        model_of(node).SerializeToString(), options, providers=[PROVIDERS[device]]
+    )
+    return session, tuple([one.name for one in session.get_inputs()])
+
+
+class Session(Operator):
     """One node, of the standard's operator Attention, as ONNX Runtime computes it."""
 
     name = "node"
@@ -27,7 +54,6 @@ class Node(Operator):
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
-        """Return the output of a session."""
         node, inputs = self.node(problem, operands, backend.xp)
         session, names = session_of(node, problem.device_kind, thread_count())
         (output,) = session.run(None, dict(zip(names, map(native, inputs), strict=True)))
@@ -37,19 +63,17 @@ class Node(Operator):
 class OnnxruntimeBackend(Backend):
     """Arrays of NumPy, which ONNX Runtime copies to its devices and back."""
 
-    kernels = (Node(),)
+    kernels = (Session(),)
 
     def __init__(self) -> None:
         super().__init__(xp)
 
     def devices(self) -> list[str]:
-        """Return the devices of the providers in this build."""
-        return devices()
+        available = onnxruntime.get_available_providers()
+        return [kind for kind, name in PROVIDERS.items() if name in available]
 
     def engines(self) -> dict[str, str]:
-        """Return the version of ONNX Runtime."""
         return {"onnxruntime": onnxruntime.__version__}
 
     def place(self, array: Array, device: str | None) -> Any:
-        """Return an array as a NumPy array, without a copy where possible."""
         return array if isinstance(array, np.ndarray) else np.asarray(super().place(array, device))

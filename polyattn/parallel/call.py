@@ -18,7 +18,7 @@ from polyattn._core.call.describe import describe
 from polyattn._core.call.facts import Call
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.options import option_of
-from polyattn._core.call.parts import arrays_in, options_of, options_of_part
+from polyattn._core.call.parts import arrays_in, map_arrays, options_of, options_of_part
 from polyattn._core.call.problem import Problem, examine
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.parts import Part
@@ -26,43 +26,22 @@ from polyattn._core.expressions.replacements import ScaleRule
 from polyattn.parallel.layout import check_layout, chunks_of, slots
 
 #: The gradients of options, as lists of arrays: one for the option, or one for each it carries.
-Shares = dict[str, list[Any]]
+OptionGradients = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
 class ParallelCall:
-    """A call over many ranks, as each of them knows it.
+    """A call over many ranks, as each of them knows it."""
 
-    Attributes
-    ----------
-    problem : Problem
-        The whole call.
-    size : int
-        The number of ranks.
-    layout : str
-        Which tokens each rank holds.
-    shares_rows : bool
-        Whether each rank holds its part of the query; otherwise all hold the whole.
-    options : dict
-        The options of `attention`, for the whole sequence.
-    selection : dict
-        The backend and the kernel of the caller, if there are some.
-    bytes_per_number : int
-        The size of a number of query, key and value.
-    has_scale_rule : bool
-        Whether a rule gives the scale, which then has no gradient.
-    for_gradient : bool
-        Whether a gradient follows, which needs outputs that were never rounded to 16 bits.
-    """
-
-    problem: Problem
-    size: int
+    problem: Problem  # the whole call
+    size: int  # the number of ranks
     layout: str
-    shares_rows: bool
-    options: dict[str, Any]
-    selection: dict[str, Any]
-    bytes_per_number: int
-    has_scale_rule: bool
+    shares_rows: bool  # whether each rank holds its part of the query; otherwise all hold all
+    options: dict[str, Any]  # of `attention`, for the whole sequence
+    selection: dict[str, Any]  # the backend and the kernel of the caller, if there are some
+    bytes_per_number: int  # of query, key and value
+    has_scale_rule: bool  # whether a rule gives the scale, which then has no gradient
+    #: Whether a gradient follows, which needs outputs that were never rounded to 16 bits.
     for_gradient: bool = False
 
     @property
@@ -111,6 +90,14 @@ class ParallelCall:
         return (band.left is None or start >= last - band.left) and (
             band.right is None or stop <= first + band.right
         )
+
+    @property
+    def visible_pairs(self) -> int:
+        """The number of pairs of chunks of which a row may see a key."""
+        chunks = range(self.chunks)
+        if not self.shares_rows:
+            return self.chunks
+        return sum(bool(self.is_visible(rows, keys)) for rows in chunks for keys in chunks)
 
     def seen_by(self, rows: Any) -> tuple[int, int]:
         """Return the first chunk of keys that a chunk of rows may see, and how many they are."""
@@ -163,7 +150,7 @@ class ParallelCall:
         *,
         sinks: bool = False,
         full: bool = False,
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of a block's query, key and value, and of the options."""
         options = self._options(block, sinks=sinks, full=full)
         query, key, value = arrays
@@ -172,9 +159,9 @@ class ParallelCall:
         )
         return found.query, found.key, found.value, self._shares(found, options, block)
 
-    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> Shares:
+    def _shares(self, found: Gradients, given: dict[str, Any], block: Part) -> OptionGradients:
         """Return the gradients of the whole options from those of the options of a block."""
-        shares: Shares = {}
+        shares: OptionGradients = {}
         for name, of in found._asdict().items():
             if of is None or name not in given or (name == "scale" and self.has_scale_rule):
                 continue  # also query, key and value
@@ -190,22 +177,22 @@ class ParallelCall:
         return shares
 
     def finished(
-        self, query: Array, key: Array, value: Array, given: Any, shares: Shares
+        self, query: Array, key: Array, value: Array, given: Any, shares: OptionGradients
     ) -> Gradients:
         """Return the gradients as the caller gets them, in the dtypes of the arguments."""
         changed: dict[str, Any] = {}
         for name, arrays in shares.items():
             whole, rest = self.options[name], iter(arrays)
             if isinstance(whole, Expression):
-                changed[name] = whole.map(functools.partial(_replaced, rest))
+                changed[name] = map_arrays(whole, functools.partial(_next_in_dtype, rest))
             else:
                 changed[name] = in_dtype(arrays[0], whole)
         own = [in_dtype(found, x) for found, x in zip((query, key, value), given, strict=True)]
         return Gradients(*own, **changed)
 
 
-def _replaced(rest: Iterator[Array], _: str, thing: Any) -> Any:
-    return in_dtype(next(rest), thing) if is_array(thing) else thing
+def _next_in_dtype(rest: Iterator[Array], _: str | None, like: Array) -> Array:
+    return in_dtype(next(rest), like)
 
 
 def in_dtype(array: Array, like: Any) -> Array:
@@ -213,7 +200,7 @@ def in_dtype(array: Array, like: Any) -> Array:
     return cast(library_of(array).xp, array, like.dtype) if is_array(like) else array
 
 
-def add_shares(one: Shares, other: Shares) -> Shares:
+def add_shares(one: OptionGradients, other: OptionGradients) -> OptionGradients:
     """Return the sums of two parts' gradients of options."""
     added = dict(one)
     for name, arrays in other.items():
@@ -230,7 +217,7 @@ def described(
     *,
     size: int,
     layout: str,
-    shares_rows: bool = True,
+    shares_rows: bool,
 ) -> ParallelCall:
     """Check a call as a whole, without a look at the other ranks, and describe it.
 

@@ -58,8 +58,6 @@ class ParallelExplanation:
         The number of ranks.
     layout : str
         Which tokens each rank holds.
-    visible_pairs : int
-        The number of pairs of chunks of the whole call of which a row may see a key.
     source : str
         What chose: the argument ``strategy``.
     candidates : tuple of Candidate
@@ -70,10 +68,14 @@ class ParallelExplanation:
 
     size: int
     layout: str
-    visible_pairs: int
     source: str
     candidates: tuple[Candidate, ...]
     call: ParallelCall
+
+    @property
+    def visible_pairs(self) -> int:
+        """The number of pairs of chunks of the whole call of which a row may see a key."""
+        return self.call.visible_pairs
 
     @property
     def chosen(self) -> Candidate | None:
@@ -111,51 +113,33 @@ def _shown(pairs: tuple[float, ...]) -> str:
     return f"{low:g} pairs" if low == high else f"{low:g} to {high:g} pairs"
 
 
-def chosen(
-    function: str,
-    arrays: dict[str, Any],
-    options: dict[str, Any],
-    size: int,
-    strategy: Any,
-    layout: str,
-) -> tuple[Strategy, ParallelCall]:
-    """Return the strategy of a call, and the call; raise if there is none."""
-    call = _described(function, arrays, options, size, strategy, layout)
-    for candidate in _candidates(call, strategy):
-        if candidate.status == "chosen":
-            return STRATEGIES[candidate.strategy], call
-    reasons = "; ".join(STRATEGIES[strategy].reasons_against(call))
-    raise NotImplementedError(
-        f"strategy {strategy!r} cannot compute this call over {size} ranks: {reasons}"
-    )
-
-
 def examined(
-    arrays: dict[str, Any], options: dict[str, Any], size: int, strategy: Any, layout: str
-) -> ParallelExplanation:
-    """Return the decision about a call with all reasons."""
-    call = _described("explain", arrays, options, size, strategy, layout)
-    chunks = range(call.chunks)
-    visible = sum(bool(call.is_visible(a, b)) for a in chunks for b in chunks)
-    if not STRATEGIES.get(strategy, STRATEGIES["ring"]).shares_rows:
-        visible = call.chunks
-    source, candidates = f"strategy={strategy!r}", tuple(_candidates(call, strategy))
-    return ParallelExplanation(size, layout, visible, source, candidates, call)
-
-
-def _described(
     function: str,
     arrays: dict[str, Any],
     options: dict[str, Any],
     size: int,
     strategy: Any,
     layout: str,
-) -> ParallelCall:
+) -> ParallelExplanation:
+    """Return the decision about a call, with all reasons."""
     if strategy != "auto" and strategy not in STRATEGIES:
         names = ", ".join(["auto", *STRATEGIES])
         raise ValueError(f"strategy must be one of {names}; got {strategy!r}")
-    shares_rows = strategy != "decode"
-    return described(function, arrays, options, size=size, layout=layout, shares_rows=shares_rows)
+    shares_rows = strategy == "auto" or STRATEGIES[strategy].shares_rows
+    call = described(function, arrays, options, size=size, layout=layout, shares_rows=shares_rows)
+    source, candidates = f"strategy={strategy!r}", tuple(_candidates(call, strategy))
+    return ParallelExplanation(size, layout, source, candidates, call)
+
+
+def chosen(decision: ParallelExplanation) -> Strategy:
+    """Return the strategy that was chosen; raise if there is none."""
+    if decision.chosen is not None:
+        return STRATEGIES[decision.chosen.strategy]
+    (named,) = decision.candidates
+    raise NotImplementedError(
+        f"strategy {named.strategy!r} cannot compute this call over {decision.size} ranks:"
+        f" {'; '.join(named.reasons)}"
+    )
 
 
 def _candidates(call: ParallelCall, strategy: str) -> list[Candidate]:

@@ -22,12 +22,8 @@ class Communicator:
         The number of ranks.
     """
 
+    rank: Any
     size: int
-
-    @property
-    def rank(self) -> Any:
-        """The number of this rank."""
-        raise NotImplementedError
 
     def shift(self, arrays: Sequence[Array], by: int = 1) -> Any:
         """Begin to send arrays `by` ranks onwards, and to receive those sent here.

@@ -5,14 +5,14 @@ For decoding: few rows, and a long cache whose keys are spread over the ranks.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array, cast, library_of
-from polyattn.parallel.blocks import joined, split
-from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import slots
+from polyattn.parallel.layout import joined, slots, split
 from polyattn.parallel.strategy import Strategy, needs_whole_rows
 
 
@@ -23,7 +23,6 @@ class Decode(Strategy):
     shares_rows = False
 
     def reasons_against(self, call: ParallelCall) -> list[str]:
-        """Return why it cannot compute a call."""
         return needs_whole_rows(call)
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
@@ -31,15 +30,12 @@ class Decode(Strategy):
         return (float(slots(call.layout)),) * call.size
 
     def bytes_sent(self, call: ParallelCall) -> int:
-        """Return the bytes that a rank sends."""
         problem = call.problem
-        numbers = problem.heads * problem.query_length * (problem.value_size + 1)
-        for length in problem.batch:
-            numbers *= length
-        return (call.size - 1) * numbers * (8 if problem.dtype == "float64" else 4)
+        rows = math.prod(problem.batch) * problem.heads * problem.query_length
+        bytes_per_row = (problem.value_size + 1) * (8 if problem.dtype == "float64" else 4)
+        return (call.size - 1) * rows * bytes_per_row
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of all rows, and what its gradient needs."""
         query, *keys = arrays
         own = merge(
             *[
@@ -56,11 +52,11 @@ class Decode(Strategy):
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients; all but those of the keys are whole on every rank."""
         query, *keys = arrays
         found: list[Any] = []
-        shares: Shares = {}
+        shares: OptionGradients = {}
         for number, (at, chunk) in enumerate(self._chunks(call, ranks, keys)):
             *own, share = call.gradients(
                 (query, *chunk), saved, gradient, call.block(keys=at), sinks=number == 0

@@ -8,11 +8,10 @@ from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
 from polyattn._base.slices import place, take
 from polyattn._core.expressions.parts import Part
-from polyattn.parallel.blocks import joined, split
-from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import permute, slots, unpermute
-from polyattn.parallel.strategy import Strategy
+from polyattn.parallel.layout import joined, permute, slots, split, unpermute
+from polyattn.parallel.strategy import Strategy, joined_partials, split_partial
 
 
 class Gather(Strategy):
@@ -21,11 +20,9 @@ class Gather(Strategy):
     name = "gather"
 
     def reasons_against(self, call: ParallelCall) -> list[str]:
-        """Return why it cannot compute a call."""
         return []
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
-        """Return the number of pairs of chunks that each rank computes."""
         chunks = range(call.chunks)
         return tuple(
             float(sum(bool(call.is_visible(a, b)) for a in call.owned(rank) for b in chunks))
@@ -33,11 +30,9 @@ class Gather(Strategy):
         )
 
     def bytes_sent(self, call: ParallelCall) -> int:
-        """Return the bytes that a rank sends."""
         return (call.size - 1) * self.bytes_of_keys(call)
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of this rank's rows, and what its gradient needs."""
         query, *keys = arrays
         everything = self._gathered(call, ranks, keys)
         queries = split(query, slots(call.layout))
@@ -45,29 +40,18 @@ class Gather(Strategy):
             call.partial((part, *_seen(block, everything)), block, sinks=True)
             for block, part in zip(_blocks(call, ranks), queries, strict=True)
         ]
-        output = joined([part.output for part in parts])
-        if parts[0].logsumexp is None:
-            return output, Partial(output, None)
-        return output, Partial(output, joined([part.logsumexp for part in parts], -1))
+        whole = joined_partials(parts)
+        return whole.output, whole
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients, those of the keys summed over the ranks."""
         query, *keys = arrays
         everything, count = self._gathered(call, ranks, keys), slots(call.layout)
-        logsumexps: Any = [None] * count
-        if saved.logsumexp is not None:
-            logsumexps = split(saved.logsumexp, count, -1)
-        rows = zip(
-            _blocks(call, ranks),
-            split(query, count),
-            map(Partial, split(saved.output, count), logsumexps),
-            split(gradient, count),
-            strict=True,
-        )
-        found, shares = [], Shares()
-        for block, part, partial, of in rows:
+        rows = split(query, count), split_partial(saved, count), split(gradient, count)
+        found, shares = [], OptionGradients()
+        for block, part, partial, of in zip(_blocks(call, ranks), *rows, strict=True):
             own = (part, *_seen(block, everything))
             dq, dk, dv, share = call.gradients(own, partial, of, block, sinks=True)
             start, length = block.columns.start, call.problem.key_length

@@ -7,12 +7,13 @@ References
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array, library_of
 from polyattn._core.expressions.parts import Part
-from polyattn.parallel.call import ParallelCall, Shares
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
 from polyattn.parallel.layout import permute, unpermute
 from polyattn.parallel.strategy import Strategy
@@ -24,7 +25,6 @@ class Heads(Strategy):
     name = "heads"
 
     def reasons_against(self, call: ParallelCall) -> list[str]:
-        """Return why it cannot compute a call."""
         problem, size = call.problem, call.size
         reasons = []
         if problem.heads % size:
@@ -38,21 +38,16 @@ class Heads(Strategy):
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
         """Return the number of pairs of chunks of all heads that each rank's heads make."""
-        chunks = range(call.chunks)
-        visible = sum(bool(call.is_visible(a, b)) for a in chunks for b in chunks)
-        return (visible / call.size,) * call.size
+        return (call.visible_pairs / call.size,) * call.size
 
     def bytes_sent(self, call: ParallelCall) -> int:
-        """Return the bytes that a rank sends."""
         problem, size = call.problem, call.size
-        rows = problem.heads * problem.query_length * (problem.head_size + problem.value_size)
-        for length in problem.batch:
-            rows *= length
+        rows = math.prod(problem.batch) * problem.heads * problem.query_length
+        numbers = rows * (problem.head_size + problem.value_size)
         repeated = _repeats(call) * self.bytes_of_keys(call)
-        return (rows * call.bytes_per_number // size + repeated) * (size - 1) // size
+        return (numbers * call.bytes_per_number // size + repeated) * (size - 1) // size
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of this rank's rows, and what its gradient needs."""
         partial = call.partial(
             self._by_heads(call, ranks, arrays), self._block(call, ranks), sinks=True
         )
@@ -61,8 +56,7 @@ class Heads(Strategy):
 
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
-        """Return the gradients, exchanged back."""
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         own = self._by_heads(call, ranks, arrays)
         (of_output,) = self._exchanged(call, ranks, [gradient])
         block = self._block(call, ranks)

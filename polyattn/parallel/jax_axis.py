@@ -28,27 +28,22 @@ class JaxAxis(Communicator):
 
     @property
     def rank(self) -> jax.Array:
-        """The number of this device along the axis."""
         rank: jax.Array = lax.axis_index(self.axis)
         return rank
 
     def shift(self, arrays: Sequence[jax.Array], by: int = 1) -> Any:
-        """Send arrays `by` devices onwards."""
         pairs = [(rank, (rank + by) % self.size) for rank in range(self.size)]
         return lax.ppermute(tuple(arrays), self.axis, pairs)
 
     def wait(self, handle: Any) -> Sequence[jax.Array]:
-        """Return the arrays that a `shift` receives."""
         arrays: Sequence[jax.Array] = handle
         return arrays
 
     def gather(self, array: jax.Array, axis: int) -> jax.Array:
-        """Return the arrays of all devices, concatenated in their order."""
         found: jax.Array = lax.all_gather(array, self.axis, axis=axis % array.ndim, tiled=True)
         return found
 
     def exchange(self, array: jax.Array, split: int, concat: int) -> jax.Array:
-        """Give each device one part of an array, and concatenate the parts received."""
         split, concat = split % array.ndim, concat % array.ndim
         found: jax.Array = lax.all_to_all(array, self.axis, split, concat, tiled=True)
         return found

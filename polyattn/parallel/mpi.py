@@ -8,41 +8,32 @@ from typing import Any
 from mpi4py import MPI
 
 from polyattn._base.arrays import Array, library_of
-from polyattn.parallel.blocks import split as parts_of
 from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.layout import split as parts_of
 
 
 class MPIRanks(Communicator):
     """The processes of an MPI communicator."""
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self.size = comm, comm.Get_size()
-        self._rank = comm.Get_rank()
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return int(self._rank)
+        self._comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
 
     def shift(self, arrays: Sequence[Array], by: int = 1) -> Any:
-        """Begin to send arrays `by` ranks onwards, and to receive those sent here."""
         sent = [_contiguous(array) for array in arrays]
         _synchronize(sent)
         received = [library_of(array).xp.empty_like(array) for array in sent]
-        target, source = ((self._rank + sign * by) % self.size for sign in (1, -1))
+        target, source = ((self.rank + sign * by) % self.size for sign in (1, -1))
         requests = [self._comm.Irecv(_buffer(x), source, n) for n, x in enumerate(received)]
         requests += [self._comm.Isend(_buffer(x), target, n) for n, x in enumerate(sent)]
         return requests, sent, received  # what is sent must stay alive until it is
 
     def wait(self, handle: Any) -> Sequence[Array]:
-        """Return the arrays that a `shift` receives."""
         requests, _, received = handle
         MPI.Request.Waitall(requests)
         result: Sequence[Array] = received
         return result
 
     def gather(self, array: Array, axis: int) -> Array:
-        """Return the arrays of all ranks, concatenated in their order."""
         sent = _contiguous(array)
         _synchronize([sent])
         xp = library_of(array).xp
@@ -51,7 +42,6 @@ class MPIRanks(Communicator):
         return xp.concat([received[n, ...] for n in range(self.size)], axis=axis)
 
     def exchange(self, array: Array, split: int, concat: int) -> Array:
-        """Give each rank one part of an array, and concatenate the parts received."""
         xp = library_of(array).xp
         sent = xp.stack(parts_of(array, self.size, split))
         _synchronize([sent])
@@ -60,7 +50,6 @@ class MPIRanks(Communicator):
         return xp.concat([received[n, ...] for n in range(self.size)], axis=concat)
 
     def gather_bytes(self, message: bytes, like: Array) -> list[bytes]:
-        """Return the messages of all ranks, in their order."""
         found: list[bytes] = self._comm.allgather(message)
         return found
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array
-from polyattn.parallel.blocks import joined, split
-from polyattn.parallel.call import ParallelCall, Shares, add_shares
+from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import slots
-from polyattn.parallel.strategy import Strategy, needs_whole_rows
+from polyattn.parallel.layout import joined, slots, split
+from polyattn.parallel.strategy import Strategy, joined_partials, needs_whole_rows, split_partial
 
 
 class Ring(Strategy):
@@ -28,11 +27,9 @@ class Ring(Strategy):
     name = "ring"
 
     def reasons_against(self, call: ParallelCall) -> list[str]:
-        """Return why it cannot compute a call."""
         return needs_whole_rows(call)
 
     def pairs(self, call: ParallelCall) -> tuple[float, ...]:
-        """Return the number of pairs of chunks that each rank computes."""
         chunks = range(call.chunks)
         return tuple(
             float(sum(_computed(call, a, b) for a in call.owned(rank) for b in chunks))
@@ -40,11 +37,9 @@ class Ring(Strategy):
         )
 
     def bytes_sent(self, call: ParallelCall) -> int:
-        """Return the bytes that a rank sends."""
         return (_turns(call) - 1) * self.bytes_of_keys(call)
 
     def forward(self, call: ParallelCall, ranks: Communicator, *arrays: Array) -> Any:
-        """Return the output of this rank's rows, and what its gradient needs."""
         query, *keys = arrays
         turns, count = _turns(call), slots(call.layout)
         queries, own = split(query, count), call.owned(ranks.rank)
@@ -59,10 +54,7 @@ class Ring(Strategy):
 
         keys, totals = ranks.repeat(turns - 1, turn, (tuple(keys), tuple(first)))
         totals = _joined_turn(call, ranks, turns - 1, queries, keys, totals)
-        total = Partial(
-            joined([part.output for part in totals]),
-            joined([part.logsumexp for part in totals], -1),
-        )
+        total = joined_partials(totals)
         return total.output, total
 
     def backward(
@@ -72,15 +64,15 @@ class Ring(Strategy):
         arrays: Any,
         saved: Partial,
         gradient: Array,
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of this rank's arrays, and its share of those of options.
 
         The gradients of keys and values travel with them, and then home.
         """
         query, *keys = arrays
         turns, count = _turns(call), slots(call.layout)
-        partials = map(Partial, split(saved.output, count), split(saved.logsumexp, count, -1))
-        rows = list(zip(split(query, count), partials, split(gradient, count), strict=True))
+        partials, gradients = split_partial(saved, count), split(gradient, count)
+        rows = list(zip(split(query, count), partials, gradients, strict=True))
         state = _own_gradients(call, ranks, rows, keys)
 
         def turn(number: Any, state: Any) -> Any:
@@ -172,7 +164,7 @@ def _own_gradients(call: ParallelCall, ranks: Communicator, rows: Any, keys: Any
     chunks = zip(*_chunks(keys, slots(call.layout)), strict=True)
     sums: list[Array] = []
     of_keys: list[tuple[Array, Array]] = []
-    shares: Shares = {}
+    shares: OptionGradients = {}
     for at, row, key in zip(call.owned(ranks.rank), rows, chunks, strict=True):
         dq, dk, dv, share = _gradients(call, row, key, at, at, sinks=True)
         sums.append(dq)

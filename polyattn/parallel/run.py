@@ -243,7 +243,7 @@ def explain(
 
     size = over if isinstance(over, int) else communicator_of(over).size
     arrays = {"query": facts(query), "key": facts(key), "value": facts(value)}
-    return examined(arrays, dict(options), size, strategy, layout)
+    return examined("explain", arrays, dict(options), size, strategy, layout)
 
 
 def _task(
@@ -264,5 +264,5 @@ def _task(
     flat = all(is_array(x) and len(x.shape) == 2 for x in given.values())
     if flat:
         given = {name: array[None, ...] for name, array in given.items()}
-    picked, call = chosen(function, given, options, ranks.size, strategy, layout)
-    return Task(picked, ranks, call), list(given.values()), flat
+    decision = examined(function, given, options, ranks.size, strategy, layout)
+    return Task(chosen(decision), ranks, decision.call), list(given.values()), flat

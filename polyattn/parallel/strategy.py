@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
 from polyattn._core.expressions.replacements import ByNorm
-from polyattn.parallel.call import ParallelCall, Shares
+from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
+from polyattn.parallel.layout import joined, split
 
 
 class Strategy(ABC):
@@ -38,16 +41,31 @@ class Strategy(ABC):
     @abstractmethod
     def backward(
         self, call: ParallelCall, ranks: Communicator, arrays: Any, saved: Partial, gradient: Array
-    ) -> tuple[Array, Array, Array, Shares]:
+    ) -> tuple[Array, Array, Array, OptionGradients]:
         """Return the gradients of query, key and value, and the share of those of the options."""
 
     def bytes_of_keys(self, call: ParallelCall) -> int:
         """Return the bytes of the keys and values that a rank holds."""
         problem = call.problem
-        numbers = problem.key_heads * problem.key_length * (problem.head_size + problem.value_size)
-        for length in problem.batch:
-            numbers *= length
-        return numbers * call.bytes_per_number // call.size
+        each = problem.head_size + problem.value_size
+        keys = math.prod(problem.batch) * problem.key_heads * problem.key_length
+        return keys * each * call.bytes_per_number // call.size
+
+
+def split_partial(partial: Partial, count: int) -> list[Partial]:
+    """Return the partials of equal chunks of rows."""
+    logsumexps: Any = [None] * count
+    if partial.logsumexp is not None:
+        logsumexps = split(partial.logsumexp, count, -1)
+    return list(map(Partial, split(partial.output, count), logsumexps))
+
+
+def joined_partials(parts: Sequence[Partial]) -> Partial:
+    """Return the partial of all rows from those of chunks of them."""
+    output = joined([part.output for part in parts])
+    if parts[0].logsumexp is None:
+        return Partial(output, None)
+    return Partial(output, joined([part.logsumexp for part in parts], -1))
 
 
 def needs_whole_rows(call: ParallelCall) -> list[str]:

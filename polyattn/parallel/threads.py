@@ -56,39 +56,31 @@ class Threads(Communicator):
     """One of the threads that `run_threads` starts; it counts the bytes `sent` to others."""
 
     def __init__(self, rank: int, mail: _Mail) -> None:
-        self._rank, self._mail, self.size, self.sent = rank, mail, mail.size, 0
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._rank
+        self.rank, self._mail, self.size, self.sent = rank, mail, mail.size, 0
 
     def _send(self, target: int, array: Array) -> None:
-        if target != self._rank:
-            self.sent += _bytes(array)
-        self._mail.send(self._rank, target, array)
+        if target != self.rank:
+            self.sent += int(getattr(array, "nbytes", 0))
+        self._mail.send(self.rank, target, array)
 
     def _receive(self, source: int) -> Array:
-        array: Array = self._mail.receive(source, self._rank)
+        array: Array = self._mail.receive(source, self.rank)
         return array
 
     def shift(self, arrays: Sequence[Array], by: int = 1) -> tuple[int, int]:
         """Send arrays `by` ranks onwards; the receiver gets these arrays, not copies."""
         for array in arrays:
-            self._send((self._rank + by) % self.size, array)
+            self._send((self.rank + by) % self.size, array)
         return by, len(arrays)
 
     def wait(self, handle: tuple[int, int]) -> list[Array]:
-        """Return the arrays that a `shift` receives."""
         by, count = handle
-        return [self._receive((self._rank - by) % self.size) for _ in range(count)]
+        return [self._receive((self.rank - by) % self.size) for _ in range(count)]
 
     def gather(self, array: Array, axis: int) -> Array:
-        """Return the arrays of all ranks, concatenated in their order."""
         return self._all([array] * self.size, axis)
 
     def exchange(self, array: Array, split: int, concat: int) -> Array:
-        """Give each rank one part of an array, and concatenate the parts received."""
         length = array.shape[split] // self.size
         parts = [take(array, split, n * length, length) for n in range(self.size)]
         return self._all(parts, concat)
@@ -105,10 +97,6 @@ class Threads(Communicator):
         for target, part in enumerate(parts):
             self._send(target, part)
         return [self._receive(source) for source in range(self.size)]
-
-
-def _bytes(array: Array) -> int:
-    return int(getattr(array, "nbytes", 0))
 
 
 def run_threads(

@@ -31,20 +31,14 @@ class TorchGroup(Communicator):
 
     def __init__(self, group: Any) -> None:
         self._group, self.size = group, dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
-        if self._rank < 0:
+        self.rank: int = dist.get_rank(group)
+        if self.rank < 0:
             raise ValueError("this process is not in the process group of over=")
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank."""
-        return self._rank
-
     def _peer(self, by: int) -> int:
-        return dist.get_global_rank(self._group, (self._rank + by) % self.size)
+        return dist.get_global_rank(self._group, (self.rank + by) % self.size)
 
     def shift(self, arrays: Sequence[torch.Tensor], by: int = 1) -> Any:
-        """Begin to send tensors `by` ranks onwards, and to receive those sent here."""
         sent = [array.contiguous() for array in arrays]
         if by % self.size == 0:
             return [], sent, sent
@@ -56,7 +50,6 @@ class TorchGroup(Communicator):
         return works, sent, received  # what is sent must stay alive until it is
 
     def wait(self, handle: Any) -> Sequence[torch.Tensor]:
-        """Return the tensors that a `shift` receives."""
         works, _, received = handle
         for work in works:
             work.wait()
@@ -64,21 +57,18 @@ class TorchGroup(Communicator):
         return result
 
     def gather(self, array: torch.Tensor, axis: int) -> torch.Tensor:
-        """Return the tensors of all ranks, concatenated in their order."""
         array = array.contiguous()
         parts = [torch.empty_like(array) for _ in range(self.size)]
         dist.all_gather(parts, array, self._group)
         return torch.cat(parts, axis)
 
     def exchange(self, array: torch.Tensor, split: int, concat: int) -> torch.Tensor:
-        """Give each rank one part of a tensor, and concatenate the parts received."""
         sent = torch.stack(array.tensor_split(self.size, split))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return torch.cat(received.unbind(), concat)
 
     def gather_bytes(self, message: bytes, like: torch.Tensor) -> list[bytes]:
-        """Return the messages of all ranks, in their order."""
         # On the host if the group has a backend for it, so that no GPU is waited for.
         backends = dist.get_backend_config(self._group)
         device = "cpu" if "cpu:" in backends else backends.partition(":")[0]

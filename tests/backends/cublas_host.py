@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from cupy_host import register, stand_in
 
-from polyattn_cupy import blocks, fused, fused_gradients, products, rows, shapes
+from polyattn_cupy import arrays, blocks, fused, fused_gradients, products, rows
 from polyattn_cupy.fused import Fused
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -145,7 +145,7 @@ def put_in_place(monkeypatch):
     library, names = compiled()
     cublas = Cublas()
     here = stand_in()
-    for module in (blocks, fused, fused_gradients, products, shapes):
+    for module in (blocks, fused, fused_gradients, products, arrays):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(products, "_cublas", lambda: cublas)
 

@@ -12,7 +12,7 @@ import cudnn as frontend
 import numpy as np
 from cupy_host import Device, register, stand_in
 
-from polyattn_cupy import cudnn, cudnn_gradients, graphs, inputs, loading, plans, shapes
+from polyattn_cupy import arrays, cudnn, cudnn_gradients, graphs, loading, plans
 from polyattn_cupy.cudnn import Cudnn
 
 TYPES = {
@@ -174,7 +174,7 @@ def _scores(q, k, bias, options):
         s = options.pop("score_mod")(Scores(), s)
     if bias is not None:
         assert bias.dtype == np.float32
-        assert not (bias < inputs.UNSEEN).any(), "cuDNN has trouble at the ends of float32"
+        assert not (bias < arrays.UNSEEN).any(), "cuDNN has trouble at the ends of float32"
         s = s + bias
     i, j = np.indices(s.shape[-2:])
     corner = options.pop("diagonal_alignment", None)
@@ -230,7 +230,7 @@ def put_in_place(monkeypatch):
         alloc=lambda size: types.SimpleNamespace(ptr=4096),
         get_current_stream=lambda: types.SimpleNamespace(ptr=library.stream),
     )
-    for module in (cudnn, cudnn_gradients, inputs, plans, shapes):
+    for module in (arrays, cudnn, cudnn_gradients, plans):
         monkeypatch.setattr(module, "cupy", here)
     monkeypatch.setattr(loading, "library", lambda: library)
     monkeypatch.setattr(plans, "_local", plans._Local())

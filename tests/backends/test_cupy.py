@@ -12,7 +12,7 @@ from cupy_host import HostArray, at_home, stand_in
 
 from polyattn import attention
 from polyattn._dispatch.errors import BackendUnavailableError
-from polyattn_cupy import SPEC, backend, loading, rows, shapes
+from polyattn_cupy import SPEC, arrays, backend, loading, rows
 from polyattn_cupy.backend import CupyBackend
 
 NO_DRIVER = pytest.mark.skipif(cupy.cuda.is_available(), reason="there is a GPU here")
@@ -119,7 +119,7 @@ def here(monkeypatch):
         cuda=types.SimpleNamespace(runtime=runtime, Device=Device),
     )
     monkeypatch.setattr(backend, "cupy", here)
-    monkeypatch.setattr(shapes, "cupy", here)
+    monkeypatch.setattr(arrays, "cupy", here)
     waited.clear()
     return here
 

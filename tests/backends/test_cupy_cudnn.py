@@ -80,8 +80,8 @@ def problem_of(shapes, *, gradients=False, **options):
 
 
 def told(shapes, *, gradients=False, **options):
-    graph_of = problem_graphs.gradient_graph_of if gradients else problem_graphs.graph_of
-    (node,) = graphs.describe(graph_of(problem_of(shapes, gradients=gradients, **options))).nodes
+    problem = problem_of(shapes, gradients=gradients, **options)
+    (node,) = graphs.describe(problem_graphs.graph_of(problem)).nodes
     return node
 
 
@@ -204,7 +204,7 @@ def test_no_two_problems_share_a_plan():
         calls.add(problem_graphs.graph_of(problem_of(shapes, **rest)))
         if not rest.keys() & {"softcap", "logsumexp"}:
             problem = problem_of(shapes, gradients=True, **rest)
-            gradients.add(problem_graphs.gradient_graph_of(problem))
+            gradients.add(problem_graphs.graph_of(problem))
     # A bias of the same shape as a mask differs only in that it has a gradient.
     assert (len(calls), len(gradients)) == (len(DIFFERENT) - 1, len(DIFFERENT) - 3)
     assert not calls & gradients
@@ -314,13 +314,13 @@ PARTS = {
 @pytest.mark.usefixtures("library")
 def test_parts_of_gradients_are_computed_one_after_the_other(name, most, monkeypatch):
     monkeypatch.setattr(problem_graphs, "MOST_SCORES", most)
-    for function in (problem_graphs.parts_of, problem_graphs.gradient_graph_of):
+    for function in (problem_graphs.parts_of, problem_graphs.graph_of):
         function.cache_clear()
     length, keys, options = PARTS[name]
     gradients_agree("cudnn", *draw(length, keys), **options)
     assert len(HANDLES[0].log) == 2 * {1: 4, 1440: 2}.get(most, 1)
     assert len(plans._engine().plans) == 1
-    for function in (problem_graphs.parts_of, problem_graphs.gradient_graph_of):
+    for function in (problem_graphs.parts_of, problem_graphs.graph_of):
         function.cache_clear()
 
 
@@ -435,7 +435,8 @@ def test_it_tells_the_versions(library):
 def test_cudnn_is_asked_about_the_gradients(library, monkeypatch):
     assert not Cudnn().reasons_against(problem_of(SHAPES, gradients=True))
     (engine,) = plans._local.engines.values()
-    assert [type(graph) for graph in engine.plans] == [graphs.GradientGraph]
+    (graph,) = engine.plans
+    assert graph.output_gradient is not None
     monkeypatch.setattr(library.pygraph, "refusal", "no such gradient")
     assert Cudnn().reasons_against(problem_of(SQUARE, gradients=True)) == [
         "cuDNN says: no such gradient"

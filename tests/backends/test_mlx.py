@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import polyattn
-from polyattn import attention, attention_vjp, attention_weights, explain, masks, merge
+from polyattn import attention, attention_weights, explain, masks, merge
 from polyattn.bench.machine import look
 from polyattn.conformance.suite import BackendSuite
 
@@ -193,13 +193,3 @@ def test_a_stranger_among_its_arrays_is_refused_with_the_conversion():
 def test_a_benchmark_states_its_version():
     contender = SimpleNamespace(stem="mlx", backend=MlxBackend(), device=None)
     assert look([contender]).libraries["mlx"] == version("mlx")
-
-
-@pytest.mark.parametrize("score_mod", [None, lambda s, b, h, i, j: s * s + i - j])
-def test_gradients_without_mx_grad(score_mod):
-    x = numbers(2, 5, 8)
-    options = {"is_causal": True, "score_mod": score_mod}
-    output, pullback = attention_vjp(x, x, x, **options)
-    found = pullback(mx.ones_like(output))
-    expected = mx.grad(lambda q: attention(q, x, x, **options).sum())(x)
-    assert mx.allclose(found.query, expected, atol=1e-5)

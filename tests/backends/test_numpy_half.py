@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from polyattn_numpy.half import convert
+from polyattn_numpy.tile_scores import convert
 
 ALL = np.arange(2**16, dtype=np.uint16).view(np.float16)
 FINITE = ALL[np.isfinite(ALL)]

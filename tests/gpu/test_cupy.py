@@ -48,39 +48,45 @@ def test_what_is_measured_has_cudnn():
     assert products.why_no_cublas() is None
 
 
+CALLS = {
+    "plain": (256, 256, 8, {}),
+    "odd": (77, 191, 8, {}),
+    "one key": (1, 1, 2, {}),
+    "causal, square": (256, 256, 2, {"is_causal": True}),
+    "causal": (100, 333, 2, {"is_causal": True}),
+    "causal, from the first": (100, 333, 2, {"is_causal": True, "query_offset": 0}),
+    "causal, tall": (333, 100, 2, {"is_causal": True, "query_offset": 0}),
+    "causal, rows without keys": (333, 100, 2, {"is_causal": True}),
+    "window": (200, 333, 2, {"window": (17, 5)}),
+    "window, causal": (200, 200, 8, {"window": (64, 0)}),
+    "window to the left": (200, 200, 8, {"window": (64, None)}),
+    "window to the right": (200, 200, 8, {"window": (None, 3)}),
+    "decode": (1, 777, 2, {"is_causal": True}),
+    "elsewhere": (64, 192, 2, {"is_causal": True, "query_offset": 7}),
+    "softcap": (100, 192, 2, {"softcap": 5.0, "scale": 1.0}),
+    "mask": (130, 192, 2, {"mask": HIDDEN}),
+    "mask of keys, causal": (130, 130, 2, {"mask": RNG.random(130) > 0.3, "is_causal": True}),
+    "mask, causal": (130, 130, 2, {"mask": HIDDEN[..., :130], "is_causal": True}),
+    "bias that hides": (130, 192, 2, {"bias": np.where(HIDDEN, 0, -np.inf).astype("float32")}),
+    "bias": (130, 256, 2, {"bias": randn(8, 130, 256, dtype="float32")}),
+    "bias for all, causal": (192, 192, 2, {"bias": randn(192, 192), "is_causal": True}),
+    "bias of keys": (130, 192, 8, {"bias": randn(2, 1, 1, 192, dtype="float32")}),
+}
+
+
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    ("length", "keys", "groups", "options"),
-    [
-        (256, 256, 8, {}),
-        (256, 256, 2, {"is_causal": True}),
-        (100, 333, 2, {"is_causal": True}),
-        (100, 333, 2, {"is_causal": True, "query_offset": 0}),
-        (333, 100, 2, {"is_causal": True, "query_offset": 0}),
-        (333, 100, 2, {"is_causal": True}),
-        (200, 333, 2, {"window": (17, 5)}),
-        (200, 200, 8, {"window": (64, None)}),
-        (200, 200, 8, {"window": (None, 3)}),
-        (1, 777, 2, {"is_causal": True}),
-        (1, 1, 2, {}),
-        (64, 192, 2, {"is_causal": True, "query_offset": 7}),
-        (100, 192, 2, {"softcap": 5.0, "scale": 1.0}),
-        (130, 192, 2, {"mask": HIDDEN}),
-        (130, 192, 2, {"bias": np.where(HIDDEN, 0, -np.inf).astype("float32")}),
-        (130, 130, 2, {"mask": HIDDEN[..., :130], "is_causal": True}),
-    ],
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_both_kernels_at_larger_sizes(kernel, length, keys, groups, options, dtype):
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kernel", [*KERNELS, "tiled"])
+def test_kernels_and_their_gradients_at_larger_sizes(kernel, name, dtype):
+    length, keys, groups, options = CALLS[name]
     q = randn(2, 8, length, 64, dtype=dtype)
     k, v = randn(2, groups, keys, 64, dtype=dtype), randn(2, groups, keys, 64, dtype=dtype)
     agree(kernel, q, k, v, **options)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("size", [8, 64, 128, 256])
-def test_sizes_of_vectors(kernel, size):
-    agree(kernel, randn(1, 4, 70, size), randn(1, 2, 90, size), randn(1, 2, 90, 40))
+    refused = {"fused": {"bias"}, "cudnn": {"softcap"}}.get(kernel, set()) & options.keys()
+    if refused or (kernel == "cudnn" and keys == 1):
+        return
+    for logsumexp in (False, True):
+        gradients_agree(kernel, q, k, v, logsumexp=logsumexp, **options)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -90,27 +96,6 @@ def test_no_score_is_so_low_that_a_masked_key_is_seen(kernel, dtype):
     k[..., :128, 0] = -60_000
     mask = np.arange(256) < 128
     agree(kernel, q, k, randn(1, 1, 256, 8, dtype=dtype), mask=mask, scale=8.0)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.swapaxes(1, 2),
-        lambda x: x[..., 1:65],
-        lambda x: x[..., ::-1],
-        lambda x: x[:, :, ::-1],
-        lambda x: x[:, :, 1::2],
-        lambda x: cupy.broadcast_to(x[:, :, :1], x.shape)[..., :64],
-        lambda x: x.reshape(2, 8, -1)[..., : 64 * 75].reshape(2, 8, 64, 75)[..., :64],
-    ],
-)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_views_that_are_not_aligned(kernel, view):
-    arrays = [view(cupy.asarray(randn(2, 8, 64, 80))) for _ in range(3)]
-    arrays = [x[..., : x.shape[-1] // 8 * 8] for x in arrays]
-    got = attention(*arrays, kernel=kernel)
-    expected = attention(*(cupy.ascontiguousarray(x) for x in arrays), kernel="dense")
-    np.testing.assert_allclose(cupy.asnumpy(got), cupy.asnumpy(expected), atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -167,17 +152,6 @@ def test_it_runs_on_the_callers_stream(kernel):
         np.testing.assert_array_equal(cupy.asnumpy(output), cupy.asnumpy(expected))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_memory_stays_below_that_of_the_scores(kernel):
-    q, k, v = (cupy.asarray(randn(1, 16, 8192, 64)) for _ in range(3))
-    attention(q[:, :, :64], k, v, kernel=kernel)
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    attention(q, k, v, kernel=kernel)
-    assert pool.total_bytes() - before < 16 * 8192 * 8192 * 4 / 8
-
-
 def test_arrays_of_torch_come_without_a_copy():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
@@ -195,60 +169,13 @@ def test_arrays_of_torch_come_without_a_copy():
 # ---- gradients ---------------------------------------------------------------------------------
 
 
-DIFFERENTIATED = {
-    "plain": (256, 256, 8, {}),
-    "odd": (77, 191, 8, {}),
-    "causal, square": (256, 256, 2, {"is_causal": True}),
-    "causal": (100, 333, 2, {"is_causal": True}),
-    "causal, from the first": (100, 333, 2, {"is_causal": True, "query_offset": 0}),
-    "causal, tall": (333, 100, 2, {"is_causal": True, "query_offset": 0}),
-    "causal, rows without keys": (333, 100, 2, {"is_causal": True}),
-    "window": (200, 333, 2, {"window": (17, 5)}),
-    "window, causal": (200, 200, 8, {"window": (64, 0)}),
-    "window, one side": (200, 200, 8, {"window": (64, None)}),
-    "decode": (1, 777, 2, {"is_causal": True}),
-    "elsewhere": (64, 192, 2, {"is_causal": True, "query_offset": 7}),
-    "mask": (130, 192, 2, {"mask": HIDDEN}),
-    "mask of keys, causal": (130, 130, 2, {"mask": RNG.random(130) > 0.3, "is_causal": True}),
-    "bias": (130, 256, 2, {"bias": randn(8, 130, 256, dtype="float32")}),
-    "bias for all, causal": (192, 192, 2, {"bias": randn(192, 192), "is_causal": True}),
-    "bias of keys": (130, 192, 8, {"bias": randn(2, 1, 1, 192, dtype="float32")}),
-}
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", DIFFERENTIATED)
-@pytest.mark.parametrize("kernel", [*KERNELS, "tiled"])
-def test_gradients(kernel, name, dtype):
-    length, keys, groups, options = DIFFERENTIATED[name]
-    if kernel == "fused" and "bias" in options:
-        pytest.skip("it computes no gradient of a bias")
-    q = randn(2, 8, length, 64, dtype=dtype)
-    k, v = randn(2, groups, keys, 64, dtype=dtype), randn(2, groups, keys, 64, dtype=dtype)
-    for logsumexp in (False, True):
-        gradients_agree(kernel, q, k, v, logsumexp=logsumexp, **options)
-
-
-@pytest.mark.parametrize("dtype", [*HALVES, "float32", "float64"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"softcap": 5.0, "is_causal": True},
-        {"sinks": np.arange(8.0), "window": (40, 3)},
-        {"mask": RNG.random((130, 192)) > 0.5, "softcap": 3.0},
-        {"is_causal": True, "query_offset": np.array([30, -20])},
-    ],
-)
-def test_gradients_of_what_only_fused_computes(options, dtype):
-    q = randn(2, 8, 130, 50, dtype=dtype)
-    k, v = randn(2, 2, 192, 50, dtype=dtype), randn(2, 2, 192, 30, dtype=dtype)
-    gradients_agree("fused", q, k, v, **options)
-
-
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("size", "value_size"), [(8, 8), (64, 40), (128, 128), (192, 128)])
-def test_gradients_of_vectors_of_other_sizes(kernel, size, value_size):
+@pytest.mark.parametrize(
+    ("size", "value_size"), [(8, 8), (64, 40), (128, 128), (192, 128), (256, 40)]
+)
+def test_vectors_of_other_sizes(kernel, size, value_size):
     arrays = randn(1, 4, 70, size), randn(1, 2, 90, size), randn(1, 2, 90, value_size)
+    agree(kernel, *arrays)
     gradients_agree(kernel, *arrays, logsumexp=False)
 
 
@@ -278,13 +205,19 @@ def test_gradients_have_the_same_bits_twice_and_nothing_waits(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_memory_of_gradients_stays_below_that_of_the_scores(kernel):
+def test_memory_stays_below_that_of_the_scores(kernel):
     q, k, v, along = (cupy.asarray(randn(1, 64, 8192, 64)) for _ in range(4))
-    partial = attention_partial(q, k, v)
-    few = [x[:, :, :64] for x in (q, k, v, along)]
-    attention_backward(*few[:3], attention_partial(*few[:3]), few[3], kernel=kernel)
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    attention_backward(q, k, v, partial, along, kernel=kernel)
-    assert pool.total_bytes() - before < 64 * 8192 * 8192 * 2 / 2
+    few, pool = [x[:, :, :64] for x in (q, k, v, along)], cupy.get_default_memory_pool()
+
+    def run(q, k, v, along):
+        partial = attention_partial(q, k, v, kernel=kernel)
+        yield partial
+        yield attention_backward(q, k, v, partial, along, kernel=kernel)
+
+    list(run(*few))
+    scores, calls = 64 * 8192 * 8192, run(q, k, v, along)
+    for most in (scores * 4 / 8, scores * 2 / 2):
+        pool.free_all_blocks()
+        before = pool.total_bytes()
+        next(calls)
+        assert pool.total_bytes() - before < most

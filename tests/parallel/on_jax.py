@@ -23,79 +23,71 @@ from polyattn.conformance.reference.tolerance import deviation, output_yardstick
 TOKENS = PartitionSpec(None, None, "ring")
 
 
-def check(strategy, layout, size=4):
+def over_devices(strategy, layout, arrays, options, others, along=None):
+    """Return the output, and the gradients of the arrays and of other options if one is given.
+
+    All are whole, in the order of the sequence.
+    """
+    size = jax.device_count()
+    mesh = jax.make_mesh((size,), ("ring",), axis_types=(AxisType.Auto,))
+    spread = [strategy != "decode", True, True]
+    # The last axis but one is that of tokens.
+    specs = [
+        PartitionSpec(*[None] * (x.ndim - 2), "ring") if has_part else PartitionSpec()
+        for x, has_part in zip(arrays, spread, strict=True)
+    ]
+
+    def attend(arrays, others):
+        how = {"over": "ring", "strategy": strategy, "layout": layout}
+        return parallel.attention(*arrays, **how, **options, **others)
+
+    def reordered(order, array, has_part):
+        return order(array, size, layout=layout) if has_part else array
+
+    on_mesh = jax.jit(
+        jax.shard_map(
+            attend, mesh=mesh, in_specs=(specs, {n: PartitionSpec() for n in others}),
+            out_specs=specs[0],
+        )
+    )  # fmt: skip
+    given = [reordered(parallel.permute, *pair) for pair in zip(arrays, spread, strict=True)]
+    if along is None:
+        return reordered(parallel.unpermute, on_mesh(given, others), spread[0])
+    output, transpose = jax.vjp(on_mesh, given, others)
+    found, of_others = jax.jit(transpose)(reordered(parallel.permute, along, spread[0]))
+    whole = [reordered(parallel.unpermute, *pair) for pair in zip(found, spread, strict=True)]
+    named = dict(zip(on_ranks.WHOLE, whole, strict=True)) | of_others
+    return reordered(parallel.unpermute, output, spread[0]), named
+
+
+def check(strategy, layout):
     """Check a strategy against NumPy on one device: value and gradients to the last digits."""
     arrays, options, sinks, along = on_ranks.digits()
     expected, pullback = attention_vjp(*arrays, sinks=sinks, **options)
     gradients = pullback(along)
-    mesh = jax.make_mesh((size,), ("ring",), axis_types=(AxisType.Auto,))
-    whole = strategy == "decode"
-    specs = (PartitionSpec() if whole else TOKENS, TOKENS, TOKENS, PartitionSpec())
-
-    def attend(query, key, value, sinks):
-        how = {"over": "ring", "strategy": strategy, "layout": layout}
-        return parallel.attention(query, key, value, sinks=sinks, **how, **options)
-
-    def ordered(x, is_row=False):
-        return x if is_row and whole else parallel.permute(x, size, layout=layout)
-
-    def back(x, is_row=False):
-        return x if is_row and whole else parallel.unpermute(x, size, layout=layout)
-
-    on_mesh = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=specs[0])
-    given = [jnp.asarray(ordered(x, n == 0)) for n, x in enumerate(arrays)]
-    output, transpose = jax.vjp(jax.jit(on_mesh), *given, jnp.asarray(sinks))
-    dq, dk, dv, of_sinks = jax.jit(transpose)(jnp.asarray(ordered(along, True)))
-    assert abs(back(output, True) - expected).max() <= 1e-14
-    for found, wanted in (
-        (back(dq, True), gradients.query),
-        (back(dk), gradients.key),
-        (back(dv), gradients.value),
-        (of_sinks, gradients.sinks),
-    ):
-        assert abs(np.asarray(found) - wanted).max() <= 1e-13
+    given, others = [jnp.asarray(x) for x in arrays], {"sinks": jnp.asarray(sinks)}
+    how = strategy, layout, given, options, others
+    output, found = over_devices(*how, jnp.asarray(along))
+    assert abs(output - expected).max() <= 1e-14
+    for name, gradient in found.items():
+        assert abs(np.asarray(gradient) - getattr(gradients, name)).max() <= 1e-13
     print(f"{strategy}-{layout}: right")
-
-
-def tokens(array):
-    """Return the specification of an array whose last axis but one is spread."""
-    return PartitionSpec(*[None] * (array.ndim - 2), "ring")
 
 
 def check_case(what, name, strategy, layout):
     """Check the output or the gradients of a case by the suite's oracle."""
-    size, gradients = jax.device_count(), what == "gradients"
-    case = on_ranks.resized((BACKWARD_CASES if gradients else CASES)[name], size)
-    arrays, options = on_ranks.arguments(case, Target("jax").to)
-    mesh = jax.make_mesh((size,), ("ring",), axis_types=(AxisType.Auto,))
-    how = {"over": "ring", "strategy": strategy, "layout": layout}
+    gradients, to = what == "gradients", Target("jax").to
+    case = on_ranks.resized((BACKWARD_CASES if gradients else CASES)[name], jax.device_count())
+    arrays, options = on_ranks.arguments(case, to)
     others = {name: options.pop(name) for name in ("bias", "sinks") if name in options}
-    rows = [strategy != "decode", True, True]
-    specs = [
-        tokens(x) if spread else PartitionSpec() for x, spread in zip(arrays, rows, strict=True)
-    ]
-
-    def attend(arrays, others):
-        return parallel.attention(*arrays, **how, **options, **others)
-
-    def reordered(order, array, spread=True):
-        return order(array, size, layout=layout) if spread else array
-
-    on_mesh = jax.shard_map(
-        attend, mesh=mesh, in_specs=(specs, {n: PartitionSpec() for n in others}),
-        out_specs=specs[0],
-    )  # fmt: skip
-    given = [reordered(parallel.permute, x, spread) for x, spread in zip(arrays, rows, strict=True)]
-    if not gradients:
-        output = reordered(parallel.unpermute, jax.jit(on_mesh)(given, others), rows[0])
-        off = deviation(np.asarray(output), output_yardstick(case), f"{case}: {strategy}")
-        assert off.fault is None, off.fault
+    how = strategy, layout, arrays, options, others
+    if gradients:
+        _, found = over_devices(*how, to(cotangent(case)))
+        compare(case, {name: np.asarray(found[name]) for name in gradient_yardsticks(case)})
         return
-    along = reordered(parallel.permute, Target("jax").to(cotangent(case)), rows[0])
-    found, of_others = jax.jit(lambda *x: jax.vjp(on_mesh, *x)[1](along))(given, others)
-    whole = [reordered(parallel.unpermute, *pair) for pair in zip(found, rows, strict=True)]
-    named = dict(zip(on_ranks.WHOLE, whole, strict=True)) | of_others
-    compare(case, {name: np.asarray(named[name]) for name in gradient_yardsticks(case)})
+    output = np.asarray(over_devices(*how))
+    off = deviation(output, output_yardstick(case), f"{case}: {strategy}")
+    assert off.fault is None, off.fault
 
 
 def check_mesh_of_two_axes():

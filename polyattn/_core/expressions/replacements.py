@@ -285,7 +285,14 @@ class Sparsemax(Normalizer):
     name: ClassVar[str] = "sparsemax"
 
     def weights(self, scores: Array, backend: Primitives) -> Array:
+        # It passes over the scores fifteen times: by rows that stay in the cache.
         xp = backend.xp
+        blocks = backend.row_blocks(scores, xp.matrix_transpose(scores[..., :1, :]))
+        if len(blocks) == 1:
+            return self._of_rows(scores, xp)
+        return xp.concat([self._of_rows(scores[..., slice(*x), :], xp) for x in blocks], axis=-2)
+
+    def _of_rows(self, scores: Array, xp: Any) -> Array:
         highest = xp.max(scores, axis=-1, keepdims=True)
         empty = highest == -math.inf
         seen = scores != -math.inf
@@ -296,7 +303,7 @@ class Sparsemax(Normalizer):
         # NumPy's own sort, which a plugin may use, has no descending order.
         ordered = -xp.sort(-shifted, axis=-1)
         total = xp.cumulative_sum(ordered, axis=-1)
-        count = xp.cumulative_sum(xp.ones_like(ordered), axis=-1)
+        count = xp.cumulative_sum(xp.ones_like(ordered[..., :1, :]), axis=-1)
         within = cast(xp, 1 + count * ordered > total, scores.dtype)
         size = xp.sum(within, axis=-1, keepdims=True)
         threshold = (xp.sum(within * ordered, axis=-1, keepdims=True) - 1) / size

@@ -1,8 +1,9 @@
-"""The arrays of a call as cuDNN reads them: with one batch axis, aligned, and one bias."""
+"""The arrays of a call as cuDNN reads them, aligned and with one batch axis; and of results."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import cupy
 import numpy as np
@@ -67,3 +68,27 @@ def made_bias(problem: Problem, x: Operands, backend: Backend) -> tuple[Array, A
     bias = bias_memory(bias_shape(problem))
     bias[...] = found
     return bias, seen
+
+
+def empty_result(problem: Problem, dtype: Any) -> tuple[Array, Array | None]:
+    """Return an uninitialized output, and a logsumexp if the problem asks for it."""
+    output = cupy.empty((*problem.scores[:-1], problem.value_size), dtype)
+    if "logsumexp" not in problem.features:
+        return output, None
+    return output, cupy.empty(problem.scores[:-1], problem.accumulator)
+
+
+def summed(problem: Problem, gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Return a gradient in the shape of its argument, which was broadcast."""
+    items, *rest = gradient.shape
+    batch = (1,) * len(problem.batch) if items == 1 else problem.batch
+    gradient = gradient.reshape(*batch, *rest)
+    extra = gradient.ndim - len(shape)
+    axes = [
+        axis
+        for axis, length in enumerate(gradient.shape)
+        if length != 1 and (axis < extra or shape[axis - extra] == 1)
+    ]
+    if axes:
+        gradient = gradient.sum(axis=tuple(axes), keepdims=True)
+    return gradient.reshape(shape)
