@@ -185,6 +185,11 @@ def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> d
     }
 
 
+def aspects(case: Case) -> frozenset[str]:
+    """Return what a case is about: its features or "plain", its dtype and its topic."""
+    return (case.features or frozenset({"plain"})) | {case.dtype, case.topic}
+
+
 def covering(
     target: Target,
     variant: KernelVariant,
@@ -195,12 +200,8 @@ def covering(
 
     For kernels that compile for seconds in each case.
     """
-    covers = {
-        case: (case.features or {"plain"}) | {case.dtype, case.topic}
-        for case in cases
-        if case.features <= variant.kernel.features
-    }
-    wanted = set().union(*covers.values()) if covers else set()
+    covers = {case: aspects(case) for case in cases if case.features <= variant.kernel.features}
+    wanted: set[str] = set().union(*covers.values())
     chosen: list[Case] = []
     while wanted and covers:
         best = max(covers, key=lambda case: len(covers[case] & wanted))
