@@ -16,7 +16,7 @@ from polyattn._dispatch.errors import BackendUnavailableError, UnknownBackendErr
 from polyattn.bench import exact, memory, peaks, run, timing
 from polyattn.bench.contender import Running, contenders, everything_here
 from polyattn.bench.machine import look
-from polyattn.bench.report import Report
+from polyattn.bench.report import Results
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Backend, BackendSpec
 
@@ -381,7 +381,7 @@ def test_where_nobody_counts_memory_is_not_known(monkeypatch, tmp_path):
 def quick(hasty, monkeypatch):
     """Return a report with a roof of which no measurement was made."""
     monkeypatch.setattr(timing, "MOST", timing.FEWEST)
-    report = Report(look([NUMPY]), Workload(heads=2, key_heads=2, size=8), "polyattn bench")
+    report = Results(look([NUMPY]), Workload(heads=2, key_heads=2, size=8), "polyattn bench")
     report.peaks.append(peaks.Peak("numpy", "cpu", 1e11, 1e10))
     return report
 
@@ -429,7 +429,7 @@ def test_a_first_length_that_not_even_a_product_could_do_in_time_sits_out(quick)
 def test_what_a_short_call_took_says_nothing_of_a_much_longer_one(quick, monkeypatch):
     monkeypatch.setattr(run, "LEAST", 1e-3)
     quick.peaks[:] = [peaks.Peak("numpy", "cpu", 1e15, 1e10)]
-    monkeypatch.setattr(Report, "rate", lambda self, row: 1.0)  # as if all were dispatch
+    monkeypatch.setattr(Results, "rate", lambda self, row: 1.0)  # as if all were dispatch
     near, far = measured(quick, [NUMPY], (8, 16), 0.0), measured(quick, [NUMPY], (8, 64), 0.0)
     assert near[1][0].note.startswith("left out")
     assert not (far[1][0].note or "").startswith("left out")

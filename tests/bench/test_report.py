@@ -17,7 +17,7 @@ from polyattn.bench import command, page, picture, run, table, timing
 from polyattn.bench.compare import compare
 from polyattn.bench.machine import Machine
 from polyattn.bench.peaks import Peak
-from polyattn.bench.report import Report, Row, read
+from polyattn.bench.report import Results, Timing, read
 from polyattn.bench.workload import Workload
 from polyattn.cli import main
 
@@ -45,11 +45,11 @@ def row(length, backend, **changes):
     seconds = TIMES[backend] * length / 256
     spread = {"seconds": seconds, "low": 0.9 * seconds, "high": 1.2 * seconds, "rounds": 5}
     known = {"kernel": "tiled", "first": 1.0, "error": 3.21e-7, "memory": 3 * 2**20}
-    return Row(length, backend, device, **{**spread, **known, **changes})
+    return Timing(length, backend, device, **{**spread, **known, **changes})
 
 
-OUT = Row(512, "array-api", "cpu", note="left out: a call would take about 9 ms")
-REPORT = Report(
+OUT = Timing(512, "array-api", "cpu", note="left out: a call would take about 9 ms")
+REPORT = Results(
     MACHINE,
     CALL,
     "polyattn bench --backends numpy",
@@ -213,8 +213,8 @@ def test_a_fast_device_is_told_in_teraflops():
 
 
 def test_what_is_not_known_is_a_dash_and_what_is_no_number_is_said():
-    cells = table.cells_of(REPORT, row(256, "numpy", memory=None, error=None))
-    assert cells[-2:] == ["not finite", "-"]
+    cells = table.cells(REPORT, row(256, "numpy", memory=None, error=None))
+    assert cells[-2:] == ("not finite", "-")
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_nothing_in_the_picture_is_written_over_anything_else():
 def test_a_run_that_was_stopped_before_any_time_is_drawn_and_written_too(there):
     report = changed(**there, interrupted=True)
     assert "<svg" in page.page(report)
-    assert Report.from_dict(json.loads(report.as_json())) == report
+    assert Results.from_dict(json.loads(report.as_json())) == report
 
 
 class Page(HTMLParser):
