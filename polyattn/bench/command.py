@@ -33,18 +33,13 @@ def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | Non
     )  # fmt: skip
     add("--batch", type=_positive, default=1, metavar="B", help="batch size (default: %(default)s)")
     add(
-        "--heads",
-        type=_positive,
-        default=8,
-        metavar="H",
+        "--heads", type=_positive, default=8, metavar="H",
         help="number of query heads (default: %(default)s)",
-    )
+    )  # fmt: skip
     add(
-        "--key-heads",
-        type=_positive,
-        metavar="G",
+        "--key-heads", type=_positive, metavar="G",
         help="number of key and value heads (default: as --heads)",
-    )
+    )  # fmt: skip
     add("--size", type=_positive, default=64, metavar="D", help="head size (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
     add("--causal", action="store_true", help="each query sees no later key")
@@ -169,21 +164,12 @@ def _measure(options: argparse.Namespace) -> int:
 def _workload(options: argparse.Namespace) -> Any:
     from polyattn.bench.workload import Workload
 
-    if options.dtype == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise ValueError("NumPy needs ml_dtypes for bfloat16: pip install ml_dtypes")
     if options.dtype == "bfloat16":
+        if importlib.util.find_spec("ml_dtypes") is None:
+            raise ValueError("NumPy needs ml_dtypes for bfloat16: pip install ml_dtypes")
         importlib.import_module("ml_dtypes")
-    return Workload(
-        batch=options.batch,
-        heads=options.heads,
-        key_heads=options.key_heads or options.heads,
-        size=options.size,
-        dtype=options.dtype,
-        causal=options.causal,
-        window=options.window,
-        decode=options.decode,
-        kernel=options.kernel,
-    )
+    given = {name: getattr(options, name) for name in Workload.__dataclass_fields__}
+    return Workload(**given | {"key_heads": options.key_heads or options.heads})
 
 
 def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
@@ -225,16 +211,16 @@ def _write(results: Any, options: argparse.Namespace) -> bool:
     if results.interrupted and not results.rows:  # older results are better than none
         return False
     ways = {"json": _write_json, "plot": _write_plot, "html": _write_html}
-    failed = []
+    written = True
     for name, write in ways.items():
         file = getattr(options, name)
         try:
             if file is not None:
                 write(results, file)
         except OSError as error:
-            failed.append(name)
+            written = False
             complain(f"polyattn bench: --{name} {file}: {reason(error)}")
-    return not failed
+    return written
 
 
 def _write_json(results: Any, file: Path) -> None:

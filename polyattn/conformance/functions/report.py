@@ -47,6 +47,11 @@ class Row(NamedTuple):
         return sum(finding.status == status for finding in self.findings.values())
 
     @property
+    def differing(self) -> int:
+        """The number of cases that differ or raise."""
+        return self.count(DIFFERS) + self.count(RAISES)
+
+    @property
     def worst(self) -> float | None:
         """The largest error in units; None if no case ran."""
         units = [f.deviation.units for f in self.findings.values() if f.deviation is not None]

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import polyattn
 from polyattn._base.html_page import html_page
-from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
+from polyattn.conformance.functions.check import AGREES
 from polyattn.conformance.functions.report import Row, summary
 from polyattn.conformance.report.report import ROWS, Cell, Report, Section, cell_text
 
@@ -48,7 +48,7 @@ def page(report: Report) -> str:
 
 def callable_page(name: str, rows: Sequence[Row]) -> str:
     """Return the report of a function as an HTML page."""
-    differing = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
+    differing = sum(row.differing for row in rows)
     verdict = f"{differing} cases differ" if differing else "All cases agree"
     lines = (
         f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
@@ -61,7 +61,7 @@ def callable_page(name: str, rows: Sequence[Row]) -> str:
 
 
 def _verdict(row: Row) -> str:
-    if row.count(DIFFERS) + row.count(RAISES):
+    if row.differing:
         return "fails"
     return "agrees" if row.count(AGREES) else "note"
 
