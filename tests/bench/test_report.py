@@ -5,7 +5,6 @@ import re
 import shlex
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -226,12 +225,8 @@ def test_numbers_have_three_digits(value, text):
 
 
 def test_small_shares_keep_two_digits():
-    assert [table.share(part) for part in (1.06, 0.45, 0.012, 0.0994)] == [
-        "106%",
-        "45%",
-        "1.2%",
-        "9.9%",
-    ]
+    shares = [table.share(part) for part in (1.06, 0.45, 0.012, 0.0994)]
+    assert shares == ["106%", "45%", "1.2%", "9.9%"]
 
 
 # ---- the picture and the page ----
@@ -285,42 +280,16 @@ def test_a_run_that_was_stopped_before_any_time_is_drawn_and_written_too(there):
     assert Results.from_dict(json.loads(report.as_json())) == report
 
 
-class Page(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.cells, self.tags = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        self.open.append(tag)
-        if tag == "td":
-            self.cells.append("")
-
-    def handle_endtag(self, tag):
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        if "td" in self.open:
-            self.cells[-1] += data
-
-
 @pytest.mark.slow
 def test_the_page_holds_everything_and_loads_nothing():
     text = page.page(REPORT)
-    found = Page(text)
-    assert {"polyattn bench", "Processor &lt;1&gt;"} <= set(
-        re.findall("polyattn bench|Processor &lt;1&gt;", text)
-    )
-    assert not [1 for tag, _ in found.tags if tag in ("script", "link", "img", "iframe")]
-    sources = [
-        v for tag, at in found.tags for k, v in at.items() if k in ("src", "href", "xlink:href")
-    ]
-    assert all(source.startswith("#") for source in sources)
+    assert "polyattn bench" in text
+    assert "Processor &lt;1&gt;" in text
+    assert not re.search("<(script|link|img|iframe)", text)
+    assert all(source.startswith("#") for source in re.findall('(?:src|href)="(.*?)"', text))
     assert text.count("<svg") == 1
     for cell in ("numpy", "4.00", "3.60-4.80", "3.0 MiB", "left out: a call would take about 9 ms"):
-        assert cell in found.cells
+        assert f"<td>{cell}</td>" in text
     assert "interrupted" not in text
     assert "interrupted" in page.page(changed(interrupted=True))
     assert page.page(REPORT) == text
@@ -482,24 +451,6 @@ def test_a_file_that_fails_to_be_written_stops_no_other(tmp_path, hasty, capsys,
     assert "<svg" in html.read_text(encoding="utf-8")
 
 
-def test_a_wrong_command_line_leaves_no_file(tmp_path, capsys):
-    file = tmp_path / "a.json"
-    assert main(["bench", "--backends", "nunpy", "--json", str(file)]) != 0
-    assert not file.exists()
-    assert main(["bench", "--html", str(file), "--json", str(file)]) == 2
-    assert "name a different file for each option" in capsys.readouterr().err
-    assert main(["bench", "--backends", ""]) == 2
-
-
-def test_an_interrupt_while_libraries_are_loaded_is_said_in_a_line(capsys, monkeypatch):
-    def load(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("polyattn._dispatch.registry.load", load)
-    assert main([*HASTE, "--backends", "numpy"]) == 130
-    assert capsys.readouterr() == ("", "polyattn bench: interrupted\n")
-
-
 def test_a_run_without_any_time_is_a_failure(hasty, monkeypatch, capsys):
     def start(*arguments):
         raise MemoryError("full")
@@ -519,51 +470,41 @@ def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "message"),
+    ("arguments", "message"),
     [
-        (["--backends", "nunpy"], 2, "did you mean 'numpy'?"),
-        (["--backends", "torch:tpu"], 2, "no device 'tpu' here; it has cpu"),
-        (
-            ["--backends", "numpy,jax", "--dtype", "float64"],
-            2,
-            "jax:cpu does not support this call",
-        ),
-        (["--backends", "numpy", "--kernel", "sdpa"], 2, "it has small, tiled, dense"),
-        (["--backends", "numpy", "--key-heads", "3"], 2, "got 8 and 3"),
-        (["--json", "/nowhere/a.json"], 2, "--json needs a file in an existing folder"),
-        (["--plot", "a.txt"], 2, "--plot writes .png, .svg or .pdf; got a.txt"),
-        (["--compare", "a", "b", "--html", "c.html"], 2, "--html has nothing to write"),
-        (["--compare", "/nowhere/a", "/nowhere/b"], 2, "/nowhere/a cannot be read"),
+        ("--backends nunpy --json a.json", "did you mean 'numpy'?"),
+        ("--backends torch:tpu", "no device 'tpu' here; it has cpu"),
+        ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
+        ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
+        ("--backends numpy --key-heads 3", "got 8 and 3"),
+        ("--backends=", "a backend's name is missing"),
+        ("--json /nowhere/a.json", "--json needs a file in an existing folder"),
+        ("--html a.json --json a.json", "name a different file for each option"),
+        ("--plot a.txt", "--plot writes .png, .svg or .pdf; got a.txt"),
+        ("--compare a b --html c.html", "--html has nothing to write"),
+        ("--compare /nowhere/a /nowhere/b", "/nowhere/a cannot be read"),
+        ("--lengths 8:2", "doubling from the first to the last, or 512,1000,2048; got '8:2'"),
+        ("--lengths x", "got 'x'"),
+        ("--lengths 0,4", "got '0,4'"),
+        ("--batch 0", "a positive integer is required; got '0'"),
+        ("--seconds nan", "a positive number of seconds is required; got 'nan'"),
+        ("--dtype int8", "invalid choice: 'int8'"),
+        ("--window a", "a window is written 255,0 or none,0"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_measured(
-    arguments, code, message, capsys, monkeypatch, tmp_path
+    arguments, message, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "measure_peaks", lambda *_: pytest.fail("it measures"))
-    assert main(["bench", *arguments]) == code
+    try:
+        code = main(["bench", *arguments.split()])
+    except SystemExit as stop:
+        code = stop.code
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert (code, captured.out) == (2, "")
     assert message in captured.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "8:2"], "doubling from the first to the last, or 512,1000,2048; got '8:2'"),
-        (["--lengths", "x"], "got 'x'"),
-        (["--lengths", "0,4"], "got '0,4'"),
-        (["--batch", "0"], "a positive integer is required; got '0'"),
-        (["--seconds", "nan"], "a positive number of seconds is required; got 'nan'"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--window", "a"], "a window is written 255,0 or none,0"),
-    ],
-)
-def test_options_that_are_none_are_quoted(arguments, message, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", *arguments])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
 
 
 def test_without_matplotlib_the_command_that_installs_it_is_told(capsys, monkeypatch, tmp_path):
