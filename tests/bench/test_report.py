@@ -404,32 +404,20 @@ def test_the_command_that_is_shown_repeats_the_run(tmp_path, hasty):
     assert [r.length for r in read(file).rows] == [8, 24]
 
 
-def test_an_interrupt_loses_no_row_that_was_there(tmp_path, capsys, hasty, monkeypatch):
-    genuine, file = run._measure_length, tmp_path / "a.json"
-
-    def measure_length(report, everyone, length, *rest):
-        if length == 16:
-            raise KeyboardInterrupt
-        return genuine(report, everyone, length, *rest)
-
-    monkeypatch.setattr(run, "_measure_length", measure_length)
-    arguments = [*HASTE, "--backends", "numpy", "--lengths", "8:32", "--json", str(file)]
-    assert main(arguments) == 130
-    assert "interrupted after 1 rows" in capsys.readouterr().err
-    report = read(file)
-    assert report.interrupted
-    assert [r.length for r in report.rows] == [8]
-
-
-def test_a_reader_that_leaves_loses_no_row_that_was_there(tmp_path, hasty, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(KeyboardInterrupt, 130, "interrupted after 1 rows"), (BrokenPipeError, 1, "")],
+)
+def test_what_ends_a_run_loses_no_row(error, code, said, tmp_path, capsys, hasty, monkeypatch):
+    """An interrupt, or a reader that leaves."""
     file = tmp_path / "a.json"
 
     def leave(*arguments):
-        raise BrokenPipeError
+        raise error
 
-    monkeypatch.setattr(table, "footer", leave)
     monkeypatch.setattr(table, "group", leave)
-    main([*HASTE, "--backends", "numpy", "--lengths", "8:32", "--json", str(file)])
+    assert main([*HASTE, "--backends", "numpy", "--lengths", "8:32", "--json", str(file)]) == code
+    assert said in capsys.readouterr().err
     assert [r.length for r in read(file).rows] == [8]
     assert read(file).interrupted
 

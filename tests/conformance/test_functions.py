@@ -1,6 +1,6 @@
 """Check functions of others with our cases: differences are found and explained, as docs say."""
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 
@@ -302,21 +302,14 @@ def test_load_says_what_is_wrong(spec, reason):
 # ---- the page ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def peers():
-    spec = importlib.util.spec_from_file_location("peers", DOCS / "peers.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def without_figures(cell):
     return re.sub(r" \([^)]*\)", "", cell)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
-def test_the_page_says_what_is_found(peers, peer):
+def test_the_page_says_what_is_found(peer):
+    peers = importlib.import_module("peers")
     lines = [
         line
         for line in (DOCS / "peers.md").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,6 @@
 """Pictures of attention show the numbers that they are given, and their labels can be read."""
 
 import importlib
-import importlib.util
 import itertools
 from pathlib import Path
 
@@ -272,9 +271,7 @@ def test_a_mask_is_drawn_as_its_own_method_draws_it(mask):
 @pytest.mark.slow
 def test_the_code_of_the_page_draws_its_pictures(drawn_by, tmp_path):
     docs = Path(__file__).resolve().parents[2] / "docs"
-    spec = importlib.util.spec_from_file_location("docs_plot", docs / "plot.py")
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
+    drawing = importlib.import_module("plot")
     (tmp_path / "images").mkdir()
     drawn = drawn_by(drawing, tmp_path, 2000)
     assert drawn == {f"images/{file.name}" for file in docs.glob("images/plot-*.png")}
