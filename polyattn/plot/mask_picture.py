@@ -27,6 +27,7 @@ from polyattn._base.host import home_of, is_host
 from polyattn._core.call.describe import describe
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
+from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import And, Dense, Mask, Not, Or, as_mask
 from polyattn._core.expressions.patterns import Padding, Prefix, Segments
@@ -250,17 +251,24 @@ def _tile_size(mask: Mask, call: _Call) -> int:
 # ---- the values of the mask --------------------------------------------------------------------
 
 
+def library_for(value: Expression, like: Array | None = None) -> tuple[Any, Any, str]:
+    """Return an array that an expression carries, if there is one, its namespace and its library.
+
+    An array on another device is preferred to one of the host, and `like` to both.
+    """
+    carried = [thing for _, thing in value.carried() if is_array(thing)]
+    like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
+    if like is None:
+        return None, importlib.import_module("array_api_compat.numpy"), "numpy"
+    return like, library_of(like).xp, library_of(like).name
+
+
 class _Evaluated:
     """The values of a mask in a call, computed in the mask's library, as NumPy arrays."""
 
     def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
         self._mask, self._call, self._numpy = mask, call, numpy
-        carried = [thing for _, thing in mask.carried() if is_array(thing)]
-        self._like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
-        self._xp: Any = importlib.import_module("array_api_compat.numpy")
-        self._library = "numpy"
-        if self._like is not None:
-            self._xp, self._library = library_of(self._like).xp, library_of(self._like).name
+        self._like, self._xp, self._library = library_for(mask, like)
         home = None if self._like is None else home_of(self._like)
         if home is not None:
             self._mask = mask.placed(home)

@@ -246,6 +246,20 @@ def test_an_error_of_the_kernel_is_a_failure_with_its_text():
     assert "test_report.py:" in str(found)
 
 
+def test_each_call_without_gradients_is_a_failure():
+    class Detached(Dense):
+        name, features = "detached", Dense.features - {"backward", "jvp"}
+
+        def __call__(self, problem, operands, backend):
+            return super().__call__(problem, operands, backend)[0].detach(), None
+
+    variant = KernelVariant(Detached())
+    section = report.Section(Target("torch"), (variant,))
+    run.run([run.Step(section, variant, "gradients", few=True)])
+    assert len(section.failures) == len(section.cell("gradients", variant).failures) > 1
+    assert "does not require a gradient" in section.failures[0].text
+
+
 @pytest.mark.parametrize("feature", ["sinks", "logsumexp"])
 def test_a_declaration_that_nothing_exercises_is_a_failure(feature):
     cases = [case for case in ESSENTIAL.values() if case.poison is None]

@@ -160,8 +160,8 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkey
     (tmp_path / "guide.md").write_text("[a](code.py) [b](docs/here.md)")
     (tmp_path / "code.py").write_text("x = 1\n")
     (tmp_path / "picture.png").write_text("")
-    monkeypatch.setattr("ROOT", tmp_path)
-    monkeypatch.setattr("DOCS", docs)
+    monkeypatch.setattr(repository, "ROOT", tmp_path)
+    monkeypatch.setattr(repository, "DOCS", docs)
     repository.make(None)
     made = sorted(file.name for file in (docs / "_files").iterdir())
     assert made == ["code.py.md", "guide.md"]
