@@ -237,11 +237,8 @@ def test_each_backend_has_a_line_of_its_own_under_the_roof_of_its_device():
     lines = {line.get_label(): line for line in axes.get_lines()}
     assert list(lines) == ["roof of cpu", "roof of cuda:0", *TIMES]
     backends = [lines[name] for name in TIMES]
-    assert (
-        len({line.get_color() for line in backends})
-        == len({line.get_marker() for line in backends})
-        == 3
-    )
+    for look in ("get_color", "get_marker"):
+        assert len({getattr(line, look)() for line in backends}) == 3
     np.testing.assert_allclose(lines["numpy"].get_xdata(), [256, 512])
     rates = [CALL.flops(256) / 4e-3 / 1e9, CALL.flops(512) / 8e-3 / 1e9]
     np.testing.assert_allclose(lines["numpy"].get_ydata(), rates)
@@ -319,32 +316,32 @@ def test_two_runs_are_compared_row_by_row_and_what_differs_is_said_first():
     assert re.search(r"^ +256  numpy +4\.00 +2\.00 +0\.500 +0\.375-0\.667$", text, re.MULTILINE)
 
 
-def test_a_range_that_holds_1_is_no_difference():
-    text = "\n".join(compare(REPORT, faster(1.05)))
-    assert re.search(r"numpy +4\.00 +3\.81 +0\.952 +0\.714-1\.27 ~", text)
-    assert "The same processor and libraries" in text
+BUSY = replace(MACHINE, load=1.9)
+ONE = changed(rows=[REPORT.rows[0]])
 
 
-def test_that_a_run_was_busy_or_interrupted_is_said_though_both_were():
-    busy = replace(MACHINE, load=1.9)
-    one = changed(machine=busy)
-    text = "\n".join(compare(one, faster(2, busy, interrupted=True)))
-    assert text.count("this machine is busy") == 2
-    assert "B was interrupted" in text
-    assert "A was interrupted" not in text
-
-
-def test_one_call_alone_has_no_range():
-    alone = changed(rows=[replace(REPORT.rows[0], rounds=1, kernel="dense")])
-    text = "\n".join(compare(REPORT, alone))
-    assert re.search(r"numpy .* unknown: only one call  \(tiled and dense\)", text)
-
-
-def test_rows_that_one_alone_has_are_named():
-    fewer = changed(rows=[REPORT.rows[0]])
-    text = "\n".join(compare(REPORT, fewer))
-    assert "only A     torch:cuda at 256, 512; array-api at 256; numpy at 512" in text
-    assert "only B     torch:cuda at 256, 512" in "\n".join(compare(fewer, REPORT))
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        # A range that holds 1 is no difference.
+        (REPORT, faster(1.05), r"numpy +4\.00 +3\.81 +0\.952 +0\.714-1\.27 ~"),
+        (REPORT, faster(1.05), "The same processor and libraries"),
+        (changed(machine=BUSY), faster(2, BUSY), "machine is busy(.|\n)*machine is busy"),
+        (REPORT, faster(2, interrupted=True), "B was interrupted"),
+        (changed(interrupted=True), REPORT, "A was interrupted"),
+        (
+            REPORT,
+            changed(rows=[replace(REPORT.rows[0], rounds=1, kernel="dense")]),
+            r"numpy .* unknown: only one call  \(tiled and dense\)",
+        ),
+        (REPORT, ONE, "only A     torch:cuda at 256, 512; array-api at 256; numpy at 512"),
+        (ONE, REPORT, "only B     torch:cuda at 256, 512"),
+    ],
+)
+def test_what_makes_times_doubtful_or_alone_is_said(first, second, said):
+    text = "\n".join(compare(first, second))
+    assert re.search(said, text)
+    assert text.count("interrupted") == first.interrupted + second.interrupted
 
 
 def test_what_cannot_be_compared_is_an_error_that_says_why():
