@@ -43,7 +43,7 @@ MODULES = (
     polyattn.plugin,
     polyattn.scores,
 )
-# What only kernels, their authors and the command line call: types and a paragraph may say what it takes.
+# What only kernels, their authors and commands call: types and a line may say what it takes.
 READ_BY_KERNELS = (
     "polyattn.conformance.Case.",
     "polyattn.conformance.KernelVariant.",

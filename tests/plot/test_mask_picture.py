@@ -79,6 +79,8 @@ def test_each_item_of_a_batch_has_its_own_picture(axes, item):
     seen = visible(mask, 6, 24, batch=(2, 2)).reshape(4, 6, 24)[item]
     np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
     assert title(axes).startswith(f"item {item}, head 0")
+    other = draw_mask(masks.causal(), 6, item=item + 1, axes=Figure().add_subplot())
+    assert title(other).startswith(f"item {item + 1}, head 0")  # of as many as are asked for
 
 
 def test_tiles_are_full_mixed_and_empty_as_the_mask_answers(axes):
