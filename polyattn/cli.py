@@ -11,7 +11,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,10 +130,7 @@ def _add_explain(commands: Any) -> None:
         epilog="example: polyattn explain --shape 2,8,1024,64 --key-shape 2,2,1024,64 --causal"
         " --library torch",
     )
-    add("--shape", type=_shape, required=True, help="shape of the query, ...,H,L,D")
-    add("--key-shape", type=_shape, metavar="SHAPE", help="...,G,S,D (default: the query's)")
-    add("--value-shape", type=_shape, metavar="SHAPE", help="...,G,S,E (default: the key's)")
-    add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
+    _add_arrays(add, _shape)
     add("--library", help="library of the arrays (default: numpy, and dask with --chunks)")
     add(
         "--chunks",
@@ -150,6 +147,14 @@ def _add_explain(commands: Any) -> None:
     add("--backend", metavar="NAMES", help="such as torch:cuda,numpy")
     add("--kernel", metavar="NAME", help="require this kernel")
     add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_arrays(add: Any, shape: Callable[[str], tuple[int | str, ...]]) -> None:
+    """Add the options that describe query, key and value."""
+    add("--shape", type=shape, required=True, help="shape of the query, ...,H,L,D")
+    add("--key-shape", type=shape, metavar="SHAPE", help="...,G,S,D (default: the query's)")
+    add("--value-shape", type=shape, metavar="SHAPE", help="...,G,S,E (default: the key's)")
+    add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
 
 
 def _add_numbers(add: Any) -> None:
@@ -175,10 +180,7 @@ def _add_export(commands: Any) -> None:
         " --causal",
     )
     add("file", type=Path, metavar="FILE", help="the model, such as attention.onnx")
-    add("--shape", type=_lengths, required=True, help="shape of the query, ...,H,L,D")
-    add("--key-shape", type=_lengths, metavar="SHAPE", help="...,G,S,D (default: the query's)")
-    add("--value-shape", type=_lengths, metavar="SHAPE", help="...,G,S,E (default: the key's)")
-    add("--dtype", default="float32", help="of query, key and value (default: %(default)s)")
+    _add_arrays(add, _lengths)
     _add_numbers(add)
     add("--opset", type=int, default=24, help="the newest that may be used (default: %(default)s)")
 
@@ -352,7 +354,7 @@ def _check_callable(options: argparse.Namespace, cases: Any) -> int:
     target = callables.target_of(options.callable, options.library)
     bar = partial(progress, unit="case")
     rows = function_report.summarise(function, cases.values(), target.to, target.back, bar)
-    differ = sum(row.count(callables.DIFFERS) + row.count(callables.RAISES) for row in rows)
+    differ = sum(row.differing for row in rows)
     lines = [f"{options.callable} on arrays of {target.library}", "", *function_report.lines(rows)]
     lines.append(f"  {differ or 'no'} case{'s' * (differ != 1)} differ{'s' * (differ == 1)}")
     text = "\n".join(lines)

@@ -40,7 +40,7 @@ def output_checks():
 def gradient_checks():
     """Return the checks of derivatives that kernels compute, as `output_checks` does."""
     return [
-        (f"{one.feature} of ", one.check, with_costs(one.cases, ())) for one in DERIVATIVES.values()
+        (f"{one.name} of ", one.check, with_costs(one.cases, ())) for one in DERIVATIVES.values()
     ]
 
 

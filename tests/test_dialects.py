@@ -224,21 +224,22 @@ def test_torch_drops_with_a_seed_of_its_generator(compiles):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_inputs_of_onnx_that_do_not_go_together():
-    x = np.ones((2, 4, 5, 8), np.float32)
-    with pytest.raises(ValueError, match="or neither"):
-        onnx_attention(x, x, x, past_key=x)
-    lengths = np.array([5, 5])
-    with pytest.raises(ValueError, match="not both"):
-        onnx_attention(x, x, x, past_key=x, past_value=x, nonpad_kv_seqlen=lengths)
-    with pytest.raises(ValueError, match="3 heads do not divide a width of 8"):
-        onnx_attention(*[x[:, 0]] * 3, q_num_heads=3, kv_num_heads=3)
+X = np.ones((2, 4, 5, 8), np.float32)
 
 
-def test_inputs_of_rank_three_need_their_heads():
-    x = np.ones((2, 5, 8), np.float32)
-    with pytest.raises(ValueError, match="q_num_heads and kv_num_heads"):
-        onnx_attention(x, x, x)
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (X, {"past_key": X}, "or neither"),
+        (X, {"past_key": X, "past_value": X, "nonpad_kv_seqlen": np.array([5, 5])}, "not both"),
+        (X[:, 0], {"q_num_heads": 3, "kv_num_heads": 3}, "3 heads do not divide a width of 8"),
+        (X[:, 0], {}, "q_num_heads and kv_num_heads"),
+        (X, {"qk_matmul_output_mode": 4}, "must be 0, 1, 2 or 3; got 4"),  # there is no fifth step
+    ],
+)
+def test_inputs_of_onnx_that_do_not_go_together(x, options, message):
+    with pytest.raises(ValueError, match=message):
+        onnx_attention(x, x, x, **options)
 
 
 @pytest.mark.parametrize("name", ["window", "padding", "bias"])
@@ -263,9 +264,3 @@ def test_the_steps_of_onnx_lead_to_the_output(name):
     weights = np.exp(steps[2] - steps[2].max(-1, keepdims=True))
     np.testing.assert_allclose(steps[3], weights / weights.sum(-1, keepdims=True), atol=2e-6)
     np.testing.assert_allclose(steps[3] @ np.repeat(inputs[2], 2, axis=1), output.Y, atol=2e-6)
-
-
-def test_there_is_no_fifth_step_of_onnx():
-    x = np.ones((1, 1, 2, 4), np.float32)
-    with pytest.raises(ValueError, match="must be 0, 1, 2 or 3; got 4"):
-        onnx_attention(x, x, x, qk_matmul_output_mode=4)

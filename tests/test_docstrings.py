@@ -43,8 +43,12 @@ MODULES = (
     polyattn.plugin,
     polyattn.scores,
 )
-# What only kernels and their authors call: types and a paragraph may say what it takes.
+# What only kernels, their authors and commands call: types and a line may say what it takes.
 READ_BY_KERNELS = (
+    "polyattn.conformance.Case.",
+    "polyattn.conformance.KernelVariant.",
+    "polyattn.conformance.Target.",
+    "polyattn.conformance.functions.report.",
     "polyattn.masks.Mask.",
     "polyattn.plugin.",
     "polyattn.scores.Normalizer.",

@@ -7,7 +7,7 @@ from html import escape
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
-  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6; --bar: 205 70% 45% }
+  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6 }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #333b49;
   --paper: #14181f; --good: 152 45% 45%; --bad: #ff8a80; --bad-paper: #4a1f1b } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
@@ -25,19 +25,13 @@ thead th { position: sticky; top: 0; background: var(--paper) } tbody th { font-
 tbody th small { display: block; color: var(--soft); white-space: normal; max-width: 20rem }
 tr.group th { padding-top: 1rem; color: var(--soft); font-size: .78rem; letter-spacing: .06em;
   text-transform: uppercase; border-bottom-color: var(--ink) }
-tr.first td { border-top: 2px solid var(--line) } td { --share: .4 }
+td { --share: .4 }
 td.agrees { background: hsl(var(--good) / var(--share)) }
 td.refused, td.note { color: var(--soft) } td.wide { white-space: normal; min-width: 22rem }
 td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
-.figures :is(th, td) { text-align: right } .figures .name { text-align: left }
-.figures td.note { text-align: left; white-space: normal }
-td.bar { min-width: 5rem; background: linear-gradient(to right,
-  hsl(var(--bar) / .3) var(--part), transparent var(--part)) }
 .legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
 summary { color: var(--bad); margin-top: 1rem } code { font-size: .82rem; overflow-wrap: anywhere }
-ol, dl { font-size: .88rem }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem }
-dt { color: var(--soft) } dd { margin: 0; overflow-wrap: anywhere }
+ol { font-size: .88rem }
 """
 
 

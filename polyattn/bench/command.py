@@ -33,18 +33,13 @@ def add_options(add: Callable[..., Any], window: Callable[[str], tuple[int | Non
     )  # fmt: skip
     add("--batch", type=_positive, default=1, metavar="B", help="batch size (default: %(default)s)")
     add(
-        "--heads",
-        type=_positive,
-        default=8,
-        metavar="H",
+        "--heads", type=_positive, default=8, metavar="H",
         help="number of query heads (default: %(default)s)",
-    )
+    )  # fmt: skip
     add(
-        "--key-heads",
-        type=_positive,
-        metavar="G",
+        "--key-heads", type=_positive, metavar="G",
         help="number of key and value heads (default: as --heads)",
-    )
+    )  # fmt: skip
     add("--size", type=_positive, default=64, metavar="D", help="head size (default: %(default)s)")
     add("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
     add("--causal", action="store_true", help="each query sees no later key")
@@ -135,53 +130,46 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _measure(options: argparse.Namespace) -> int:
     from polyattn.bench import contender, machine, table
-    from polyattn.bench.report import Report
+    from polyattn.bench.report import Results
     from polyattn.bench.run import measure, measure_peaks
 
     workload = _workload(options)
     names = contender.everything_here() if options.backends is None else options.backends
     contenders = _supporting(contender.contenders(names), workload, options)
-    report = Report(machine.look(contenders), workload, _command(options, contenders))
+    results = Results(machine.look(contenders), workload, _command(options, contenders))
     titles = [one.name for one in contenders]
-    _print(table.head(report))
+    _print(table.head(results))
     deadline = time.perf_counter() + options.seconds
-    report.interrupted = True
+    results.interrupted = True
     try:
         with progress(unit="row", total=len(titles) * len(options.lengths)) as bar:
-            measure_peaks(report, contenders, deadline, bar.set_description)
-            _print(table.heading(report, titles))
-            for rows in measure(report, contenders, options.lengths, deadline, bar.set_description):
-                _print(table.group(report, rows, titles))
+            measure_peaks(results, contenders, deadline, bar.set_description)
+            _print(table.heading(results, titles))
+            for rows in measure(
+                results, contenders, options.lengths, deadline, bar.set_description
+            ):
+                _print(table.group(results, rows, titles))
                 bar.update(len(rows))
-        report.interrupted = False
+        results.interrupted = False
         _print(table.footer(titles))
     except KeyboardInterrupt:
-        complain(f"polyattn bench: interrupted after {len(report.rows)} rows")
+        complain(f"polyattn bench: interrupted after {len(results.rows)} rows")
     finally:  # also after an error, such as a closed pipe
-        written = _write(report, options)
-    if report.interrupted:
+        written = _write(results, options)
+    if results.interrupted:
         return 130
-    return 0 if written and any(row.seconds is not None for row in report.rows) else 1
+    return 0 if written and any(row.seconds is not None for row in results.rows) else 1
 
 
 def _workload(options: argparse.Namespace) -> Any:
     from polyattn.bench.workload import Workload
 
-    if options.dtype == "bfloat16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise ValueError("NumPy needs ml_dtypes for bfloat16: pip install ml_dtypes")
     if options.dtype == "bfloat16":
+        if importlib.util.find_spec("ml_dtypes") is None:
+            raise ValueError("NumPy needs ml_dtypes for bfloat16: pip install ml_dtypes")
         importlib.import_module("ml_dtypes")
-    return Workload(
-        batch=options.batch,
-        heads=options.heads,
-        key_heads=options.key_heads or options.heads,
-        size=options.size,
-        dtype=options.dtype,
-        causal=options.causal,
-        window=options.window,
-        decode=options.decode,
-        kernel=options.kernel,
-    )
+    given = {name: getattr(options, name) for name in Workload.__dataclass_fields__}
+    return Workload(**given | {"key_heads": options.key_heads or options.heads})
 
 
 def _supporting(contenders: Sequence[Any], workload: Any, options: argparse.Namespace) -> list[Any]:
@@ -218,38 +206,38 @@ def _command(options: argparse.Namespace, contenders: Sequence[Any]) -> str:
     return shlex.join([*words, "--seconds", f"{options.seconds:g}"])
 
 
-def _write(report: Any, options: argparse.Namespace) -> bool:
+def _write(results: Any, options: argparse.Namespace) -> bool:
     """Write the files that the options name; return whether all were written."""
-    if report.interrupted and not report.rows:  # older results are better than none
+    if results.interrupted and not results.rows:  # older results are better than none
         return False
     ways = {"json": _write_json, "plot": _write_plot, "html": _write_html}
-    failed = []
+    written = True
     for name, write in ways.items():
         file = getattr(options, name)
         try:
             if file is not None:
-                write(report, file)
+                write(results, file)
         except OSError as error:
-            failed.append(name)
+            written = False
             complain(f"polyattn bench: --{name} {file}: {reason(error)}")
-    return not failed
+    return written
 
 
-def _write_json(report: Any, file: Path) -> None:
-    write_file(file, report.as_json())
+def _write_json(results: Any, file: Path) -> None:
+    write_file(file, results.as_json())
 
 
-def _write_plot(report: Any, file: Path) -> None:
+def _write_plot(results: Any, file: Path) -> None:
     from polyattn.bench import picture
 
     with replacing(file.parent, [file.name]) as made:
-        picture.draw(report).savefig(made / file.name, dpi=picture.DPI)
+        picture.draw(results).savefig(made / file.name, dpi=picture.DPI)
 
 
-def _write_html(report: Any, file: Path) -> None:
+def _write_html(results: Any, file: Path) -> None:
     from polyattn.bench import page
 
-    write_file(file, page.page(report))
+    write_file(file, page.page(results))
 
 
 def _print(lines: Sequence[str]) -> None:

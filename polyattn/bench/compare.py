@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from polyattn._base.text_table import paragraph, table
 from polyattn.bench.machine import fact
-from polyattn.bench.report import Report, Row
+from polyattn.bench.report import Results, Timing
 from polyattn.bench.table import digits, duration
 from polyattn.bench.timing import FEWEST
 
@@ -20,7 +20,7 @@ LEGEND = """\
   ~ the range contains 1, so the two may be equally fast."""
 
 
-def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[str]:
+def compare(first: Results, second: Results, a: str = "A", b: str = "B") -> list[str]:
     """Return lines with the differences of the machines, then the times and their ratios."""
     ours, theirs = _timed(first), _timed(second)
     if first.workload != second.workload:
@@ -42,24 +42,24 @@ def compare(first: Report, second: Report, a: str = "A", b: str = "B") -> list[s
     return [*lines, "", *paragraph(LEGEND)]
 
 
-def _timed(report: Report) -> dict[Key, Row]:
-    return {(row.length, row.backend): row for row in report.rows if row.seconds is not None}
+def _timed(results: Results) -> dict[Key, Timing]:
+    return {(row.length, row.backend): row for row in results.rows if row.seconds is not None}
 
 
-def _named(rows: dict[Key, Row]) -> str:
+def _named(rows: dict[Key, Timing]) -> str:
     lengths: dict[str, list[str]] = {}
     for length, backend in rows:
         lengths.setdefault(backend, []).append(str(length))
     return "; ".join(f"{name} at {', '.join(own)}" for name, own in lengths.items()) or "none"
 
 
-def _ratio(a: Row, b: Row) -> tuple[float, float, float]:
+def _ratio(a: Timing, b: Timing) -> tuple[float, float, float]:
     """Return the ratio of the medians, and its range by the quartiles."""
     (first, a_low, a_high), (second, b_low, b_high) = a.spread, b.spread
     return second / first, b_low / a_high, b_high / a_low
 
 
-def _differences(first: Report, second: Report) -> Iterator[str]:
+def _differences(first: Results, second: Results) -> Iterator[str]:
     """Yield the facts in which the machines differ."""
     ours, theirs = first.machine.facts(), second.machine.facts()
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
@@ -68,14 +68,14 @@ def _differences(first: Report, second: Report) -> Iterator[str]:
     for name in names:
         yield from fact(name, f"A: {ours.get(name, '-')}")
         yield from fact("", f"B: {theirs.get(name, '-')}")
-    for name, report in (("A", first), ("B", second)):
-        if report.interrupted:
+    for name, results in (("A", first), ("B", second)):
+        if results.interrupted:
             yield f"  {name} was interrupted."
     if set(names) <= {"load", "date"}:
         yield "  The same processor and libraries."
 
 
-def _table(both: list[Key], ours: dict[Key, Row], theirs: dict[Key, Row]) -> list[str]:
+def _table(both: list[Key], ours: dict[Key, Timing], theirs: dict[Key, Timing]) -> list[str]:
     rows = [("length", "backend", "A ms", "B ms", "B/A", "range")]
     before = both[0][0]
     for length, name in both:

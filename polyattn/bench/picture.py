@@ -13,7 +13,7 @@ from typing import Any
 
 from polyattn._base.extras import require_matplotlib
 from polyattn.bench.peaks import roof
-from polyattn.bench.report import Report, Row
+from polyattn.bench.report import Results, Timing
 from polyattn.bench.table import rate_unit
 
 DPI = 130
@@ -23,16 +23,16 @@ MARKERS = "osD^vPX*"
 ROOFS = ("--", ":", "-.", (0, (1, 3)))
 
 
-def draw(report: Report) -> Any:
+def draw(results: Results) -> Any:
     """Return a matplotlib figure: a line for each backend, and a band between its quartiles."""
     figures = require_matplotlib("figure")
     figure = figures.Figure(figsize=(7.4, 5.6), layout="constrained")
     axes = figure.add_subplot()
-    unit, scale = rate_unit(report)
-    timed = [row for row in report.rows if row.seconds is not None]
+    unit, scale = rate_unit(results)
+    timed = [row for row in results.rows if row.seconds is not None]
     lengths = sorted({row.length for row in timed})
-    for number, (device, peak) in enumerate(report.roofs.items()):
-        rates = [roof(peak, report.workload, length) / scale for length in lengths]
+    for number, (device, peak) in enumerate(results.roofs.items()):
+        rates = [roof(peak, results.workload, length) / scale for length in lengths]
         look = {"color": "0.25", "linestyle": ROOFS[number % len(ROOFS)], "linewidth": 1.2}
         if len(lengths) == 1:  # a line of one point would be invisible
             axes.axhline(rates[0], label=f"roof of {device}", **look)
@@ -41,7 +41,7 @@ def draw(report: Report) -> Any:
     for number, name in enumerate(dict.fromkeys(row.backend for row in timed)):
         own = [row for row in timed if row.backend == name]
         colour = COLOURS[number % len(COLOURS)]
-        _line(axes, report, own, scale, color=colour, marker=MARKERS[number % len(MARKERS)])
+        _line(axes, results, own, scale, color=colour, marker=MARKERS[number % len(MARKERS)])
     if timed:  # logarithmic axes need data
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -49,27 +49,27 @@ def draw(report: Report) -> Any:
         figure.legend(
             loc="outside lower center", ncols=_columns(axes), frameon=False, fontsize="small"
         )
-    axes.set_xlabel("keys" if report.workload.decode else "length")
+    axes.set_xlabel("keys" if results.workload.decode else "length")
     axes.set_ylabel(unit)
     axes.grid(alpha=0.25, which="both")
-    axes.set_title("\n".join(_title(report)), fontsize="small", loc="left")
+    axes.set_title("\n".join(_title(results)), fontsize="small", loc="left")
     return figure
 
 
-def svg(report: Report) -> str:
+def svg(results: Results) -> str:
     """Return the figure as an SVG element."""
     matplotlib, text = require_matplotlib(), StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "polyattn"}):  # the same ids each time
-        draw(report).savefig(text, format="svg", metadata={"Date": None})
+        draw(results).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
-def _line(axes: Any, report: Report, rows: Sequence[Row], scale: float, **look: Any) -> None:
+def _line(axes: Any, results: Results, rows: Sequence[Timing], scale: float, **look: Any) -> None:
     lengths = [row.length for row in rows]
 
     def rates(seconds: Iterable[float | None]) -> list[float]:
         return [
-            report.workload.flops(length) / (second or 1) / scale
+            results.workload.flops(length) / (second or 1) / scale
             for length, second in zip(lengths, seconds, strict=True)
         ]
 
@@ -104,9 +104,9 @@ def _ticks(axes: Any, lengths: Sequence[int]) -> None:
     axes.yaxis.set_minor_formatter(plain if narrow else ticker.NullFormatter())
 
 
-def _title(report: Report) -> list[str]:
-    machine = report.machine
+def _title(results: Results) -> list[str]:
+    machine = results.machine
     where = [machine.processor, f"{machine.cores} cores", *machine.devices.values()]
     libraries = [f"{name} {version}" for name, version in machine.libraries.items()]
-    said = (f"polyattn.attention: {report.workload}", "; ".join(where), ", ".join(libraries))
+    said = (f"polyattn.attention: {results.workload}", "; ".join(where), ", ".join(libraries))
     return [line for text in said for line in textwrap.wrap(text, 92)]

@@ -22,7 +22,7 @@ MOST = 1e30
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """A backend at a length."""
 
     length: int
@@ -46,14 +46,14 @@ class Row:
 
 
 @dataclass
-class Report:
+class Results:
     """The results, the machine, and the command to repeat the run."""
 
     machine: Machine
     workload: Workload
     command: str
     peaks: list[Peak] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Timing] = field(default_factory=list)
     interrupted: bool = False
 
     @property
@@ -61,16 +61,16 @@ class Report:
         """The largest rates of each device."""
         return roofs(self.peaks)
 
-    def rate(self, row: Row) -> float | None:
+    def rate(self, row: Timing) -> float | None:
         """Return a row's operations per second; only visible scores count."""
         return None if row.seconds is None else self.workload.flops(row.length) / row.seconds
 
-    def of_product(self, row: Row) -> float | None:
+    def of_product(self, row: Timing) -> float | None:
         """Return a row's rate as a share of a matrix product's on its device."""
         rate, peak = self.rate(row), self.roofs.get(row.device)
         return None if rate is None or peak is None else rate / peak.product
 
-    def of_roof(self, row: Row) -> float | None:
+    def of_roof(self, row: Timing) -> float | None:
         """Return a row's rate as a share of the roofline at its length."""
         rate, peak = self.rate(row), self.roofs.get(row.device)
         if rate is None or peak is None:
@@ -104,21 +104,21 @@ class Report:
         return json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Report:
-        """Return the report that `as_dict` describes."""
-        names = Row.__dataclass_fields__
+    def from_dict(cls, data: dict[str, Any]) -> Results:
+        """Return the results that `as_dict` describes."""
+        names = Timing.__dataclass_fields__
         return cls(
             machine=Machine(**data["machine"]),
             workload=Workload.from_dict(data["workload"]),
             command=data["command"],
             peaks=[Peak(**peak) for peak in data["peaks"]],
-            rows=[Row(**{name: row[name] for name in names}) for row in data["rows"]],
+            rows=[Timing(**{name: row[name] for name in names}) for row in data["rows"]],
             interrupted=data["interrupted"],
         )
 
 
-def read(file: Path) -> Report:
-    """Return the report of a file that ``polyattn bench --json`` wrote."""
+def read(file: Path) -> Results:
+    """Return the results of a file that ``polyattn bench --json`` wrote."""
     try:
         text = file.read_text(encoding="utf-8")
         data = _cleaned(json.loads(text, parse_constant=_refuse))
@@ -126,7 +126,7 @@ def read(file: Path) -> Report:
         if kind != FORMAT or type(version) is not int:
             raise TypeError(kind)
         if version == VERSION:
-            return _checked(Report.from_dict(data))
+            return _checked(Results.from_dict(data))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
@@ -141,18 +141,18 @@ def _refuse(name: str) -> None:
     raise ValueError(name)
 
 
-def _checked(report: Report) -> Report:
-    """Return the report, or raise if one of its values has the wrong type or range."""
-    for one in (report, report.machine, report.workload, *report.peaks, *report.rows):
+def _checked(results: Results) -> Results:
+    """Return the results, or raise if one of its values has the wrong type or range."""
+    for one in (results, results.machine, results.workload, *results.peaks, *results.rows):
         for name, hint in get_type_hints(type(one)).items():
             if not _fits(getattr(one, name), hint):
                 raise TypeError(name)
-    for row in report.rows:
+    for row in results.rows:
         times: Any = (row.low, row.seconds, row.high)
         ordered = [SHORTEST, *times, LONGEST]  # comparing None with a number is a TypeError
         if row.length < 1 or (times != (None,) * 3 and ordered != sorted(ordered)):
             raise ValueError(row)
-    return report
+    return results
 
 
 def _fits(value: Any, hint: Any) -> bool:

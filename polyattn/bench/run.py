@@ -2,7 +2,7 @@
 
 Lengths are measured in order. The remaining budget is shared among the remaining lengths, more for
 the longer ones. A backend that would exceed its share at a length is left out there, with a note
-in the report.
+in the results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from polyattn.bench import peaks
 from polyattn.bench.contender import Contender, Running
 from polyattn.bench.exact import Rows, exact_rows, largest_error
 from polyattn.bench.memory import peak_memory
-from polyattn.bench.report import Report, Row, number
+from polyattn.bench.report import Results, Timing, number
 from polyattn.bench.table import digits
 from polyattn.bench.timing import FEWEST, REST, alternate, spread_of
 
@@ -40,12 +40,12 @@ class Started(NamedTuple):
     """A call that has run once, its row without times, and about how many seconds it takes."""
 
     running: Running
-    row: Row
+    row: Timing
     seconds: float
 
 
 def measure_peaks(
-    report: Report, contenders: Sequence[Contender], deadline: float, say: Say
+    results: Results, contenders: Sequence[Contender], deadline: float, say: Say
 ) -> None:
     """Measure the hardware rates by each backend; one that fails is skipped.
 
@@ -59,21 +59,21 @@ def measure_peaks(
         now = time.perf_counter()
         until = now + (end - now) / (len(contenders) - done)
         with suppress(Exception):  # such as too little memory: the call may need less
-            report.peaks.append(peaks.measure(contender, report.workload.dtype, until))
+            results.peaks.append(peaks.measure(contender, results.workload.dtype, until))
 
 
 def measure(
-    report: Report,
+    results: Results,
     contenders: Sequence[Contender],
     lengths: Sequence[int],
     deadline: float,
     say: Say,
-) -> Iterator[list[Row]]:
-    """Add the rows of each length to the report and yield them.
+) -> Iterator[list[Timing]]:
+    """Add the rows of each length to the results and yield them.
 
     The `deadline` is a time of `time.perf_counter`; it is kept as far as times can be predicted.
     """
-    roofs, before = report.roofs, 0
+    roofs, before = results.roofs, 0
     bounds = {
         one.name: DOUBT * roofs[one.hardware].product for one in contenders if one.hardware in roofs
     }
@@ -84,31 +84,31 @@ def measure(
         before = length
         share = (deadline - time.perf_counter()) * _share(len(lengths) - done)
         most = SOON if done == 0 and len(lengths) > 1 else share
-        rows = _measure_length(report, contenders, length, share, most, speeds, say)
+        rows = _measure_length(results, contenders, length, share, most, speeds, say)
         for row in rows:
-            rate = report.rate(row)
+            rate = results.rate(row)
             if rate is not None:
                 speeds[row.backend] = rate
-        report.rows += rows
+        results.rows += rows
         yield rows
 
 
 def _measure_length(
-    report: Report,
+    results: Results,
     contenders: Sequence[Contender],
     length: int,
     share: float,
     most: float,
     speeds: dict[str, float],
     say: Say,
-) -> list[Row]:
-    workload, began = report.workload, time.perf_counter()
+) -> list[Timing]:
+    workload, began = results.workload, time.perf_counter()
     most_each = max(share / len(contenders), LEAST)
     rows = {}
     for one in contenders:
         foreseen = workload.flops(length) / speeds.get(one.name, math.inf)
         note = _left_out(foreseen) if CALLS * foreseen > most_each else None
-        rows[one.name] = Row(length, one.name, one.hardware, note=note)
+        rows[one.name] = Timing(length, one.name, one.hardware, note=note)
     contenders = [one for one in contenders if rows[one.name].note is None]
     if not contenders:
         return list(rows.values())
@@ -122,7 +122,7 @@ def _measure_length(
         name = contender.name
         say(f"{length}: {name}, first calls")
         try:
-            started[name] = _start(report, contender, rows[name], arrays, exact)
+            started[name] = _start(results, contender, rows[name], arrays, exact)
         except Exception as error:  # such as too little memory: the others go on
             rows[name] = replace(rows[name], note=_first_line(error))
     left = share - (time.perf_counter() - began)
@@ -130,7 +130,9 @@ def _measure_length(
     return list(rows.values())
 
 
-def _timed_rows(started: dict[str, Started], left: float, most: float, say: Say) -> dict[str, Row]:
+def _timed_rows(
+    started: dict[str, Started], left: float, most: float, say: Say
+) -> dict[str, Timing]:
     """Return the rows of started calls, timed for as many rounds as the time allows."""
     each = max(left / max(len(started), 1), LEAST)
     slow = {name for name, one in started.items() if FEWEST * one.seconds > each}
@@ -156,15 +158,19 @@ def _timed_rows(started: dict[str, Started], left: float, most: float, say: Say)
 
 
 def _start(
-    report: Report, contender: Contender, row: Row, arrays: Sequence[Any], exact: list[Rows]
+    results: Results,
+    contender: Contender,
+    row: Timing,
+    arrays: Sequence[Any],
+    exact: list[Rows],
 ) -> Started:
     """Run the call of a contender and measure everything except its time."""
-    running = contender.start(report.workload, arrays)
+    running = contender.start(results.workload, arrays)
     first, output = _timed(running)
     error = largest_error(running.fetched(output), exact)
     del output
     seconds, _ = _timed(running)
-    memory = peak_memory(running, report.workload.output_bytes(row.length))
+    memory = peak_memory(running, results.workload.output_bytes(row.length))
     row = replace(row, kernel=running.kernel, first=first, error=number(error), memory=memory)
     return Started(running, row, seconds)
 

@@ -1,4 +1,4 @@
-"""Print the report in a terminal, at most 100 columns wide, one group of rows at a time."""
+"""Print the results in a terminal, at most 100 columns wide, one group of rows at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from polyattn._base import text_table
 from polyattn.bench.machine import fact
-from polyattn.bench.report import Report, Row
+from polyattn.bench.report import Results, Timing
 
 WIDTH = 100
 COLUMNS = ("ms", "quartiles", "rate", "product", "roof", "error", "memory")
@@ -22,39 +22,43 @@ LEGEND = (
 )
 
 
-def head(report: Report) -> list[str]:
+def head(results: Results) -> list[str]:
     """Return the first lines: the call, the machine and the command to repeat the run."""
-    call = text_table.paragraph(f"polyattn bench: {report.workload}")
-    lines = [*call, *report.machine.lines()]
-    return [*lines, f"  {'repeat':<11}{report.command}"]  # in one line, to be pasted
+    call = text_table.paragraph(f"polyattn bench: {results.workload}")
+    lines = [*call, *results.machine.lines()]
+    return [*lines, f"  {'repeat':<11}{results.command}"]  # in one line, to be pasted
 
 
-def heading(report: Report, names: Iterable[str]) -> list[str]:
+def heading(results: Results, names: Iterable[str]) -> list[str]:
     """Return the lines above the rows: the roof of each device and the column titles."""
     lines = [
         line
-        for device, text in roof_texts(report).items()
+        for device, text in roof_texts(results).items()
         for line in fact("roof", f"{device}: {text}")
     ]
-    titles = [*COLUMNS]
-    titles[2] = rate_unit(report)[0]
-    return [*lines, "", _line("length", "backend", "kernel", titles, _room(names))]
+    return [*lines, "", _line(titles(results), _room(names))]
 
 
-def roof_texts(report: Report) -> dict[str, str]:
+def titles(results: Results) -> tuple[str, ...]:
+    """Return the titles of all columns."""
+    unit, _ = rate_unit(results)
+    return ("length", "backend", "kernel", *(unit if name == "rate" else name for name in COLUMNS))
+
+
+def roof_texts(results: Results) -> dict[str, str]:
     """Return the measured limits of each device as text."""
-    unit, scale = rate_unit(report)
+    unit, scale = rate_unit(results)
     return {
         device: f"{digits(peak.product / scale)} {unit} in a matrix product ({peak.backend}),"
         f" {digits(peak.bandwidth / 1e9)} GB/s"
-        for device, peak in report.roofs.items()
+        for device, peak in results.roofs.items()
     }
 
 
-def group(report: Report, rows: Sequence[Row], names: Iterable[str]) -> list[str]:
+def group(results: Results, rows: Sequence[Timing], names: Iterable[str]) -> list[str]:
     """Return the lines of the rows of one length."""
     room = _room(names)
-    return [line for row in rows for line in _row(report, row, room)] + [""]
+    return [line for row in rows for line in _row(results, row, room)] + [""]
 
 
 def footer(names: Iterable[str]) -> list[str]:
@@ -68,21 +72,23 @@ def _room(names: Iterable[str]) -> int:
     return max(len(name) for name in ("backend", *names))
 
 
-def _row(report: Report, row: Row, room: int) -> list[str]:
-    name, kernel = row.backend, row.kernel or ""
+def _row(results: Results, row: Timing, room: int) -> list[str]:
     if row.seconds is None:
-        return _wrapped(row.note or "", f"  {row.length:>6}  {name:<{room}}  ")
-    cells = cells_of(report, row)
-    line = _line(str(row.length), name, kernel, cells, room)
+        return _wrapped(row.note or "", f"  {row.length:>6}  {row.backend:<{room}}  ")
+    line = _line(cells(results, row), room)
     return [line] if row.note is None else [line, *fact("", row.note)]
 
 
-def cells_of(report: Report, row: Row) -> list[str]:
-    """Return the cells of a row that has a time."""
+def cells(results: Results, row: Timing) -> tuple[str, ...]:
+    """Return the cells of a row, empty ones in place of times that it lacks."""
+    first = str(row.length), row.backend, row.kernel or ""
+    if row.seconds is None:
+        return (*first, *("" for _ in COLUMNS))
     middle, low, high = row.spread
-    _, scale = rate_unit(report)
-    rate, of_product, of_roof = report.rate(row), report.of_product(row), report.of_roof(row)
-    return [
+    _, scale = rate_unit(results)
+    rate, of_product, of_roof = results.rate(row), results.of_product(row), results.of_roof(row)
+    return (
+        *first,
         duration(middle),
         f"{duration(low)}-{duration(high)}",
         digits((rate or 0) / scale),
@@ -90,14 +96,14 @@ def cells_of(report: Report, row: Row) -> list[str]:
         share(of_roof),
         "not finite" if row.error is None else f"{row.error:.1e}",
         _size(row.memory),
-    ]
+    )
 
 
-def _line(length: str, name: str, kernel: str, cells: Sequence[str], room: int) -> str:
+def _line(cells: Sequence[str], room: int) -> str:
     left_out = SPARE[: _columns_left_out(room)]
-    shown = [n for n, column in enumerate(COLUMNS) if column not in left_out]
-    widths = (6, -room, -6, *(WIDTHS[n] for n in shown))
-    return text_table.line((length, name, kernel, *(cells[n] for n in shown)), widths)
+    widths = zip(("", "", "", *COLUMNS), (6, -room, -6, *WIDTHS), cells, strict=True)
+    shown = [(width, cell) for name, width, cell in widths if name not in left_out]
+    return text_table.line([cell for _, cell in shown], [width for width, _ in shown])
 
 
 def _columns_left_out(room: int) -> int:
@@ -116,9 +122,9 @@ def _wrapped(text: str, start: str) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=" " * len(start))
 
 
-def rate_unit(report: Report) -> tuple[str, float]:
+def rate_unit(results: Results) -> tuple[str, float]:
     """Return the rate unit for the fastest device and its size in operations per second."""
-    fastest = max((peak.product for peak in report.roofs.values()), default=0.0)
+    fastest = max((peak.product for peak in results.roofs.values()), default=0.0)
     return ("TFLOP/s", 1e12) if fastest >= 2e12 else ("GFLOP/s", 1e9)
 
 

@@ -23,7 +23,6 @@ import pytest
 from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
-from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import gradients, promises
 from polyattn.conformance.checks.lazy import is_lazy, lazily
@@ -158,45 +157,44 @@ class BackendSuite:
         return CASES if self.thorough else ESSENTIAL
 
     def _runs(self, test: str, target: Target) -> Iterator[tuple[KernelVariant, Case]]:
-        derivative = gradients.DERIVATIVES.get(test.removeprefix("test_"))
-        takes = checks.takes if derivative is None else derivative.is_taken
         for variant in target.kernels:
-            if test == "test_gradients":
-                known = GRADIENT_CASES.values() if gradients.has_gradients(target) else ()
-                cases = [case for case in known if checks.is_applicable(target, variant, case)]
-            elif derivative is not None:
-                declares = derivative.feature in target.declared(variant.kernel)
-                cases = checks.cases_for(target, variant, derivative.cases if declares else {})
-            elif test == "test_case":
-                cases = checks.cases_for(target, variant, self._cases())
-            else:
-                lazy_cases = ESSENTIAL if is_lazy(target) else {}
-                cases = checks.cases_for(target, variant, lazy_cases)
-            # What test_case leaves out of a lazy library, test_lazy has.
-            lazy = test == "test_case" and is_lazy(target)
-            many = test == "test_gradients" or derivative is not None
-            dear = not self.thorough and (lazy or variant.small_tiles or many)
-            # Behind a plugin's own kernels stand the core's, which "array-api" has tried: the
-            # plugin brings them only the functions of its library.
-            closing = bool(target.own) and variant.kernel not in target.own
-            # With one tile for all scores, the core's `tiled` does what `dense` does.
-            one_tile = not target.own and variant.kernel.tile and not variant.small_tiles
-            # Gradients in small tiles take a plugin's kernels a second for each case.
-            many_tiles = derivative is not None and bool(target.own) and variant.small_tiles
-            if dear or closing or one_tile or many_tiles or variant.kernel.compiles:
-                cases = checks.covering(target, variant, cases, takes)
-            elif derivative is not None:  # a run is cheaper than to ask what is supported
-                features = variant.kernel.features
-                cases = [case for case in cases if case.features <= features]
-            elif test != "test_case":
-                cases = [case for case in cases if checks.takes(target, variant, case)]
-            yield from ((variant, case) for case in cases)
+            yield from ((variant, case) for case in self._cases_of(test, target, variant))
+
+    def _cases_of(self, test: str, target: Target, variant: KernelVariant) -> list[Case]:
+        """Return the cases of a test: all that a kernel may take, or few that cover them."""
+        derivative = gradients.ALL_DERIVATIVES.get(test.removeprefix("test_"))
+        if derivative is not None:
+            takes, known = derivative.is_taken, derivative.cases
+            known = known if derivative.is_offered(target, variant) else {}
+        else:
+            takes, lazy = checks.takes, ESSENTIAL if is_lazy(target) else {}
+            known = self._cases() if test == "test_case" else lazy
+        cases = checks.cases_for(target, variant, known)
+        if self._wants_few(test, target, variant):
+            return checks.covering(target, variant, cases, takes)
+        if test in OF_KERNELS:  # a run is cheaper than to ask what is supported
+            return [case for case in cases if case.features <= variant.kernel.features]
+        if test == "test_case":
+            return cases
+        return [case for case in cases if takes(target, variant, case)]
+
+    def _wants_few(self, test: str, target: Target, variant: KernelVariant) -> bool:
+        """Return whether few cases will do: others are slow, or another test has them."""
+        # What test_case leaves out of a lazy library, test_lazy has.
+        lazy = test == "test_case" and is_lazy(target)
+        many = test in ("test_gradients", *OF_KERNELS)
+        dear = not self.thorough and (lazy or variant.small_tiles or many)
+        # With one tile for all scores, the core's `tiled` does what `dense` does.
+        one_tile = not target.own and variant.kernel.tile is not None and not variant.small_tiles
+        # Gradients in small tiles take a plugin's kernels a second for each case.
+        many_tiles = test in OF_KERNELS and bool(target.own) and variant.small_tiles
+        tried = _is_of_the_core(target, variant)
+        return dear or one_tile or many_tiles or tried or variant.kernel.compiles
 
     def _swept(self, target: Target, variant: KernelVariant) -> list[str]:
         """Return the dtypes in which every size is tried: of kernels that no call compiles."""
-        # Behind a plugin's own kernels stand the core's, which "array-api" has tried.
-        closing = bool(target.own) and variant.kernel not in target.own
-        if not self.thorough or closing or is_lazy(target) or variant.kernel.compiles:
+        tried = _is_of_the_core(target, variant)
+        if not self.thorough or tried or is_lazy(target) or variant.kernel.compiles:
             return []
         return [dtype for dtype in ("float32", "float64") if dtype in target.dtypes]
 
@@ -222,6 +220,8 @@ class BackendSuite:
         return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
 
 
+#: The tests of what kernels compute beside outputs.
+OF_KERNELS = tuple(f"test_{name}" for name in gradients.DERIVATIVES)
 _names: dict[type, set[str]] = {}
 _WHY_NOT = {
     "test_lazy": "the library is never lazy",
@@ -232,6 +232,14 @@ _WHY_NOT = {
     "test_deterministic": "no kernel declares it",
     "test_batch_invariant": "no kernel declares it",
 }
+
+
+def _is_of_the_core(target: Target, variant: KernelVariant) -> bool:
+    """Return whether a kernel stands behind a plugin's own, which "array-api" has tried.
+
+    The plugin brings it only the functions of its library.
+    """
+    return bool(target.own) and variant.kernel not in target.own
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import (
@@ -27,6 +27,7 @@ from polyattn._base.host import destination_of, is_host
 from polyattn._core.call.describe import describe
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.problem import Problem, examine
+from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.indices import PointIndices
 from polyattn._core.expressions.masks import And, Dense, Mask, Not, Or, as_mask
 from polyattn._core.expressions.patterns import Padding, Prefix, Segments
@@ -97,20 +98,12 @@ def draw_mask(
     query_length: int | None = None,
     key_length: int | None = None,
     *,
-    query_offset: int | None = None,
-    tile: int | None = None,
-    batch: tuple[int, ...] | None = None,
-    item: int = 0,
-    head: int = 0,
-    like: Array | None = None,
     axes: Any = None,
+    **options: Any,
 ) -> Any:
     """Draw a mask like `polyattn.plot.mask`, and return the axes."""
     require_matplotlib("figure")
-    call, size, kinds, cells = evaluate(
-        mask, query_length, key_length, query_offset=query_offset, tile=tile, batch=batch,
-        item=item, head=head, like=like,
-    )  # fmt: skip
+    call, size, kinds, cells = evaluate(mask, query_length, key_length, **options)
     if axes is None:
         axes = require_matplotlib("figure").Figure(**FIGURE).add_subplot()
     _paint(axes, *((kinds, size) if cells is None else (cells, 1)), call.lengths)
@@ -125,12 +118,9 @@ def evaluate(
     query_length: int | None = None,
     key_length: int | None = None,
     *,
-    query_offset: int | None = None,
     tile: int | None = None,
-    batch: tuple[int, ...] | None = None,
-    item: int = 0,
-    head: int = 0,
     like: Array | None = None,
+    **options: Any,
 ) -> tuple[_Call, int, Any, Any]:
     """Return the call to draw, the size of its tiles, and the kinds of tiles and of scores.
 
@@ -139,7 +129,7 @@ def evaluate(
     for name, number in (("L", query_length), ("S", key_length), ("tile", tile)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1; got {number!r}")
-    call = _call(mask, query_length, key_length, query_offset, batch, item, head)
+    call = _call(mask, query_length, key_length, **options)
     size = tile or _tile_size(mask, call)
     evaluated = _Evaluated(mask, call, like, importlib.import_module("numpy"))
     kinds = evaluated.tiles(size)
@@ -176,32 +166,39 @@ def _call(
     mask: Mask,
     query_length: int | None,
     key_length: int | None,
-    query_offset: int | None,
-    batch: tuple[int, ...] | None,
-    item: int,
-    head: int,
+    *,
+    query_offset: int | None = None,
+    batch: tuple[int, ...] | None = None,
+    item: int = 0,
+    head: int = 0,
 ) -> _Call:
+    """Return the call of these options, with what the mask determines in place of others."""
     hints = [_hints(part) for part in _parts(mask)]
-    rows = query_length or _first(hint.query_length for hint in hints)
-    keys = key_length or _first(hint.key_length for hint in hints)
+
+    def first(name: str) -> int | None:
+        return next((x for hint in hints if (x := getattr(hint, name)) is not None), None)
+
+    rows = query_length or first("query_length")
+    keys = key_length or first("key_length")
     lengths = rows or keys or DEFAULT_LENGTH, keys or rows or DEFAULT_LENGTH
-    if query_offset is None:
-        query_offset = _first(hint.query_offset for hint in hints)
-    offset = lengths[1] - lengths[0] if query_offset is None else query_offset
+    offset = first("query_offset") if query_offset is None else query_offset
+    if offset is None:
+        offset = lengths[1] - lengths[0]
     if batch is None:
-        batch = broadcast_shapes((), *[hint.batch for hint in hints])
-        if batch is None:
-            raise ValueError(f"the arrays of {mask!r} do not determine batch axes: pass batch=")
-        items = max([item + 1, *[hint.items for hint in hints]])
-        batch = batch or ((items,) if items > 1 else ())
+        batch = _batch(mask, hints, item)
     heads = max([head + 1, *[hint.heads for hint in hints]])
     if not 0 <= item < math.prod(batch) or head < 0:
         raise ValueError(f"item {item} or head {head} is out of range for batch {batch}")
     return _Call(lengths, offset, batch, heads, item, head)
 
 
-def _first(numbers: Iterator[int | None]) -> int | None:
-    return next((number for number in numbers if number is not None), None)
+def _batch(mask: Mask, hints: Sequence[_Hints], item: int) -> tuple[int, ...]:
+    """Return the batch axes of the arrays in a mask, or of as many items as are known."""
+    batch = broadcast_shapes((), *[hint.batch for hint in hints])
+    if batch is None:
+        raise ValueError(f"the arrays of {mask!r} do not determine batch axes: pass batch=")
+    items = max([item + 1, *[hint.items for hint in hints]])
+    return batch or ((items,) if items > 1 else ())
 
 
 def _parts(mask: Mask) -> Iterator[Mask]:
@@ -254,17 +251,24 @@ def _tile_size(mask: Mask, call: _Call) -> int:
 # ---- the values of the mask --------------------------------------------------------------------
 
 
+def library_for(value: Expression, like: Array | None = None) -> tuple[Any, Any, str]:
+    """Return an array that an expression carries, if there is one, its namespace and its library.
+
+    An array on another device is preferred to one of the host, and `like` to both.
+    """
+    carried = [thing for _, thing in value.carried() if is_array(thing)]
+    like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
+    if like is None:
+        return None, importlib.import_module("array_api_compat.numpy"), "numpy"
+    return like, library_of(like).xp, library_of(like).name
+
+
 class _Evaluated:
     """The values of a mask in a call, computed in the mask's library, as NumPy arrays."""
 
     def __init__(self, mask: Mask, call: _Call, like: Array | None, numpy: Any) -> None:
         self._mask, self._call, self._numpy = mask, call, numpy
-        carried = [thing for _, thing in mask.carried() if is_array(thing)]
-        self._like = next(iter(sorted(carried, key=is_host)), None) if like is None else like
-        self._xp: Any = importlib.import_module("array_api_compat.numpy")
-        self._library = "numpy"
-        if self._like is not None:
-            self._xp, self._library = library_of(self._like).xp, library_of(self._like).name
+        self._like, self._xp, self._library = library_for(mask, like)
         destination = None if self._like is None else destination_of(self._like)
         if destination is not None:
             self._mask = mask.placed(destination)

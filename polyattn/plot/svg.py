@@ -6,17 +6,14 @@ such as one with a traced array, has no picture.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Iterable, Iterator
 from html import escape
-from typing import Any
 
-from polyattn._base.arrays import facts_of, is_array, library_of
-from polyattn._base.host import is_host
+from polyattn._base.arrays import facts_of
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
-from polyattn.plot.mask_picture import COLOURS, FRAME, evaluate
+from polyattn.plot.mask_picture import COLOURS, FRAME, evaluate, library_for
 
 SIDE = 192  # pixels
 # With more rows or keys, a picture shows tiles.
@@ -43,12 +40,8 @@ def _mask(mask: Mask) -> str:
 
 def _score(score: Score) -> str:
     """Return the map of what the score adds to 0 for head 0, or else the curve of its result."""
-    arrays = [thing for _, thing in score.carried() if is_array(thing)]
-    like = next(iter(sorted(arrays, key=is_host)), None)
-    name = "numpy" if like is None else library_of(like).name
+    like, xp, name = library_for(score)
     device = {} if name != "torch" else {"device": facts_of(like).device}
-    xp: Any = importlib.import_module("array_api_compat.numpy")
-    xp = xp if like is None else library_of(like).xp
     i = xp.reshape(xp.arange(ROWS, **device), (ROWS, 1))
     j = xp.reshape(i, (1, ROWS))
     zero = xp.zeros((1, 1), dtype=xp.int64 if name == "torch" else i.dtype, **device)

@@ -16,7 +16,7 @@ from polyattn._dispatch.errors import BackendUnavailableError, UnknownBackendErr
 from polyattn.bench import exact, memory, peaks, run, timing
 from polyattn.bench.contender import Running, contenders, everything_here
 from polyattn.bench.machine import look
-from polyattn.bench.report import Report
+from polyattn.bench.report import Results
 from polyattn.bench.workload import Workload
 from polyattn.plugin import Backend, BackendSpec
 
@@ -115,21 +115,17 @@ def test_a_workload_says_what_is_asked():
 # ---- who is measured ----
 
 
-def test_a_bare_name_means_each_kind_of_device_that_a_backend_has(acme):
-    found = contenders("acme")
-    assert [(one.name, one.device, one.hardware) for one in found] == [
-        ("acme:npu", "npu:0", "npu:0"),
-        ("acme:cpu", "cpu", "cpu"),
-    ]
-
-
-def test_a_device_may_be_named_and_nobody_is_measured_twice(acme):
-    assert [one.name for one in contenders("acme:npu:1,acme:1")] == ["acme:npu:1"]
-    assert [one.name for one in contenders(["numpy", "numpy:cpu", "array-api"])] == [
-        "numpy",
-        "array-api",
-    ]
-    assert [one.name for one in contenders("torch:cpu,jax")] == ["torch:cpu", "jax:cpu"]
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("acme", [("acme:npu", "npu:0", "npu:0"), ("acme:cpu", "cpu", "cpu")]),  # each kind once
+        ("acme:npu:1,acme:1", [("acme:npu:1", "npu:1", "npu:1")]),
+        (["numpy", "numpy:cpu", "array-api"], [(n, "cpu", "cpu") for n in ("numpy", "array-api")]),
+        ("torch:cpu,jax", [("torch:cpu", "cpu", "cpu"), ("jax:cpu", "cpu:0", "cpu")]),
+    ],
+)
+def test_a_name_means_each_kind_of_device_or_the_one_that_it_names(acme, names, found):
+    assert [(one.name, one.device, one.hardware) for one in contenders(names)] == found
 
 
 def test_a_backend_that_names_no_devices_is_measured_where_its_spec_says(acme, monkeypatch):
@@ -194,11 +190,8 @@ def test_calls_take_turns_in_an_order_that_turns_too(hasty):
     times = timing.alternate(calls, dict.fromkeys("abc", 1.0), 0.0)
     assert "".join(made) == "abccbaabc"
     assert {name: len(own) for name, own in times.items()} == dict.fromkeys("abc", timing.FEWEST)
-
-
-def test_there_are_as_many_rounds_as_the_time_allows_and_no_more_than_enough(hasty):
     times = timing.alternate({"a": lambda: None}, {"a": 1.0}, 60.0)
-    assert len(times["a"]) == timing.MOST
+    assert len(times["a"]) == timing.MOST  # however much time there is
 
 
 def test_a_short_call_is_warmed_up_and_a_long_one_is_not():
@@ -215,6 +208,22 @@ def test_the_spread_is_that_of_the_quartiles():
 
 
 # ---- the roof ----
+
+
+@pytest.fixture
+def small_peaks(monkeypatch):
+    """Return a function that lets peaks be those of small arrays, and sets what it is given."""
+
+    def small(**settings):
+        for name, value in {
+            "SIDES": (4, 8),
+            "SMALLEST": 2**12,
+            "LARGEST": 2**13,
+            **settings,
+        }.items():
+            monkeypatch.setattr(peaks, name, value)
+
+    return small
 
 
 def test_a_device_has_the_largest_rates_that_anyone_reached_on_it():
@@ -237,7 +246,9 @@ def test_the_roof_is_the_memorys_where_little_is_computed():
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("numpy", "float32"), ("jax", "float16")])
-def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(name, dtype, monkeypatch, hasty):
+def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(
+    name, dtype, monkeypatch, small_peaks
+):
     (one,) = contenders(f"{name}:cpu")
     seen = []
 
@@ -247,11 +258,7 @@ def test_a_peak_is_of_the_calls_dtype_and_counts_what_is_done(name, dtype, monke
 
     owner = one.backend if dtype == "float32" else one.backend.xp
     monkeypatch.setattr(owner, "matmul", multiply)
-    monkeypatch.setattr(peaks, "SIDES", (4, 8))
-    monkeypatch.setattr(peaks, "SMALLEST", 2**12)
-    monkeypatch.setattr(peaks, "LARGEST", 2**13)
-    monkeypatch.setattr(peaks, "LONG", 2.0)
-    monkeypatch.setattr(peaks, "_least", lambda call: call() or 0.5)
+    small_peaks(LONG=2.0, _least=lambda call: call() or 0.5)
     peak = peaks.measure(one, dtype)
     assert seen[-1] == ((8, 8), dtype)
     assert peak.product == 2 * 8**3 / 0.5
@@ -268,16 +275,15 @@ def test_a_product_that_had_to_wait_spoils_no_peak(monkeypatch):
     assert peaks._least(call) < 0.05
 
 
-def test_the_peak_is_of_the_fastest_square_and_for_16_bits_of_the_faster_way(monkeypatch):
+def test_the_peak_is_of_the_fastest_square_and_for_16_bits_of_the_faster_way(small_peaks):
     seconds = iter([1e-6, 1.0])
-    monkeypatch.setattr(peaks, "SIDES", (4, 8))
-    monkeypatch.setattr(peaks, "_least", lambda call: next(seconds))
+    small_peaks(_least=lambda call: next(seconds))
     assert peaks._product(NUMPY, "float32") == 2 * 4**3 / 1e-6
     seconds = iter([2.0, 4.0])  # in float32, in float16
     assert peaks._product(NUMPY, "float16") == 2 * 4**3 / 2.0
 
 
-def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeypatch):
+def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeypatch, small_peaks):
     clock, everyone = [100.0], [NUMPY, ARRAY_API, *contenders("acme")]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -286,10 +292,7 @@ def test_peaks_take_half_of_the_time_or_the_smallest_arrays(quick, acme, monkeyp
         clock[0] += 1.0
         return 0.001  # as told by itself
 
-    monkeypatch.setattr(peaks, "_least", slow)
-    monkeypatch.setattr(peaks, "SIDES", (4, 8, 16, 32))
-    monkeypatch.setattr(peaks, "SMALLEST", 2**12)
-    monkeypatch.setattr(peaks, "LARGEST", 2**13)
+    small_peaks(_least=slow, SIDES=(4, 8, 16, 32))
     for seconds, calls in ((1.0, 2 * 4), (64.0, 6 * 4)):
         quick.peaks.clear()
         began = clock[0]
@@ -352,20 +355,17 @@ def test_all_scores_at_once_are_seen_as_memory(name):
     assert 1.9 * scores < found < 2.6 * scores
 
 
-def test_what_a_library_counts_goes_before_and_elsewhere_the_process_says_nothing(acme):
+def test_what_a_library_counts_goes_before_the_growth_of_the_process(acme, monkeypatch):
     call = Workload(size=8)
     (one,) = contenders("acme:npu:1")
     running = one.start(call, call.arrays(4))
     assert memory.peak_memory(running, call.output_bytes(4)) is None
     acme.peak_memory = lambda device, function, *arrays: (device, function(*arrays).shape)
     assert memory.peak_memory(running, call.output_bytes(4)) == ("npu:1", (1, 8, 4, 8))
-
-
-def test_the_output_is_no_part_of_what_a_call_needs(acme, monkeypatch):
-    call = Workload(size=8)
     running = contenders("acme:cpu")[0].start(call, call.arrays(4))
+    acme.peak_memory = lambda *given: None
     monkeypatch.setattr(memory, "host_peak", lambda run: 1500)
-    assert memory.peak_memory(running, 1024) == 1500 - 1024
+    assert memory.peak_memory(running, 1024) == 1500 - 1024  # the output is no part of it
     assert memory.peak_memory(running, 2000) == 0
 
 
@@ -381,7 +381,7 @@ def test_where_nobody_counts_memory_is_not_known(monkeypatch, tmp_path):
 def quick(hasty, monkeypatch):
     """Return a report with a roof of which no measurement was made."""
     monkeypatch.setattr(timing, "MOST", timing.FEWEST)
-    report = Report(look([NUMPY]), Workload(heads=2, key_heads=2, size=8), "polyattn bench")
+    report = Results(look([NUMPY]), Workload(heads=2, key_heads=2, size=8), "polyattn bench")
     report.peaks.append(peaks.Peak("numpy", "cpu", 1e11, 1e10))
     return report
 
@@ -392,7 +392,7 @@ def measured(report, everyone, lengths, deadline):
 
 @pytest.mark.slow
 def test_each_length_is_yielded_with_a_row_for_each_backend(quick):
-    groups = measured(quick, [NUMPY, ARRAY_API], (8, 16), float("inf"))
+    groups = measured(quick, [NUMPY, ARRAY_API], (8, 16), 0.0)  # however little time is left
     assert [[(row.length, row.backend) for row in rows] for rows in groups] == [
         [(8, "numpy"), (8, "array-api")],
         [(16, "numpy"), (16, "array-api")],
@@ -429,7 +429,7 @@ def test_a_first_length_that_not_even_a_product_could_do_in_time_sits_out(quick)
 def test_what_a_short_call_took_says_nothing_of_a_much_longer_one(quick, monkeypatch):
     monkeypatch.setattr(run, "LEAST", 1e-3)
     quick.peaks[:] = [peaks.Peak("numpy", "cpu", 1e15, 1e10)]
-    monkeypatch.setattr(Report, "rate", lambda self, row: 1.0)  # as if all were dispatch
+    monkeypatch.setattr(Results, "rate", lambda self, row: 1.0)  # as if all were dispatch
     near, far = measured(quick, [NUMPY], (8, 16), 0.0), measured(quick, [NUMPY], (8, 64), 0.0)
     assert near[1][0].note.startswith("left out")
     assert not (far[1][0].note or "").startswith("left out")
@@ -456,35 +456,25 @@ def test_a_backend_that_fails_in_a_round_stops_no_other_and_says_why(quick, acme
 @pytest.mark.slow
 def test_a_length_for_which_there_is_no_memory_leaves_the_rows_before_it(quick, monkeypatch):
     genuine = Workload.arrays
-
-    def arrays(self, length):
-        if length > 8:
-            raise MemoryError("Unable to allocate")
-        return genuine(self, length)
-
+    arrays = lambda self, n: genuine(self, n) if n == 8 else raise_memory_error()  # noqa: E731
     monkeypatch.setattr(Workload, "arrays", arrays)
     first, second = measured(quick, [NUMPY], (8, 16), float("inf"))
     assert first[0].seconds > 0
-    assert second[0].note == "MemoryError: Unable to allocate"
+    assert second[0].note == "MemoryError: no room for it"
+
+
+def raise_memory_error(*given):
+    raise MemoryError("no room for it\nat all")
 
 
 def test_a_backend_without_a_peak_is_measured_all_the_same(quick, acme, monkeypatch):
-    def fail(contender, dtype, until):
-        raise MemoryError
-
-    monkeypatch.setattr(peaks, "measure", fail)
+    monkeypatch.setattr(peaks, "measure", raise_memory_error)
     quick.peaks.clear()
     run.measure_peaks(quick, [NUMPY], math.inf, lambda text: None)
     (rows,) = measured(quick, [NUMPY], (8,), float("inf"))
     assert rows[0].seconds > 0
     assert quick.of_product(rows[0]) is None
     assert quick.of_roof(rows[0]) is None
-
-
-@pytest.mark.slow
-def test_short_calls_are_measured_however_little_time_is_left(quick):
-    groups = measured(quick, [NUMPY], (8, 16), 0.0)
-    assert [rows[0].rounds for rows in groups] == [timing.FEWEST] * 2
 
 
 def test_the_budget_is_spent_and_the_longer_a_length_the_more_of_it_it_has():
@@ -498,10 +488,7 @@ def test_the_budget_is_spent_and_the_longer_a_length_the_more_of_it_it_has():
 
 
 def test_a_backend_that_fails_says_so_and_stops_no_other(quick, acme, monkeypatch):
-    def place(array, device):
-        raise MemoryError("no room for it\nat all")
-
-    monkeypatch.setattr(acme, "place", place)
+    monkeypatch.setattr(acme, "place", raise_memory_error)
     (rows,) = measured(quick, [*contenders("acme:cpu"), NUMPY], (8,), float("inf"))
     assert rows[0].note == "MemoryError: no room for it"
     assert rows[0].seconds is None

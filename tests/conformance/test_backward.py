@@ -69,7 +69,8 @@ MISTAKES = [
     (times(-1, "key"), "plain", r"gradient of key\[.* error .* units, limit"),
     (times(1.00001, "query"), "plain", "gradient of query"),
     (times(1.01, "value"), "many with a derivative, float16", "gradient of value"),
-    (times(-1, "sinks"), "sinks", "gradient of sinks"),
+    (times(1.00001, "sinks"), "sinks", "gradient of sinks"),
+    (times(1.00001, "bias"), "bias", "gradient of bias"),
     (put("sinks", lambda g, x: None), "sinks", "gradient of sinks .* it returned None"),
     (put("bias", lambda g, x: g.mT), "bias", "gradient of bias"),
     (

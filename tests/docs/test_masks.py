@@ -1,6 +1,6 @@
 """The page of masks: its pictures are drawn, its arithmetic is attention's, its peers agree."""
 
-import importlib.util
+import importlib
 import math
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pages
+import peers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,6 @@ from polyattn import attention, masks
 matplotlib.use("Agg")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = (DOCS / "masks.md").read_text(encoding="utf-8")
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def visible(batch, heads, rows, keys, **options):
@@ -61,7 +55,7 @@ def gallery():
 
 def test_each_code_block_of_the_gallery_draws_its_picture(gallery, drawn_by, tmp_path):
     (tmp_path / "images").mkdir()
-    assert drawn_by(script("masks"), tmp_path, 4000) == set(gallery)
+    assert drawn_by(importlib.import_module("masks"), tmp_path, 4000) == set(gallery)
     assert len(gallery) == len(DRAWN) >= 17
     assert all((DOCS / picture).exists() for picture in gallery)
 
@@ -185,7 +179,7 @@ def by_onnx(**options):
     """What ONNX's reference evaluator sees."""
     arrays = [np.zeros((B, H, n, 1), np.float32) for n in (L, S)]
     arrays.append(np.broadcast_to(np.eye(S, dtype=np.float32), (B, H, S, S)))
-    return script("peers").onnx_reference_attention(*arrays, **options) > 0
+    return peers.onnx_reference_attention(*arrays, **options) > 0
 
 
 def by_transformers(function, batch=B, keys=S):

@@ -32,12 +32,6 @@ def test_the_page_prints_what_it_shows_and_the_errors_are_the_ones_raised():
         assert squeezed(str(caught.value)) == squeezed(message)
 
 
-def test_every_file_it_points_to_is_there():
-    for target in re.findall(r"\]\(([^)#]+)", TEXT):
-        if not target.startswith("http"):
-            assert (README.parent / target).exists(), target
-
-
 def test_every_make_target_it_names_exists():
     makefile = (README.parent / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"`make (\w+)`|^\$ make (\w+)", TEXT, flags=re.MULTILINE)):

@@ -1,6 +1,6 @@
 """The page of scores: its arithmetic is what attention computes."""
 
-import importlib.util
+import importlib
 import math
 import re
 from pathlib import Path
@@ -110,9 +110,7 @@ def test_the_first_example_does_its_steps_from_left_to_right(names):
 
 @pytest.mark.slow
 def test_a_script_draws_the_pictures_of_the_page(drawn_by, tmp_path):
-    spec = importlib.util.spec_from_file_location("docs_scores", DOCS / "scores.py")
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
+    drawing = importlib.import_module("scores")
     (tmp_path / "images").mkdir()
     shown = set(re.findall(r"^!\[[^]]+\]\(([^)]+)\)", PAGE, re.M))
     assert shown == set(drawing.PICTURES) == drawn_by(drawing, tmp_path, 4000)

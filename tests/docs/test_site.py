@@ -1,6 +1,5 @@
 """The pages: what is generated is up to date, and what is shown is what is there."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,7 +9,13 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import capabilities
+import links
+import looks
 import pytest
+import repository
+import scale
+import written
 from docutils import nodes
 from docutils.utils import new_document
 from PIL import Image
@@ -27,26 +32,23 @@ PAGES = [p for p in sorted(DOCS.rglob("*.md")) if "/_" not in p.relative_to(ROOT
 WRITING = (DOCS / "writing-a-backend.md").read_text(encoding="utf-8")
 
 
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="CuPy, whose kernels it lists, is not here")
 def test_the_capability_table_is_what_the_kernels_declare():
     """Mend by: python docs/capabilities.py."""
-    capabilities = script("capabilities")
     assert capabilities.PAGE.read_text(encoding="utf-8") == capabilities.page()
     assert all(f"`{feature}`" in capabilities.page() for feature in FEATURES)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
-def test_every_file_that_a_page_points_to_is_there(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_every_place_that_a_page_points_to_is_there(page):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, title = target.partition("#")
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+            file = page.parent / name if name else page
+            assert file.exists(), target
+            titles = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M) if title else [""]
+            letters = [re.sub(r"[\W_]", "", x.lower()) for x in (title, *titles)]
+            assert letters[0] in letters[1:], target
 
 
 WHO_DIFFERS = {  # rows of the landing page, by those of peers.md
@@ -79,19 +81,7 @@ def test_the_landing_page_says_of_others_what_was_measured():
 # ---- the site ----
 
 
-@pytest.fixture
-def repository(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "_ext")
-    return importlib.import_module("repository")
-
-
-@pytest.fixture
-def looks(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "_ext")
-    return importlib.import_module("looks")
-
-
-def test_a_page_is_edited_in_the_file_that_it_shows(looks):
+def test_a_page_is_edited_in_the_file_that_it_shows():
     for page, path in {
         "learn/heads": "docs/learn/heads.md",
         "_files/CONTRIBUTING": "CONTRIBUTING.md",
@@ -102,7 +92,7 @@ def test_a_page_is_edited_in_the_file_that_it_shows(looks):
         assert (ROOT / path).is_file()
 
 
-def test_each_command_of_a_console_is_a_block_of_its_own(looks):
+def test_each_command_of_a_console_is_a_block_of_its_own():
     text = "$ one  # first\n$ two \\\n  more\noutput\n$ three"
     doctree = new_document("page")
     doctree += nodes.literal_block(text, text, language="console")
@@ -113,7 +103,7 @@ def test_each_command_of_a_console_is_a_block_of_its_own(looks):
     assert all(block.rawsource == block.astext() for block in doctree.findall(nodes.literal_block))
 
 
-def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room(looks):
+def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room():
     doctree = new_document("page")
     for picture in ("images/mask-causal.png", "images/attention.png", "favicon.svg"):
         doctree += nodes.image(uri=picture)
@@ -127,12 +117,6 @@ def test_a_picture_is_as_large_as_it_was_drawn_and_a_formula_has_room(looks):
     assert [node.get("width") for node in doctree.findall(nodes.image)] == ["386px", "1600px", None]
     classes = [node["classes"] for node in doctree.findall(nodes.entry)]
     assert classes == [["formula"], ["long-formula"], []]
-
-
-@pytest.fixture
-def written(monkeypatch):
-    monkeypatch.syspath_prepend(DOCS / "_ext")
-    return importlib.import_module("written")
 
 
 def test_every_page_has_its_place_in_the_sidebar_once():
@@ -152,7 +136,7 @@ def test_the_glossary_has_the_words_that_people_look_for_in_order():
     assert wanted <= {word for term in terms for word in re.split("[,:] ", term)}
 
 
-def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
+def test_links_out_of_the_docs_lead_to_pages_of_the_site():
     text = "[a](../examples/plugin) [b](../polyattn/masks.py#x) [c](masks.md) [d](gone.md) [e](#f)"
     assert repository.relinked(text, DOCS) == (
         "[a](/_files/examples/plugin/README.md) [b](/_files/polyattn/masks.py.md#x)"
@@ -168,7 +152,7 @@ def test_links_out_of_the_docs_lead_to_pages_of_the_site(repository):
     assert repository.home("learn/heads") == DOCS / "learn"
 
 
-def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(repository, tmp_path, monkeypatch):
+def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(tmp_path, monkeypatch):
     docs = tmp_path / "docs"
     (docs / "_files").mkdir(parents=True)
     (docs / "_files" / "stale.md").write_text("of an earlier build")
@@ -190,7 +174,7 @@ def test_a_build_makes_a_page_of_each_file_that_a_page_leads_to(repository, tmp_
 
 
 @pytest.mark.slow
-def test_the_page_of_commands_has_the_help_of_each(written):
+def test_the_page_of_commands_has_the_help_of_each():
     page = written.commands()
     named = re.findall(r"^## polyattn (\w+)\n\n```text\nusage: polyattn (\w+)", page, re.MULTILINE)
     assert {"backends", "explain", "check", "demo"} <= {name for name, _ in named}
@@ -198,7 +182,7 @@ def test_the_page_of_commands_has_the_help_of_each(written):
     assert len(named) == page.count("\n## ")
 
 
-def test_the_table_of_errors_says_who_raises_each(written):
+def test_the_table_of_errors_says_who_raises_each():
     rows = dict(
         re.findall(r"^\| \{py:exc\}`~polyattn\.(\w+)` \| (.*) \|$", written.error_table(), re.M)
     )
@@ -236,14 +220,14 @@ def test_a_link_that_is_wrong_is_found(body, reason, tmp_path):
         '<a href="other.html#there">x</a> <a href="https://example.org">x</a> <a href="#a">x</a>'
     )
     (tmp_path / "index.html").write_text(f'<p id="a">{right}{body}</p>')
-    (found,) = script("links").problems(tmp_path)
+    (found,) = links.problems(tmp_path)
     assert found.startswith("index.html: ")
     assert found.endswith(reason)
 
 
 def test_a_style_sheet_that_loads_from_afar_is_found(tmp_path):
     (tmp_path / "site.css").write_text("@import 'https://example.org/x.css';")
-    (found,) = script("links").problems(tmp_path)
+    (found,) = links.problems(tmp_path)
     assert found == "site.css: https://example.org/x.css is loaded from another site"
 
 
@@ -382,7 +366,6 @@ def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
 
 @pytest.mark.slow
 def test_the_picture_of_scale_is_what_the_script_draws(tmp_path):
-    scale = script("scale")
     scale.main(tmp_path / "scale.png")
     with Image.open(tmp_path / "scale.png") as drawn, Image.open(scale.PICTURE) as shown:
         assert drawn.size == shown.size

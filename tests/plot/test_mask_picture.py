@@ -1,7 +1,5 @@
 """The picture of a mask shows the keys that attention sees and the tiles that the mask answers."""
 
-import importlib
-
 import array_api_strict
 import jax.numpy as jnp
 import matplotlib
@@ -81,6 +79,8 @@ def test_each_item_of_a_batch_has_its_own_picture(axes, item):
     seen = visible(mask, 6, 24, batch=(2, 2)).reshape(4, 6, 24)[item]
     np.testing.assert_array_equal(np.isin(shown(axes), (SEEN, FULL)), seen)
     assert title(axes).startswith(f"item {item}, head 0")
+    other = draw_mask(masks.causal(), 6, item=item + 1, axes=Figure().add_subplot())
+    assert title(other).startswith(f"item {item + 1}, head 0")  # of as many as are asked for
 
 
 def test_tiles_are_full_mixed_and_empty_as_the_mask_answers(axes):
@@ -199,14 +199,6 @@ def test_lightness_alone_tells_the_colours_apart():
     assert min(np.diff(lightness)) > 0.08
 
 
-def test_nothing_is_shown_and_the_figure_is_the_callers():
-    from matplotlib import pyplot
-
-    before = pyplot.get_fignums()
-    assert isinstance(masks.causal().plot(8), Figure)
-    assert pyplot.get_fignums() == before
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -221,20 +213,3 @@ def test_nothing_is_shown_and_the_figure_is_the_callers():
 def test_what_cannot_be_drawn_is_refused(axes, given, says):
     with pytest.raises(ValueError, match=says):
         draw_mask(masks.padding(LENGTHS), **given, axes=axes)
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    def missing(name, *rest):
-        if name.startswith("matplotlib"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return found(name, *rest)
-
-    found = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r'pip install "polyattn\[plot\]"'):
-        masks.causal().plot()
-
-
-def test_importing_masks_imports_no_matplotlib(run_python):
-    code = "import sys, polyattn.plot.mask_picture as p; print(p.Mask)"
-    assert run_python(f"{code}; assert 'matplotlib' not in sys.modules; import numpy")

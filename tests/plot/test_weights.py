@@ -1,7 +1,6 @@
 """Pictures of attention show the numbers that they are given, and their labels can be read."""
 
 import importlib
-import importlib.util
 import itertools
 from pathlib import Path
 
@@ -272,9 +271,7 @@ def test_a_mask_is_drawn_as_its_own_method_draws_it(mask):
 @pytest.mark.slow
 def test_the_code_of_the_page_draws_its_pictures(drawn_by, tmp_path):
     docs = Path(__file__).resolve().parents[2] / "docs"
-    spec = importlib.util.spec_from_file_location("docs_plot", docs / "plot.py")
-    drawing = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(drawing)
+    drawing = importlib.import_module("plot")
     (tmp_path / "images").mkdir()
     drawn = drawn_by(drawing, tmp_path, 2000)
     assert drawn == {f"images/{file.name}" for file in docs.glob("images/plot-*.png")}
@@ -287,6 +284,7 @@ CALLS = {
     "attention_map": lambda **options: plot.attention_map(weights(), **options),
     "entropy": lambda **options: plot.entropy(weights(2, 2), **options),
     "mask": lambda **options: plot.mask(masks.causal(), 8, **options),
+    "Mask.plot": lambda **options: masks.causal().plot(8, **options),
 }
 
 
@@ -298,8 +296,9 @@ def test_nothing_is_left_with_pyplot(name):
     figure = CALLS[name]()
     assert isinstance(figure, Figure)
     assert pyplot.get_fignums() == before
-    axes = Figure().add_subplot()
-    assert CALLS[name](axes=axes) is axes.figure
+    if name != "Mask.plot":
+        axes = Figure().add_subplot()
+        assert CALLS[name](axes=axes) is axes.figure
 
 
 def test_the_colours_grow_lighter_step_by_step_for_every_reader():
@@ -327,68 +326,36 @@ def test_importing_it_imports_no_matplotlib(run_python):
     assert loaded.strip() == "False"
 
 
-NAN = np.full((2, 2), np.nan)
+def of(value):
+    return np.full((2, 2), value)
+
+
+drawn, layers = plot.attention_map, plot.entropy
 
 
 @pytest.mark.parametrize(
     ("call", "kind", "says"),
     [
-        (lambda: plot.attention_map(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
-        (
-            lambda: plot.attention_map(np.ones(3)),
-            ValueError,
-            r"\(L, S\) or \(H, L, S\); got \(3,\)",
-        ),
-        (lambda: plot.attention_map(np.ones((0, 3))), ValueError, r"shape \(0, 3\)"),
-        (lambda: plot.attention_map([[1.0]]), TypeError, "weights is a list"),
-        (lambda: plot.attention_map(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
-        (lambda: plot.attention_map(NAN), ValueError, "finite and at least 0; got nan"),
-        (lambda: plot.attention_map(np.full((2, 2), np.inf)), ValueError, "got inf to inf"),
-        (
-            lambda: plot.attention_map(weights(), WORDS),
-            ValueError,
-            "queries must be 5 tokens.* got 10",
-        ),
-        (
-            lambda: plot.attention_map(weights(), None, "ab"),
-            ValueError,
-            "keys must be 7 tokens.* got 2",
-        ),
-        (
-            lambda: plot.attention_map(weights(2), heads=2),
-            IndexError,
-            "index 2 is out of range for 2",
-        ),
-        (lambda: plot.attention_map(weights(2), heads=1.5), TypeError, "heads must be .* got 1.5"),
-        (lambda: plot.attention_map(weights(2), heads=[]), ValueError, r"at least one; got \[\]"),
-        (lambda: plot.attention_map(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
-        (
-            lambda: plot.attention_map(weights(2), power=0),
-            ValueError,
-            "power must be above 0; got 0",
-        ),
-        (
-            lambda: plot.attention_map(weights(3), axes=Figure().subplots(1, 2)),
-            ValueError,
-            "each of the 3 heads; got 2",
-        ),
-        (
-            lambda: plot.entropy(weights(2)),
-            ValueError,
-            r"shape \(layers, H, L, S\); got \(2, 5, 7\)",
-        ),
-        (lambda: plot.entropy([weights()]), ValueError, r"weights\[0\] must have .* got \(5, 7\)"),
-        (lambda: plot.entropy([]), ValueError, "must contain a layer"),
-        (
-            lambda: plot.entropy([weights(2), -weights(2)]),
-            ValueError,
-            r"weights\[1\] must be finite",
-        ),
-        (
-            lambda: plot.entropy([weights(2), weights(3)]),
-            ValueError,
-            r"same number of heads; got \[2, 3\]",
-        ),
+        (lambda: drawn(weights(2, 3)), ValueError, r"\(2, 3, 5, 7\): select an item"),
+        (lambda: drawn(np.ones(3)), ValueError, r"\(L, S\) or \(H, L, S\); got \(3,\)"),
+        (lambda: drawn(np.ones((0, 3))), ValueError, r"shape \(0, 3\)"),
+        (lambda: drawn([[1.0]]), TypeError, "weights is a list"),
+        (lambda: drawn(weights() - 0.5), ValueError, "at least 0; got -0.*not scores"),
+        (lambda: drawn(of(np.nan)), ValueError, "finite and at least 0; got nan"),
+        (lambda: drawn(of(np.inf)), ValueError, "got inf to inf"),
+        (lambda: drawn(weights(), WORDS), ValueError, "queries must be 5 tokens.* got 10"),
+        (lambda: drawn(weights(), None, "ab"), ValueError, "keys must be 7 tokens.* got 2"),
+        (lambda: drawn(weights(2), heads=2), IndexError, "index 2 is out of range for 2"),
+        (lambda: drawn(weights(2), heads=1.5), TypeError, "heads must be .* got 1.5"),
+        (lambda: drawn(weights(2), heads=[]), ValueError, r"at least one; got \[\]"),
+        (lambda: drawn(weights(), heads=0), ValueError, r"heads=0 needs weights of"),
+        (lambda: drawn(weights(2), power=0), ValueError, "power must be above 0; got 0"),
+        (lambda: drawn(weights(3), axes=[None] * 2), ValueError, "each of the 3 heads; got 2"),
+        (lambda: layers(weights(2)), ValueError, r"shape \(layers, H, L, S\); got \(2, 5, 7\)"),
+        (lambda: layers([weights()]), ValueError, r"weights\[0\] must have .* got \(5, 7\)"),
+        (lambda: layers([]), ValueError, "must contain a layer"),
+        (lambda: layers([weights(2), -weights(2)]), ValueError, r"weights\[1\] must be finite"),
+        (lambda: layers([weights(2), weights(3)]), ValueError, r"number of heads; got \[2, 3\]"),
         (lambda: plot.mask("causal"), TypeError, "got a str"),
     ],
 )

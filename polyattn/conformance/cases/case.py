@@ -162,20 +162,7 @@ class Case:
         return q, k, v
 
     def arguments(self, poisoned: bool = True) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
-        """Make new arguments of the call.
-
-        Parameters
-        ----------
-        poisoned : bool
-            Whether the arrays contain the poison.
-
-        Returns
-        -------
-        arrays : tuple of numpy.ndarray
-            Query, key and value.
-        options : dict
-            The other arguments.
-        """
+        """Make query, key and value and the options of the call, with or without its poison."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
         dtype = np.dtype(self.dtype)
         arrays = dict(zip(ARRAYS, VALUES[self.values](self, rng), strict=True))

@@ -28,6 +28,7 @@ from polyattn.conformance.cases.generators import (
     mask_with_empty_rows,
     mask_without,
     no_key,
+    normal,
     offsets,
     padding,
     random_mask,
@@ -44,12 +45,12 @@ OFFSETS: Fields = {"is_causal": True, "query_offset": Generated(offsets)}
 PAIRED: Group = {
     "causal": {"is_causal": True},
     "window": {"window": (3, 2)},
-    "mask array": {"mask": Generated(random_mask)},
+    "mask array": {"mask": random_mask()},
     "mask function": {"mask": two_in_three},
-    "bias": {"bias": Generated(lambda case, rng: rng.normal(size=case.score_shape))},
+    "bias": {"bias": normal()},
     "softcap": {"softcap": 1.5},
     "score_mod": {"score_mod": bent},
-    "sinks": {"sinks": Generated(lambda case, rng: rng.normal(size=case.H))},
+    "sinks": {"sinks": normal("H")},
     "grouped heads": {"H": 4, "G": 2},
     "offset int": {"is_causal": True, "query_offset": 2},
     "offset array": OFFSETS,
@@ -78,41 +79,24 @@ ALONE: Group = {
     "causal, mask and bias, grouped": (
         PAIRED["causal"] | PAIRED["mask array"] | PAIRED["bias"] | PAIRED["grouped heads"]
     ),
-    "mask (L, S)": {"mask": Generated(lambda case, rng: random_mask(case, rng, (case.L, case.S)))},
-    "mask (S,)": {"mask": Generated(lambda case, rng: random_mask(case, rng, (case.S,)))},
-    "mask (L, 1)": {"mask": Generated(lambda case, rng: random_mask(case, rng, (case.L, 1)))},
-    "mask per head": {
-        "mask": Generated(lambda case, rng: random_mask(case, rng, (1, case.H, 1, case.S)))
-    },
-    "mask (B, 1, L, S)": {
-        "mask": Generated(
-            lambda case, rng: random_mask(case, rng, (*case.batch, 1, case.L, case.S))
-        )
-    },
-    "mask (2, 1, 1, 1, S) for a batch (2, 3)": {
-        "mask": Generated(lambda case, rng: random_mask(case, rng, (2, 1, 1, 1, case.S))),
-        "batch": (2, 3),
-    },
+    "mask (L, S)": {"mask": random_mask("LS")},
+    "mask (S,)": {"mask": random_mask("S")},
+    "mask (L, 1)": {"mask": random_mask("L1")},
+    "mask per head": {"mask": random_mask("1H1S")},
+    "mask (B, 1, L, S)": {"mask": random_mask("B1LS")},
+    "mask (2, 1, 1, 1, S) for a batch (2, 3)": {"mask": random_mask("2111S"), "batch": (2, 3)},
     "mask (1, 1)": {"mask": Generated(lambda case, rng: np.zeros((1, 1), bool))},
     "padding mask": {"mask": Generated(padding)},
     "mask function of j": {"mask": first_keys},
     "segments": {"mask": segments},
-    "bias (L, S)": {"bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S)))},
-    "bias (H, 1, S)": {"bias": Generated(lambda case, rng: rng.normal(size=(case.H, 1, case.S)))},
-    "bias (B, 1, L, 1)": {
-        "bias": Generated(lambda case, rng: rng.normal(size=(*case.batch, 1, case.L, 1)))
-    },
-    "bias of float32": {
-        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S)), "float32")
-    },
-    "bias of float64": {
-        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S)), "float64")
-    },
-    "sinks of float64": {"sinks": Generated(lambda case, rng: rng.normal(size=case.H), "float64")},
+    "bias (L, S)": {"bias": normal("LS")},
+    "bias (H, 1, S)": {"bias": normal("H1S")},
+    "bias (B, 1, L, 1)": {"bias": normal("B1L1")},
+    "bias of float32": {"bias": normal("LS", "float32")},
+    "bias of float64": {"bias": normal("LS", "float64")},
+    "sinks of float64": {"sinks": normal("H", "float64")},
     "bias as mask": {"bias": bias_with(lambda i, j: (i + j) % 3 == 0)},
-    "bias (1, H, L, S)": {
-        "bias": Generated(lambda case, rng: rng.normal(size=(1, case.H, case.L, case.S)))
-    },
+    "bias (1, H, L, S)": {"bias": normal("1HLS")},
     "alibi": {"score_mod": alibi},
     "score_mod hides keys": {"score_mod": hiding_a_third},
     "low sinks": {"sinks": Generated(lambda case, rng: np.full(case.H, -1e4))},
@@ -186,7 +170,7 @@ EMPTY_ROWS: Group = {
     },
     "S = 0": {"S": 0},
     "S = 0, causal": {"S": 0, "is_causal": True},
-    "S = 0, mask": {"S": 0, "mask": Generated(random_mask)},
+    "S = 0, mask": {"S": 0, **PAIRED["mask array"]},
     "S = 0, mask function": {"S": 0, "mask": two_in_three},
     "S = 0, window": {"S": 0, "window": (1, 1)},
     "S = 0, score_mod": {"S": 0, "score_mod": bent},
@@ -255,6 +239,7 @@ POISONED |= {
     for how in HIDDEN
     for fields in (POISONED[f"{poison} under {how}"],)
 }
+LATER: Fields = {"poison": math.nan, "poisoned": (5,), "is_causal": True}
 POISONED |= {
     "nan in a query": {"poison": math.nan, "poisoned": (3,), "poison_in": ("query",)},
     "nan in a query of which some rows are empty": {
@@ -262,15 +247,12 @@ POISONED |= {
         **EMPTY_ROWS["function hides some rows"],
     },
     **{
-        f"{poison} in a value seen by later rows": {
-            **{"poison": poison, "poisoned": (5,), "poison_in": ("value",), "is_causal": True},
-        }
+        f"{poison} in a value seen by later rows": LATER
+        | {"poison": poison, "poison_in": ("value",)}
         for poison in (math.nan, math.inf, -math.inf)
     },
-    "nan seen by later rows": {"poison": math.nan, "poisoned": (5,), "is_causal": True},
-    "nan in a key seen by later rows": {
-        **{"poison": math.nan, "poisoned": (5,), "poison_in": ("key",), "is_causal": True},
-    },
+    "nan seen by later rows": LATER,
+    "nan in a key seen by later rows": LATER | {"poison_in": ("key",)},
     "nan seen through a window": {"poison": math.nan, "poisoned": (5,), "window": (2, 1)},
     "nan seen by even rows": {
         "poison": math.nan,

@@ -10,7 +10,7 @@ import numpy as np
 
 from polyattn import masks, scores
 from polyattn.conformance.cases.case import Case, Generated, make_case
-from polyattn.conformance.cases.generators import bent, offsets, random_mask, two_in_three
+from polyattn.conformance.cases.generators import bent, normal, offsets, random_mask, two_in_three
 
 Fields = dict[str, Any]
 Group = dict[str, Fields]
@@ -47,7 +47,7 @@ def padded(case: Case, rng: Any) -> Any:
 
 
 def per_head(case: Case, rng: Any) -> Any:
-    return masks.window(1, 0) | masks.dense(random_mask(case, rng, (1, case.H, 1, case.S)))
+    return masks.window(1, 0) | masks.dense(random_mask("1H1S").make(case, rng))
 
 
 def by_head(case: Case, rng: Any) -> Any:
@@ -114,10 +114,7 @@ MEETING: dict[str, Group] = {
     "mask value": {
         "offset int": {"query_offset": 2},
         "offset array": {"query_offset": Generated(offsets)},
-        "bias and sinks": {
-            "bias": Generated(lambda case, rng: rng.normal(size=case.score_shape)),
-            "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
-        },
+        "bias and sinks": {"bias": normal(), "sinks": normal("H")},
     },
     "score value": {
         "offset array": {"query_offset": Generated(offsets)},
@@ -125,7 +122,7 @@ MEETING: dict[str, Group] = {
         "mask value": STEPS["mask value"],
     },
     "similarity": {
-        "scale and mask array": {"scale": 4.0, "mask": Generated(random_mask)},
+        "scale and mask array": {"scale": 4.0, "mask": random_mask()},
         "score norm": STEPS["score norm"],
     },
     "score norm": {
@@ -141,19 +138,13 @@ MEETING: dict[str, Group] = {
         "mask value and softcap": STEPS["mask value"] | {"softcap": 2.0},
     },
     "normalizer": {
-        "causal and bias": {
-            "bias": Generated(lambda case, rng: rng.normal(size=case.score_shape)),
-            "is_causal": True,
-        },
+        "causal and bias": {"bias": normal(), "is_causal": True},
         "score value and mask value": STEPS["score value"] | STEPS["mask value"],
         "dropout": STEPS["dropout"],
     },
     "dropout": {
         "mask value": STEPS["mask value"],
-        "causal and sinks": {
-            "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
-            "is_causal": True,
-        },
+        "causal and sinks": {"sinks": normal("H"), "is_causal": True},
     },
 }
 
@@ -197,14 +188,15 @@ EMPTY: Group = {
     **{f"S = 0, {name}": {"S": 0} | fields for name, fields in STEPS.items()},
 }
 
+NORMALIZED: Group = {
+    "sparsemax": STEPS["normalizer"],
+    "sigmoid": VARIANTS["sigmoid"],
+    "score norm": STEPS["score norm"],
+    "cosine": STEPS["similarity"],
+}
 EXTREME: Group = {
     f"scores of 1e4, {name}": {"values": "scores of 1e4", "L": 33, "S": 33} | fields
-    for name, fields in {
-        "sparsemax": STEPS["normalizer"],
-        "sigmoid": VARIANTS["sigmoid"],
-        "score norm": STEPS["score norm"],
-        "cosine": STEPS["similarity"],
-    }.items()
+    for name, fields in NORMALIZED.items()
 } | {
     "equal scores, score norm": {"values": "equal scores"} | STEPS["score norm"],
     "equal scores, sparsemax": {"values": "equal scores"} | STEPS["normalizer"],
@@ -222,52 +214,30 @@ POISONED: Group = {
     **{
         f"nan in a key seen by later rows, {name}": {
             **{"poison": math.nan, "poisoned": (5,), "poison_in": ("key",), "is_causal": True},
-            **fields,
+            **NORMALIZED[name],
         }
-        for name, fields in {
-            "sparsemax": STEPS["normalizer"],
-            "sigmoid": VARIANTS["sigmoid"],
-            "score norm": STEPS["score norm"],
-        }.items()
+        for name in ("sparsemax", "sigmoid", "score norm")
     },
 }
 
 LONG: Fields = {"batch": (1,), "D": 4}
+SQUARE: Fields = {"L": 150, "S": 150}
+TALL: Fields = {"L": 150, "S": 40, "is_causal": True}
 LENGTHS: Group = {
     "65 x 700, prefix": {"mask": masks.causal() | masks.prefix(30), "L": 65, "S": 700},
-    "150 x 150, packed documents": {"mask": Generated(packed), "L": 150, "S": 150},
-    "150 x 150, composed masks": {"mask": Generated(composed), "L": 150, "S": 150},
+    "150 x 150, packed documents": SQUARE | {"mask": Generated(packed)},
+    "150 x 150, composed masks": SQUARE | {"mask": Generated(composed)},
     # Whole blocks of rows see no key by position, and the mask is evaluated nevertheless.
-    "150 x 40, causal and padding": {
-        "mask": Generated(padded),
-        "is_causal": True,
-        "L": 150,
-        "S": 40,
-    },
-    "150 x 40, causal and a mask (S,)": {
-        **{"mask": Generated(lambda case, rng: random_mask(case, rng, (case.S,)))},
-        **{"is_causal": True, "L": 150, "S": 40},
-    },
-    "150 x 150, window past all keys and a mask array": {
-        **{
-            "mask": Generated(random_mask),
-            "window": (9, 9),
-            "query_offset": 100,
-            "L": 150,
-            "S": 150,
-        },
-    },
-    "150 x 150, composed masks before all keys": {
-        **{
-            "mask": Generated(composed),
-            "is_causal": True,
-            "query_offset": -120,
-            "L": 150,
-            "S": 150,
-        },
-    },
+    "150 x 40, causal and padding": TALL | {"mask": Generated(padded)},
+    "150 x 40, causal and a mask (S,)": TALL | {"mask": random_mask("S")},
+    "150 x 150, window past all keys and a mask array": (
+        SQUARE | {"mask": random_mask(), "window": (9, 9), "query_offset": 100}
+    ),
+    "150 x 150, composed masks before all keys": (
+        SQUARE | {"mask": Generated(composed), "is_causal": True, "query_offset": -120}
+    ),
     "129 x 300, dropout": {"dropout": (0.3, 11), "is_causal": True, "L": 129, "S": 300},
-    "150 x 150, heads that differ": {"mask": Generated(by_head), "H": 4, "L": 150, "S": 150},
+    "150 x 150, heads that differ": SQUARE | {"mask": Generated(by_head), "H": 4},
     "65 x 513, score value": {"score_mod": Generated(relative), "L": 65, "S": 513},
 }
 
@@ -280,10 +250,7 @@ VERY_LONG: Group = {
         "rows": (0, 511, 512, 4095),
     },
     "5000 x 1100, causal and a mask (S,)": {
-        **{
-            "mask": Generated(lambda case, rng: random_mask(case, rng, (case.S,))),
-            "is_causal": True,
-        },
+        **{"mask": random_mask("S"), "is_causal": True},
         **{"L": 5000, "S": 1100, "rows": (0, 3899, 3901, 3999, 4097, 4999)},
     },
     "1100 x 4500, documents before all keys": {
@@ -291,18 +258,11 @@ VERY_LONG: Group = {
         **{"L": 1100, "S": 4500, "rows": (0, 599, 601, 1099)},
     },
     "17 x 20000, bias": {
-        "bias": Generated(lambda case, rng: rng.normal(size=(case.L, case.S))),
-        **{"L": 17, "S": 20000, "rows": (0, 16)},
+        **{"bias": normal("LS"), "L": 17, "S": 20000, "rows": (0, 16)},
     },
     "20000 x 17, alibi, sinks": {
-        **{
-            "score_mod": Generated(sloped),
-            "query_offset": -19980,
-            "is_causal": True,
-            "H": 4,
-            "G": 2,
-        },
-        "sinks": Generated(lambda case, rng: rng.normal(size=case.H)),
+        **{"score_mod": Generated(sloped), "query_offset": -19980, "is_causal": True},
+        **{"H": 4, "G": 2, "sinks": normal("H")},
         **{"L": 20000, "S": 17, "rows": (0, 8191, 8192, 16384, 19980, 19999)},
     },
     "2 x 9001, decoding, softcap": {

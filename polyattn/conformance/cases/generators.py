@@ -16,12 +16,28 @@ from polyattn._base.arrays import cast, library_of
 from polyattn.conformance.cases.case import Case, Generated, Shape
 
 
-def random_mask(case: Case, rng: Any, shape: Shape | None = None) -> Any:
-    return rng.random(case.score_shape if shape is None else shape) < 0.7
+def shape_of(case: Case, axes: str) -> Shape:
+    """Return the lengths of axes: letters of the semantics, B for the batch, 1 and 2 as they are.
+
+    Without letters, it is the shape of the scores.
+    """
+    lengths: dict[str, Shape] = {"B": case.batch, "H": (case.H,), "L": (case.L,), "S": (case.S,)}
+    lengths |= {"1": (1,), "2": (2,)}
+    return tuple(n for axis in axes for n in lengths[axis]) if axes else case.score_shape
+
+
+def normal(axes: str = "", dtype: str | None = None) -> Generated:
+    """Return an array of normal numbers, of axes as for `shape_of`."""
+    return Generated(lambda case, rng: rng.normal(size=shape_of(case, axes)), dtype)
+
+
+def random_mask(axes: str = "") -> Generated:
+    """Return a mask that shows most keys, of axes as for `shape_of`."""
+    return Generated(lambda case, rng: rng.random(shape_of(case, axes)) < 0.7)
 
 
 def mask_with_empty_rows(case: Case, rng: Any) -> Any:
-    mask = random_mask(case, rng)
+    mask = rng.random(case.score_shape) < 0.7
     mask[..., ::3, :] = False
     return mask
 

@@ -14,6 +14,7 @@ from polyattn.conformance.cases.generators import (
     bent,
     mask_with_empty_rows,
     mask_without,
+    normal,
     slope_of_bent,
 )
 
@@ -38,7 +39,7 @@ OWN = {
         make_case(
             "eight heads, softcap and bias (H, L, 1)",
             **{"batch": (1,), "H": 8, "L": 5, "S": 33, "softcap": 1.5},
-            bias=Generated(lambda case, rng: rng.normal(size=(case.H, case.L, 1))),
+            bias=normal("HL1"),
         ),
         make_case(
             "nan in the queries of empty rows",

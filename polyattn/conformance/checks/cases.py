@@ -24,6 +24,7 @@ from polyattn.conformance.checks.lazy import is_lazy
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import (
     Deviation,
+    Yardstick,
     accumulation_dtype,
     deviation,
     logsumexp_yardstick,
@@ -97,10 +98,7 @@ def check_case(target: Target, variant: KernelVariant, case: Case) -> Outcome:
     what = f"{case}: output"
     with name_case(what, kernel):
         output = target.call(case, kernel, arguments=arguments)
-    check_like(what, output, arguments[0][0], case.dtype)
-    check_own(target, what, output, arguments)
-    off = deviation(target.back(output), output_yardstick(case), what)
-    assert off.fault is None, off.fault
+    off = _check_result(target, what, output, case.dtype, output_yardstick(case), arguments)
     logsumexp = None
     if has_logsumexp(target, kernel, case, arguments):
         logsumexp = _check_partial(target, kernel, case, arguments)
@@ -118,15 +116,19 @@ def has_logsumexp(target: Target, kernel: Kernel, case: Case, arguments: Any = N
 def _check_partial(target: Target, kernel: Kernel, case: Case, arguments: Any) -> Deviation:
     with name_case(f"{case}: logsumexp", kernel):
         output, logsumexp = target.call(case, kernel, attention_partial, arguments)
-    what = f"{case}: output of the partial"
-    check_like(what, output, arguments[0][0], case.dtype)
-    check_own(target, what, output, arguments)
-    off = deviation(target.back(output), output_yardstick(case), what)
-    assert off.fault is None, off.fault
-    what = f"{case}: logsumexp"
-    check_like(what, logsumexp, arguments[0][0], accumulation_dtype(case.dtype))
-    check_own(target, what, logsumexp, arguments)
-    off = deviation(target.back(logsumexp), logsumexp_yardstick(case), what)
+    what, yard = f"{case}: output of the partial", output_yardstick(case)
+    _check_result(target, what, output, case.dtype, yard, arguments)
+    what, yard = f"{case}: logsumexp", logsumexp_yardstick(case)
+    dtype = accumulation_dtype(case.dtype)
+    return _check_result(target, what, logsumexp, dtype, yard, arguments)
+
+
+def _check_result(
+    target: Target, what: str, result: Any, dtype: str, yard: Yardstick, arguments: Any
+) -> Deviation:
+    check_like(what, result, arguments[0][0], dtype)
+    check_own(target, what, result, arguments)
+    off = deviation(target.back(result), yard, what)
     assert off.fault is None, off.fault
     return off
 
@@ -185,6 +187,11 @@ def bits_of(target: Target, arguments: tuple[list[Any], Mapping[str, Any]]) -> d
     }
 
 
+def aspects(case: Case) -> frozenset[str]:
+    """Return what a case is about: its features or "plain", its dtype and its topic."""
+    return (case.features or frozenset({"plain"})) | {case.dtype, case.topic}
+
+
 def covering(
     target: Target,
     variant: KernelVariant,
@@ -195,12 +202,8 @@ def covering(
 
     For kernels that compile for seconds in each case.
     """
-    covers = {
-        case: (case.features or {"plain"}) | {case.dtype, case.topic}
-        for case in cases
-        if case.features <= variant.kernel.features
-    }
-    wanted = set().union(*covers.values()) if covers else set()
+    covers = {case: aspects(case) for case in cases if case.features <= variant.kernel.features}
+    wanted: set[str] = set().union(*covers.values())
     chosen: list[Case] = []
     while wanted and covers:
         best = max(covers, key=lambda case: len(covers[case] & wanted))

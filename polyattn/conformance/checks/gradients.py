@@ -8,6 +8,7 @@ textbook judge the rest: the steps that the formula leaves out, arrays in expres
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from polyattn._core.expressions.expression import Expression
 from polyattn._dispatch.request import request
 from polyattn._dispatch.select import explain_selection
 from polyattn.conformance.cases.case import Case, arrays_in
-from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, JVP_CASES
+from polyattn.conformance.cases.gradient_cases import BACKWARD_CASES, GRADIENT_CASES, JVP_CASES
 from polyattn.conformance.checks.autodiff import BY, Arguments
 from polyattn.conformance.checks.cases import (
     bits_of,
@@ -36,6 +37,7 @@ from polyattn.conformance.checks.cases import (
     check_unwritten,
     has_logsumexp,
     name_case,
+    takes,
 )
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.differences import (
@@ -291,19 +293,35 @@ def compare_tangent(case: Case, what: str, found: Any) -> dict[str, Deviation]:
 
 
 class Derivative(NamedTuple):
-    """A feature of kernels that `attention` has no argument for."""
+    """A derivative of calls, by the library's own differentiation or by a kernel."""
 
-    feature: str  # also the name of the kernel's method
+    name: str  # that of the kernel's method and feature, if it is the kernel's
     cases: Mapping[str, Case]  # the calls that it is checked with
     check: Callable[[Target, KernelVariant, Case], dict[str, Deviation] | None]
+    is_taken: Callable[[Target, KernelVariant, Case], bool]
+    is_offered: Callable[[Target, KernelVariant], bool]
+    otherwise: str  # what a report says where it is not offered
 
-    def is_taken(self, target: Target, variant: KernelVariant, case: Case) -> bool:
-        """Return whether a kernel computes the derivative of a case."""
-        return differentiates(self.feature, target, variant, case)
+
+def _of_kernel(feature: str, cases: Mapping[str, Case], check: Any) -> Derivative:
+    def is_declared(target: Target, variant: KernelVariant) -> bool:
+        return feature in target.declared(variant.kernel)
+
+    is_taken = partial(differentiates, feature)
+    return Derivative(feature, cases, check, is_taken, is_declared, "not declared")
 
 
 #: The features that `attention` has no argument for, by name.
 DERIVATIVES = {
-    "backward": Derivative("backward", BACKWARD_CASES, check_backward),
-    "jvp": Derivative("jvp", JVP_CASES, check_jvp),
+    "backward": _of_kernel("backward", BACKWARD_CASES, check_backward),
+    "jvp": _of_kernel("jvp", JVP_CASES, check_jvp),
 }
+BY_LIBRARY = Derivative(
+    "gradients",
+    GRADIENT_CASES,
+    check_gradients,
+    takes,
+    lambda target, variant: has_gradients(target),
+    "library has none",
+)
+ALL_DERIVATIVES = {"gradients": BY_LIBRARY, **DERIVATIVES}

@@ -46,18 +46,7 @@ class KernelVariant(NamedTuple):
         return f"{self.kernel.name}, small tiles" if self.small_tiles else self.kernel.name
 
     def for_case(self, case: Case) -> Kernel:
-        """Return the kernel to run a case with.
-
-        Parameters
-        ----------
-        case : Case
-            The call.
-
-        Returns
-        -------
-        Kernel
-            The kernel, or a copy of it with tiles of a twelfth of the scores.
-        """
+        """Return the kernel to run a case with: a copy whose tiles are small, if they are to be."""
         if not self.small_tiles:
             return self.kernel
         small = copy.copy(self.kernel)
@@ -137,34 +126,13 @@ class Target:
         return None
 
     def to(self, array: Any) -> Any:
-        """Convert an array to the library.
-
-        Parameters
-        ----------
-        array : numpy.ndarray
-            The array.
-
-        Returns
-        -------
-        Array
-            The same numbers, on the checked device.
-        """
+        """Convert a NumPy array to the library, on the checked device."""
         if self.mover is None:
             return self._asarray(array)
         return self.mover.place(array, self.device)
 
     def back(self, array: Any) -> Any:
-        """Convert an array of the library to NumPy.
-
-        Parameters
-        ----------
-        array : Array
-            One of the library's.
-
-        Returns
-        -------
-        numpy.ndarray
-        """
+        """Convert an array of the library to NumPy."""
         return np.asarray(array if self.mover is None else self.mover.fetch(array))
 
     @cached_property
@@ -174,18 +142,7 @@ class Target:
         return tuple(dtype for dtype in taken if self.has(dtype))
 
     def has(self, dtype: str) -> bool:
-        """Return whether the library has a dtype.
-
-        Parameters
-        ----------
-        dtype : str
-            The name of the dtype.
-
-        Returns
-        -------
-        bool
-            Whether an array keeps the dtype when it is converted.
-        """
+        """Return whether an array keeps a dtype when it is converted to the library."""
         if dtype not in self._known:
             self._known[dtype] = self._keeps(dtype)
         return self._known[dtype]
@@ -229,36 +186,12 @@ class Target:
         return frozenset(device.partition(":")[0] for device in at_hand)
 
     def declared(self, kernel: Kernel) -> frozenset[str]:
-        """Return the features that a kernel declares for the checked kinds of device.
-
-        Parameters
-        ----------
-        kernel : Kernel
-            The kernel.
-
-        Returns
-        -------
-        frozenset of str
-            A subset of `FEATURES`.
-        """
+        """Return the features that a kernel declares for the checked kinds of device."""
         elsewhere = {f for f, kinds in kernel.only_on.items() if not kinds & self.kinds}
         return frozenset(kernel.features) - elsewhere
 
     def arguments(self, case: Case) -> tuple[list[Any], dict[str, Any]]:
-        """Make the arguments of a call, in the library.
-
-        Parameters
-        ----------
-        case : Case
-            The call.
-
-        Returns
-        -------
-        arrays : list of Array
-            Query, key and value.
-        options : dict
-            The other arguments.
-        """
+        """Make query, key and value of a case, and its options, in the library."""
         arrays, options = case.arguments()
         return [self.to(x) for x in arrays], {
             name: with_arrays(option, self.to) for name, option in options.items()
@@ -272,24 +205,7 @@ class Target:
         *,
         logsumexp: bool = False,
     ) -> Explanation:
-        """Explain a call that requires a kernel.
-
-        Parameters
-        ----------
-        case : Case
-            The call.
-        kernel : Kernel
-            The kernel.
-        arguments : tuple, optional
-            The result of `arguments`; made if it is not given.
-        logsumexp : bool
-            Whether the logsumexp is required as well.
-
-        Returns
-        -------
-        Explanation
-            The result of `polyattn.explain`.
-        """
+        """Explain the call of a case that requires a kernel, of these arguments or new ones."""
         arrays, options = arguments or self.arguments(case)
         return explain(*arrays, **options, backend=self.backend, kernel=kernel, logsumexp=logsumexp)
 
@@ -300,23 +216,7 @@ class Target:
         function: Callable[..., Any] = attention,
         arguments: tuple[list[Any], dict[str, Any]] | None = None,
     ) -> Any:
-        """Make the call of a case.
-
-        Parameters
-        ----------
-        case : Case
-            The call.
-        kernel : Kernel
-            The required kernel.
-        function : callable
-            A function with the signature of `attention`.
-        arguments : tuple, optional
-            The result of `arguments`; made if it is not given.
-
-        Returns
-        -------
-        Any
-        """
+        """Make the call of a case by a function with the signature of `attention`."""
         self._forget_compiled()
         arrays, options = arguments or self.arguments(case)
         traced = {name: inner for name, x in options.items() if (inner := arrays_in(x))}

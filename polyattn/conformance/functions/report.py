@@ -43,18 +43,13 @@ class Row(NamedTuple):
     findings: dict[str, Finding]
 
     def count(self, status: str) -> int:
-        """Count the cases with a status.
-
-        Parameters
-        ----------
-        status : str
-            A status of `Finding`.
-
-        Returns
-        -------
-        int
-        """
+        """Count the cases with a status."""
         return sum(finding.status == status for finding in self.findings.values())
+
+    @property
+    def differing(self) -> int:
+        """The number of cases that differ or raise."""
+        return self.count(DIFFERS) + self.count(RAISES)
 
     @property
     def worst(self) -> float | None:
@@ -70,33 +65,32 @@ class Row(NamedTuple):
         )
 
 
-#: The rows: kinds and names.
-_ROWS = (
-    *(("feature", name) for name in FEATURES if name not in ("logsumexp", "dropout")),
-    ("arrays", "rank"),
-    ("arrays", "layout"),
-    *(("dtype", name) for name in DTYPES),
-    *(("topic", name) for name in TOPICS if name != "formula"),
-)
+#: The kind of each row, by its name.
+_KINDS = {
+    **{name: "feature" for name in FEATURES if name not in ("logsumexp", "dropout")},
+    **{"rank": "arrays", "layout": "arrays"},
+    **dict.fromkeys(DTYPES, "dtype"),
+    **{name: "topic" for name in TOPICS if name != "formula"},
+}
 
 
-def _row_of(case: Case) -> tuple[str, str] | None:
+def _row_of(case: Case) -> str | None:
     """Return the row of a case, which differs from a plain call in one thing; None for others."""
     if _is_only_ours(case):
         return None
     if case.topic != "formula":
-        return ("topic", case.topic) if case.dtype == "float32" else None
-    apart = [("feature", name) for name in case.features]
-    if len(apart) == 2 and ("feature", "causal") in apart:
-        # An offset changes only calls where positions matter.
-        apart = [x for x in apart if x[1].startswith("query_offset")] or apart
+        return case.topic if case.dtype == "float32" else None
+    differs = set(case.features)
+    if any(name.startswith("query_offset") for name in differs) and len(differs) == 2:
+        differs.discard("causal")  # an offset changes only calls where positions matter
     if (case.one_head or len(case.batch) != 1) and "batch_broadcast" not in case.features:
-        apart.append(("arrays", "rank"))
+        differs.add("rank")
     if case.layout != "...HLD":
-        apart.append(("arrays", "layout"))
-    if case.dtype != "float32" or not apart:
-        apart.append(("dtype", case.dtype))
-    return apart[0] if len(apart) == 1 and apart[0] in _ROWS else None
+        differs.add("layout")
+    if case.dtype != "float32" or not differs:
+        differs.add(case.dtype)
+    (first, *others) = differs
+    return first if not others and first in _KINDS else None
 
 
 def _is_only_ours(case: Case) -> bool:
@@ -112,26 +106,12 @@ def summarise(
     back: Callable[[Any], Any],
     progress: Callable[[Iterable[Case]], Iterable[Case]] | None = None,
 ) -> list[Row]:
-    """Check a function with the cases about one thing each, and group the results.
+    """Check a function with the cases about one thing each, and group the results by it.
 
-    Parameters
-    ----------
-    function : callable
-        As for `check_callable`.
-    cases : iterable of Case
-        The cases to choose from.
-    to, back : callable
-        As for `check_callable`.
-    progress : callable, optional
-        Wraps the iteration over the cases, as `tqdm` does.
-
-    Returns
-    -------
-    list of Row
-        One for each feature, array property, dtype and topic that has cases.
+    The arguments are those of `check_callable`; `progress` wraps the iteration, as `tqdm` does.
     """
     chosen = [(case, row) for case in cases if (row := _row_of(case)) is not None]
-    rows = {row: Row(*row, {}) for row in _ROWS}
+    rows = {name: Row(kind, name, {}) for name, kind in _KINDS.items()}
     through: Iterable[Case] = [case for case, _ in chosen]
     for case, (_, row) in zip(progress(through) if progress else through, chosen, strict=True):
         rows[row].findings[case.name] = call_named(
@@ -141,59 +121,23 @@ def summarise(
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """Return the rows as the lines of a table.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        The result of `summarise`.
-
-    Returns
-    -------
-    list of str
-        A line for each row, and a legend.
-    """
+    """Return rows as the lines of a table, with a legend."""
     cells = [("", "agree", "worst error", ""), *((row.name, *summary(row)) for row in rows)]
     legend = "  Errors are in units of eps · Σ w|v|; inf: not exact where it must be."
     return [*table(cells), "", *paragraph(legend)]
 
 
 def summary(row: Row) -> tuple[str, str, str]:
-    """Return the cells of a row.
-
-    Parameters
-    ----------
-    row : Row
-        The row.
-
-    Returns
-    -------
-    agree, units, remarks : str
-        The number that agree, the largest error, and remarks on those that do not.
-    """
+    """Return how many cases agree, the largest error, and remarks on those that do not."""
     able = len(row.findings) - row.count(NO_ARGUMENT)
     units = "-" if row.worst is None else f"{row.worst:.2g}"
     return f"{row.count(AGREES)} of {able}" if able else "-", units, "; ".join(_remarks(row))
 
 
 def as_dict(row: Row) -> dict[str, object]:
-    """Return a row in plain types, for JSON.
-
-    Parameters
-    ----------
-    row : Row
-        The row.
-
-    Returns
-    -------
-    dict
-        Its kind and name, and the finding of each case.
-    """
+    """Return the kind, the name and the finding of each case in plain types, for JSON."""
     findings = {
-        name: {
-            **finding._asdict(),
-            "deviation": finding.deviation and finding.deviation._asdict(),
-        }
+        name: {**finding._asdict(), "deviation": (off := finding.deviation) and off._asdict()}
         for name, finding in row.findings.items()
     }
     return {"kind": row.kind, "name": row.name, "cases": findings}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
+from itertools import groupby
 
 import polyattn
 from polyattn._base.html_page import html_page
-from polyattn.conformance.checks.target import KernelVariant
-from polyattn.conformance.functions.check import AGREES, DIFFERS, RAISES
+from polyattn.conformance.functions.check import AGREES
 from polyattn.conformance.functions.report import Row, summary
-from polyattn.conformance.report.report import PROMISES, ROWS, Cell, Report, Section, cell_text
+from polyattn.conformance.report.report import ROWS, Cell, Report, Section, cell_text
 
 _INTRO = """
 <p>Each row is a feature, a dtype or a corner case of attention; each column is a kernel. A number
@@ -46,27 +46,22 @@ def page(report: Report) -> str:
     return _whole(verdict, bool(failed) or report.done < report.total, _INTRO + body)
 
 
-def callable_page(name: str, rows: Iterable[Row]) -> str:
+def callable_page(name: str, rows: Sequence[Row]) -> str:
     """Return the report of a function as an HTML page."""
-    rows = list(rows)
-    differing = sum(row.count(DIFFERS) + row.count(RAISES) for row in rows)
+    differing = sum(row.differing for row in rows)
     verdict = f"{differing} cases differ" if differing else "All cases agree"
-    cells = "\n".join(
+    lines = (
         f'<tr><th>{escape(row.name)}</th><td class="{_verdict(row)}">{count}</td>'
         f'<td>{escape(units)}</td><td class="soft wide">{escape(remarks)}</td></tr>'
         for row in rows
         for count, units, remarks in [summary(row)]
     )
-    heads = "<th></th><th>agree</th><th>worst error</th><th></th>"
-    body = (
-        f'<h2>{escape(name)}</h2>{_OF_A_FUNCTION}<div class="scroll"><table>'
-        f"<thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table></div>"
-    )
-    return _whole(verdict, bool(differing), body)
+    table = _table(("agree", "worst error", ""), lines)
+    return _whole(verdict, bool(differing), f"<h2>{escape(name)}</h2>{_OF_A_FUNCTION}{table}")
 
 
 def _verdict(row: Row) -> str:
-    if row.count(DIFFERS) + row.count(RAISES):
+    if row.differing:
         return "fails"
     return "agrees" if row.count(AGREES) else "note"
 
@@ -81,39 +76,44 @@ def _whole(verdict: str, bad: bool, body: str) -> str:
     return html_page("polyattn check", verdict, head + body)
 
 
+def _table(heads: Iterable[object], lines: Iterable[str]) -> str:
+    columns = "".join(f"<th>{escape(str(head))}</th>" for head in heads)
+    body = "\n".join(lines)
+    return (
+        f'<div class="scroll"><table><thead><tr><th></th>{columns}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
 def _section(section: Section) -> Iterator[str]:
     yield f"<h2>{escape(str(section.target))}</h2>"
     yield f'<p class="soft">{escape(section.versions)}</p>'
     footnotes: dict[str, int] = {}
-    yield '<div class="scroll"><table>'
-    heads = "".join(f"<th>{escape(str(variant))}</th>" for variant in section.kernels)
-    yield f"<thead><tr><th></th>{heads}</tr></thead><tbody>"
-    group = ""
-    rows = [(row.group, row.name, row.meaning) for row in ROWS]
-    for now, name, meaning in [*rows, *(("promises", *promise) for promise in PROMISES.items())]:
-        if now != group:
-            yield f'<tr class="group"><th colspan="{1 + len(section.kernels)}">{now}</th></tr>'
-            group = now
-        cells = "".join(_cell(section, name, variant, footnotes) for variant in section.kernels)
-        small = f"<small>{escape(meaning)}</small>" if meaning != name else ""
-        yield f"<tr><th>{escape(name)}{small}</th>{cells}</tr>"
-    yield "</tbody></table></div>"
+    yield _table(section.kernels, _lines(section, footnotes))
     if footnotes:
-        yield "<p>Refused:</p><ol>"
-        yield from (f"<li>{escape(reason)}</li>" for reason in footnotes)
-        yield "</ol>"
+        yield f"<p>Refused:</p>{_listed('ol', footnotes)}"
     if section.failures:
-        yield f"<details open><summary>{len(section.failures)} failures</summary><ul>"
-        yield from (f"<li><code>{escape(str(f))}</code></li>" for f in section.failures)
-        yield "</ul></details>"
-    yield "<ul>"
-    for promise, result in section.plugin.items():
-        yield f"<li>{escape(f'{promise[0].upper()}{promise[1:]}: {result}')}.</li>"
-    yield "</ul>"
+        listed = _listed("ul", section.failures)
+        number = len(section.failures)
+        yield f"<details open><summary>{number} failures</summary>{listed}</details>"
+    held = (f"{name[0].upper()}{name[1:]}: {result}." for name, result in section.plugin.items())
+    yield _listed("ul", held)
 
 
-def _cell(section: Section, row: str, variant: KernelVariant, footnotes: dict[str, int]) -> str:
-    cell = section.cell(row, variant)
+def _listed(tag: str, items: Iterable[object]) -> str:
+    return f"<{tag}>{''.join(f'<li>{escape(str(item))}</li>' for item in items)}</{tag}>"
+
+
+def _lines(section: Section, footnotes: dict[str, int]) -> Iterator[str]:
+    for group, rows in groupby(ROWS, lambda row: row.group):
+        yield f'<tr class="group"><th colspan="{1 + len(section.kernels)}">{group}</th></tr>'
+        for _, name, meaning in rows:
+            small = f"<small>{escape(meaning)}</small>" if meaning != name else ""
+            cells = "".join(_cell(cell, footnotes) for cell in section.row(name))
+            yield f"<tr><th>{escape(name)}{small}</th>{cells}</tr>"
+
+
+def _cell(cell: Cell, footnotes: dict[str, int]) -> str:
     text = escape(cell_text(cell, footnotes)).replace("-", "–")
     kind = _kind(cell)
     share = f' style="--share: {0.12 + 0.6 * min(cell.share, 1):.2f}"' if kind == "agrees" else ""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import platform
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import polyattn
@@ -19,45 +19,20 @@ from polyattn._base.text_table import paragraph, table
 from polyattn._core.call.features import DTYPES, FEATURES
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import TOPICS
+from polyattn.conformance.checks.cases import aspects
 from polyattn.conformance.checks.gradients import DERIVATIVES
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.reference.tolerance import Deviation
 
 
-class Row(NamedTuple):
-    """A row of the table, and the rule for the cases that it shows."""
+class Aspect(NamedTuple):
+    """What a row of the table is about."""
 
     group: str
     name: str
     meaning: str
-    is_about: Callable[[Case], bool]
 
 
-def _rows() -> Iterator[Row]:
-    yield Row("features", "plain", "no feature beyond the plain formula", lambda c: not c.features)
-    for name, (meaning, *_) in FEATURES.items():
-        if name not in DERIVATIVES:
-            yield Row("features", name, meaning, partial(_needs, name))
-    for dtype in DTYPES:
-        yield Row("dtypes", dtype, f"{dtype} inputs", partial(_is_of, dtype))
-    for topic in TOPICS:
-        if topic != "formula":
-            yield Row("corners", topic, topic, partial(_is_about, topic))
-
-
-def _needs(feature: str, case: Case) -> bool:
-    return feature in case.features
-
-
-def _is_of(dtype: str, case: Case) -> bool:
-    return case.dtype == dtype
-
-
-def _is_about(topic: str, case: Case) -> bool:
-    return case.topic == topic
-
-
-ROWS = tuple(_rows())
 EXTREME = "extreme values"
 #: Rows with their own check instead of cases.
 PROMISES = {
@@ -67,6 +42,13 @@ PROMISES = {
     "batch invariant": "a batch item has the same bits with and without the others",
     "eight threads at once": "the first calls of a process give the same results in threads",
 }
+ROWS = (
+    Aspect("features", "plain", "no feature beyond the plain formula"),
+    *(Aspect("features", n, x.meaning) for n, x in FEATURES.items() if n not in DERIVATIVES),
+    *(Aspect("dtypes", dtype, f"{dtype} inputs") for dtype in DTYPES),
+    *(Aspect("corners", topic, topic) for topic in TOPICS if topic != "formula"),
+    *(Aspect("promises", name, meaning) for name, meaning in PROMISES.items()),
+)
 
 
 @dataclass
@@ -124,6 +106,10 @@ class Section:
         """Return the cell of a row, by name, and a kernel."""
         return self.cells.setdefault((row, variant), Cell())
 
+    def row(self, row: str) -> list[Cell]:
+        """Return the cells of a row, by name."""
+        return [self.cell(row, variant) for variant in self.kernels]
+
     @cached_property
     def versions(self) -> str:
         """The library and its version, and what other distributions give."""
@@ -165,7 +151,7 @@ class Report:
                         {
                             "name": str(variant),
                             "rows": {
-                                row: section.cell(row, variant).as_dict() for row, _ in row_names()
+                                row.name: section.cell(row.name, variant).as_dict() for row in ROWS
                             },
                         }
                         for variant in section.kernels
@@ -180,21 +166,13 @@ class Report:
         return "\n".join(line for section in self.sections for line in _lines(section, so_far))
 
 
-def rows_of(case: Case) -> list[Row]:
+def rows_of(case: Case) -> list[Aspect]:
     """Return the rows that show a case.
 
     Extreme values always have large errors, which would hide those of other cases.
     """
-    return [
-        row
-        for row in ROWS
-        if row.is_about(case) and (case.topic != EXTREME or row.group == "corners")
-    ]
-
-
-def row_names() -> list[tuple[str, str]]:
-    """Return the names and the meanings of all rows."""
-    return [(row.name, row.meaning) for row in ROWS] + list(PROMISES.items())
+    shown = {EXTREME} if case.topic == EXTREME else aspects(case)
+    return [row for row in ROWS if row.name in shown]
 
 
 # ---- printing ----------------------------------------------------------------------------------
@@ -205,9 +183,8 @@ def _lines(section: Section, so_far: str) -> Iterator[str]:
     yield ""
     footnotes: dict[str, int] = {}
     rows = [("", *map(str, section.kernels))]
-    for name, _ in row_names():
-        cells = [cell_text(section.cell(name, variant), footnotes) for variant in section.kernels]
-        rows.append((name, *cells))
+    for row in ROWS:
+        rows.append((row.name, *(cell_text(cell, footnotes) for cell in section.row(row.name))))
     yield from table(rows)
     yield ""
     for remark in _remarks(section, footnotes, so_far):

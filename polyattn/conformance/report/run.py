@@ -13,16 +13,10 @@ from polyattn._dispatch import registry
 from polyattn._dispatch.registry import ARRAY_API
 from polyattn.conformance.cases.case import Case
 from polyattn.conformance.cases.catalogue import CASES
-from polyattn.conformance.cases.gradient_cases import GRADIENT_CASES
 from polyattn.conformance.checks import cases as checks
 from polyattn.conformance.checks import promises
 from polyattn.conformance.checks.frames import call_named
-from polyattn.conformance.checks.gradients import (
-    DERIVATIVES,
-    Derivative,
-    check_gradients,
-    has_gradients,
-)
+from polyattn.conformance.checks.gradients import ALL_DERIVATIVES, BY_LIBRARY, Derivative
 from polyattn.conformance.checks.target import KernelVariant, Target
 from polyattn.conformance.functions.interpretations import interpret
 from polyattn.conformance.reference.tolerance import exact
@@ -30,7 +24,6 @@ from polyattn.conformance.report.report import (
     EXTREME,
     PROMISES,
     ROWS,
-    Cell,
     Failure,
     Report,
     Section,
@@ -176,59 +169,49 @@ def _do_plugin(section: Section, what: str) -> None:
 
 
 def _do_promise(section: Section, variant: KernelVariant, name: str, few: bool) -> None:
-    target, cell = section.target, section.cell(name, variant)
+    cell = section.cell(name, variant)
     try:
-        if name == "gradients":
-            _do_gradients(target, variant, cell, few)
-        elif name in DERIVATIVES:
-            _do_derivative(section, variant, DERIVATIVES[name], few)
+        if name in ALL_DERIVATIVES:
+            _do_derivative(section, variant, ALL_DERIVATIVES[name], few)
         elif CHECKED[name].applies(variant):
-            CHECKED[name].check(target, variant)
+            CHECKED[name].check(section.target, variant)
             cell.note = "holds"
         else:
             cell.note = CHECKED[name].otherwise
     except Exception as error:
-        cell.failures.append(_text(error))
-        section.failures.append(Failure(str(variant), name, _text(error)))
+        _fail(section, variant, name, error)
 
 
-def _do_gradients(target: Target, variant: KernelVariant, cell: Cell, few: bool) -> None:
-    if not has_gradients(target):
-        cell.note = "library has none"
-        return
-    known = () if variant.kernel.compiles else GRADIENT_CASES.values()
-    cases = [case for case in known if checks.is_applicable(target, variant, case)]
-    for case in checks.covering(target, variant, cases) if few else cases:
-        if checks.takes(target, variant, case):
-            deviations = check_gradients(target, variant, case)
-            for off in (deviations or {}).values():
-                cell.add(case.name, off, None)
-    if not cell.agreed:
-        cell.note = "not checked" if variant.kernel.compiles else "none supported"
+def _fail(section: Section, variant: KernelVariant, name: str, error: Exception) -> None:
+    section.cell(name, variant).failures.append(_text(error))
+    section.failures.append(Failure(str(variant), name, _text(error)))
 
 
 def _do_derivative(
     section: Section, variant: KernelVariant, derivative: Derivative, few: bool
 ) -> None:
-    target, feature = section.target, derivative.feature
-    cell = section.cell(feature, variant)
-    if feature not in target.declared(variant.kernel):
-        cell.note = "not declared"
+    name, target = derivative.name, section.target
+    cell, compiles = section.cell(name, variant), variant.kernel.compiles
+    if not derivative.is_offered(target, variant):
+        cell.note = derivative.otherwise
+        return
+    if derivative is BY_LIBRARY and compiles:
+        cell.note = "not checked"
         return
     cases = checks.cases_for(target, variant, derivative.cases)
-    if variant.kernel.compiles or few:
+    if compiles or few:
         cases = checks.covering(target, variant, cases, derivative.is_taken)
     for case in cases:
         try:
             deviations = derivative.check(target, variant, case) or {}
         except Exception as error:
-            cell.failures.append(_text(error))
-            section.failures.append(Failure(str(variant), feature, _text(error)))
+            _fail(section, variant, name, error)
             continue
         for off in deviations.values():
             cell.add(case.name, off, None)
-    idle = f"it declares {feature}, but no case that it supports needs it"
-    assert cell.agreed + len(cell.failures), idle
+    if not cell.agreed + len(cell.failures):
+        assert derivative is BY_LIBRARY, _idle(name)
+        cell.note = "none supported"
 
 
 def _text(error: Exception) -> str:
@@ -292,9 +275,13 @@ def _refuse_idle_declarations(section: Section, asked: set[str]) -> None:
         for feature in sorted(section.target.declared(variant.kernel) & wanted):
             cell = section.cell(feature, variant)
             if not cell.agreed + cell.elsewhere + len(cell.failures):
-                text = f"it declares {feature}, but no case that it supports needs it"
+                text = _idle(feature)
                 cell.failures.append(text)
                 section.failures.append(Failure(str(variant), feature, text))
+
+
+def _idle(feature: str) -> str:
+    return f"it declares {feature}, but no case that it supports needs it"
 
 
 def _note_what_does_not_apply(section: Section) -> None:
