@@ -211,7 +211,9 @@ class _Primitives(BackendPrimitives):
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
-        # XLA takes four times as long for one expression of all entries as for a loop over some.
+        if query.shape[-2] == 1:
+            return super().over_size(term, query, key)
+        # For many rows, one expression of all entries takes XLA four times as long as a loop.
         first = query.shape[-1] % ENTRIES or ENTRIES
         start = super().over_size(term, query[..., :first], key[..., :first])
         queries, keys = (jnp.moveaxis(array, -1, 0) for array in (query, key))
