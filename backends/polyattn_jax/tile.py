@@ -211,7 +211,7 @@ class _Primitives(BackendPrimitives):
     def over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
-        if query.shape[-2] == 1:
+        if query.shape[-2] == 1 or query.shape[-1] <= ENTRIES:
             return super().over_size(term, query, key)
         # For many rows, one expression of all entries takes XLA four times as long as a loop.
         first = query.shape[-1] % ENTRIES or ENTRIES

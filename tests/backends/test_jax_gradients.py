@@ -209,3 +209,9 @@ def test_a_distance_of_longer_vectors_is_no_longer_program(p):
         return len(str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, x)))
 
     assert size_of(64) < 1.1 * size_of(8)
+
+
+def test_a_distance_of_vectors_without_entries_is_0():
+    x, value = jnp.ones((1, 3, 0)), jnp.asarray(draw(1, 3, 2))
+    found = attention(x, x, value, similarity=scores.distance(), kernel="xla")
+    np.testing.assert_allclose(found, jnp.broadcast_to(value.mean(-2, keepdims=True), (1, 3, 2)))
