@@ -27,7 +27,14 @@ from polyattn.plugin import (
 )
 from polyattn_jax.explicit import arrays_of, with_arrays
 from polyattn_jax.sweep import Body, Rows, Tile, sweep
-from polyattn_jax.tile import finite, modified, product, scaled_query, similarity
+from polyattn_jax.tile import (
+    finite,
+    modified,
+    product,
+    scaled_query,
+    similarity,
+    similarity_tangent,
+)
 
 
 class OperandTangents(NamedTuple):
@@ -192,8 +199,14 @@ class _Tangent(Body):
             return similarity(indices.replaced(similarity=rule), query, key, scale)
 
         primals = block.finite_query, key, arrays, scale
-        tangents = block.moved_query, tile.slices.get("key"), given, moved.scale
-        return push(of, primals, tangents)[1]
+        of_query, of_key, of_vectors = block.moved_query, tile.slices.get("key"), None
+        if indices.operands.similarity is not None:
+            # By the derivative that it has: of a sum over D, JAX's own keeps each term.
+            of_vectors = similarity_tangent(indices, primals[:2], (of_query, of_key))
+            of_query = of_key = None
+        rest = push(of, primals, (of_query, of_key, given, moved.scale))[1]
+        parts = [part for part in (of_vectors, rest) if part is not None]
+        return sum(parts[1:], parts[0]) if parts else None
 
 
 def push(

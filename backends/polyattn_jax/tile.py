@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from polyattn.plugin import (
@@ -25,6 +26,9 @@ from polyattn.plugin import (
     with_rank,
 )
 from polyattn_jax.explicit import Explicit
+
+# Entries of vectors that a similarity sums at a time.
+ENTRIES = 4
 
 
 class TileIndices(Indices):
@@ -146,6 +150,23 @@ def similarity(
     return scale * unfold_heads(problem, rule.between(query, key, _PRIMITIVES), jnp)
 
 
+def similarity_tangent(
+    indices: TileIndices, vectors: tuple[Array, Array], moved: tuple[Array | None, Array | None]
+) -> Array | None:
+    """Return the tangent of `similarity` by queries and keys, of which None stands for 0."""
+    problem, rule = indices.problem, indices.operands.similarity
+    if rule is None or all(one is None for one in moved):
+        return None
+
+    def of_rank(array: Array | None, like: Array) -> Array:
+        return jnp.zeros_like(like) if array is None else with_rank(array, query.ndim)
+
+    query, key = vectors[0], with_rank(vectors[1], vectors[0].ndim)
+    moved_query, moved_key = of_rank(moved[0], query), of_rank(moved[1], key)
+    found = rule.pushforward(query, key, moved_query, moved_key, _PRIMITIVES)
+    return problem.scale * unfold_heads(problem, found, jnp)
+
+
 def modified(indices: TileIndices, s: Array, softcap: float | Array | None = None) -> Array:
     """Return scores with softcap and ``score_mod=`` applied: the steps before the bias."""
     softcap = indices.problem.softcap if softcap is None else softcap
@@ -186,6 +207,23 @@ def materialized(array: Array) -> Array:
 class _Primitives(BackendPrimitives):
     def matmul(self, a: Array, b: Array) -> Array:
         return product(a, b)
+
+    def over_size(
+        self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
+    ) -> Array:
+        if query.shape[-2] == 1 or query.shape[-1] <= ENTRIES:
+            return super().over_size(term, query, key)
+        # For many rows, one expression of all entries takes XLA four times as long as a loop.
+        first = query.shape[-1] % ENTRIES or ENTRIES
+        start = super().over_size(term, query[..., :first], key[..., :first])
+        queries, keys = (jnp.moveaxis(array, -1, 0) for array in (query, key))
+
+        def step(total: Array, d: Any) -> tuple[Array, None]:
+            for n in range(ENTRIES):
+                total += term(d + n, queries[d + n][..., :, None], keys[d + n][..., None, :])
+            return total, None
+
+        return lax.scan(step, start, np.arange(first, query.shape[-1], ENTRIES))[0]
 
 
 _PRIMITIVES = _Primitives(jnp)

@@ -82,6 +82,36 @@ class BackendPrimitives:
         small = xp.exp(xp.where(negative, scores, -scores))
         return xp.where(negative, small, xp.ones_like(small)) / (1 + small)
 
+    def over_size(
+        self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
+    ) -> Array:
+        """Sum a function of one entry of queries and keys over D.
+
+        Memory is for l · s numbers, and not D times as many.
+
+        Parameters
+        ----------
+        term : callable
+            Takes the index of the entry, and this entry of the queries, (..., l, 1), and of the
+            keys, (..., 1, s). It returns an array (..., l, s).
+        query : Array
+            Queries, shape (..., l, D).
+        key : Array
+            Keys, shape (..., s, D).
+
+        Returns
+        -------
+        Array
+            The sums, shape (..., l, s).
+        """
+        total = None
+        for d in range(query.shape[-1]):
+            one = term(d, query[..., :, d, None], key[..., None, :, d])
+            total = one if total is None else total + one
+        if total is None:
+            return self.xp.sum(query[..., :, None, :] + key[..., None, :, :], axis=-1)
+        return total
+
     def row_blocks(self, query: Array, key: Array) -> list[Span]:
         """Cut the rows of scores for a function that passes over its scores many times.
 

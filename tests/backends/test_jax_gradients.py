@@ -194,3 +194,24 @@ def test_the_backend_differentiates_functions():
     x, gradient = jnp.asarray(draw(3)), jnp.asarray(draw(3))
     found = JaxBackend().pullback(jnp.sin, x, gradient)
     np.testing.assert_allclose(found, jnp.cos(x) * gradient)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_distance_of_longer_vectors_is_no_longer_program(p):
+    """XLA is slow to compile, and to run, an expression of all entries."""
+
+    def size_of(length):
+        x = jax.ShapeDtypeStruct((1, 16, length), "float32")
+
+        def loss(q, k):
+            return jnp.sum(attention(q, k, k, similarity=scores.distance(p), kernel="xla"))
+
+        return len(str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, x)))
+
+    assert size_of(64) < 1.1 * size_of(8)
+
+
+def test_a_distance_of_vectors_without_entries_is_0():
+    x, value = jnp.ones((1, 3, 0)), jnp.asarray(draw(1, 3, 2))
+    found = attention(x, x, value, similarity=scores.distance(), kernel="xla")
+    np.testing.assert_allclose(found, jnp.broadcast_to(value.mean(-2, keepdims=True), (1, 3, 2)))

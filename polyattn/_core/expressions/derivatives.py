@@ -107,19 +107,6 @@ def stacked(
     return xp.stack(of_query, axis=-1), xp.stack(of_key, axis=-1)
 
 
-def over_size(
-    xp: Any, step: Callable[[int, Array, Array], Array], query: Array, key: Array
-) -> Array:
-    """Sum over D, one entry at a time, with memory for l · s numbers and not D times as many."""
-    total = None
-    for d in range(query.shape[-1]):
-        term = step(d, query[..., :, d, None], key[..., None, :, d])
-        total = term if total is None else total + term
-    if total is None:
-        return xp.sum(query[..., :, None, :] + key[..., None, :, :], axis=-1)
-    return total
-
-
 def by_rows(
     backend: Primitives, function: Callable[..., Any], query: Array, key: Array, *more: Array
 ) -> list[Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 from polyattn._base.arrays import Array
-from polyattn._core.expressions.derivatives import Primitives, by_rows, joined, over_size
+from polyattn._core.expressions.derivatives import Primitives, by_rows, joined
 
 # A square q² + k² − 2q·k that is less than 1 part in so many of q² + k² has lost digits.
 NEAR = 4
@@ -23,16 +22,16 @@ def distances(query: Array, key: Array, backend: Primitives) -> Array:
             return _by_product(query, key, backend)
         change = query - key
         return xp.sqrt(xp.vecdot(change, change))[..., None, :]
-    return joined(xp, by_rows(backend, partial(_by_entries, xp), query, key))
+    return joined(xp, by_rows(backend, partial(_by_entries, backend), query, key))
 
 
-def _square(xp: Any, query: Array, key: Array) -> Array:
+def _square(backend: Primitives, query: Array, key: Array) -> Array:
     """Return the squares of distances, by differences."""
-    return over_size(xp, lambda d, q, k: (q - k) ** 2, query, key)
+    return backend.over_size(lambda d, q, k: (q - k) ** 2, query, key)
 
 
-def _by_entries(xp: Any, query: Array, key: Array) -> Array:
-    square = _square(xp, query, key)
+def _by_entries(backend: Primitives, query: Array, key: Array) -> Array:
+    xp, square = backend.xp, _square(backend, query, key)
     # The root has no slope at 0, so its gradient is defined as 0 there.
     far = square > 0
     root = xp.sqrt(xp.where(far, square, xp.ones_like(square)))
@@ -59,8 +58,8 @@ def _near_squares(near: Array, query: Array, key: Array, backend: Primitives) ->
     """Return the squares of the distances where `near` is True, in the order of its entries."""
     xp = backend.xp
     if int(xp.count_nonzero(near)) * query.shape[-1] > math.prod(near.shape):
-        return joined(xp, by_rows(backend, partial(_square, xp), query, key))[near]
+        return joined(xp, by_rows(backend, partial(_square, backend), query, key))[near]
     *batch, rows, columns = xp.nonzero(near)
     query, key = (xp.broadcast_to(x, (*near.shape[:-2], *x.shape[-2:])) for x in (query, key))
     query, key = query[(*batch, rows)], key[(*batch, columns)]
-    return _square(xp, query[:, None, :], key[:, None, :])[:, 0, 0]
+    return _square(backend, query[:, None, :], key[:, None, :])[:, 0, 0]

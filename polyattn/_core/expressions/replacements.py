@@ -17,7 +17,6 @@ from polyattn._core.expressions.derivatives import (
     joined,
     lengths,
     over_lengths,
-    over_size,
     sign,
     stacked,
     unit,
@@ -105,7 +104,7 @@ class Distance(Similarity):
         xp = backend.xp
         if self.p == 2:
             return -distances(query, key, backend)
-        block = partial(over_size, xp, lambda d, q, k: -xp.abs(q - k))
+        block = partial(backend.over_size, lambda d, q, k: -xp.abs(q - k))
         return joined(xp, by_rows(backend, block, query, key))
 
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
@@ -134,17 +133,25 @@ class Distance(Similarity):
     def pushforward(
         self, query: Array, key: Array, moved_query: Array, moved_key: Array, backend: Primitives
     ) -> Array:
-        xp = backend.xp
+        xp, matmul = backend.xp, backend.matmul
+        if self.p == 2:
+            along_query, along_key = (
+                xp.sum(x * moved, axis=-1, keepdims=True)
+                for x, moved in ((query, moved_query), (key, moved_key))
+            )
+            across = matmul(moved_query, xp.matrix_transpose(key))
+            across = across + matmul(query, xp.matrix_transpose(moved_key))
+            change = along_query + xp.matrix_transpose(along_key) - across
+            return -change * self._over_root(query, key, backend)
 
         def block(query: Array, key: Array, moved_query: Array) -> Array:
-            def step(d: int, q: Array, k: Array) -> Array:
+            def step(d: Any, q: Array, k: Array) -> Array:
                 change = moved_query[..., :, d, None] - moved_key[..., None, :, d]
-                return (sign(xp, q - k) if self.p == 1 else q - k) * change
+                return sign(xp, q - k) * change
 
-            return over_size(xp, step, query, key)
+            return backend.over_size(step, query, key)
 
-        slope = joined(xp, by_rows(backend, block, query, key, moved_query))
-        return -slope if self.p == 1 else -slope * self._over_root(query, key, backend)
+        return -joined(xp, by_rows(backend, block, query, key, moved_query))
 
     def _over_root(self, query: Array, key: Array, backend: Primitives) -> Array:
         """Return 1 over the distance of each query and key, 0 where they are the same."""
@@ -165,7 +172,7 @@ class Additive(Similarity):
     def between(self, query: Array, key: Array, backend: Primitives) -> Array:
         xp = backend.xp
         weight = cast(xp, self.weight, query.dtype)
-        block = partial(over_size, xp, lambda d, q, k: weight[d] * xp.tanh(q + k))
+        block = partial(backend.over_size, lambda d, q, k: weight[d] * xp.tanh(q + k))
         return joined(xp, by_rows(backend, block, query, key))
 
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
@@ -198,12 +205,12 @@ class Additive(Similarity):
         weight = cast(xp, self.weight, query.dtype)
 
         def block(query: Array, key: Array, moved_query: Array) -> Array:
-            def step(d: int, q: Array, k: Array) -> Array:
+            def step(d: Any, q: Array, k: Array) -> Array:
                 bent = xp.tanh(q + k)
                 change = moved_query[..., :, d, None] + moved_key[..., None, :, d]
                 return weight[d] * (1 - bent * bent) * change
 
-            return over_size(xp, step, query, key)
+            return backend.over_size(step, query, key)
 
         return joined(xp, by_rows(backend, block, query, key, moved_query))
 
