@@ -324,6 +324,18 @@ def test_ctrl_c_shows_no_traceback_and_leaves_what_was_there(command, moment, tm
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 
+@pytest.mark.parametrize("moment", ["polyattn.masks", "array_api_compat", "polyattn.cli"])
+def test_ctrl_c_shows_no_traceback_if_the_package_is_run_by_name(moment, tmp_path):
+    before, _ = INTERRUPTED.format(moment=moment, call="interrupt()").split("from polyattn_command")
+    (tmp_path / "sitecustomize.py").write_text(before)
+    done = subprocess.run(
+        [sys.executable, "-m", "polyattn", *QUICK], capture_output=True, text=True, cwd=tmp_path,
+        timeout=120, env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 130
+    assert re.fullmatch(r"(polyattn check: interrupted.*\n)?", done.stderr)
+
+
 def test_ctrl_c_inside_a_callback_is_not_lost(tmp_path):
     call = "Interrupt(); time.sleep(5)"  # Python ignores errors of __del__
     done = started("explain", tmp_path, code=INTERRUPTED.format(moment="numpy", call=call))

@@ -43,6 +43,7 @@ ROOMS = {
 }  # fmt: skip
 #: Modules from elsewhere that a room may import beside the standard library.
 OUTSIDE = {
+    "__init__": {"polyattn_command"},
     "__main__": {"polyattn_command"},
     "_base.arrays": {"array_api_compat"},
     "bench": {"numpy", "threadpoolctl", "tqdm"},

@@ -46,6 +46,8 @@ def know_torch() -> bool:
             forward_ad=forward_ad,
             interpreters=interpreters,
             is_autocast_on=torch._C._is_any_autocast_enabled,
+            jit_trace=torch._C._get_tracing_state,
+            dispatch_modes=torch._C._len_torch_dispatch_stack,
         )
     return bool(_torch_parts)
 
@@ -67,6 +69,12 @@ def is_transformed() -> bool:
         or parts["forward_ad"]._current_level >= 0
         or bool(parts["interpreters"]())
     )
+
+
+def is_recording() -> bool:
+    """Return whether torch.jit.trace, or a mode such as that of make_fx, records the caller."""
+    parts = _torch_parts
+    return bool(parts) and (parts["jit_trace"]() is not None or parts["dispatch_modes"]() > 0)
 
 
 def torch_transforms() -> frozenset[str]:

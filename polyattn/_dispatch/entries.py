@@ -50,11 +50,22 @@ def _read(installed: Distribution, name: str) -> list[Entry]:
         ours = [one for one in installed.entry_points if one.group in GROUPS]
         return [_entry(one, name) for one in ours]
     except Exception:  # a line or a byte that cannot be parsed, in any group
-        flaw = (
-            f"the entry points of {name} cannot be read: install another release of it, or"
-            " uninstall it"
-        )
-        return [Entry(name, "", name, flaw)]
+        return _read_lines(_text_of(installed), name)
+
+
+def _read_lines(text: str, name: str) -> list[Entry]:
+    """Return the entries of our group that can be parsed, and one for the first that cannot."""
+    found, broken = [], f"the entry points of {name}"
+    section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
+    lines = [line for line in map(str.strip, section.splitlines()) if line[:1] not in ("", "#")]
+    for line in reversed(lines):
+        key, _, value = map(str.strip, line.partition("="))
+        try:
+            found.append(_entry(EntryPoint(key, value, GROUP), name))
+        except Exception:
+            broken = f"the line {line!r} in the entry points of {name}"
+    flaw = f"{broken} cannot be read: install another release of it, or uninstall it"
+    return [*reversed(found), Entry(name, "", name, flaw)]
 
 
 def _entry(one: EntryPoint, distribution: str) -> Entry:

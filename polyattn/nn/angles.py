@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from polyattn._base.arrays import Array, cast, index_range, numbers_like
+from polyattn.nn.ids import are_known_below
 from polyattn.nn.shapes import beside
 
 #: The first position whose angles are exact to 1e-6 in float32; those before it are products.
@@ -47,6 +48,8 @@ class Angles:
         if is_near or wide == xp.float64 or "int" not in str(positions.dtype):
             return near
         positions = cast(xp, positions, xp.asarray(0).dtype)  # which holds the divisors
+        if are_known_below(FAR, positions):
+            return near
         return xp.where((positions >= FAR)[..., None], self._remainders(xp, positions, like), near)
 
     def _remainders(self, xp: Any, positions: Array, like: Array) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn._base.host import as_array, destination_of, is_host
-from polyattn._base.tracing import is_transformed
+from polyattn._base.tracing import is_recording, is_transformed
 from polyattn.nn.shapes import rows_of
 
 
@@ -42,9 +42,23 @@ def check_range(name: str, ids: Array, allowed: range, *, may_wait: bool = False
     )
 
 
+def are_known_below(bound: int, numbers: Array) -> bool:
+    """Return whether the host sees, without a wait, that all integers are less than `bound`.
+
+    Nothing but time may depend on it: an array of JAX is seen once it is computed.
+    """
+    library = library_of(numbers)
+    is_jax = library.name == "jax" and not library.traced
+    if not _is_readable(numbers, may_wait=is_jax and bool(numbers.is_ready())):
+        return False
+    # Not by NumPy for all libraries: a change between two takes longer than this step.
+    numbers = np.asarray(numbers) if is_jax else numbers
+    return 0 in numbers.shape or int(numbers.max()) < bound
+
+
 def _is_readable(array: Array, may_wait: bool) -> bool:
     """Return whether the numbers are in the host's memory, now or after a wait."""
-    if is_transformed():
+    if is_transformed() or is_recording():
         return False
     library = library_of(array)
     if library.traced or library.recorder is not None:
@@ -62,10 +76,11 @@ def for_each_token(name: str, value: Any, tokens: Array) -> Array:
 
     `tokens` has the shape (..., L, size); the integers are a sequence or array (L,) or (..., L).
     """
-    value = as_array(name, value)
-    destination = destination_of(tokens)
-    if is_host(value) and destination is not None:
-        value = destination.put(name, value)
+    if type(value) is not type(tokens) or is_host(value):
+        value = as_array(name, value)
+        destination = destination_of(tokens)
+        if is_host(value) and destination is not None:
+            value = destination.put(name, value)
     facts, whole = facts_of(value, name), facts_of(tokens)
     if facts.library != whole.library and not is_host(value):
         raise TypeError(f"{name} must be an array of {whole.library}, as the tokens are; got"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -201,8 +202,8 @@ def _rounded_once(function: Callable[[Array, Any], Array]) -> Callable[[Array], 
     return activate
 
 
-@_rounded_once
-def _relu(x: Array, xp: Any) -> Array:
+def _relu(x: Array) -> Array:
+    xp = library_of(x).xp
     return xp.where(x < 0, xp.zeros_like(x), x)
 
 
@@ -224,11 +225,14 @@ def _silu(x: Array, xp: Any) -> Array:
 
 def _logistic(x: Array, xp: Any) -> Array:
     """Return 1 / (1 + exp(−x)), and exact derivatives, to a few roundings however small it is."""
-    if hasattr(xp, "sigmoid"):  # in one step: torch and MLX
-        return xp.sigmoid(x)
+    # If an array of JAX exists, JAX has been imported.
+    own = sys.modules["jax"].nn if library_of(x).name == "jax" else xp
+    if hasattr(own, "sigmoid"):  # in one step: torch, MLX and JAX
+        return own.sigmoid(x)
     # From 40 on it is 1 in float64 too, and no exponential overflows.
     power = xp.exp(xp.minimum(x, 40.0))
-    return power / (power + 1)
+    power /= power + 1  # in place where the library can, for NumPy's new memory costs as much
+    return power
 
 
 #: Activations by name. ``gelu`` is exact, ``gelu_tanh`` the approximation of GPT-2.

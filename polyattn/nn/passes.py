@@ -15,7 +15,7 @@ from polyattn.nn.shapes import beside
 
 # The bytes that a step reads and writes at a time: few enough for the caches, and so many that
 # threads seldom wait for Python's lock between the steps.
-BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2**19
 # Rows of a matrix product: few enough to share among threads, enough to keep BLAS at full speed.
 BLOCK_ROWS = 256
 

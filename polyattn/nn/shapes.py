@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from polyattn._base.arrays import Array, index_range, library_of, namespace_of, with_rank
 from polyattn._base.tracing import is_compiling
 from polyattn._dispatch.transfer import backend_of
@@ -9,7 +11,11 @@ from polyattn._dispatch.transfer import backend_of
 
 def beside(x: Array, parameter: Array) -> Array:
     """Return a parameter that broadcasts with `x`: JAX can be told to refuse another rank."""
-    return with_rank(parameter, len(x.shape)) if library_of(x).name == "jax" else parameter
+    if library_of(x).name != "jax":
+        return parameter
+    # Not always, because JAX takes as long to add axes as for a small product.
+    allowed = sys.modules["jax"].config.jax_numpy_rank_promotion == "allow"
+    return parameter if allowed else with_rank(parameter, len(x.shape))
 
 
 def with_last_axes(x: Array, number: int, *lengths: int) -> Array:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import array_api_strict
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import scipy.special
 import torch
 
 from polyattn import attention, masks, nn, scores
+from polyattn.nn.shapes import beside
 
 RNG = np.random.default_rng(5)
 X, CONTEXT = RNG.normal(size=(2, 7, 24)), RNG.normal(size=(2, 9, 20))
@@ -221,6 +223,13 @@ def test_activations_keep_their_digits_far_below_0(library, activation):
     assert np.array_equal(found, float32([0, 0, 1e3, 1e10]))
     nan = to(float32([np.nan]))
     assert np.isnan(back(nn.layers.ACTIVATIONS[activation](nan)))[0]
+
+
+def test_jax_adds_axes_only_where_it_refuses_another_rank():
+    x, bias = jnp.zeros((2, 3, 4)), jnp.zeros(4)
+    assert beside(x, bias).shape == (1, 1, 4)
+    with jax.numpy_rank_promotion("allow"):
+        assert beside(x, bias) is bias
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "gelu_tanh", "silu"])

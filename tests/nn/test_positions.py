@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turn_neighbours
@@ -156,6 +157,25 @@ def test_positions_that_are_traced_have_exact_angles_too():
     )
     found = np.stack(compiled(torch.tensor(positions)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_positions_that_the_host_sees_to_be_near_take_products_only(library, monkeypatch):
+    to, back = library
+    like, positions = to(np.zeros(1, np.float32)), to(np.arange(5))
+    jax.block_until_ready(positions)
+    rotary = nn.Rotary(16)
+    expected = back(rotary.tables(positions, like=like)[1])
+    monkeypatch.delattr("polyattn.nn.angles.Angles._remainders")
+    np.testing.assert_array_equal(back(rotary.tables(positions, like=like)[1]), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_a_trace_by_near_positions_has_exact_angles_of_far_ones():
+    rotary, near = nn.Rotary(16), torch.arange(len(FAR_POSITIONS))
+    expected = rotary.tables(torch.tensor(FAR_POSITIONS), like=torch.zeros(1))[1]
+    for trace in (torch.jit.trace, lambda function, p: make_fx(function)(p)):
+        found = trace(lambda p: rotary.tables(p, like=torch.zeros(1))[1], near)
+        torch.testing.assert_close(found(torch.tensor(FAR_POSITIONS)), expected)
 
 
 def test_a_layer_depends_on_distances_only_however_far_its_positions():
