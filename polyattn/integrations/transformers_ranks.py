@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import sdpa_mask
 
 from polyattn import masks, parallel
 from polyattn._base.arrays import is_one_of
@@ -65,10 +61,8 @@ class Ranks(NamedTuple):
             raise NotImplementedError(
                 "with over= there is no cache: call the model with use_cache=False"
             )
-        if function is causal_mask_function or function is bidirectional_mask_function:
-            return _of_keys(padding)
         if {_name(part) for part in _parts(function)} <= EXPRESSED:
-            return _of_keys(padding)
+            return None if padding is None else padding[:, None, None, :].bool()
         if any(x.shape[-1] < whole for x in _tensors(function) if x.ndim > 1):
             raise NotImplementedError(
                 "with over= a rank cannot tell packed sequences by their positions, of which it"
@@ -128,21 +122,8 @@ class Ranks(NamedTuple):
         for name, given in refused.items():
             if given is not None and given is not False:
                 raise NotImplementedError(f"with over= polyattn supports no {name}")
-        output: torch.Tensor = parallel.attention(
-            query,
-            key,
-            value,
-            over=self.over,
-            strategy=self.strategy,
-            layout=self.layout,
-            **options,
-        )
+        output: torch.Tensor = parallel.attention(query, key, value, **self._asdict(), **options)
         return output
-
-
-def _of_keys(padding: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the keys that are not padding, (batch, 1, 1, S)."""
-    return None if padding is None else padding[:, None, None, :].bool()
 
 
 def _name(function: Any) -> str:

@@ -16,6 +16,9 @@ from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
 from polyattn.nn.module import Initializer, Module
 
+#: What `EncoderBlock.init` takes beside the arguments of its attention.
+_OF_BLOCKS = ("inner", "activation", "gated", "norm", "pre_norm")
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class EncoderBlock(Module):
@@ -138,19 +141,13 @@ class DecoderBlock(Module):
         like: Array,
         seed: int | Initializer = 0,
         context_size: int | None = None,
-        bias: bool = True,
-        inner: int | None = None,
-        activation: str = "gelu",
-        gated: bool = False,
-        norm: type[Norm] = LayerNorm,
-        pre_norm: bool = True,
-        **attention: Any,
+        **options: Any,
     ) -> DecoderBlock:
         """Create a block with Glorot's uniform weights.
 
         Parameters
         ----------
-        size, heads, like, seed, bias, inner, activation, gated, norm, pre_norm, **attention
+        size, heads, like, seed, **options
             As for `EncoderBlock.init`; ``rotary`` applies to the self-attention only.
         context_size : int, optional
             Size of the encoder's tokens, `size` by default.
@@ -163,17 +160,15 @@ class DecoderBlock(Module):
         >>> nn.DecoderBlock.init(64, 8, like=x)(x, context).shape
         (2, 5, 64)
         """
-        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
-        cross = attention | {"context_size": context_size, "rotary": None}
-        return cls(
-            MultiHeadAttention.init(size, heads, **shared, **attention),
-            MultiHeadAttention.init(size, heads, **shared, **cross),
-            FeedForward.init(size, inner, activation=activation, gated=gated, **shared),
-            norm.init(size, like=like),
-            norm.init(size, like=like),
-            norm.init(size, like=like),
-            pre_norm,
-        )
+        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed)}
+        block = EncoderBlock.init(size, heads, **shared, **options)
+        cross = {name: value for name, value in options.items() if name not in _OF_BLOCKS}
+        cross |= {"context_size": context_size, "rotary": None}
+        attention = MultiHeadAttention.init(size, heads, **shared, **cross)
+        norms = (options.get("norm", LayerNorm).init(size, like=like) for _ in range(3))
+        first, second, third = norms
+        layers = block.attention, attention, block.feed_forward
+        return cls(*layers, first, second, third, block.pre_norm)
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from polyattn.nn.load.stored import (
     fill,
     layer_norm,
     linear,
+    reshaped,
+    some_rows,
     transposed,
     vector,
     without_prefix,
@@ -149,20 +151,14 @@ def _torch_attention(
         linear_map = Linear(stored, vector(bias, 3 * size) if bias in weights else None)
         return MultiHeadAttention(None, None, None, fused=linear_map, **rest)
     kdim, vdim = (_shape_of(weights, 2, name)[1] for name in separate[1:])
-    maps = []
-    for number, (name, inputs, padding) in enumerate(
-        zip(separate, (size, kdim, vdim), _paddings(kdim, vdim), strict=True)
-    ):
+    maps: list[Any] = []
+    given = zip(separate, (size, kdim, vdim), _paddings(kdim, vdim), strict=True)
+    for number, (name, inputs, padding) in enumerate(given):
         weight = Stored((inputs, size), {name: (size, inputs)}, transposed)
-        third = Stored((size,), {bias: (3 * size,)}, partial(_third, number))
+        rows = slice(number * size, (number + 1) * size)
+        third = Stored((size,), {bias: (3 * size,)}, partial(some_rows, rows))
         maps.append(Linear(_padded(weight, padding), third if bias in weights else None))
-    query, key, value = maps
-    return MultiHeadAttention(query, key, value, **rest)
-
-
-def _third(number: int, xp: Any, array: Array) -> Array:
-    size = array.shape[0] // 3
-    return array[number * size : (number + 1) * size]
+    return MultiHeadAttention(*maps, **rest)
 
 
 def _shape_of(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int, ...]:
@@ -268,9 +264,8 @@ def keras_attention(
         for name, (inputs, *_), width, padding in zip(KERAS, shapes, widths, paddings, strict=False)
     ]
     kernel, bias = (f"attention_output/{part}" for part in ("kernel", "bias"))
-    width = heads * value_size
     output = Linear(
-        Stored((width, outputs), {kernel: (heads, value_size, outputs)}, _flat((width, outputs))),
+        reshaped(kernel, (heads, value_size, outputs), (heads * value_size, outputs)),
         vector(bias, outputs) if "query/bias" in arrays else None,
     )
     maps = (query, key, value, output)
@@ -310,10 +305,6 @@ def _keras_map(
 ) -> Linear:
     """Return a map whose outputs have an axis for the heads in Keras."""
     width = heads[0] * heads[1]
-    kernel = Stored((inputs, width), {f"{name}/kernel": (inputs, *heads)}, _flat((inputs, width)))
-    bias = Stored((width,), {f"{name}/bias": heads}, _flat((width,)))
-    return Linear(_padded(kernel, padding), bias if "query/bias" in weights else None)
-
-
-def _flat(shape: tuple[int, ...]) -> Callable[..., Array]:
-    return lambda xp, array: xp.reshape(array, shape)
+    kernel = reshaped(f"{name}/kernel", (inputs, *heads), (inputs, width))
+    bias = reshaped(f"{name}/bias", heads, (width,)) if "query/bias" in weights else None
+    return Linear(_padded(kernel, padding), bias)
