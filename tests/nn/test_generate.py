@@ -8,14 +8,9 @@ from tiny_models import DECODERS, FAMILIES, FLOAT32, IDS, library
 from polyattn import nn
 from polyattn.integrations.jax import register
 
-GPT2 = {
-    "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
 # Small models whose output map is tied to the embedding repeat one token.
 UNTIED = {"tie_word_embeddings": False}
-SETTINGS = {"gpt2": GPT2 | UNTIED, "llama": DECODERS["qwen2"]}
-SETTINGS |= {f"{name} untied": DECODERS[name] | UNTIED for name in FAMILIES}
+SETTINGS = {f"{name} untied": DECODERS[name] | UNTIED for name in FAMILIES}
 
 
 def greedy(theirs, steps):
@@ -49,11 +44,8 @@ def once(jit):
     return compile_once
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS if name != "gpt2"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", *SLOW])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_every_library_generates_the_same_tokens(made, name):
     jit = once(pytest.importorskip("jax").jit)
     register()
