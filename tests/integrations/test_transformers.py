@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from numpydoc.validate import validate
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from polyattn import UnknownBackendError
@@ -494,11 +493,6 @@ def test_what_is_registered_is_checked():
 
 
 # ---- what is written ----
-
-
-def test_the_docstring_is_whole():
-    found = validate("polyattn.integrations.transformers.register")
-    assert [code for code, _ in found["errors"] if code not in {"ES01", "GL08", "SA04"}] == []
 
 
 def test_the_page_lists_the_families_that_are_tested():

@@ -36,38 +36,79 @@ def outputs_of(model, ids=IDS, **inputs):
         return model(input_ids=torch.from_numpy(ids).long(), **inputs)[0].numpy()
 
 
-# ---- decoders ----------------------------------------------------------------------------------
+# ---- outputs -----------------------------------------------------------------------------------
+
+KEEP = np.arange(13) < np.array([[13], [8]])
+SEEN = np.random.default_rng(4).standard_normal((2, 3, 12, 12)).astype(np.float32)
+HEARD = np.random.default_rng(5).standard_normal((2, 6, 20)).astype(np.float32)
+CAUSAL, BASE = "AutoModelForCausalLM", "AutoModel"
+HEADS = {
+    "vit": ("AutoModelForImageClassification", "AutoModelForMaskedImageModeling"),
+    "whisper": ("AutoModelForSpeechSeq2Seq", "AutoModelForAudioClassification"),
+} | dict.fromkeys(ENCODERS, ("AutoModelForMaskedLM",))
+#: The families that run on each library, and the others on NumPy.
+EVERYWHERE = ["gpt2", "llama", "bert", "vit", "whisper"]
+MODELS = [
+    *((name, CAUSAL) for name in DECODERS),
+    *((name, BASE) for name in FAMILIES),
+    *((name, head) for name, heads in HEADS.items() for head in (BASE, *heads)),
+]
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder_is_transformers_own(made, tmp_path, name):
-    theirs = made(name, DECODERS[name])
-    theirs.save_pretrained(tmp_path)
-    model = nn.load.model(tmp_path, like=FLOAT32)
-    close(model(IDS, is_causal=True), outputs_of(theirs))
+def inputs_of(name):
+    """Return what a model of transformers takes, what the same one here takes, and its options."""
+    if name in DECODERS:
+        return {"input_ids": IDS}, IDS, {"is_causal": True}
+    if name == "vit":
+        return {"pixel_values": SEEN}, SEEN, {}
+    if name == "whisper":
+        return {"input_features": HEARD}, HEARD, {}
+    ids = np.where(KEEP, IDS, ENCODERS[name].get("pad_token_id", 0)).astype(np.int32)
+    given = {"input_ids": ids, "attention_mask": KEEP.astype(np.int32)}
+    if name != "bert":
+        return given, ids, {"mask": KEEP[:, None, None, :]}
+    segments = (IDS % 2).astype(np.int32)
+    options = {"mask": KEEP[:, None, None, :], "segments": segments}
+    return given | {"token_type_ids": segments}, ids, options
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_decoder_is_transformers_own_from_arrays_and_a_file_on_every_library(
-    made, tmp_path, name, kind
-):
+def output_of(theirs, name):
+    """Return what a model of transformers, or the encoder in it, computes."""
+    if name not in DECODERS:
+        theirs = getattr(theirs, theirs.base_model_prefix, theirs)
+    if name == "whisper":
+        theirs = theirs.encoder if hasattr(theirs, "encoder") else theirs.get_encoder()
+    given = {key: torch.from_numpy(x) for key, x in inputs_of(name)[0].items()}
+    with torch.no_grad():
+        return theirs(**given)[0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "kind"),
+    [(*model, "numpy") for model in MODELS]
+    + [
+        pytest.param(name, BASE, kind, marks=[pytest.mark.slow] if kind == "jax" else [])
+        for name in EVERYWHERE
+        for kind in ("torch", "jax")
+    ],
+)
+def test_a_model_is_transformers_own(made, tmp_path, name, head, kind):
     to, back = library(kind)
-    theirs = made(name, DECODERS[name])
+    theirs = made(name, (DECODERS | ENCODERS | SENSES)[name], head)
     theirs.save_pretrained(tmp_path)
-    expected = outputs_of(theirs)
-    file, config = tmp_path / "model.safetensors", theirs.config.to_dict()
-    for weights, settings in ((theirs.state_dict(), config), (file, None)):
-        model = nn.load.model(weights, settings, like=to(FLOAT32))
-        close(back(model(to(IDS), is_causal=True)), expected)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_decoder_without_a_head_is_transformers_own(made, tmp_path, name):
-    theirs = made(name, DECODERS[name], "AutoModel")
-    theirs.save_pretrained(tmp_path)
-    model = nn.load.model(tmp_path, like=FLOAT32, logits=False)
-    close(model(IDS, is_causal=True), outputs_of(theirs), WIDER.get(name, 2e-6))
+    expected = output_of(theirs, name)
+    _, x, options = inputs_of(name)
+    options = {n: to(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
+    wider = WIDER.get(name, 2e-6) if head == BASE else 2e-6
+    for weights, config in (
+        (tmp_path, None),
+        (tmp_path / "model.safetensors", None),
+        (theirs.state_dict(), theirs.config.to_dict()),
+    ):
+        model = nn.load.model(weights, config, like=to(FLOAT32), logits=head == CAUSAL)
+        found = back(model(to(x), **options))
+        at = KEEP if name in ENCODERS else ...
+        close(found[at], expected[at], wider)
 
 
 @pytest.mark.slow
@@ -220,73 +261,6 @@ def test_a_base_model_has_logits_if_the_embedding_is_tied_or_is_told_how_it_is_l
     close(bare(IDS, is_causal=True), outputs_of(gpt2))
     with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
         nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
-
-
-# ---- encoders ----------------------------------------------------------------------------------
-
-KEEP = np.arange(13) < np.array([[13], [8]])
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForMaskedLM"])
-def test_an_encoder_is_transformers_own(made, tmp_path, name, kind):
-    theirs = made(name, ENCODERS[name], kind)
-    theirs.save_pretrained(tmp_path)
-    ids = np.where(KEEP, IDS, ENCODERS[name].get("pad_token_id", 0))
-    base = getattr(theirs, theirs.base_model_prefix, theirs)
-    expected = outputs_of(base, ids, attention_mask=torch.from_numpy(KEEP).long())
-    model = nn.load.model(tmp_path, like=FLOAT32)
-    found = model(ids, mask=KEEP[:, None, None, :])
-    close(found[KEEP], expected[KEEP])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bert_takes_segments_on_every_library(made, kind):
-    to, back = library(kind)
-    theirs = made("bert", ENCODERS["bert"], "AutoModel")
-    keep, segments = torch.from_numpy(KEEP), (IDS % 2).astype(np.int32)
-    inputs = {"attention_mask": keep, "token_type_ids": torch.from_numpy(segments).long()}
-    expected = outputs_of(theirs, IDS, **inputs)
-    model = loaded(theirs, to(FLOAT32))
-    found = back(model(to(IDS), segments=to(segments), mask=to(KEEP[:, None, None, :])))
-    close(found[KEEP], expected[KEEP])
-
-
-# ---- images and sound --------------------------------------------------------------------------
-
-SEEN = np.random.default_rng(4).standard_normal((2, 3, 12, 12)).astype(np.float32)
-HEARD = np.random.default_rng(5).standard_normal((2, 6, 20)).astype(np.float32)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "head", ["AutoModel", "AutoModelForImageClassification", "AutoModelForMaskedImageModeling"]
-)
-def test_vit_is_transformers_own(made, tmp_path, head, kind):
-    to, back = library(kind)
-    theirs = made("vit", SENSES["vit"], head)
-    theirs.save_pretrained(tmp_path)
-    base = getattr(theirs, theirs.base_model_prefix, theirs)
-    with torch.no_grad():
-        expected = base(torch.from_numpy(SEEN))[0].numpy()
-    for weights in (tmp_path, theirs.state_dict()):
-        model = nn.load.model(weights, theirs.config.to_dict(), like=to(FLOAT32))
-        close(back(model(to(SEEN))), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "head", ["AutoModel", "AutoModelForSpeechSeq2Seq", "AutoModelForAudioClassification"]
-)
-def test_the_encoder_of_whisper_is_transformers_own(made, tmp_path, head, kind):
-    to, back = library(kind)
-    theirs = made("whisper", SENSES["whisper"], head)
-    theirs.save_pretrained(tmp_path)
-    encoder = theirs.encoder if hasattr(theirs, "encoder") else theirs.get_encoder()
-    with torch.no_grad():
-        expected = encoder(torch.from_numpy(HEARD))[0].numpy()
-    model = nn.load.model(tmp_path, like=to(FLOAT32))
-    close(back(model(to(HEARD))), expected)
 
 
 def test_images_and_sound_of_other_sizes_are_refused(made):
