@@ -175,7 +175,8 @@ class MultiHeadAttention(Module):
         context : Array, optional
             The tokens to attend to, shape (..., S, context_size); `x` by default.
         values : Array, optional
-            The tokens whose values are summed, shape (..., S, context_size); `context` by default.
+            The tokens whose values are summed, shape (..., S, inputs of that map); `context` by
+            default.
         cache : KVCache, optional
             The keys and values of the tokens before `x`.
         positions : Array or sequence of int, optional
