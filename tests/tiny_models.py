@@ -1,5 +1,6 @@
 """Tiny models of transformers, one or more of each family, and the libraries to run them on."""
 
+import array_api_strict
 import numpy as np
 import pytest
 from libraries import from_torch, to_torch
@@ -84,8 +85,15 @@ SENSES = {
 }  # fmt: skip
 
 
+#: How NumPy arrays go to a library and come back.
+LIBRARIES = {
+    "numpy": (np.asarray, np.asarray),
+    "torch": (to_torch, lambda x: from_torch(x.detach())),
+    "jax": (lambda x: pytest.importorskip("jax.numpy").asarray(x), np.asarray),
+    "strict": (array_api_strict.asarray, np.asarray),
+}
+
+
 def library(name):
     """Return how NumPy arrays go to a library and come back."""
-    if name == "jax":
-        return pytest.importorskip("jax.numpy").asarray, np.asarray
-    return {"numpy": (np.asarray, np.asarray), "torch": (to_torch, from_torch)}[name]
+    return LIBRARIES[name]

@@ -29,10 +29,6 @@ class Ranks(NamedTuple):
     strategy: str
     layout: str
 
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return parallel.size_of(self.over)
-
     def mask(
         self,
         batch_size: int,
@@ -45,7 +41,7 @@ class Ranks(NamedTuple):
         options: dict[str, Any],
     ) -> torch.Tensor | None:
         """Return the mask of the whole sequence, or the part that no other argument expresses."""
-        whole = length * self.size()
+        whole = length * parallel.size_of(self.over)
         if padding is None and self.layout != "contiguous":
             raise ValueError(
                 f"with layout={self.layout!r} give the model an attention_mask of the whole"
@@ -87,7 +83,8 @@ class Ranks(NamedTuple):
         """Return which keys each row of the whole sequence sees, as options of attention."""
         parts: list[Any] = [] if mask is None else [masks.dense(mask)]
         if packed is not None and len(packed) > 2:
-            at = torch.arange(query.shape[-2] * self.size(), device=query.device)
+            whole = query.shape[-2] * parallel.size_of(self.over)
+            at = torch.arange(whole, device=query.device)
             parts.append(masks.segments(torch.bucketize(at, packed[1:].to(at), right=True)))
         options: dict[str, Any] = {"mask": functools.reduce(operator.and_, parts)} if parts else {}
         if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
