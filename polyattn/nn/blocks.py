@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from polyattn._base.arrays import Array
@@ -165,10 +166,9 @@ class DecoderBlock(Module):
         cross = {name: value for name, value in options.items() if name not in _OF_BLOCKS}
         cross |= {"context_size": context_size, "rotary": None}
         attention = MultiHeadAttention.init(size, heads, **shared, **cross)
-        norms = (options.get("norm", LayerNorm).init(size, like=like) for _ in range(3))
-        first, second, third = norms
+        norm = partial(options.get("norm", LayerNorm).init, size, like=like)
         layers = block.attention, attention, block.feed_forward
-        return cls(*layers, first, second, third, block.pre_norm)
+        return cls(*layers, norm(), norm(), norm(), block.pre_norm)
 
     def __call__(
         self,
