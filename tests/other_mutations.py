@@ -8,6 +8,7 @@ BACKWARD = "tests/backends/test_numpy_backward.py::"
 CORNERS = "tests/api/test_corners.py::test_an_axis_without_entries"
 DASK = "tests/backends/test_dask.py::"
 ENGINES = "tests/parallel/test_engines.py::test_one_device_of_jax"
+FAMILIES = "tests/nn/test_families.py::"
 FILES = "tests/base/test_files.py::"
 LOAD = "tests/nn/test_load.py::"
 PARTS = "tests/expressions/test_parts.py::"
@@ -176,7 +177,7 @@ MUTATIONS = (
      "unchecked positions", "polyattn/nn/ids.py",
      "if not _fits(facts.shape, whole.shape[:-1]):",
      "if False:"),
-    (LOAD + "test_rotary_scaling_is_transformers_own[False-40-dynamic]",
+    (FAMILIES + "test_rotary_scaling_is_transformers_own[False-40-dynamic]",
      "dynamic scaling at the trained length", "polyattn/nn/load/rope.py",
      "Rotary(size, base, dynamic=(factor, longest))",
      "Rotary(size, base)"),
@@ -329,7 +330,7 @@ MUTATIONS = (
      "a layer waits for its ids", "polyattn/nn/ids.py",
      "        if not may_wait:\n            return False\n",
      ""),
-    (LOAD + "test_a_tied_model_may_be_stored_under_the_name_of_its_output_map",
+    (FAMILIES + "test_a_tied_model_may_be_stored_under_the_name_of_its_output_map",
      "a model without logits is not tied", "polyattn/nn/load/models.py",
      'settings.flag("tie_word_embeddings")',
      "plan.model.tied"),

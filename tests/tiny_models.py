@@ -1,5 +1,6 @@
 """Tiny models of transformers, one or more of each family, and the libraries to run them on."""
 
+import array_api_strict
 import numpy as np
 import pytest
 from libraries import from_torch, to_torch
@@ -17,6 +18,10 @@ ROPE = {
 }  # fmt: skip
 #: Settings of tiny models, by family and what is special in them.
 DECODERS = {
+    "gpt2": {
+        "vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    },
     "gpt2 untied": {
         "vocab_size": 50, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16,
         "n_inner": 20, "tie_word_embeddings": False,
@@ -26,6 +31,7 @@ DECODERS = {
         "head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True,
         "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2,
     },
+    "llama": SIZES,
     "mistral": SIZES | {"sliding_window": 4},
     "mistral without a window": SIZES | {"sliding_window": None, "head_dim": 12},
     "qwen2": SIZES,
@@ -48,6 +54,7 @@ DECODERS = {
 #: One of each family.
 FAMILIES = [name for name in DECODERS if " " not in name]
 ENCODERS = {
+    "bert": SIZES,
     "roberta": SIZES | {"pad_token_id": 1, "type_vocab_size": 1},
     "xlm-roberta": SIZES | {"pad_token_id": 2},
     "distilbert": {
@@ -78,8 +85,15 @@ SENSES = {
 }  # fmt: skip
 
 
+#: How NumPy arrays go to a library and come back.
+LIBRARIES = {
+    "numpy": (np.asarray, np.asarray),
+    "torch": (to_torch, lambda x: from_torch(x.detach())),
+    "jax": (lambda x: pytest.importorskip("jax.numpy").asarray(x), np.asarray),
+    "strict": (array_api_strict.asarray, np.asarray),
+}
+
+
 def library(name):
     """Return how NumPy arrays go to a library and come back."""
-    if name == "jax":
-        return pytest.importorskip("jax.numpy").asarray, np.asarray
-    return {"numpy": (np.asarray, np.asarray), "torch": (to_torch, from_torch)}[name]
+    return LIBRARIES[name]

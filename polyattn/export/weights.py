@@ -20,9 +20,10 @@ PAGE = 4096
 
 def check_size(weights: Mapping[str, Any], file: Path | None) -> None:
     """Raise if a model without a file cannot hold the weights."""
-    if file is None and _is_large(weights):
+    size = _size(weights)
+    if file is None and size > LARGEST:
         raise ValueError(
-            f"the weights take {_size(weights):,} bytes, and a model of ONNX holds 2 GB at most:"
+            f"the weights take {size:,} bytes, and a model of ONNX holds 2 GB at most:"
             " pass file='model.onnx', which writes the model there and its weights beside it"
         )
 
@@ -31,18 +32,15 @@ def _size(weights: Mapping[str, Any]) -> int:
     return sum(array.nbytes for array in weights.values())
 
 
-def _is_large(weights: Mapping[str, Any]) -> bool:
-    return _size(weights) > LARGEST
-
-
 def store(model: Any, weights: Mapping[str, Any], file: Path | None) -> None:
     """Turn the inputs that are weights into initializers, and write the file if there is one."""
     inputs = [one for one in model.graph.input if one.name not in weights]
     del model.graph.input[:]
     model.graph.input.extend(inputs)
-    is_large = file is not None and _is_large(weights)
+    is_large = file is not None and _size(weights) > LARGEST
     if not is_large:
-        model.graph.initializer.extend(_held(weights))
+        from_array = require_onnx("onnx.numpy_helper").from_array
+        model.graph.initializer.extend(from_array(a, name) for name, a in weights.items())
     if file is None:
         return
     # The weights first: a new model must not read old ones. A model has text in UTF-8.
@@ -62,12 +60,6 @@ def _is_utf8(path: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _held(weights: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield initializers that hold the weights."""
-    from_array = require_onnx("onnx.numpy_helper").from_array
-    return (from_array(array, name) for name, array in weights.items())
 
 
 def _written(weights: Mapping[str, Any], file: Path) -> Iterator[Any]:

@@ -176,14 +176,10 @@ class _Recorded:
         """Run the plan; keep the logsumexp if its kernel computes one."""
         operands, softmax = self.operands(arrays), self.plan.placement.problem.normalizer is None
         plan = _with_feature(self.plan, "logsumexp") if softmax else self.plan
-        self.logsumexp = None
-        if softmax and plan.kernel is self.plan.kernel:
-            self.output, self.logsumexp = _unrounded(plan, operands)
-        else:
-            self.output, _ = self.plan.run(operands)
-            if softmax:
-                self.output, self.logsumexp = _unrounded(plan, operands)
-        output = np.asarray(self.output, operands.query.dtype)
+        self.output, self.logsumexp = _unrounded(plan, operands) if softmax else plan.run(operands)
+        same = plan.kernel is self.plan.kernel
+        output = self.output if same else self.plan.run(operands)[0]
+        output = np.asarray(output, operands.query.dtype)
         return (output, self.logsumexp) if self.is_pair else output
 
     def derivative(self, arrays: Sequence[Array], along: Cotangents | Tangents) -> Any:

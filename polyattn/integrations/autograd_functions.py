@@ -8,7 +8,8 @@ are not here are autograd's, and those that autograd does not wrap are NumPy's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from autograd import numpy as anp
 from autograd.extend import defjvp, defvjp, notrace_primitive, primitive
 
 from polyattn._base.arrays import Array
+from polyattn._kernels.sums import sum_to
 from polyattn.nn.erf import erfc as erfc_of_numbers
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,9 +46,12 @@ def recorded(function: F) -> F:
 # ---- shapes and dtypes -------------------------------------------------------------------------
 
 
-def permute_dims(x: Array, axes: tuple[int, ...]) -> Array:
-    """Return the array with its axes in another order."""
-    return anp.transpose(x, axes)
+permute_dims, concat, cumulative_sum = anp.transpose, anp.concatenate, anp.cumsum
+broadcast_to, astype, asarray, take, sum, where, tanh = map(
+    primitive, (np.broadcast_to, np.astype, np.asarray, np.take, np.sum, np.where, np.tanh)
+)
+for kept in (broadcast_to, astype, asarray, take, sum):
+    defjvp(kept, "same")
 
 
 def matrix_transpose(x: Array) -> Array:
@@ -54,53 +59,14 @@ def matrix_transpose(x: Array) -> Array:
     return anp.swapaxes(x, -1, -2)
 
 
-def concat(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """Return arrays joined along an axis."""
-    return anp.concatenate(arrays, axis=axis)
-
-
-@recorded
-def broadcast_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """Return the array repeated to a shape."""
-    return np.broadcast_to(x, shape)
-
-
 def _summed_to(x: Array, shape: tuple[int, ...]) -> Array:
     """Return the sum over the axes along which an array of this shape was repeated."""
-    lead = len(x.shape) - len(shape)
-    repeated = [n for n, length in enumerate(shape, lead) if length != x.shape[n]]
-    axes = (*range(lead), *repeated)
-    return anp.reshape(sum(x, axis=axes), shape) if axes else x
+    return sum_to(sys.modules[__name__], x, shape)
 
 
 defvjp(broadcast_to, lambda ans, x, shape: lambda g: _summed_to(g, x.shape))
-defjvp(broadcast_to, "same")
-
-
-@recorded
-def astype(x: Array, dtype: Any, copy: bool = True) -> Array:
-    """Return the array in a dtype."""
-    return np.astype(x, dtype, copy=copy)
-
-
 defvjp(astype, lambda ans, x, dtype, copy=True: lambda g: astype(g, x.dtype))
-defjvp(astype, "same")
-
-
-@recorded
-def asarray(x: Any, dtype: Any = None, **options: Any) -> Array:
-    """Return an array in a dtype."""
-    return np.asarray(x, dtype=dtype, **options)
-
-
 defvjp(asarray, lambda ans, x, dtype=None, **options: lambda g: asarray(g, x.dtype))
-defjvp(asarray, "same")
-
-
-@recorded
-def take(x: Array, indices: Array, axis: int = 0) -> Array:
-    """Return the entries of some indices along an axis."""
-    return np.take(x, indices, axis=axis)
 
 
 @recorded
@@ -116,10 +82,7 @@ def _put(g: Array, indices: Array, axis: int, length: int) -> Array:
     return np.moveaxis(out, 0, axis)
 
 
-defvjp(
-    take, lambda ans, x, indices, axis=0: lambda g: _put(g, indices, axis, x.shape[axis])
-)  # fmt: skip
-defjvp(take, "same")
+defvjp(take, lambda ans, x, indices, axis=0: lambda g: _put(g, indices, axis, x.shape[axis]))
 defvjp(_put, lambda ans, g, indices, axis, length: lambda again: take(again, indices, axis))
 defjvp(_put, "same")
 
@@ -134,19 +97,12 @@ def _kept(x: Array, shape: tuple[int, ...], axis: Axes) -> Array:
     return anp.reshape(x, tuple(1 if n in reduced else m for n, m in enumerate(shape)))
 
 
-@recorded
-def sum(x: Array, axis: Axes = None, dtype: Any = None, keepdims: bool = False) -> Array:
-    """Return the sum over axes."""
-    return np.sum(x, axis=axis, dtype=dtype, keepdims=keepdims)
-
-
 defvjp(
     sum,
     lambda ans, x, axis=None, dtype=None, keepdims=False: (
         lambda g: broadcast_to(astype(_kept(g, x.shape, axis), x.dtype, copy=False), x.shape)
     ),
 )
-defjvp(sum, "same")
 
 
 def mean(x: Array, axis: Axes = None, keepdims: bool = False) -> Array:
@@ -184,18 +140,7 @@ def _extremum(function: Callable[..., Array]) -> Any:
 max, min = _extremum(np.max), _extremum(np.min)
 
 
-def cumulative_sum(x: Array, axis: int | None = None) -> Array:
-    """Return the sums of the entries up to each along an axis."""
-    return anp.cumsum(x, axis)
-
-
 # ---- element by element ------------------------------------------------------------------------
-
-
-@recorded
-def where(condition: Array, x: Array, y: Array) -> Array:
-    """Return x where the condition holds, and y elsewhere."""
-    return np.where(condition, x, y)
 
 
 def _part(condition: Array, g: Array, of: Any) -> Array:
@@ -231,22 +176,11 @@ def clip(x: Array, low: float, high: float) -> Array:
     return minimum(maximum(x, low), high)
 
 
-@recorded
-def tanh(x: Array) -> Array:
-    """Return the hyperbolic tangent."""
-    return np.tanh(x)
-
-
 defvjp(tanh, lambda ans, x: lambda g: g * (1 - ans * ans))
 defjvp(tanh, lambda g, ans, x: g * (1 - ans * ans))
 
 
-@recorded
-def erfc(x: Array) -> Array:
-    """Return 1 less the error function."""
-    return erfc_of_numbers(x)
-
-
+erfc = primitive(erfc_of_numbers)
 defvjp(erfc, lambda ans, x: lambda g: g * (-2 / math.sqrt(math.pi)) * anp.exp(-x * x))
 defjvp(erfc, lambda g, ans, x: g * (-2 / math.sqrt(math.pi)) * anp.exp(-x * x))
 

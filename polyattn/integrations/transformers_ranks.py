@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import sdpa_mask
 
 from polyattn import masks, parallel
 from polyattn._base.arrays import is_one_of
@@ -33,10 +29,6 @@ class Ranks(NamedTuple):
     strategy: str
     layout: str
 
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return parallel.size_of(self.over)
-
     def mask(
         self,
         batch_size: int,
@@ -49,7 +41,7 @@ class Ranks(NamedTuple):
         options: dict[str, Any],
     ) -> torch.Tensor | None:
         """Return the mask of the whole sequence, or the part that no other argument expresses."""
-        whole = length * self.size()
+        whole = length * parallel.size_of(self.over)
         if padding is None and self.layout != "contiguous":
             raise ValueError(
                 f"with layout={self.layout!r} give the model an attention_mask of the whole"
@@ -65,10 +57,8 @@ class Ranks(NamedTuple):
             raise NotImplementedError(
                 "with over= there is no cache: call the model with use_cache=False"
             )
-        if function is causal_mask_function or function is bidirectional_mask_function:
-            return _of_keys(padding)
         if {_name(part) for part in _parts(function)} <= EXPRESSED:
-            return _of_keys(padding)
+            return None if padding is None else padding[:, None, None, :].bool()
         if any(x.shape[-1] < whole for x in _tensors(function) if x.ndim > 1):
             raise NotImplementedError(
                 "with over= a rank cannot tell packed sequences by their positions, of which it"
@@ -93,7 +83,8 @@ class Ranks(NamedTuple):
         """Return which keys each row of the whole sequence sees, as options of attention."""
         parts: list[Any] = [] if mask is None else [masks.dense(mask)]
         if packed is not None and len(packed) > 2:
-            at = torch.arange(query.shape[-2] * self.size(), device=query.device)
+            whole = query.shape[-2] * parallel.size_of(self.over)
+            at = torch.arange(whole, device=query.device)
             parts.append(masks.segments(torch.bucketize(at, packed[1:].to(at), right=True)))
         options: dict[str, Any] = {"mask": functools.reduce(operator.and_, parts)} if parts else {}
         if mask is not None and mask.shape[-2] > 1:  # it includes causality and the window
@@ -128,21 +119,8 @@ class Ranks(NamedTuple):
         for name, given in refused.items():
             if given is not None and given is not False:
                 raise NotImplementedError(f"with over= polyattn supports no {name}")
-        output: torch.Tensor = parallel.attention(
-            query,
-            key,
-            value,
-            over=self.over,
-            strategy=self.strategy,
-            layout=self.layout,
-            **options,
-        )
+        output: torch.Tensor = parallel.attention(query, key, value, **self._asdict(), **options)
         return output
-
-
-def _of_keys(padding: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the keys that are not padding, (batch, 1, 1, S)."""
-    return None if padding is None else padding[:, None, None, :].bool()
 
 
 def _name(function: Any) -> str:

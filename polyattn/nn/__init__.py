@@ -4,6 +4,7 @@ Parameters are plain arrays in frozen dataclasses, and the functions are pure.
 """
 
 from polyattn.nn import load
+from polyattn.nn.angles import linear_scaling, ntk_scaling, yarn_scaling
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import DecoderBlock, EncoderBlock, Stack
 from polyattn.nn.cache import KVCache
@@ -14,7 +15,6 @@ from polyattn.nn.models import Transformer
 from polyattn.nn.module import Module
 from polyattn.nn.positions import LearnedPositions, RelativeBias, Rotary, Sinusoidal
 from polyattn.nn.saving import save
-from polyattn.nn.scaling import linear_scaling, ntk_scaling, yarn_scaling
 
 __all__ = [
     "DecoderBlock",

@@ -87,12 +87,7 @@ class MultiHeadAttention(Module):
         context_size: int | None = None,
         bias: bool = True,
         fused: bool = False,
-        query_norm: Norm | None = None,
-        key_norm: Norm | None = None,
-        rotary: Rotary | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: tuple[int | None, int | None] | None = None,
+        **settings: Any,
     ) -> MultiHeadAttention:
         """Create a layer with Glorot's uniform weights and biases of 0.
 
@@ -114,12 +109,9 @@ class MultiHeadAttention(Module):
             Whether the maps have biases.
         fused : bool
             Whether one map computes queries, keys and values.
-        query_norm, key_norm : LayerNorm or RMSNorm, optional
-            Such as ``RMSNorm.init(head_size, like=like)``; the layer copies it.
-        rotary : Rotary, optional
-            Such as ``Rotary(head_size)``.
-        scale, softcap, window : optional
-            Options of `polyattn.attention` for every call, unless the call gives them.
+        **settings : Any
+            Further attributes: query_norm and key_norm, such as ``RMSNorm.init(head_size,
+            like=like)``, which the layer copies; rotary, scale, softcap and window.
 
         Examples
         --------
@@ -144,6 +136,9 @@ class MultiHeadAttention(Module):
         if fused and context_size != size:
             raise ValueError("a fused map takes tokens of one size; omit context_size")
         create = initializer(like, seed)
+        for name in ("query_norm", "key_norm"):
+            if settings.get(name) is not None:
+                settings[name] = settings[name].copied()
 
         def linear(inputs: int, outputs: int) -> Linear:
             return Linear.init(inputs, outputs, like=like, seed=create, bias=bias)
@@ -158,12 +153,7 @@ class MultiHeadAttention(Module):
             heads=heads,
             key_heads=key_heads,
             head_size=head_size,
-            query_norm=None if query_norm is None else query_norm.copied(),
-            key_norm=None if key_norm is None else key_norm.copied(),
-            rotary=rotary,
-            scale=scale,
-            softcap=softcap,
-            window=window,
+            **settings,
         )
 
     def __call__(
@@ -185,7 +175,8 @@ class MultiHeadAttention(Module):
         context : Array, optional
             The tokens to attend to, shape (..., S, context_size); `x` by default.
         values : Array, optional
-            The tokens whose values are summed, shape (..., S, context_size); `context` by default.
+            The tokens whose values are summed, shape (..., S, inputs of that map); `context` by
+            default.
         cache : KVCache, optional
             The keys and values of the tokens before `x`.
         positions : Array or sequence of int, optional

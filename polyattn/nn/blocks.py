@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from polyattn._base.arrays import Array
@@ -15,6 +16,9 @@ from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.cache import KVCache
 from polyattn.nn.layers import FeedForward, LayerNorm, Norm, initializer
 from polyattn.nn.module import Initializer, Module
+
+#: What `EncoderBlock.init` takes beside the arguments of its attention.
+_OF_BLOCKS = ("inner", "activation", "gated", "norm", "pre_norm")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -138,19 +142,13 @@ class DecoderBlock(Module):
         like: Array,
         seed: int | Initializer = 0,
         context_size: int | None = None,
-        bias: bool = True,
-        inner: int | None = None,
-        activation: str = "gelu",
-        gated: bool = False,
-        norm: type[Norm] = LayerNorm,
-        pre_norm: bool = True,
-        **attention: Any,
+        **options: Any,
     ) -> DecoderBlock:
         """Create a block with Glorot's uniform weights.
 
         Parameters
         ----------
-        size, heads, like, seed, bias, inner, activation, gated, norm, pre_norm, **attention
+        size, heads, like, seed, **options
             As for `EncoderBlock.init`; ``rotary`` applies to the self-attention only.
         context_size : int, optional
             Size of the encoder's tokens, `size` by default.
@@ -163,17 +161,14 @@ class DecoderBlock(Module):
         >>> nn.DecoderBlock.init(64, 8, like=x)(x, context).shape
         (2, 5, 64)
         """
-        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed), "bias": bias}
-        cross = attention | {"context_size": context_size, "rotary": None}
-        return cls(
-            MultiHeadAttention.init(size, heads, **shared, **attention),
-            MultiHeadAttention.init(size, heads, **shared, **cross),
-            FeedForward.init(size, inner, activation=activation, gated=gated, **shared),
-            norm.init(size, like=like),
-            norm.init(size, like=like),
-            norm.init(size, like=like),
-            pre_norm,
-        )
+        shared: dict[str, Any] = {"like": like, "seed": initializer(like, seed)}
+        block = EncoderBlock.init(size, heads, **shared, **options)
+        cross = {name: value for name, value in options.items() if name not in _OF_BLOCKS}
+        cross |= {"context_size": context_size, "rotary": None}
+        attention = MultiHeadAttention.init(size, heads, **shared, **cross)
+        norm = partial(options.get("norm", LayerNorm).init, size, like=like)
+        layers = block.attention, attention, block.feed_forward
+        return cls(*layers, norm(), norm(), norm(), block.pre_norm)
 
     def __call__(
         self,

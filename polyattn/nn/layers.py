@@ -5,7 +5,6 @@ Norms and activations compute in float32 at least, and round their result once.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable
@@ -194,7 +193,6 @@ def _mean(x: Array, xp: Any) -> Array:
 def _rounded_once(function: Callable[[Array, Any], Array]) -> Callable[[Array], Array]:
     """Return a function of an array, from one of a widened array and its namespace."""
 
-    @functools.wraps(function)
     def activate(x: Array) -> Array:
         xp = library_of(x).xp
         return cast(xp, function(widened(x, xp), xp), x.dtype)
@@ -207,20 +205,9 @@ def _relu(x: Array) -> Array:
     return xp.where(x < 0, xp.zeros_like(x), x)
 
 
-@_rounded_once
-def _gelu(x: Array, xp: Any) -> Array:
-    return gelu(x)
-
-
-@_rounded_once
 def _gelu_tanh(x: Array, xp: Any) -> Array:
     # (1 + tanh(u)) / 2 is the logistic function of 2 u, which keeps its digits far below 0.
     return x * _logistic(math.sqrt(8 / math.pi) * (x + 0.044715 * x * x * x), xp)
-
-
-@_rounded_once
-def _silu(x: Array, xp: Any) -> Array:
-    return x * _logistic(x, xp)
 
 
 def _logistic(x: Array, xp: Any) -> Array:
@@ -236,7 +223,12 @@ def _logistic(x: Array, xp: Any) -> Array:
 
 
 #: Activations by name. ``gelu`` is exact, ``gelu_tanh`` the approximation of GPT-2.
-ACTIVATIONS = {"relu": _relu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": _silu}
+ACTIVATIONS = {
+    "relu": _relu,
+    "gelu": _rounded_once(lambda x, xp: gelu(x)),
+    "gelu_tanh": _rounded_once(_gelu_tanh),
+    "silu": _rounded_once(lambda x, xp: x * _logistic(x, xp)),
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

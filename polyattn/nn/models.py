@@ -137,8 +137,6 @@ class Transformer(Module):
         ids: Array,
         *context: Array,
         caches: tuple[KVCache, ...] | None = None,
-        segments: Array | None = None,
-        positions: Array | None = None,
         **options: Any,
     ) -> Any:
         """Run the model.
@@ -164,12 +162,8 @@ class Transformer(Module):
             Logits, shape (..., L, tokens), or without an output map the vectors, (..., L, size);
             with caches, the pair of this array and the next caches.
         """
-        x = self.hidden(
-            *(ids, *context), caches=caches, segments=segments, positions=positions, **options
-        )
-        if caches is None:
-            return self.logits(x)
-        return self.logits(x[0]), x[1]
+        x = self.hidden(ids, *context, caches=caches, **options)
+        return self.logits(x) if caches is None else (self.logits(x[0]), x[1])
 
     def hidden(
         self,

@@ -12,11 +12,10 @@ from polyattn import scores
 from polyattn._base.arrays import Array, cast, index_range, library_of, numbers_like
 from polyattn._base.tracing import is_compiling
 from polyattn._core.expressions.scores import Score
-from polyattn.nn.angles import Angles
+from polyattn.nn.angles import Angles, frequencies_of, ntk_scaling
 from polyattn.nn.ids import for_each_token, look_up
 from polyattn.nn.layers import initializer
 from polyattn.nn.module import Initializer, Module
-from polyattn.nn.scaling import frequencies_of, ntk_scaling
 from polyattn.nn.shapes import beside, with_last_axes
 
 

@@ -16,8 +16,8 @@ from polyattn._base.arrays import Array, facts_of, library_of
 from polyattn._base.files import check_file, replacing
 from polyattn._dispatch.transfer import convert_like
 from polyattn.nn.load.files import imported, read_config
-from polyattn.nn.load.models import family_of
-from polyattn.nn.load.plan import Family, Wanted
+from polyattn.nn.load.models import HEAD, family_of
+from polyattn.nn.load.plan import Wanted
 from polyattn.nn.load.stored import Stored
 from polyattn.nn.models import Transformer
 
@@ -106,14 +106,10 @@ def _stored_arrays(model: Transformer, config: Mapping[str, Any], origin: str) -
             f"{origin} says {expected.strip()}, and the model has {found.strip()}: pass the config"
             " of this model"
         )
-    pairs = ((wanted[name], array) for name, array in parameters.items())
-    stored = _unmade(pairs)
-    return {_full_name(family, name, logits): array for name, array in stored.items()}
-
-
-def _full_name(family: Family, name: str, logits: bool) -> str:
-    """Return the name of a weight in the base model or, for a model with logits, in that."""
-    return family.prefix + name if logits and name != "lm_head.weight" else name
+    stored = _unmade((wanted[name], array) for name, array in parameters.items())
+    # A model with logits has the base model, whose names get a prefix, and the output map.
+    prefix = family.prefix if logits else ""
+    return {name if name == HEAD else prefix + name: array for name, array in stored.items()}
 
 
 def _unmade(pairs: Iterable[tuple[Stored, Array]]) -> dict[str, Any]:

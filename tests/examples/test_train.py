@@ -260,11 +260,3 @@ def test_the_page_states_the_target_and_the_model():
     learner = learners.gpt(75, np.zeros(1, "float32"))
     number = sum(array.size for array in learner.parameters().values())
     assert f"{number:,} parameters" in page
-
-
-def test_the_help_names_every_option(capsys):
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    printed = capsys.readouterr().out
-    for option in ("library", "steps", "minutes", "target", "plot", "generate", "prompt", "seed"):
-        assert f"--{option}" in printed

@@ -5,13 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from runtimes import by_onnxruntime, by_reference, kinds, onnxruntime, session
 
 from polyattn import masks, nn
 from polyattn.export import onnx as export
-
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
-from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 LIKE = np.zeros(1, np.float32)
 PROMPT = np.array([[5, 7, 11], [2, 3, 0]])
@@ -31,26 +28,6 @@ def inputs(model, capacity="S", batch="B"):
 def step(model, opset=24, lengths=(), **options):
     options = {"is_causal": True} | options
     return export(model, inputs(model, *lengths), dtype="int64", options=options, opset=opset)
-
-
-def kinds(model):
-    return [node.op_type for node in model.graph.node]
-
-
-def session(model):
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3  # TensorScatter warns of each copy that it makes
-    return onnxruntime.InferenceSession(model.SerializeToString(), options)
-
-
-def by_onnxruntime(model):
-    run = session(model)
-    return lambda feed: run.run(None, feed)
-
-
-def by_reference(model):
-    return functools.partial(ReferenceEvaluator(model).run, None)
 
 
 def decode(exported, run, model, capacity=12, **options):

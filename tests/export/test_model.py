@@ -2,20 +2,16 @@
 
 import functools
 import sys
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from runtimes import by_onnxruntime, by_reference, kinds, onnx
 
 import polyattn
 from polyattn import attention, masks, scores
 from polyattn.cli import main
 from polyattn.export import onnx as export
-
-onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
-from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 H, G, D, E = 4, 2, 8, 6
 SHAPES = {"query": ("B", H, "L", D), "key": ("B", G, "S", D), "value": ("B", G, "S", E)}
@@ -25,33 +21,12 @@ SINKS = np.linspace(-1, 1, H, dtype=np.float32)
 TABLE = np.linspace(-1, 1, 8 * H, dtype=np.float32).reshape(8, H)  # of relative distances
 
 
-def by_onnxruntime(model, inputs):
-    session = onnxruntime.InferenceSession(model.SerializeToString(), _one_thread())
-    return session.run(None, inputs)
-
-
-def _one_thread():
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    return options
-
-
-def by_reference(model, inputs):
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        return ReferenceEvaluator(model).run(None, inputs)
-
-
 def numbers(batch, length, keys, seed=0):
     rng = np.random.default_rng(seed)
     shapes = [(batch, H, length, D), (batch, G, keys, D), (batch, G, keys, E)]
     return dict(
         zip(SHAPES, (rng.standard_normal(s, dtype=np.float32) for s in shapes), strict=True)
     )
-
-
-def kinds(model):
-    return [node.op_type for node in model.graph.node]
 
 
 NATIVE = {
@@ -86,7 +61,7 @@ def test_a_model_whose_attention_is_written_out_has_unknown_lengths_too():
     options = {"score_mod": scores.temperature(2.0), "is_causal": True}
     exported = export(model, {"ids": ("B", "L")}, dtype="int64", options=options)
     ids = np.array([[5, 7, 11], [2, 3, 0]])
-    (logits,) = by_onnxruntime(exported, {"ids": ids})
+    (logits,) = by_onnxruntime(exported)({"ids": ids})
     assert abs(logits - model(ids, **options)).max() < 2e-6
 
 
@@ -102,7 +77,7 @@ def test_one_export_runs_at_all_lengths(name, run):
     assert kinds(model).count("Attention") == (name in NATIVE)
     for size in SIZES:
         inputs = numbers(*size)
-        (found,) = run(model, inputs)
+        (found,) = run(model)(inputs)
         assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
 
 
@@ -124,7 +99,7 @@ def test_windows_are_an_attribute_from_opset_25_on():
     assert (attributes["left_window_size"], attributes["right_window_size"]) == (2, 1)
     model = export(windowed, SHAPES, opset=25)
     inputs = numbers(2, 5, 7)
-    (found,) = by_reference(model, inputs)
+    (found,) = by_reference(model)(inputs)
     assert abs(found - windowed(*inputs.values())).max() < 2e-6
     assert "left_window_size" not in str(export(windowed, SHAPES, opset=24))
 
@@ -136,7 +111,7 @@ def test_opset_23_has_no_number_of_keys():
     model = export(causal, SHAPES, opset=23)
     assert [one.version for one in model.opset_import] == [23]
     inputs = numbers(2, 5, 7)
-    (found,) = by_onnxruntime(model, inputs)
+    (found,) = by_onnxruntime(model)(inputs)
     assert abs(found - causal(*inputs.values())).max() < 2e-6
 
 
@@ -157,7 +132,7 @@ def test_several_outputs_have_the_names_of_their_fields():
     assert [one.name for one in partial.graph.output] == ["output", "logsumexp"]
     inputs = numbers(2, 5, 7)
     for found, wanted in zip(
-        by_onnxruntime(partial, inputs),
+        by_onnxruntime(partial)(inputs),
         polyattn.attention_partial(*inputs.values()),
         strict=True,
     ):
@@ -193,7 +168,7 @@ def test_arrays_of_the_options_may_be_inputs(name):
         for n, shape in more.items():
             drawn = rng.integers(0, 4, [lengths.get(x, x) for x in shape])
             inputs[n] = np.asarray(drawn, dtype[n])
-        (found,) = by_onnxruntime(model, inputs)
+        (found,) = by_onnxruntime(model)(inputs)
         assert abs(found - call(**inputs)).max() < 2e-6
 
 
@@ -232,7 +207,7 @@ def test_weights_run_at_all_lengths(options):
         inputs = {name: numbers(*size)[name] for name in WEIGHED}
         wanted = polyattn.attention_weights(**inputs, sinks=SINKS, **options)
         for run in by_onnxruntime, by_reference:
-            assert abs(run(model, inputs)[0] - wanted).max() < 2e-6
+            assert abs(run(model)(inputs)[0] - wanted).max() < 2e-6
 
 
 OPEN_SCORES = {
@@ -250,7 +225,7 @@ def test_a_score_function_gets_and_gives_arrays_of_unknown_shape(name, heads):
     model = export(attention, shapes, dtype=dtype, options=options)
     for size in SIZES:
         inputs = {n: x[:, :heads].astype(dtype) for n, x in numbers(*size).items()}
-        (found,) = by_onnxruntime(model, inputs)
+        (found,) = by_onnxruntime(model)(inputs)
         assert abs(found - attention(*inputs.values(), **options)).max() < 2e-6
 
 
@@ -297,13 +272,13 @@ def test_ids_may_be_narrow_and_lengths_integers_of_numpy():
     table = polyattn.nn.Embedding.init(50, 4, like=np.zeros(1, np.float32))
     model = export(table, {"ids": ("B", np.int64(3))}, dtype=np.uint8)
     ids = np.array([[5, 7, 11], [2, 3, 49]], np.uint8)
-    assert np.array_equal(by_onnxruntime(model, {"ids": ids})[0], table(ids))
+    assert np.array_equal(by_onnxruntime(model)({"ids": ids})[0], table(ids))
 
 
 def test_weights_in_another_byte_order_are_turned():
     swapped = LINEAR.with_parameters({n: a.astype(">f4") for n, a in LINEAR.parameters().items()})
     x = np.ones((2, 4), np.float32)
-    assert np.array_equal(by_onnxruntime(export(swapped, X), {"x": x})[0], LINEAR(x))
+    assert np.array_equal(by_onnxruntime(export(swapped, X))({"x": x})[0], LINEAR(x))
 
 
 def test_a_write_that_fails_leaves_an_older_model_as_it_was(tmp_path, monkeypatch):
@@ -335,7 +310,7 @@ def test_a_model_has_one_node_for_each_layer_and_its_weights_by_name():
     assert all(np.array_equal(weights[name], parameters[name]) for name in weights)
     for shape in ((1, 3), (2, 11)):
         ids = np.random.default_rng(0).integers(0, 50, shape)
-        (logits,) = by_onnxruntime(model, {"ids": ids})
+        (logits,) = by_onnxruntime(model)({"ids": ids})
         assert abs(logits - transformer(ids, is_causal=True)).max() < 2e-6
 
 
@@ -346,7 +321,7 @@ def test_the_command_line_writes_a_model_and_says_what_it_became(tmp_path, capsy
     assert capsys.readouterr().out == f"{file}: opset 24, 1 node, one is Attention\n"
     model = onnx.load(file)
     inputs = {**numbers(2, 5, 7), "value": np.ones((2, 2, 7, 8), np.float32)}
-    (found,) = by_onnxruntime(model, inputs)
+    (found,) = by_onnxruntime(model)(inputs)
     assert abs(found - attention(*inputs.values(), softcap=3.0)).max() < 2e-6
     assert main(["export", str(file), *shapes, "--causal", "--dtype", "float64"]) == 0
     reason = "none is Attention: ONNX Runtime gives NaN for a row without keys in float64\n"
@@ -387,8 +362,7 @@ def test_weights_that_a_model_cannot_hold_are_written_beside_it(tmp_path, monkey
     for one in loaded.graph.initializer:
         assert np.array_equal(onnx.numpy_helper.to_array(one), parameters[one.name])
     ids = np.array([[5, 7, 11], [2, 3, 0]])
-    session = onnxruntime.InferenceSession(str(file), _one_thread())
-    (logits,) = session.run(None, {"ids": ids})
+    (logits,) = by_onnxruntime(str(file))({"ids": ids})
     assert abs(logits - transformer(ids, **options)).max() < 2e-6
 
 

@@ -3,6 +3,7 @@
 import jax
 import pytest
 import torch
+from tiny_models import LIBRARIES
 
 
 @pytest.fixture(autouse=True)
@@ -10,6 +11,12 @@ def careful_jax():
     """Have JAX refuse to broadcast other ranks, and to mix dtypes."""
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request):
+    """How NumPy arrays go to a library and come back."""
+    return LIBRARIES[request.param]
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def test_vmap_over_items_and_over_models():
     def run(model, ids):
         return model(ids, is_causal=True)
 
-    whole = run(model, jnp.asarray(IDS))
+    whole = model_of(np.zeros(1, np.float32))(IDS, is_causal=True)
     mapped = jax.vmap(run, in_axes=(None, 0))(model, jnp.asarray(IDS))
     np.testing.assert_allclose(mapped, whole, atol=1e-5)
     models = jax.tree.map(lambda *each: jnp.stack(each), model, model_of(jnp.zeros(1), seed=8))

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
 
-import array_api_strict
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,29 +21,16 @@ RNG = np.random.default_rng(9)
 IDS = RNG.integers(0, 11, size=(2, 9))
 TOKENS = RNG.normal(size=(2, 3, 9, 4))  # (batch, G, tokens, D)
 TOKEN = TOKENS[:, :, :1]
-LIBRARIES = {
-    "numpy": (np.asarray, np.asarray),
-    "torch": (torch.tensor, lambda x: np.asarray(x.detach())),
-    "jax": (jnp.asarray, np.asarray),
-    "strict": (array_api_strict.asarray, np.asarray),
-}
 KINDS = {
     "rotary, grouped": {"key_heads": 2, "rotary": nn.Rotary(6), "norm": nn.RMSNorm},
     "learned positions, fused": {"positions": 16, "fused": True, "value_size": 3},
     "sines, after the sum": {"positions": nn.Sinusoidal(24), "pre_norm": False},
 }
 OPTIONS = {
-    "causal": {"is_causal": True},
     "window": {"is_causal": True, "window": (3, 0)},
     "mask value": {"mask": masks.causal() & (masks.window(4, 0) | masks.prefix(2))},
     "ALiBi": {"is_causal": True, "score_mod": scores.alibi(4)},
-    "softcap": {"is_causal": True, "softcap": 2.0},
 }
-
-
-@pytest.fixture(params=LIBRARIES)
-def library(request):
-    return LIBRARIES[request.param]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,10 +66,13 @@ def decode(model, ids, caches, steps, *context, **options):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_step_gives_what_the_full_pass_does(library, kind):
     to, _ = library
-    # JAX compiles each block of its own.
-    kind = KINDS[kind] | ({"blocks": 1} if to is jnp.asarray else {})
+    kind, compiles = (
+        KINDS[kind],
+        isinstance(to(TOKEN), jax.Array),
+    )  # each block and each length of a step
+    kind = kind | {"blocks": 1} if compiles else kind
     model, full = model_of(to, **kind), full_pass(kind, is_causal=True)
-    for steps in ([4] + [1] * 5,) if to is jnp.asarray else ([1] * 9, [4, 1, 1, 3], [9]):
+    for steps in ([3] * 3,) if compiles else ([1] * 9, [4, 1, 1, 3], [9]):
         found, caches = decode(model, to(IDS), model.caches(16, batch=(2,)), steps, is_causal=True)
         np.testing.assert_allclose(found, full, atol=2e-5)
         assert all(cache.length == 9 for cache in caches)
@@ -121,17 +110,6 @@ def test_a_compiled_step_of_jax_is_compiled_once_and_gives_the_same():
         logits, caches = step(model, jnp.asarray(IDS[:, n : n + 1]), caches)
         np.testing.assert_allclose(logits[:, 0], full[:, n], atol=2e-5)
     assert len(compiled) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_a_compiled_step_of_torch_gives_the_same():
-    model = model_of(torch.tensor, **KINDS["rotary, grouped"])
-    full, caches = model(torch.tensor(IDS), is_causal=True), model.caches(12, batch=(2,))
-    step = torch.compile(lambda token, caches: model(token, caches=caches, is_causal=True))
-    for n in range(9):
-        logits, caches = step(torch.tensor(IDS[:, n : n + 1]), caches)
-        torch.testing.assert_close(logits[:, 0], full[:, n], atol=2e-5, rtol=1e-5)
 
 
 # ---- the cache by itself -----------------------------------------------------------------------
@@ -200,9 +178,11 @@ def test_sliding_keeps_the_newest_and_counts_the_others(library):
     assert cache.slide(5).length == 2
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch", "strict"])  # JAX's is compiled, below
+@pytest.mark.parametrize(
+    "library", ["numpy", "torch", "strict"], indirect=True
+)  # JAX's is compiled, below
 def test_a_slid_cache_decodes_a_window_as_the_full_pass_does(library):
-    to, back = LIBRARIES[library]
+    to, back = library
     kind = KINDS["rotary, grouped"]
     model, full = model_of(to, **kind), full_pass(kind, is_causal=True, window=(3, 0))
     caches, found = model.caches(5, batch=(2,)), []
@@ -281,22 +261,6 @@ def test_two_caches_of_the_same_memory_do_not_write_to_one_place(twin, count):
     holds(np.asarray, third, TOKENS[:, :, [*held, 4]])
 
 
-def test_another_owner_of_the_arrays_keeps_them():
-    cache, other = filled(np.asarray, 2), filled(np.asarray, 2)
-    one, two = TOKENS[:, :, 3:4], TOKENS[:, :, 4:5]
-    mixed = replace(cache, key=other.key)
-    first, second = mixed.append(one, one + 1), other.append(two, two + 1)
-    holds(np.asarray, first, TOKENS[:, :, [0, 1, 3]])
-    holds(np.asarray, second, TOKENS[:, :, [0, 1, 4]])
-
-
-def test_arrays_that_a_cache_is_made_of_are_not_written_to():
-    key, value = np.zeros((2, 2, 3, 6, 4))
-    holds(np.asarray, nn.KVCache(key, value).append(TOKEN, TOKEN + 1), TOKEN)
-    assert not key.any()
-    assert not value.any()
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_caches_are_made_and_grow_in_a_compiled_function_of_torch():
@@ -323,42 +287,31 @@ def test_gradients_pass_through_a_cache_of_torch_and_nothing_is_written_to():
     assert torch.all(cache.key == 0)
 
 
-def test_values_may_have_a_size_of_their_own():
-    cache = nn.KVCache.init(3, 4, 6, like=np.zeros(1), value_size=7)
-    cache = cache.append(np.ones((3, 2, 4)), np.ones((3, 2, 7)))
-    assert cache.values.shape == (3, 2, 7)
+KEYS, SHORT = np.ones((2, 3, 1, 4)), np.ones((2, 1, 4))
 
 
 @pytest.mark.parametrize(
-    ("act", "said"),
+    ("act", "error", "said"),
     [
-        (lambda c: c.append(np.ones((2, 3, 1, 5)), np.ones((2, 3, 1, 4))), r"key must .* 'n', 4\)"),
+        (lambda c: c.append(np.ones((2, 3, 1, 5)), KEYS), ValueError, r"key must .* 'n', 4\)"),
+        (lambda c: c.append(KEYS, SHORT), ValueError, "value must have the shape"),
+        (lambda c: c.append(KEYS, np.ones((2, 3, 2, 4))), ValueError, "as many values as keys"),
+        (lambda c: c.truncate(4), ValueError, "3 tokens; got 4"),
+        (lambda c: c.truncate(-1), ValueError, "3 tokens; got -1"),
+        (lambda c: c.slide(-1), ValueError, "at least 0; got -1"),
         (
-            lambda c: c.append(np.ones((2, 3, 1, 4)), np.ones((2, 1, 4))),
-            "value must have the shape",
+            lambda c: c.append(torch.tensor(TOKEN), torch.tensor(TOKEN)), TypeError,
+            r"key must be float64 of numpy.* got torch.float64 of torch",
         ),
         (
-            lambda c: c.append(np.ones((2, 3, 1, 4)), np.ones((2, 3, 2, 4))),
-            "as many values as keys",
+            lambda c: c.append(TOKEN, TOKEN.astype(np.float32)), TypeError,
+            r"value must be float64 of numpy.* got float32 of numpy",
         ),
-        (lambda c: c.truncate(4), "3 tokens; got 4"),
-        (lambda c: c.truncate(-1), "3 tokens; got -1"),
-        (lambda c: c.slide(-1), "at least 0; got -1"),
     ],
-)
-def test_what_does_not_fit_is_refused(act, said):
-    with pytest.raises(ValueError, match=said):
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(act, error, said):
+    with pytest.raises(error, match=said):
         act(filled(np.asarray, 3))
-
-
-def test_keys_of_another_library_or_dtype_are_refused():
-    cache = filled(np.asarray, 3)
-    with pytest.raises(
-        TypeError, match=r"key must be float64 of numpy.* got torch.float64 of torch"
-    ):
-        cache.append(torch.tensor(TOKEN), torch.tensor(TOKEN))
-    with pytest.raises(TypeError, match=r"value must be float64 of numpy.* got float32 of numpy"):
-        cache.append(TOKEN, TOKEN.astype(np.float32))
 
 
 def test_a_stack_has_a_cache_for_each_block():

@@ -1,9 +1,11 @@
 """Families of models: each computes what transformers computes with the same checkpoint."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, SENSES, library
+from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, SENSES, SIZES, library
 
 from polyattn import nn
 
@@ -24,28 +26,89 @@ def close(found, expected, atol=2e-6):
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol)
 
 
+def near(found, expected):
+    """Compare to a few roundings of what the numbers' largest has."""
+    close(found, expected, 4e-5 * max(1.0, float(np.abs(np.asarray(expected)).max())))
+
+
 def outputs_of(model, ids=IDS, **inputs):
     with torch.no_grad():
         return model(input_ids=torch.from_numpy(ids).long(), **inputs)[0].numpy()
 
 
-# ---- decoders ----------------------------------------------------------------------------------
+# ---- outputs -----------------------------------------------------------------------------------
+
+KEEP = np.arange(13) < np.array([[13], [8]])
+SEEN = np.random.default_rng(4).standard_normal((2, 3, 12, 12)).astype(np.float32)
+HEARD = np.random.default_rng(5).standard_normal((2, 6, 20)).astype(np.float32)
+CAUSAL, BASE = "AutoModelForCausalLM", "AutoModel"
+HEADS = {
+    "vit": ("AutoModelForImageClassification", "AutoModelForMaskedImageModeling"),
+    "whisper": ("AutoModelForSpeechSeq2Seq", "AutoModelForAudioClassification"),
+} | dict.fromkeys(ENCODERS, ("AutoModelForMaskedLM",))
+#: The families that run on each library, and the others on NumPy.
+EVERYWHERE = ["gpt2", "llama", "bert", "vit", "whisper"]
+MODELS = [
+    *((name, CAUSAL) for name in DECODERS),
+    *((name, BASE) for name in FAMILIES),
+    *((name, head) for name, heads in HEADS.items() for head in (BASE, *heads)),
+]
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_decoder_is_transformers_own(made, tmp_path, name):
-    theirs = made(name, DECODERS[name])
+def inputs_of(name):
+    """Return what a model of transformers takes, what the same one here takes, and its options."""
+    if name in DECODERS:
+        return {"input_ids": IDS}, IDS, {"is_causal": True}
+    if name == "vit":
+        return {"pixel_values": SEEN}, SEEN, {}
+    if name == "whisper":
+        return {"input_features": HEARD}, HEARD, {}
+    ids = np.where(KEEP, IDS, ENCODERS[name].get("pad_token_id", 0)).astype(np.int32)
+    given = {"input_ids": ids, "attention_mask": KEEP.astype(np.int32)}
+    if name != "bert":
+        return given, ids, {"mask": KEEP[:, None, None, :]}
+    segments = (IDS % 2).astype(np.int32)
+    options = {"mask": KEEP[:, None, None, :], "segments": segments}
+    return given | {"token_type_ids": segments}, ids, options
+
+
+def output_of(theirs, name):
+    """Return what a model of transformers, or the encoder in it, computes."""
+    if name not in DECODERS:
+        theirs = getattr(theirs, theirs.base_model_prefix, theirs)
+    if name == "whisper":
+        theirs = theirs.encoder if hasattr(theirs, "encoder") else theirs.get_encoder()
+    given = {key: torch.from_numpy(x) for key, x in inputs_of(name)[0].items()}
+    with torch.no_grad():
+        return theirs(**given)[0].numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "kind"),
+    [(*model, "numpy") for model in MODELS]
+    + [
+        pytest.param(name, BASE, kind, marks=[pytest.mark.slow] if kind == "jax" else [])
+        for name in EVERYWHERE
+        for kind in ("torch", "jax")
+    ],
+)
+def test_a_model_is_transformers_own(made, tmp_path, name, head, kind):
+    to, back = library(kind)
+    theirs = made(name, (DECODERS | ENCODERS | SENSES)[name], head)
     theirs.save_pretrained(tmp_path)
-    model = nn.load.model(tmp_path, like=FLOAT32)
-    close(model(IDS, is_causal=True), outputs_of(theirs))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_decoder_without_a_head_is_transformers_own(made, tmp_path, name):
-    theirs = made(name, DECODERS[name], "AutoModel")
-    theirs.save_pretrained(tmp_path)
-    model = nn.load.model(tmp_path, like=FLOAT32, logits=False)
-    close(model(IDS, is_causal=True), outputs_of(theirs), WIDER.get(name, 2e-6))
+    expected = output_of(theirs, name)
+    _, x, options = inputs_of(name)
+    options = {n: to(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
+    wider = WIDER.get(name, 2e-6) if head == BASE else 2e-6
+    for weights, config in (
+        (tmp_path, None),
+        (tmp_path / "model.safetensors", None),
+        (theirs.state_dict(), theirs.config.to_dict()),
+    ):
+        model = nn.load.model(weights, config, like=to(FLOAT32), logits=head == CAUSAL)
+        found = back(model(to(x), **options))
+        at = KEEP if name in ENCODERS else ...
+        close(found[at], expected[at], wider)
 
 
 @pytest.mark.slow
@@ -60,59 +123,144 @@ def test_a_decoder_reads_caches_on_every_library(made, name, kind):
     close(back(found), outputs_of(theirs)[:, 9:], WIDER.get(name, 2e-6))
 
 
-# ---- encoders ----------------------------------------------------------------------------------
+# ---- rotary positions ---------------------------------------------------------------------------
 
-KEEP = np.arange(13) < np.array([[13], [8]])
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-@pytest.mark.parametrize("kind", ["AutoModel", "AutoModelForMaskedLM"])
-def test_an_encoder_is_transformers_own(made, tmp_path, name, kind):
-    theirs = made(name, ENCODERS[name], kind)
-    theirs.save_pretrained(tmp_path)
-    ids = np.where(KEEP, IDS, ENCODERS[name].get("pad_token_id", 0))
-    base = getattr(theirs, theirs.base_model_prefix, theirs)
-    expected = outputs_of(base, ids, attention_mask=torch.from_numpy(KEEP).long())
-    model = nn.load.model(tmp_path, like=FLOAT32)
-    found = model(ids, mask=KEEP[:, None, None, :])
-    close(found[KEEP], expected[KEEP])
-
-
-# ---- images and sound --------------------------------------------------------------------------
-
-SEEN = np.random.default_rng(4).standard_normal((2, 3, 12, 12)).astype(np.float32)
-HEARD = np.random.default_rng(5).standard_normal((2, 6, 20)).astype(np.float32)
+LLAMA = SIZES | {"max_position_embeddings": 16, "num_hidden_layers": 2}
+ROPES = {
+    "plain": {"rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+    "yarn told": {
+        "rope_type": "yarn", "factor": 8.0, "beta_fast": 4.0, "beta_slow": 2.0, "mscale": 0.7,
+        "mscale_all_dim": 0.4, "original_max_position_embeddings": 16,
+    },
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "head", ["AutoModel", "AutoModelForImageClassification", "AutoModelForMaskedImageModeling"]
-)
-def test_vit_is_transformers_own(made, tmp_path, head, kind):
-    to, back = library(kind)
-    theirs = made("vit", SENSES["vit"], head)
-    theirs.save_pretrained(tmp_path)
-    base = getattr(theirs, theirs.base_model_prefix, theirs)
+def rotated(made, rope):
+    """Return a Llama whose scores are so large that its positions are seen in its logits."""
+    settings = LLAMA | {"rope_parameters": dict(ROPES[rope])}
+    theirs = made(f"llama {rope}", settings)
     with torch.no_grad():
-        expected = base(torch.from_numpy(SEEN))[0].numpy()
-    for weights in (tmp_path, theirs.state_dict()):
-        model = nn.load.model(weights, theirs.config.to_dict(), like=to(FLOAT32))
-        close(back(model(to(SEEN))), expected)
+        for name, parameter in theirs.named_parameters():
+            if ("q_proj" in name or "k_proj" in name) and parameter.std() < 1:
+                parameter.mul_(30)
+    return theirs
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "head", ["AutoModel", "AutoModelForSpeechSeq2Seq", "AutoModelForAudioClassification"]
-)
-def test_the_encoder_of_whisper_is_transformers_own(made, tmp_path, head, kind):
+def loaded(theirs, like=FLOAT32, **changes):
+    """Return a model of the weights and the config of another."""
+    return nn.load.model(theirs.state_dict(), theirs.config.to_dict() | changes, like=like)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("length", [9, 40])
+@pytest.mark.parametrize("told", [False, True])
+def test_rotary_scaling_is_transformers_own(made, rope, length, told):
+    theirs = rotated(made, rope)
+    ids = np.random.default_rng(5).integers(0, 50, (1, length))
+    expected = outputs_of(theirs, ids)
+    longer = {"length": length} if rope == "dynamic" and told else {}
+    model = nn.load.model(theirs.state_dict(), theirs.config.to_dict(), like=FLOAT32, **longer)
+    near(model(ids, is_causal=True), expected)
+    near(model(ids, is_causal=True, positions=range(length)), expected)
+
+
+def compiled(kind, function):
+    if kind == "torch":
+        return torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
+    return pytest.importorskip("jax").jit(function)
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_dynamic_scaling_follows_the_length_in_a_compiled_function(made, kind):
     to, back = library(kind)
-    theirs = made("whisper", SENSES["whisper"], head)
-    theirs.save_pretrained(tmp_path)
-    encoder = theirs.encoder if hasattr(theirs, "encoder") else theirs.get_encoder()
-    with torch.no_grad():
-        expected = encoder(torch.from_numpy(HEARD))[0].numpy()
-    model = nn.load.model(tmp_path, like=to(FLOAT32))
-    close(back(model(to(HEARD))), expected)
+    theirs = rotated(made, "dynamic")
+    model = loaded(theirs, to(FLOAT32))
+    run = compiled(kind, lambda ids: model(ids, is_causal=True))
+    for length in (9, 23, 40):
+        ids = np.random.default_rng(5).integers(0, 50, (1, length))
+        near(back(run(to(ids.astype(np.int32)))), outputs_of(theirs, ids))
+
+
+def test_dynamic_scaling_follows_a_cache_as_in_transformers(made):
+    theirs = rotated(made, "dynamic")
+    model, cached = loaded(theirs), None
+    caches = model.caches(40, batch=(2,))
+    for ids in np.split(np.random.default_rng(5).integers(0, 50, (2, 32)), [13, 15, 20, 21], 1):
+        with torch.no_grad():
+            expected = theirs(torch.from_numpy(ids), past_key_values=cached, use_cache=True)
+        cached = expected.past_key_values
+        found, caches = model(ids, caches=caches, is_causal=True)
+        near(found, expected.logits)
+
+
+def test_rotary_scaling_under_its_old_names_is_understood(made):
+    theirs = rotated(made, "linear")
+    old = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    near(loaded(theirs, rope_parameters=None, **old)(IDS, is_causal=True), outputs_of(theirs))
+
+
+# ---- names of weights ---------------------------------------------------------------------------
+
+
+def test_names_of_other_heads_of_buffers_and_old_ones_are_known(made):
+    bert = made("bert", ENCODERS["bert"], "AutoModel")
+    state = {f"bert.{name}": array for name, array in bert.state_dict().items()}
+    state |= {"cls.predictions.bias": torch.zeros(50)}
+    state |= {"bert.embeddings.position_ids": torch.arange(16)}
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("m.bias", "m.beta"): array
+        for name, array in state.items()
+    }
+    assert old.keys() != state.keys()
+    for weights in (state, old):
+        model = nn.load.model(weights, bert.config.to_dict(), like=FLOAT32)
+        close(model(IDS), outputs_of(bert))
+    for name, more in {
+        "gpt2": ("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
+        "llama": ("model.layers.0.self_attn.rotary_emb.inv_freq",),
+    }.items():
+        theirs = made(name, DECODERS[name])
+        buffers = dict.fromkeys(more, torch.ones(4))
+        nn.load.model(theirs.state_dict() | buffers, theirs.config.to_dict(), like=FLOAT32)
+
+
+def test_a_tied_output_map_that_is_another_is_refused(made):
+    gpt2 = made("gpt2", DECODERS["gpt2"])
+    state = gpt2.state_dict() | {"lm_head.weight": torch.ones(50, 32)}
+    with pytest.raises(ValueError, match=r"lm_head\.weight and wte\.weight are tied"):
+        nn.load.model(state, gpt2.config.to_dict(), like=FLOAT32)
+
+
+def test_a_tied_model_may_be_stored_under_the_name_of_its_output_map(made):
+    gpt2 = made("gpt2", DECODERS["gpt2"])
+    state = gpt2.state_dict()
+    state["lm_head.weight"] = state.pop("transformer.wte.weight")
+    config = gpt2.config.to_dict()
+    model = nn.load.model(state, config, like=FLOAT32)
+    close(model(IDS, is_causal=True), outputs_of(gpt2))
+    del config["tie_word_embeddings"]  # whose default is true
+    bare = nn.load.model(state, config, like=FLOAT32, logits=False)
+    np.testing.assert_array_equal(bare.embedding.weight, model.embedding.weight)
+    assert not bare.tied
+    config["tie_word_embeddings"] = False
+    with pytest.raises(ValueError, match=r"wte\.weight: missing"):
+        nn.load.model(state, config, like=FLOAT32, logits=False)
+
+
+def test_a_base_model_has_logits_if_the_embedding_is_tied_or_is_told_how_it_is_loaded(made):
+    gpt2, llama = (made(name, DECODERS[name]) for name in ("gpt2", "llama"))
+    state = gpt2.transformer.state_dict()
+    bare = nn.load.model(state, gpt2.config.to_dict(), like=FLOAT32)
+    close(bare(IDS, is_causal=True), outputs_of(gpt2))
+    with pytest.raises(ValueError, match=r"lm_head\.weight: missing.* pass logits=False"):
+        nn.load.model(llama.model.state_dict(), llama.config.to_dict(), like=FLOAT32)
 
 
 def test_images_and_sound_of_other_sizes_are_refused(made):
@@ -131,8 +279,24 @@ def test_images_and_sound_of_other_sizes_are_refused(made):
 # ---- settings of anyone ------------------------------------------------------------------------
 
 ALL = DECODERS | ENCODERS | SENSES
-#: The settings that only some families read.
+#: The settings that a loader reads, for most families those that only some read.
 READ = {
+    "bert": (
+        "model_type hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size"
+        " type_vocab_size max_position_embeddings layer_norm_eps hidden_act is_decoder"
+        " position_embedding_type"
+    ),
+    "gpt2": (
+        "model_type n_embd n_layer n_head n_inner vocab_size n_positions layer_norm_epsilon"
+        " activation_function scale_attn_weights scale_attn_by_inverse_layer_idx"
+        " add_cross_attention tie_word_embeddings"
+    ),
+    "llama": (
+        "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+        " intermediate_size vocab_size rms_norm_eps hidden_act attention_bias mlp_bias rope_theta"
+        " rope_parameters rope_scaling partial_rotary_factor max_position_embeddings"
+        " original_max_position_embeddings tie_word_embeddings"
+    ),
     "mistral": "sliding_window layer_types",
     "qwen2 with windows": "use_sliding_window sliding_window max_window_layers layer_types",
     "phi3 rotated in part": "partial_rotary_factor sliding_window rms_norm_eps",
@@ -158,11 +322,28 @@ READ = {
         " max_source_positions activation_function"
     ),
 }
+# Texts of JSON, as Python's parser takes it, which knows more numbers.
 VALUES = [
-    *(None, [], {}, "x", -1, 0, 1, 2.5, True, float("nan"), float("inf"), 1e-30, 10**18, 10**400),
-    *([1], [[]], ["sliding_attention"], ["x"] * 3, {"full_attention": 3}, [10**400] * 3),
-    {"full_attention": {"rope_type": "x"}, "sliding_attention": {}},
+    *("null", "[]", "{}", '"x"', "-1", "0", "1", "2.5", "true", "NaN", "Infinity", "1e400"),
+    *("1e300", "1e-30", "1" + "0" * 9, "1" + "0" * 18, "1" + "0" * 400, "[" * 400 + "]" * 400),
+    *('{"a":' * 400 + "1" + "}" * 400, "[1]", "[[]]", '["sliding_attention"]'),
+    *('["x", "x", "x"]', '{"full_attention": 3}', f"[{', '.join(['1' + '0' * 400] * 3)}]"),
+    '{"full_attention": {"rope_type": "x"}, "sliding_attention": {}}',
 ]
+
+
+def with_setting(config, name, value):
+    """Return a config in which a setting has a value, a text."""
+    return json.loads(json.dumps(config | {name: "here"}).replace('"here"', value))
+
+
+def refused(weights, config):
+    """Return what is said of a model, or None if it is loaded."""
+    try:
+        nn.load.model(weights, config, like=FLOAT32)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("name", READ)
@@ -170,30 +351,71 @@ def test_every_setting_is_understood_or_refused_by_name(made, name):
     kind = "AutoModelForCausalLM" if name in DECODERS else "AutoModel"
     theirs = made(name, ALL[name], kind)
     state, config = theirs.state_dict(), theirs.config.to_dict()
+    assert refused(state, config) is None
     for setting in READ[name].split():
         for value in VALUES:
-            try:
-                nn.load.model(state, config | {setting: value}, like=FLOAT32)
-            except ValueError as error:
-                said = str(error)
+            said = refused(state, with_setting(config, setting, value))
+            if said is not None:
                 rope = "rope_" in setting and "rope_" in said
-                assert setting in said or rope or "weights do not fit" in said, (value, said)
+                assert setting in said or rope or "do not fit" in said, (value, said)
                 assert len(said) < 10_000
+
+
+@pytest.mark.parametrize("rope", ["linear", "dynamic", "yarn told", "llama3"])
+def test_every_setting_of_rotary_positions_is_understood_or_refused_by_name(made, rope):
+    theirs = made("llama", DECODERS["llama"])
+    state, config = theirs.state_dict(), theirs.config.to_dict()
+    given = {"rope_theta": 1e4, "attention_factor": 1.0, **ROPES[rope]}
+    for name in [*given, "type", "partial_rotary_factor", "truncate"]:
+        for value in [*VALUES, "1e-300", "1e-37", "3e38"]:
+            said = refused(state, config | {"rope_parameters": with_setting(given, name, value)})
+            assert said is None or name.removeprefix("rope_") in said, (name, value, said)
+
+
+def rope(kind, **more):
+    """Return settings of rotary positions."""
+    return {"rope_parameters": ROPES.get(kind, {"rope_type": kind}) | more}
 
 
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
+        ("bert", {"model_type": "t5"}, "model_type is 't5'; this function reads 'gpt2'"),
+        ("bert", {"model_type": None}, "model_type is None; add it to the config; this"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'rel"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act must be one of gelu.*; got 'mish'"),
+        ("bert", {"num_attention_heads": None}, "config has no num_attention_heads"),
+        ("bert", {"num_attention_heads": 5}, "num_attention_heads 5 does not divide hidden_size"),
+        ("bert", {"layer_norm_eps": "small"}, "layer_norm_eps must be a positive number.*; got 's"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is T"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ("gpt2", {"n_layer": 0}, r"n_layer must be a positive integer.*; got 0"),
+        ("gpt2", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false; got 1"),
+        ("llama", rope("longrope", factor=2), "got 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "config has no factor"),
         (
-            "mistral",
-            {"layer_types": ["full_attention"] * 3},
-            "layer_types is .* None only",
+            "llama",
+            {"quantization_config": {"bits": 4, "quant_method": "awq"}},
+            r"quantization_config of config: quant_method must be absent: load .* got 'awq'",
         ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        ("llama", rope("yarn", truncate=False), "truncate is False"),
         (
-            "phi3",
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope_type must be .*longrope",
+            "llama",
+            {"head_dim": 5} | rope("linear"),
+            "head_dim must be even, for rotary posi.*; got 5",
         ),
+        ("llama", {"num_key_value_heads": 3}, "a divisor of num_attention_heads 4; got 3"),
+        ("llama", {"rms_norm_eps": float("inf")}, "number in the range of float32; got inf"),
+        ("llama", {"rope_parameters": "x"}, "config: rope_parameters must be a mapping of"),
+        (
+            "llama",
+            rope("llama3", high_freq_factor=1.0),
+            r"of config: high_freq_factor must be larger than low_freq_factor, 1\.0; got 1",
+        ),
+        ("llama", rope("yarn", rope_theta=1), "rope_theta must be larger than 1, for yarn; got 1"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is .* None only"),
+        ("phi3", rope("longrope"), "rope_type must be .*longrope"),
         ("phi3", {"partial_rotary_factor": 0.4}, "rotate an even number of the 8 comp.*; got 0.4"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"model_type": "gemma3"}, "model_type is 'gemma3'"),
@@ -209,3 +431,29 @@ def test_a_config_that_is_not_understood_is_refused_by_name(name, change, said):
     config = {"model_type": name} | ALL[name] | change
     with pytest.raises(ValueError, match=said):
         nn.load.model({}, config, like=FLOAT32)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("gpt2", {"n_layer": 10**9}, r"n_layer is 10{9}, and weights .* 2 blocks.*h\.0\. and"),
+        ("bert", {"num_hidden_layers": 4}, "num_hidden_layers is 4, and weights of .* have 3"),
+        ("llama", {"head_dim": 10**12}, r"q_proj\.weight: expected \(4000000000000, 32\)"),
+    ],
+)
+def test_settings_are_held_to_the_weights(made, tmp_path, name, change, said):
+    made(name, ALL[name], "AutoModel").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | rope("linear") | change))
+    with pytest.raises(ValueError, match=said):
+        nn.load.model(tmp_path, like=FLOAT32)
+
+
+def test_a_length_is_for_dynamic_scaling_alone_and_positive():
+    plain = {"model_type": "llama"} | LLAMA
+    dynamic = plain | rope("dynamic")
+    for config, length in ((plain, 40), (dynamic, 10**400), (dynamic, 0)):
+        with pytest.raises(ValueError, match=r"length needs dynamic scaling .* positive; got"):
+            nn.load.model({}, config, like=FLOAT32, length=length)
+    with pytest.raises(TypeError, match="length must be an integer"):
+        nn.load.model({}, dynamic, like=FLOAT32, length="40")

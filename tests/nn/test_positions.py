@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turn_neighbours
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_halves
 
-from polyattn import attention, nn, scores
+from polyattn import nn, scores
 from polyattn._base.arrays import library_of
 from polyattn.nn.positions import Placed
 
@@ -50,13 +48,6 @@ def test_sines_stand_at_even_places_and_cosines_at_odd_ones(library):
     assert found.dtype == np.float32
 
 
-def test_learned_positions_are_rows_of_a_table_in_any_order():
-    table = RNG.normal(size=(9, 4))
-    assert np.array_equal(
-        nn.LearnedPositions(table)(np.asarray([[3, 3], [0, 8]])), table[[[3, 3], [0, 8]]]
-    )
-
-
 def test_halves_turn_as_in_llama_and_neighbours_as_in_gpt_j(library):
     to, back = library
     positions = np.asarray([4, 0, 7, 900, 2])
@@ -84,18 +75,6 @@ def test_positions_may_differ_by_item():
     found = nn.Rotary(16)(X, positions)
     for item in range(2):
         np.testing.assert_allclose(found[item], nn.Rotary(16)(X[item], positions[item]))
-
-
-def test_turned_scores_depend_on_how_far_apart_two_tokens_are():
-    rotary = nn.Rotary(16)
-    query, key = X[0, :, :1], X[1, :, :1]
-
-    def score(i, j):
-        turned = rotary(query, np.asarray([i])), rotary(key, np.asarray([j]))
-        return (turned[0] * turned[1]).sum(-1)
-
-    np.testing.assert_allclose(score(3, 8), score(1003, 1008), rtol=1e-9)
-    assert np.abs(score(3, 8) - score(3, 9)).max() > 1e-3
 
 
 def test_16_bit_vectors_are_turned_by_angles_of_float32():
@@ -138,6 +117,8 @@ def test_angles_of_far_positions_are_exact(library, frequencies):
 @pytest.mark.parametrize("dtype", ["int16", "uint8", "int32", "int64", "uint32"])
 def test_near_positions_have_the_angles_of_products(library, dtype):
     to, _ = library
+    if to is jnp.asarray and dtype in ("int32", "int64"):
+        pytest.skip("JAX compiles each operation for each dtype; other tests have this one")
     like = to(np.zeros(1, np.float32))
     positions = np.arange(256) if dtype == "uint8" else np.arange(8191, 0, -31)
     found = nn.Rotary(16).tables(to(positions.astype(dtype)), like=like)
@@ -186,59 +167,22 @@ def test_a_layer_depends_on_distances_only_however_far_its_positions():
     np.testing.assert_allclose(later, layer(x), rtol=0, atol=1e-5)
 
 
-def config(kind, **parameters):
-    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | parameters
-    return LlamaConfig(
-        hidden_size=64, num_attention_heads=2, max_position_embeddings=512, rope_parameters=rope
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "ours"),
-    [
-        ("linear", {}, (nn.linear_scaling(32, 4.0), 1.0)),
-        ("dynamic", {}, (nn.ntk_scaling(32, 4.0 * 4 - 3), 1.0)),  # at four times the length
-        ("yarn", {}, nn.yarn_scaling(32, 4.0, trained=512)),
-        (
-            "yarn",
-            {"beta_fast": 16.0, "beta_slow": 2.0},
-            nn.yarn_scaling(32, 4.0, trained=512, fast=16.0, slow=2.0),
-        ),
-    ],
-)
-def test_scalings_are_those_of_transformers(kind, given, ours):
-    if kind == "yarn":
-        given = given | {"original_max_position_embeddings": 512}
-    init = ROPE_INIT_FUNCTIONS[kind]
-    frequencies, magnitude = init(config(kind, **given), torch.device("cpu"), seq_len=2048)
-    np.testing.assert_allclose(ours[0], frequencies, rtol=2e-6)
-    assert ours[1] == pytest.approx(magnitude)
-
-
-def test_a_magnitude_multiplies_what_is_turned():
+def test_the_defaults_of_yarn_are_those_of_the_paper():
     frequencies, magnitude = nn.yarn_scaling(16, 8.0)
-    positions = np.arange(5)
-    plain = nn.Rotary(16, frequencies=frequencies)(X, positions)
-    found = nn.Rotary(16, frequencies=frequencies, magnitude=magnitude)(X, positions)
-    np.testing.assert_allclose(found, magnitude * plain)
-    assert magnitude > 1.2
+    told = {"base": 10000.0, "trained": 4096, "fast": 32.0, "slow": 1.0}
+    assert nn.yarn_scaling(16, 8.0, **told) == (frequencies, magnitude)
+    assert nn.linear_scaling(16, 2.0) == tuple(0.5 * f for f in plain(16))
+    assert nn.ntk_scaling(2, 8.0) == (1.0,)  # the one frequency, however it is scaled
 
 
 def test_a_relative_bias_is_t5s_and_a_parameter():
-    relative = nn.RelativeBias.init(4, 8, like=X, max_distance=16)
-    layer = nn.MultiHeadAttention.init(16, 4, like=X)
-    x = X[0]
-    q, k, v = (
-        (x @ getattr(layer, name).weight).reshape(3, 5, 4, 4).swapaxes(1, 2)
-        for name in ("query", "key", "value")
-    )
-    expected = attention(q, k, v, score_mod=scores.relative_bias(relative.weight, max_distance=16))
-    found = layer(x, score_mod=relative())
-    np.testing.assert_allclose(
-        found, expected.swapaxes(1, 2).reshape(3, 5, 16) @ layer.output.weight
-    )
+    relative = nn.RelativeBias.init(4, 8, like=X, max_distance=16, bidirectional=False)
+    options = {"max_distance": 16, "bidirectional": False}
+    layer, x = nn.MultiHeadAttention.init(16, 4, like=X), X[0]
+    expected = layer(x, score_mod=scores.relative_bias(relative.weight, **options))
+    np.testing.assert_array_equal(layer(x, score_mod=relative()), expected)
     assert list(relative.parameters()) == ["weight"]
-    assert np.abs(found - layer(x)).max() > 1e-6
+    assert np.abs(expected - layer(x)).max() > 1e-6
 
 
 def test_dynamic_scaling_starts_beyond_the_length_of_training(monkeypatch):

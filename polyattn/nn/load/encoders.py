@@ -1,4 +1,4 @@
-"""Plan encoders of text: BERT, with what other families change, and ModernBERT."""
+"""Plan encoders: of text, BERT, with what other families change, and ModernBERT; ViT; Whisper's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from polyattn._base.arrays import Array
 from polyattn.nn.attention import MultiHeadAttention
 from polyattn.nn.blocks import EncoderBlock, Stack
-from polyattn.nn.layers import Embedding, FeedForward, LayerNorm
+from polyattn.nn.inputs import FrameEmbedding, PatchEmbedding
+from polyattn.nn.layers import Embedding, FeedForward, LayerNorm, Linear
 from polyattn.nn.load.plan import Blocks, Family, Plan, Wanted
 from polyattn.nn.load.rope import rotary
 from polyattn.nn.load.settings import FULL, SLIDING, Settings
-from polyattn.nn.load.stored import joined_linear, layer_norm, linear, part_linear, vector
+from polyattn.nn.load.stored import (
+    Stored,
+    joined_linear,
+    layer_norm,
+    linear,
+    part_linear,
+    reshaped,
+    vector,
+)
 from polyattn.nn.models import Transformer
 from polyattn.nn.positions import LearnedPositions, RelativeBias
 
@@ -23,12 +33,12 @@ class Encoder:
 
     title: str  # with an article
     blocks: str = "encoder.layer."
-    #: To queries, keys and values, from the heads, to the inner size and back.
-    maps: tuple[str, ...] = (
+    #: The maps to queries, keys and values, from the heads, to the inner size and back; the norms.
+    parts: tuple[str, ...] = (
         *("attention.self.query", "attention.self.key", "attention.self.value"),
         *("attention.output.dense", "intermediate.dense", "output.dense"),
+        *("attention.output.LayerNorm", "output.LayerNorm"),
     )
-    norms: tuple[str, str] = ("attention.output.LayerNorm", "output.LayerNorm")
     segments: bool = True  # whether tokens have segments
     offset: int | str = 0  # the row of the first position, less 1 if it is that of a setting
     relative: str = ""  # the name of a relative bias for all blocks
@@ -45,26 +55,49 @@ ROWS = {
     "xlm-roberta": Encoder("an XLM-R", offset="pad_token_id"),
     "distilbert": Encoder(
         "a DistilBERT", blocks="transformer.layer.", segments=False,
-        maps=(
+        parts=(
             "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin",
-            "ffn.lin1", "ffn.lin2",
+            "ffn.lin1", "ffn.lin2", "sa_layer_norm", "output_layer_norm",
         ),
-        norms=("sa_layer_norm", "output_layer_norm"),
         settings=("dim", "n_heads", "n_layers", "hidden_dim", "activation"),
     ),
     "mpnet": Encoder(
         "an MPNet", segments=False, offset=2, relative="encoder.relative_attention_bias.weight",
-        maps=(
+        parts=(
             "attention.attn.q", "attention.attn.k", "attention.attn.v", "attention.attn.o",
-            "intermediate.dense", "output.dense",
+            "intermediate.dense", "output.dense", "attention.LayerNorm", "output.LayerNorm",
         ),
-        norms=("attention.LayerNorm", "output.LayerNorm"),
     ),
 }  # fmt: skip
 
 
+def _block(
+    name: str, parts: tuple[str, ...], sizes: tuple[int, int, int], epsilon: float, activation: str,
+    biases: tuple[bool, ...] = (),
+) -> EncoderBlock:  # fmt: skip
+    """Return a block by the names of its maps and norms.
+
+    With `biases`, of the maps to queries, keys and values, these are three and norms come first.
+    """
+    size, heads, inner = sizes
+    *maps, output, up, down, first, second = (f"{name}.{part}" for part in parts)
+    query: Any = None
+    key: Any = None
+    value: Any = None
+    if biases:
+        query, key, value = (linear(x, size, size, b) for x, b in zip(maps, biases, strict=True))
+    fused = None if biases else joined_linear(maps, size, [size, size, size])
+    merge = linear(output, size, size)
+    return EncoderBlock(
+        MultiHeadAttention(query, key, value, merge, heads, heads, size // heads, fused),
+        FeedForward(linear(up, size, inner), linear(down, inner, size), activation=activation),
+        layer_norm(first, size, epsilon),
+        layer_norm(second, size, epsilon),
+        pre_norm=bool(biases),
+    )
+
+
 def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
-    """Return the plan of an encoder in the manner of BERT."""
     width, number, layer_count, inner_size, act = row.settings
     size, heads = settings.sizes(width, number)
     inner, tokens = settings.whole(inner_size), settings.whole("vocab_size")
@@ -77,24 +110,13 @@ def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted)
     if isinstance(offset, str):
         offset = settings.whole(offset, zero=True) + 1
 
-    def block(name: str) -> EncoderBlock:
-        query, key, value, output, up, down = (f"{name}.{part}" for part in row.maps)
-        fused = joined_linear([query, key, value], size, [size, size, size])
-        merge = linear(output, size, size)
-        return EncoderBlock(
-            MultiHeadAttention(None, None, None, merge, heads, heads, size // heads, fused),
-            FeedForward(linear(up, size, inner), linear(down, inner, size), activation=activation),
-            layer_norm(f"{name}.{row.norms[0]}", size, epsilon),
-            layer_norm(f"{name}.{row.norms[1]}", size, epsilon),
-            pre_norm=False,
-        )
-
     names = blocks(row.blocks, layers, layer_count)
+    sizes = (size, heads, inner)
     place = vector("embeddings.position_embeddings.weight", positions, size)
     kind = vector("embeddings.token_type_embeddings.weight", kinds, size)
     model = Transformer(
         Embedding(vector("embeddings.word_embeddings.weight", tokens, size)),
-        Stack(tuple([block(name) for name in names])),
+        Stack(tuple([_block(name, row.parts, sizes, epsilon, activation) for name in names])),
         LearnedPositions(place, offset),
         Embedding(kind) if row.segments else None,
         layer_norm("embeddings.LayerNorm", size, epsilon),
@@ -107,7 +129,6 @@ def _plan_bert(row: Encoder, settings: Settings, blocks: Blocks, wanted: Wanted)
 
 
 def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
-    """Return the plan of a ModernBERT."""
     size, heads = settings.sizes("hidden_size", "num_attention_heads")
     inner, tokens = settings.whole("intermediate_size"), settings.whole("vocab_size")
     epsilon, norm_bias = settings.number("norm_eps"), settings.flag("norm_bias")
@@ -149,6 +170,95 @@ def _plan_modernbert(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan
     return Plan(model, tuple([makers[kind_of(n)] for n in range(layers)]))
 
 
+# ---- ViT ---------------------------------------------------------------------------------------
+
+VIT = (
+    *(f"attention.attention.{part}" for part in ("query", "key", "value")),
+    *("attention.output.dense", "intermediate.dense", "output.dense"),
+    *("layernorm_before", "layernorm_after"),
+)
+
+
+def _plan_vit(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+    size, heads = settings.sizes("hidden_size", "num_attention_heads")
+    inner, epsilon = settings.whole("intermediate_size"), settings.number("layer_norm_eps")
+    activation = settings.activation("hidden_act", "gelu")
+    biases = (settings.flag("qkv_bias"),) * 3
+    layers, channels = settings.whole("num_hidden_layers"), settings.whole("num_channels")
+    side, patch = settings.whole("image_size"), settings.whole("patch_size")
+    if side % patch:
+        raise settings.refusal("patch_size", f"a divisor of image_size {side}", patch)
+    tokens = (side // patch) ** 2 + 1
+
+    projection = "embeddings.patch_embeddings.projection"
+    inputs = channels * patch * patch
+    stored = {f"{projection}.weight": (size, channels, patch, patch)}
+    weight = Stored((inputs, size), stored, partial(_flat, size))
+    names = blocks("encoder.layer.", layers, "num_hidden_layers")
+    sizes = (size, heads, inner)
+    model = Transformer(
+        PatchEmbedding(
+            Linear(weight, vector(f"{projection}.bias", size)),
+            reshaped("embeddings.cls_token", (1, 1, size), (size,)),
+            (channels, side, side),
+            patch,
+        ),
+        Stack(
+            tuple([_block(name, VIT, sizes, epsilon, activation, biases) for name in names]),
+            layer_norm("layernorm", size, epsilon),
+        ),
+        LearnedPositions(
+            reshaped("embeddings.position_embeddings", (1, tokens, size), (tokens, size))
+        ),
+    )
+    return Plan(model)
+
+
+def _flat(size: int, xp: Any, weight: Array) -> Array:
+    """Return the map of a patch from a convolution's weight, (size, C, P, P)."""
+    return xp.matrix_transpose(xp.reshape(weight, (size, -1)))
+
+
+# ---- Whisper -----------------------------------------------------------------------------------
+
+WHISPER = (
+    *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")),
+    *("fc1", "fc2", "self_attn_layer_norm", "final_layer_norm"),
+)
+
+
+def _plan_whisper(settings: Settings, blocks: Blocks, wanted: Wanted) -> Plan:
+    size, heads = settings.sizes("d_model", "encoder_attention_heads")
+    inner, bands = settings.whole("encoder_ffn_dim"), settings.whole("num_mel_bins")
+    activation = settings.activation("activation_function", "gelu")
+    layers, positions = settings.whole("encoder_layers"), settings.whole("max_source_positions")
+
+    def convolution(name: str, inputs: int) -> Linear:
+        stored = {f"{name}.weight": (size, inputs, 3)}
+        weight = Stored((3 * inputs, size), stored, _convolution)
+        return Linear(weight, vector(f"{name}.bias", size))
+
+    names = blocks("encoder.layers.", layers, "encoder_layers")
+    sizes, biases = (size, heads, inner), (True, False, True)
+    model = Transformer(
+        FrameEmbedding(convolution("encoder.conv1", bands), convolution("encoder.conv2", size)),
+        Stack(
+            tuple([_block(name, WHISPER, sizes, 1e-5, activation, biases) for name in names]),
+            layer_norm("encoder.layer_norm", size, 1e-5),
+        ),
+        LearnedPositions(vector("encoder.embed_positions.weight", positions, size)),
+    )
+    return Plan(model)
+
+
+def _convolution(xp: Any, weight: Array) -> Array:
+    """Return the map of three frames in a row from a convolution's weight, (size, inputs, 3)."""
+    x = xp.permute_dims(weight, (2, 1, 0))
+    return xp.reshape(x, (-1, x.shape[-1]))
+
+
+# ---- all of them ------------------------------------------------------------------------------
+
 HEADS = r"(pooler|cls|classifier|qa_outputs|lm_head|pre_classifier|vocab_\w+)\..*"
 PREFIXES = {"xlm-roberta": "roberta."}
 ENCODERS = {
@@ -182,5 +292,34 @@ ENCODERS = {
             "local_rope_theta": 10_000.0,
         },
         refused={"rope_scaling": None},
+    ),
+    "vit": Family(
+        "a ViT",
+        _plan_vit,
+        prefix="vit.",
+        skip=r"(pooler|classifier|decoder)\..*|embeddings\.mask_token",
+        # The names of a state dict, which files do not have.
+        old={
+            r"^layers\.(\d+)\.attention\.o_proj": r"encoder.layer.\1.attention.output.dense",
+            r"^layers\.(\d+)\.attention\.q_proj": r"encoder.layer.\1.attention.attention.query",
+            r"^layers\.(\d+)\.attention\.k_proj": r"encoder.layer.\1.attention.attention.key",
+            r"^layers\.(\d+)\.attention\.v_proj": r"encoder.layer.\1.attention.attention.value",
+            r"^layers\.(\d+)\.mlp\.fc1": r"encoder.layer.\1.intermediate.dense",
+            r"^layers\.(\d+)\.mlp\.fc2": r"encoder.layer.\1.output.dense",
+            r"^layers\.": "encoder.layer.",
+        },
+        defaults={
+            "layer_norm_eps": 1e-12,
+            "image_size": 224,
+            "patch_size": 16,
+            "num_channels": 3,
+            "qkv_bias": True,
+        },
+    ),
+    "whisper": Family(
+        "a Whisper",
+        _plan_whisper,
+        prefix="model.",
+        skip=r"(decoder|proj_out|projector|classifier)\..*|layer_weights",
     ),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from polyattn.nn.load.stored import (
     fill,
     layer_norm,
     linear,
+    reshaped,
+    some_rows,
     transposed,
     vector,
     without_prefix,
@@ -45,8 +47,7 @@ def torch_attention(
     -------
     MultiHeadAttention
         The layer; batch axes come first whatever ``batch_first`` was. It takes torch's query, key
-        and value; if ``kdim`` and ``vdim`` differ, the query and a context, which is key and value
-        concatenated along the last axis.
+        and value, in this order.
 
     Raises
     ------
@@ -149,20 +150,13 @@ def _torch_attention(
         linear_map = Linear(stored, vector(bias, 3 * size) if bias in weights else None)
         return MultiHeadAttention(None, None, None, fused=linear_map, **rest)
     kdim, vdim = (_shape_of(weights, 2, name)[1] for name in separate[1:])
-    maps = []
-    for number, (name, inputs, padding) in enumerate(
-        zip(separate, (size, kdim, vdim), _paddings(kdim, vdim), strict=True)
-    ):
+    maps: list[Any] = []
+    for number, (name, inputs) in enumerate(zip(separate, (size, kdim, vdim), strict=True)):
         weight = Stored((inputs, size), {name: (size, inputs)}, transposed)
-        third = Stored((size,), {bias: (3 * size,)}, partial(_third, number))
-        maps.append(Linear(_padded(weight, padding), third if bias in weights else None))
-    query, key, value = maps
-    return MultiHeadAttention(query, key, value, **rest)
-
-
-def _third(number: int, xp: Any, array: Array) -> Array:
-    size = array.shape[0] // 3
-    return array[number * size : (number + 1) * size]
+        rows = slice(number * size, (number + 1) * size)
+        third = Stored((size,), {bias: (3 * size,)}, partial(some_rows, rows))
+        maps.append(Linear(weight, third if bias in weights else None))
+    return MultiHeadAttention(*maps, **rest)
 
 
 def _shape_of(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int, ...]:
@@ -175,31 +169,6 @@ def _shape_of(weights: Mapping[str, Array], rank: int, *names: str) -> tuple[int
         f"weights have no {names[0]} of {rank} axes, which determines the layer's sizes; they have"
         f" {few(have, len(weights))}"
     )
-
-
-# ---- keys and values of different tokens -------------------------------------------------------
-
-
-def _paddings(keys: int, values: int) -> tuple[tuple[int, int], ...]:
-    """Return how many rows of 0 go before and after the weights of query, key and value.
-
-    A layer has one context. If keys and values come from tokens of different sizes, the context is
-    both concatenated, and each map ignores the other's part.
-    """
-    return ((0, 0), (0, 0), (0, 0)) if keys == values else ((0, 0), (0, values), (keys, 0))
-
-
-def _padded(weight: Stored, padding: tuple[int, int]) -> Stored:
-    if padding == (0, 0):
-        return weight
-
-    def make(xp: Any, array: Array) -> Array:
-        matrix = weight.make(xp, array)
-        row = xp.zeros_like(matrix[:1])
-        before, after = (xp.broadcast_to(row, (n, row.shape[1])) for n in padding)
-        return xp.concat((before, matrix, after), axis=0)
-
-    return Stored((sum(padding) + weight.shape[0], weight.shape[1]), weight.sources, make)
 
 
 # ---- Keras -------------------------------------------------------------------------------------
@@ -234,10 +203,9 @@ def keras_attention(
     Returns
     -------
     MultiHeadAttention
-        The layer. It takes Keras's query, key and value, in this order; if the sizes of key and
-        value differ, the query and a context, which is both concatenated along the last axis.
-        Keras's ``use_causal_mask`` and ``sliding_window`` align the first tokens of two sequences:
-        if their lengths differ, pass ``query_offset=0``.
+        The layer. It takes Keras's query, key and value, in this order. Keras's
+        ``use_causal_mask`` and ``sliding_window`` align the first tokens of two sequences: if their
+        lengths differ, pass ``query_offset=0``.
 
     Raises
     ------
@@ -261,16 +229,16 @@ def keras_attention(
             "MultiHeadAttention has no gate, so a layer with use_gate=True cannot be loaded"
         )
     shapes = [_shape_of(arrays, 3, f"{name}/kernel") for name in KERAS]
-    (_, heads, head_size), (kdim, *_), (vdim, _, value_size), (*_, outputs) = shapes
-    widths, paddings = (head_size, head_size, value_size), _paddings(kdim, vdim)
-    query, key, value = [
-        _keras_map(arrays, name, inputs, (heads, width), padding)
-        for name, (inputs, *_), width, padding in zip(KERAS, shapes, widths, paddings, strict=False)
-    ]
+    (_, heads, head_size), _, (_, _, value_size), (*_, outputs) = shapes
+    query, key, value = (
+        _keras_map(arrays, name, inputs, (heads, width))
+        for name, (inputs, *_), width in zip(
+            KERAS, shapes, (head_size, head_size, value_size), strict=False
+        )
+    )
     kernel, bias = (f"attention_output/{part}" for part in ("kernel", "bias"))
-    width = heads * value_size
     output = Linear(
-        Stored((width, outputs), {kernel: (heads, value_size, outputs)}, _flat((width, outputs))),
+        reshaped(kernel, (heads, value_size, outputs), (heads * value_size, outputs)),
         vector(bias, outputs) if "query/bias" in arrays else None,
     )
     maps = (query, key, value, output)
@@ -302,18 +270,10 @@ def _keras_names(arrays: Sequence[Array]) -> dict[str, Array]:
 
 
 def _keras_map(
-    weights: Mapping[str, Array],
-    name: str,
-    inputs: int,
-    heads: tuple[int, int],
-    padding: tuple[int, int],
+    weights: Mapping[str, Array], name: str, inputs: int, heads: tuple[int, int]
 ) -> Linear:
     """Return a map whose outputs have an axis for the heads in Keras."""
     width = heads[0] * heads[1]
-    kernel = Stored((inputs, width), {f"{name}/kernel": (inputs, *heads)}, _flat((inputs, width)))
-    bias = Stored((width,), {f"{name}/bias": heads}, _flat((width,)))
-    return Linear(_padded(kernel, padding), bias if "query/bias" in weights else None)
-
-
-def _flat(shape: tuple[int, ...]) -> Callable[..., Array]:
-    return lambda xp, array: xp.reshape(array, shape)
+    kernel = reshaped(f"{name}/kernel", (inputs, *heads), (inputs, width))
+    bias = reshaped(f"{name}/bias", heads, (width,)) if "query/bias" in weights else None
+    return Linear(kernel, bias)

@@ -18,7 +18,6 @@ from polyattn.nn.load.decoders import DECODERS
 from polyattn.nn.load.encoders import ENCODERS
 from polyattn.nn.load.files import Weights, check_folder, read_config, read_weights
 from polyattn.nn.load.plan import Family, Plan, Wanted, embedding_name
-from polyattn.nn.load.senses import SENSES
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.load.stored import block_names, fill, renamed
 from polyattn.nn.models import Transformer
@@ -26,7 +25,7 @@ from polyattn.nn.models import Transformer
 #: The weight of an output map, whose name is the same with and without the prefix of a family.
 HEAD = "lm_head.weight"
 UNQUANTIZED = "load the checkpoint of 16 or 32 bits that this one was made from"
-FAMILIES: dict[str, Family] = DECODERS | ENCODERS | SENSES
+FAMILIES: dict[str, Family] = DECODERS | ENCODERS
 
 
 def model(

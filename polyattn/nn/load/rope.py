@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from polyattn._base.arguments import check_int
+from polyattn.nn.angles import frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
 from polyattn.nn.load.settings import Settings
 from polyattn.nn.positions import Rotary
-from polyattn.nn.scaling import frequencies_of, linear_scaling, ntk_scaling, yarn_scaling
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 

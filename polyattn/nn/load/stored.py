@@ -101,6 +101,11 @@ def vector(name: str, *shape: int) -> Stored:
     return Stored(shape, {name: shape})
 
 
+def reshaped(name: str, stored: Shape, shape: Shape) -> Stored:
+    """Return a parameter that is a stored array in another shape."""
+    return Stored(shape, {name: stored}, lambda xp, array: xp.reshape(array, shape))
+
+
 def linear(name: str, inputs: int, outputs: int, bias: bool = True) -> Linear:
     """Return the linear map of a torch.nn.Linear, which stores (outputs, inputs)."""
     return joined_linear([name], inputs, [outputs], bias)
@@ -121,16 +126,16 @@ def part_linear(name: str, inputs: int, outputs: list[int], bias: bool = True) -
     width, start, maps = sum(outputs), 0, []
     for part in outputs:
         rows = slice(start, start + part)
-        weight = Stored(
-            (inputs, part), {f"{name}.weight": (width, inputs)}, partial(_transposed_rows, rows)
-        )
-        offset = Stored((part,), {f"{name}.bias": (width,)}, partial(_rows, rows)) if bias else None
-        maps.append(Linear(weight, offset))
+        stored = {f"{name}.weight": (width, inputs)}
+        weight = Stored((inputs, part), stored, partial(_transposed_rows, rows))
+        offset = Stored((part,), {f"{name}.bias": (width,)}, partial(some_rows, rows))
+        maps.append(Linear(weight, offset if bias else None))
         start += part
     return maps
 
 
-def _rows(rows: slice, xp: Any, array: Array) -> Array:
+def some_rows(rows: slice, xp: Any, array: Array) -> Array:
+    """Return some rows of a stored array."""
     return array[rows]
 
 
