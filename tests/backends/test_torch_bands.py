@@ -105,7 +105,6 @@ def blocks_of(b, h, i, j):
         (256, 16384, {"window": (127, 0)}, "sdpa"),
         (8192, 8192, {"is_causal": True}, "sdpa"),
         (8192, 8192, {"is_causal": True, "query_offset": 1}, "tiled"),
-        (4096, 8192, {"is_causal": True}, "sdpa"),
         (8192, 8192, {"is_causal": True, "bias": (8192,)}, "tiled"),
         (8192, 8192, {"bias": (8192, 8192)}, "sdpa"),
         (8192, 8192, {"mask": masks.segments(IDS)}, "tiled"),
@@ -125,6 +124,12 @@ def test_a_mask_that_hides_much_goes_to_tiled(rows, keys, options, kernel):
         assert f"it computes all {rows * keys:,} scores of a head" in str(decided)
         cuda = explain(*shapes, library="torch", device="cuda:0", dtype="bfloat16", **options)
         assert cuda.chosen.kernel == "sdpa"
+
+
+@pytest.mark.parametrize(("heads", "kernel"), [(1, "tiled"), (8, "sdpa")])
+def test_many_heads_share_what_a_mask_costs(heads, kernel):
+    shapes = (1, heads, 4096, 64), (1, heads, 8192, 64), (1, heads, 8192, 64)
+    assert explain(*shapes, library="torch", is_causal=True).chosen.kernel == kernel
 
 
 @pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])

@@ -106,7 +106,10 @@ class Distance(Similarity):
         xp = backend.xp
         if self.p == 2:
             return -distances(query, key, backend)
-        block = partial(over_size, xp, lambda d, q, k: -xp.abs(q - k))
+
+        def block(query: Array, key: Array) -> Array:
+            return -over_size(xp, lambda d, q, k: xp.abs(q - k), query, key)
+
         return joined(xp, by_rows(backend, block, query, key))
 
     def pullback(
