@@ -87,6 +87,26 @@ def test_torch_gets_the_keys_of_the_band(given, case, keys, mask):
     assert given == [(keys, keys, mask)]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch imports it
+@pytest.mark.parametrize(("dynamic", "is_cut"), [(False, True), (True, False)])
+def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic, is_cut):
+    keys = []
+
+    def backend(program, _):
+        for node in program.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                keys.append(str(node.args[1].meta["example_value"].shape[-2]))
+        return program
+
+    def call(query, key, value):
+        return attention(query, key, value, window=(9, 0), kernel="sdpa")
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+    close(compiled(Q[:, :, -1:], K, V), call(Q[:, :, -1:], K, V))
+    assert [length == "10" for length in keys] == [is_cut]
+
+
 IDS = np.zeros(8192, dtype=np.int64)
 
 
