@@ -66,9 +66,8 @@ _latest: tuple[Problem | None, dict[str, Any] | None] = None, None
 
 def _route(problem: Problem) -> Route:
     device = describe_device(problem.device)
-    # On other devices engines and their bugs depend on the number of keys: not measured there. In a
-    # program, torch 2.13 fails on the strides of a part whose length it computes of symbols.
-    cuts = device.kind == "cpu" and not is_compiling()
+    # On other devices engines and their bugs depend on the number of keys: not measured there.
+    cuts = device.kind == "cpu" and _has_static_lengths(problem)
     keys = seen_keys(problem) if cuts else Span(0, problem.key_length)
     problem = on_keys(problem, keys)
     workarounds = workarounds_for(problem, device)
@@ -82,6 +81,18 @@ def _route(problem: Problem) -> Route:
     is_causal = True if not masked and is_square_causal(problem) else False  # noqa: SIM210
     grouped = "grouped_heads" in problem.features and Workaround.REPEAT_HEADS not in workarounds
     return Route(keys, engine, workarounds, banded, masked, is_causal, grouped)
+
+
+def _has_static_lengths(problem: Problem) -> bool:
+    """Return whether lengths are numbers and no symbols of a program.
+
+    torch 2.13 fails on the strides of a part whose length it computes of symbols.
+    """
+    if problem.is_symbolic or not is_compiling():
+        return not problem.is_symbolic
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return has_static_value(problem.query_length) and has_static_value(problem.key_length)
 
 
 _cached_route = functools.lru_cache(maxsize=4096)(_route)

@@ -7,6 +7,8 @@ nothing to a plain call.
 
 from __future__ import annotations
 
+import math
+
 import torch.nn.functional as F
 
 from polyattn.plugin import (
@@ -33,11 +35,14 @@ from polyattn_torch.workarounds import EngineInputs, apply_workarounds, undo_wor
 # tiled skips what the mask would hide.
 LARGEST_MADE_MASK = 2**26
 
-# With a mask, torch's engine on the CPU computes every score. The kernel tiled takes 1.6 times as
-# long for one, and twice that under an array of bools, which leaves no tile full. It computes those
-# that are visible and, in the tiles at their edge, about 800 more in each row, or one tile where
-# rows are few. Measured forward and backward, with 8 heads, from 1024 to 8192 tokens.
-TILED_TIME, EDGE = 1.6, 800
+# With a mask, torch's engine on the CPU computes every score. The mask is made first: an element of
+# it, and the float that the engine makes of a bool, takes 0.8 of the time of a score of one head,
+# which few heads do not share. The kernel tiled takes 1.6 times as long for a score, and twice that
+# under an array of bools, which leaves no tile full. It computes those that are visible and, in the
+# tiles at their edge, about 2000 more in each row of one head, fewer where more heads make its
+# tiles smaller; or one tile where rows are few. Measured with 1 and 8 heads, from 1024 to 8192
+# tokens, forward and backward.
+MADE_TIME, TILED_TIME, EDGE_OF_ONE_HEAD = 0.8, 1.6, 2000
 # Beside a bias that is trained, whose gradient the engine computes for every score.
 TILED_TIME_OF_TRAINED_BIAS = 1.1
 
@@ -139,7 +144,8 @@ def _why_tiled(problem: Problem) -> str | None:
     rows, computed = problem.query_length, problem.query_length * problem.key_length
     if made < computed:  # there is no mask, or a given one, or one of few numbers
         return None
-    visible = visible_scores(problem)
+    heads = max(1, math.prod(problem.scores[:-2]))
+    visible, edge = visible_scores(problem), EDGE_OF_ONE_HEAD / heads**0.5
     if problem.mask_spec is not None and "mask_mod" not in problem.features:
         # Its numbers show empty tiles, but only while it runs: we count half, as under causal.
         visible = min(visible, computed // 2)
@@ -148,7 +154,7 @@ def _why_tiled(problem: Problem) -> str | None:
         time *= 2
     elif "bias" in problem.trained:
         time = TILED_TIME_OF_TRAINED_BIAS
-    if time * (visible + EDGE * max(rows, EDGE)) >= computed:
+    if time * (visible + edge * max(rows, edge)) >= computed + MADE_TIME * made / heads:
         return None
     return (
         f"with a mask of {made:,} elements it computes all {computed:,} scores of a head; tiled"

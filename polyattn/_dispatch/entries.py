@@ -54,18 +54,20 @@ def _read(installed: Distribution, name: str) -> list[Entry]:
 
 
 def _read_lines(text: str, name: str) -> list[Entry]:
-    """Return the entries of our group that can be parsed, and one for the first that cannot."""
+    """Return the entries of our groups that can be parsed, and one for what cannot."""
     found, broken = [], f"the entry points of {name}"
-    section = text.partition(f"[{GROUP}]")[2].partition("\n[")[0]
-    lines = [line for line in map(str.strip, section.splitlines()) if line[:1] not in ("", "#")]
-    for line in reversed(lines):
-        key, _, value = map(str.strip, line.partition("="))
-        try:
-            found.append(_entry(EntryPoint(key, value, GROUP), name))
-        except Exception:
-            broken = f"the line {line!r} in the entry points of {name}"
+    for group in GROUPS:
+        section = text.partition(f"[{group}]")[2].partition("\n[")[0]
+        for line in map(str.strip, section.splitlines()):
+            if line[:1] in ("", "#"):
+                continue
+            key, _, value = map(str.strip, line.partition("="))
+            try:
+                found.append(_entry(EntryPoint(key, value, group), name))
+            except Exception:
+                broken = f"the line {line!r} in the entry points of {name}"
     flaw = f"{broken} cannot be read: install another release of it, or uninstall it"
-    return [*reversed(found), Entry(name, "", name, flaw)]
+    return [*found, Entry(name, "", name, flaw)]
 
 
 def _entry(one: EntryPoint, distribution: str) -> Entry:

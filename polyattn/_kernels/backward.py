@@ -45,8 +45,11 @@ def gradients(
             total.add("sinks", -of_sinks, rows, keys)
         tiles = keys.split(column_block)
         for columns, masked in visible_tiles(problem, x, backend, rows, tiles):
-            tile = score_tile(problem, x, backend, block, columns, masked)
-            _Tile(problem, x, backend, block, tile, total).add(output, delta)
+            # Without a name here, so that one tile is let go before the next is computed.
+            _Tile(
+                problem, x, backend, block,
+                score_tile(problem, x, backend, block, columns, masked), total,
+            ).add(output, delta)  # fmt: skip
     return total.total()
 
 

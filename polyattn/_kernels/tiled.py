@@ -23,8 +23,9 @@ from polyattn.plugin import Backend
 
 # The least scores of a tile per head, for any number of heads.
 SMALLEST = 2**12
-# The rows of a tile in a narrow band, at least.
-FEWEST_ROWS = 128
+# The rows of a tile in a narrow band, at least; and with dropout, at most, so that what its hash
+# computes stays in the caches.
+FEW_ROWS = 128
 
 
 class Tiled(Dense):
@@ -63,10 +64,8 @@ class Tiled(Dense):
             empty = initial_state(problem, operands, xp, Span(0, problem.query_length))
             return normalize(problem, empty, operands.query.dtype, xp)
         row_block, column_block = self.block_sizes(problem)
-        low, high = band(problem)
-        if low is not None and high is not None and backend.is_eager(operands.query):
-            # Most scores of a taller tile would be hidden; the gradients prefer few tiles.
-            row_block = min(row_block, max(FEWEST_ROWS, high - low))
+        if backend.is_eager(operands.query):
+            row_block = min(row_block, _most_rows(problem))
         blocks = (
             normalize(
                 problem,
@@ -77,6 +76,16 @@ class Tiled(Dense):
             for rows in Span(0, problem.query_length).split(row_block)
         )
         return backend.stack_rows(problem, operands.query, blocks)
+
+
+def _most_rows(problem: Problem) -> int:
+    """Return the rows above which a tile takes more time; the gradients prefer few tiles."""
+    low, high = band(problem)
+    if problem.dropout:
+        return FEW_ROWS
+    if low is None or high is None:
+        return problem.query_length
+    return max(FEW_ROWS, high - low)  # Most scores of a taller tile would be hidden.
 
 
 def _attend_rows(

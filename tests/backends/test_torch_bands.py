@@ -87,6 +87,26 @@ def test_torch_gets_the_keys_of_the_band(given, case, keys, mask):
     assert given == [(keys, keys, mask)]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch imports it
+@pytest.mark.parametrize(("dynamic", "is_cut"), [(False, True), (True, False)])
+def test_a_program_gives_torch_the_keys_of_the_band_if_lengths_are_known(dynamic, is_cut):
+    keys = []
+
+    def backend(program, _):
+        for node in program.graph.nodes:
+            if node.target is F.scaled_dot_product_attention:
+                keys.append(str(node.args[1].meta["example_value"].shape[-2]))
+        return program
+
+    def call(query, key, value):
+        return attention(query, key, value, window=(9, 0), kernel="sdpa")
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend=backend)
+    close(compiled(Q[:, :, -1:], K, V), call(Q[:, :, -1:], K, V))
+    assert [length == "10" for length in keys] == [is_cut]
+
+
 IDS = np.zeros(8192, dtype=np.int64)
 
 
@@ -105,7 +125,6 @@ def blocks_of(b, h, i, j):
         (256, 16384, {"window": (127, 0)}, "sdpa"),
         (8192, 8192, {"is_causal": True}, "sdpa"),
         (8192, 8192, {"is_causal": True, "query_offset": 1}, "tiled"),
-        (4096, 8192, {"is_causal": True}, "sdpa"),
         (8192, 8192, {"is_causal": True, "bias": (8192,)}, "tiled"),
         (8192, 8192, {"bias": (8192, 8192)}, "sdpa"),
         (8192, 8192, {"mask": masks.segments(IDS)}, "tiled"),
@@ -125,6 +144,12 @@ def test_a_mask_that_hides_much_goes_to_tiled(rows, keys, options, kernel):
         assert f"it computes all {rows * keys:,} scores of a head" in str(decided)
         cuda = explain(*shapes, library="torch", device="cuda:0", dtype="bfloat16", **options)
         assert cuda.chosen.kernel == "sdpa"
+
+
+@pytest.mark.parametrize(("heads", "kernel"), [(1, "tiled"), (8, "sdpa")])
+def test_many_heads_share_what_a_mask_costs(heads, kernel):
+    shapes = (1, heads, 4096, 64), (1, heads, 8192, 64), (1, heads, 8192, 64)
+    assert explain(*shapes, library="torch", is_causal=True).chosen.kernel == kernel
 
 
 @pytest.mark.parametrize(("trained", "kernel"), [("bias", "tiled"), ("query", "sdpa")])

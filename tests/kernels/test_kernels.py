@@ -145,6 +145,30 @@ print(1024 * (after - before) / output.nbytes)
     assert float(held) < 1.7
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "options", "most"),
+    [(8, "window=(128, 0)", 20e6), (1, "is_causal=True, bias=bias", 200e6)],
+    ids=["a narrow window", "a trained bias of keys"],
+)
+def test_memory_of_tiles_on_torch_is_bounded(run_python, heads, options, most):
+    """Beside the output, with what a first call imports."""
+    held = run_python(f"""
+import resource, torch
+from polyattn import attention
+torch.set_num_threads(1)
+bias = torch.randn({heads}, 1, 8192, requires_grad=True)
+q, k, v = (torch.randn(1, {heads}, 8192, 64) for _ in range(3))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+output = attention(q, k, v, {options})
+if output.requires_grad:
+    output.sum().backward()
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(1024 * (after - before) - output.nbytes)
+""")
+    assert float(held) < most
+
+
 def test_tiled_holds_no_more_for_longer_arrays():
     kernel = tiles_of(2**14)
     held = []

@@ -104,7 +104,10 @@ class Distance(Similarity):
         xp = backend.xp
         if self.p == 2:
             return -distances(query, key, backend)
-        block = partial(backend.over_size, lambda d, q, k: -xp.abs(q - k))
+
+        def block(query: Array, key: Array) -> Array:
+            return -backend.over_size(lambda d, q, k: xp.abs(q - k), query, key)
+
         return joined(xp, by_rows(backend, block, query, key))
 
     def pullback(self, query: Array, key: Array, gradient: Array, backend: Primitives) -> Pullback:
