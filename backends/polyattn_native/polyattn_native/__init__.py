@@ -1,1 +1,1 @@
-"""Attention kernels for CPUs in C++, which join the backends' own. This module imports no array library."""
+"""Attention kernels for CPUs in C++, which join those of other backends."""

@@ -123,7 +123,7 @@ class NativeCall:
             self.made_bias = bias
 
     def _add_distances(self, numbers: Any, starts: Any) -> None:
-        """Add a bias by distance: row i and key j read the number at start + j - i of their head."""
+        """Add a bias whose row i and key j read the number at start + j - i of their head."""
         to = self.call.bias[0]
         to.data, to.head = numbers.ctypes.data, numbers.shape[-1]
         to.row, to.column = -1, 1
@@ -144,7 +144,9 @@ class NativeCall:
             return
         size = bytes_per_row(self.problem, self.x) if self.made_mask else 1
         if self.made_bias is not None:
-            size = max(size, self.made_bias.size // self.made_bias.shape[-2] * self.accumulator.itemsize)
+            size = max(
+                size, self.made_bias.size // self.made_bias.shape[-2] * self.accumulator.itemsize
+            )
         for rows in Span(0, self.problem.query_length).split(max(16, MADE // size // 16 * 16)):
             part = self._part(rows)
             yield part

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from polyattn.plugin import (
-    FEATURES,
     Array,
     Backend,
     Cotangents,
@@ -19,7 +18,6 @@ from polyattn_native.arrays import is_readable, readable
 from polyattn_native.call import Again, NativeCall, run, threads_for
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
-
 
 # Features that the problem says all about.
 PLAIN = frozenset({

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
@@ -10,6 +11,8 @@ from pathlib import Path
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 VERSION = 1
+#: Names a lower instruction set than the processor's best.
+VARIABLE = "POLYATTN_NATIVE_ISA"
 
 
 class CArray(ctypes.Structure):
@@ -61,7 +64,24 @@ class CCall(ctypes.Structure):
 def library() -> ctypes.CDLL:
     """Return the library that was built with this package."""
     name = {"win32": "polyattn_native.dll", "darwin": "libpolyattn_native.dylib"}
-    return load(Path(__file__).parent / name.get(sys.platform, "libpolyattn_native.so"))
+    found = load(Path(__file__).parent / name.get(sys.platform, "libpolyattn_native.so"))
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        use(found, wanted)
+    return found
+
+
+def instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
+    """Return the instruction sets of this processor that the library knows, best first."""
+    names: bytes = library.polyattn_instruction_sets()
+    return tuple(names.decode().split())
+
+
+def use(library: ctypes.CDLL, instruction_set: str) -> None:
+    """Use an instruction set from now on, or raise."""
+    if not library.polyattn_use(instruction_set.encode()):
+        known = ", ".join(instruction_sets(library))
+        raise ValueError(f"{VARIABLE} may be {known} on this processor; got {instruction_set!r}")
 
 
 def load(path: Path) -> ctypes.CDLL:

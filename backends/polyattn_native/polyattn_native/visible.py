@@ -116,9 +116,12 @@ class Ranges:
         rows = np.broadcast_to(rows, (*lead, rows.shape[-1])).reshape(-1, rows.shape[-1])
         keys = np.broadcast_to(keys, (*lead, keys.shape[-1])).reshape(-1, keys.shape[-1])
         pairs = list(zip(keys, rows, strict=True))
-        self._narrow(*[
-            np.stack([np.searchsorted(k, r, side) for k, r in pairs]) for side in ("left", "right")
-        ])
+        self._narrow(
+            *[
+                np.stack([np.searchsorted(k, r, side) for k, r in pairs])
+                for side in ("left", "right")
+            ]
+        )
         return True
 
 

@@ -432,15 +432,17 @@ private:
         constexpr int lanes = 2 * width;
         for (int64_t key = 0; key < count; ++key) {
             for (int column = 0; column < lanes; ++column) {
-                T sum = 0;
+                T sum = 0, before = 0;
                 for (int number = 0; number < task->panels; ++number) {
                     const int size = panels[number].lanes();
+                    // As the fast product adds them up: the last panel by itself if it is half.
+                    if (size < lanes) before = sum, sum = 0;
                     for (int lane = 0; lane < size; ++lane) {
                         add_seen(factors[start_of(number) * KEYS + key * size + lane],
                                  columns[(start_of(number) + lane) * lanes + column], sum);
                     }
                 }
-                sums[key * lanes + column] = sum;
+                sums[key * lanes + column] = sum + before;
             }
         }
     }
