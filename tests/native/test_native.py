@@ -166,6 +166,43 @@ def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> Non
             np.testing.assert_allclose(other, one, rtol=0, atol=near, err_msg=name)
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_random_tangents_equal_those_of_the_formula(seed: int, isa: str) -> None:
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    b, h, g = draw.randint(1, 2), 4, draw.choice([1, 2, 4])
+    rows, keys, d, e = (draw.choice([1, 7, 64, 301]) for _ in range(4))
+    dtype = draw.choice(["float32", "float64"])
+    arrays = [
+        strided(rng, shape, dtype) for shape in ((b, h, rows, d), (1, g, keys, d), (b, g, keys, e))
+    ]
+    options = random_options(draw, rng, b, h, rows, keys)
+    tangents = [strided(rng, x.shape, dtype) if draw.random() < 0.7 else None for x in arrays]
+    more = {
+        f"{name}_tangent": rng.standard_normal(options[name].shape).astype("float32")
+        for name in ("bias", "sinks")
+        if name in options
+    }
+
+    def derivative(kernel: Any, as_type: str) -> Any:
+        def cast(given: dict[str, Any]) -> dict[str, Any]:
+            floats = ("sinks", "bias", *more)
+            return {n: np.asarray(x, as_type) if n in floats else x for n, x in given.items()}
+
+        primals = [np.asarray(x, as_type) for x in arrays]
+        along = [None if x is None else np.asarray(x, as_type) for x in tangents]
+        result = polyattn.attention_jvp(
+            primals, along, **cast(more), **cast(options), kernel=kernel
+        )
+        return result[1]
+
+    wanted, found = derivative("dense", "float64"), derivative(native.Native(), dtype)
+    near = 1e-4 if dtype == "float32" else 1e-11
+    for one, other in ((wanted, found),):
+        scale = near * (1 + np.abs(one).max(initial=0))
+        np.testing.assert_allclose(other, one, rtol=0, atol=scale)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) -> None:
     rng = np.random.default_rng(3)

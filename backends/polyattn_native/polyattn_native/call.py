@@ -17,6 +17,10 @@ from polyattn_native.visible import array_of, bytes_per_row, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
+# The arrays with an axis of keys in place of one of rows.
+OF_KEYS = frozenset(
+    ("key", "value", "key_gradient", "value_gradient", "key_tangent", "value_tangent")
+)
 # The bytes of a mask or bias that is made for some rows at a time.
 MADE = 2**22
 
@@ -51,9 +55,7 @@ class NativeCall:
         self._add_positions()
         self._add_dropout()
         if x.sinks is not None:
-            sinks = np.ascontiguousarray(x.sinks, self.accumulator)
-            self.keep.append(sinks)
-            call.sinks = sinks.ctypes.data
+            call.sinks = self.by_head(x.sinks)
         self._add_masks()
         self._add_biases()
 
@@ -70,6 +72,13 @@ class NativeCall:
     def rows_of(self, name: str, array: Any) -> None:
         """Add an array with a number for each row."""
         self.array(name, array[..., None])
+
+    def by_head(self, numbers: Any) -> int:
+        """Return the address of a number for each head."""
+        numbers = np.ascontiguousarray(numbers, self.accumulator)
+        self.keep.append(numbers)
+        address: int = numbers.ctypes.data
+        return address
 
     def _add_positions(self) -> None:
         low, high = band(self.problem)
@@ -157,7 +166,7 @@ class NativeCall:
         part = CCall.from_buffer_copy(self.call)
         part.rows = rows.length
         for name, size in self.sizes.items():
-            if name not in ("key", "value", "key_gradient", "value_gradient"):
+            if name not in OF_KEYS:
                 _move(getattr(part, name), size, rows.start)
         for bias in part.bias:
             _move(bias, self.accumulator.itemsize, rows.start)

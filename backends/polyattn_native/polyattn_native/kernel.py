@@ -13,6 +13,7 @@ from polyattn.plugin import (
     Operands,
     Problem,
     Residuals,
+    Tangents,
 )
 from polyattn_native.arrays import is_readable, readable
 from polyattn_native.call import Again, NativeCall, run, threads_for
@@ -31,8 +32,8 @@ class Native(Kernel):
 
     name = "native"
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
+        "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
         "score_expression", "sinks", "softcap", "value_size", "window",
     })  # fmt: skip
     batch_invariant = True
@@ -127,6 +128,28 @@ class Native(Kernel):
             scale=np.asarray(scale, dtype),
             softcap=None if softcap is None else np.asarray(softcap.sum(), dtype),
         )
+
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Return the tangents of output and logsumexp."""
+        native = NativeCall(problem, operands, products=4)
+        dtype, rows = native.accumulator, problem.scores[:-1]
+        native.array("output", readable(residuals.output, dtype))
+        native.rows_of("logsumexp", np.asarray(residuals.logsumexp, dtype))
+        for name in ("query", "key", "value", "bias"):
+            tangent = getattr(tangents, name)
+            if tangent is not None:
+                native.array(f"{name}_tangent", readable(tangent, dtype))
+        if tangents.sinks is not None:
+            native.call.sinks_tangent = native.by_head(tangents.sinks)
+        output = np.empty((*rows, problem.value_size), dtype)
+        logsumexp = np.empty(rows, dtype)
+        native.array("output_tangent", output)
+        native.rows_of("logsumexp_tangent", logsumexp)
+        native.run(library().polyattn_push_forward)
+        return output, logsumexp
 
 
 def _has_arrays(problem: Problem) -> bool:

@@ -56,6 +56,9 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("output_gradient", "logsumexp_gradient")),
         *((n, CArray) for n in ("query_gradient", "key_gradient", "value_gradient")),
         *((n, CArray) for n in ("delta", "softcap_gradient")),
+        *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")),
+        ("sinks_tangent", c_void_p),
+        *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
         ("adds", c_int32),
     )
 
@@ -94,7 +97,8 @@ def load(path: Path) -> ctypes.CDLL:
     ):
         raise ImportError(f"{path} belongs to another release of polyattn-native: install it again")
     call, state = POINTER(CCall), POINTER(c_void_p)
-    library.polyattn_attend.argtypes = library.polyattn_differentiate.argtypes = (call, state)
+    for name in ("attend", "differentiate", "push_forward"):
+        getattr(library, f"polyattn_{name}").argtypes = (call, state)
     library.polyattn_attend_to.argtypes = (call, *(c_void_p,) * 5, state)
     library.polyattn_cancel.argtypes = (state,)
     library.polyattn_cancel.restype = None

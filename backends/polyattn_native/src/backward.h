@@ -292,10 +292,7 @@ private:
             hides = differentiate(number, block, keys, values) || hides;
         }
         // What is hidden has the weight -0: it counts where it meets a number that is not finite.
-        bool careful = hides && !task->finite;
-        for (int64_t key = 0; hides && !careful && key < count; ++key) {
-            careful = !is_finite(keys.data + key * keys.stride, call.head_size);
-        }
+        const bool careful = hides && !(task->finite && is_finite(keys, count, call.head_size));
         for (int number = 0; number < task->panels; ++number) {
             add_to_queries(number, keys, count, careful);
         }
@@ -321,13 +318,8 @@ private:
         }
         const T* query = queries + start_of(number) * call.head_size;
         const T* gradient = gradients + start_of(number) * call.value_size;
-        if (panel.count == 2) {
-            multiply<T, 2, INNER>(count, keys, query, call.head_size, p);
-            multiply<T, 2, INNER>(count, values, gradient, call.value_size, g);
-        } else {
-            multiply<T, 1, INNER>(count, keys, query, call.head_size, p);
-            multiply<T, 1, INNER>(count, values, gradient, call.value_size, g);
-        }
+        multiply_rows_of(panel, count, keys, query, call.head_size, p);
+        multiply_rows_of(panel, count, values, gradient, call.value_size, g);
         if (call.softcap != 0) {
             for (int64_t i = 0; i < size; ++i) raw[i] = p[i];
             cap<T>(p, size, (T)call.softcap, bounded);
@@ -377,23 +369,8 @@ private:
     void add_to_queries(int number, Matrix<T> keys, int64_t count, bool careful) {
         const Panel<T>& panel = panels[number];
         T* sums = query_sums + start_of(number) * call.head_size;
-        const T* g = shares_of(number);
-        if (careful) {
-            const int lanes = panel.lanes();
-            for (int64_t e = 0; e < call.head_size; ++e) {
-                for (int lane = 0; lane < lanes; ++lane) {
-                    T sum = 0;
-                    for (int64_t key = 0; key < count; ++key) {
-                        add_seen(g[key * lanes + lane], keys.data[key * keys.stride + e], sum);
-                    }
-                    sums[e * lanes + lane] += sum;
-                }
-            }
-        } else if (panel.count == 2) {
-            multiply<T, 2, OUTER>(call.head_size, keys, g, count, sums, {true, nullptr});
-        } else {
-            multiply<T, 1, OUTER>(call.head_size, keys, g, count, sums, {true, nullptr});
-        }
+        const Onto<T> onto = {true, nullptr};
+        multiply_weights(panel, call.head_size, keys, shares_of(number), count, sums, onto, careful);
     }
 
     static void add_seen(T factor, T number, T& sum) {

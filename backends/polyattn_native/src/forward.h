@@ -138,7 +138,7 @@ private:
             const Matrix<T> some = {keys.data + skipped * keys.stride, keys.stride};
             score(panel, some, seen, query_of(i));
             const bool hides = hide(panel, seen, flags.all);
-            if (hides && finite < 0) finite = values_are_finite(values, block);
+            if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
             const Matrix<T> some_values = {values.data + skipped * values.stride, values.stride};
             weigh(panel, seen, some_values, output_of(i), hides && !finite);
         }
@@ -146,8 +146,7 @@ private:
 
     void score(const Panel<T>& panel, Matrix<T> keys, Range seen, const T* query) {
         const int64_t count = seen.stop - seen.first;
-        if (panel.count == 2) multiply<T, 2, INNER>(count, keys, query, call.head_size, scores);
-        else multiply<T, 1, INNER>(count, keys, query, call.head_size, scores);
+        multiply_rows_of(panel, count, keys, query, call.head_size, scores);
         if (call.softcap != 0) cap<T>(scores, count * panel.lanes(), (T)call.softcap, nullptr);
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, task->item, panel, seen, scores);
@@ -164,13 +163,6 @@ private:
         return !inside || !all_set || call.bias[0].data || call.bias[1].data;
     }
 
-    bool values_are_finite(Matrix<T> values, Range block) {
-        for (int64_t key = 0; key < block.stop - block.first; ++key) {
-            if (!is_finite(values.data + key * values.stride, call.value_size)) return false;
-        }
-        return true;
-    }
-
     void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool careful) {
         const int64_t count = seen.stop - seen.first;
         T factor[2 * width];
@@ -181,9 +173,7 @@ private:
             drop_unset<T>(scores, count * panel.lanes(), bytes);
         }
         Onto<T> onto = {false, panel.has_output ? factor : nullptr};
-        if (careful) multiply_seen(panel, count, values, output, onto.factor);
-        else if (panel.count == 2) multiply<T, 2, OUTER>(call.value_size, values, scores, count, output, onto);
-        else multiply<T, 1, OUTER>(call.value_size, values, scores, count, output, onto);
+        multiply_weights(panel, call.value_size, values, scores, count, output, onto, careful);
         panel.has_output = true;
     }
 
@@ -218,25 +208,6 @@ private:
             }
         }
         UNROLL for (int v = 0; v < Count; ++v) store<T>(panel.total + v * width, total[v] + sums[v]);
-    }
-
-    // The product of weights and values where a hidden value may not be finite.
-    void multiply_seen(const Panel<T>& panel, int64_t count, Matrix<T> values, T* output, const T* factor) {
-        typedef typename Lanes<T>::Int Int;
-        const Int sign = (Int)1 << (sizeof(T) * 8 - 1);
-        const int lanes = panel.lanes();
-        for (int64_t e = 0; e < call.value_size; ++e) {
-            for (int v = 0; v < lanes; v += width) {
-                Vector<T> sum = {};
-                for (int64_t key = 0; key < count; ++key) {
-                    Vector<T> weight = load(scores + key * lanes + v);
-                    Vector<T> more = values.data[key * values.stride + e] * weight + sum;
-                    sum = select<T>((Ints<T>)weight == sign, sum, more);
-                }
-                T* to = output + e * lanes + v;
-                store<T>(to, factor ? load(to) * load(factor + v) + sum : sum);
-            }
-        }
     }
 
     // Divide, with the sink in the denominator, and write output and logsumexp.

@@ -94,6 +94,10 @@ int polyattn_differentiate(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units().used.load()->differentiate[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
+int polyattn_push_forward(const PolyattnCall* call, void** state) {
+    return run_tasks(*call, units().used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
+}
+
 void polyattn_cancel(void** state) { cancel_tasks(*state); }
 
 const char* polyattn_instruction_sets(void) { return units().names.c_str(); }

@@ -45,6 +45,11 @@ typedef struct {
     PolyattnArray query_gradient, key_gradient, value_gradient;  // of the scores' dtype
     PolyattnArray delta;             // (item, head, row): output gradient · output, less that of logsumexp
     PolyattnArray softcap_gradient;  // (item, head, row)
+    // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
+    // those of the results to write.
+    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;
+    const void* sinks_tangent;  // (heads)
+    PolyattnArray output_tangent, logsumexp_tangent;
     int32_t adds;  // whether the gradients of keys and values are added to what is there
 } PolyattnCall;
 
@@ -58,6 +63,7 @@ typedef struct {
 // points to a null pointer at first, and belongs to the call until it is done.
 POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
+POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, void* query, void* key, void* value,
                                     void* output, void* logsumexp, void** state);

@@ -100,4 +100,50 @@ void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, 
     }
 }
 
+// The product of numbers and weights where a number may not be finite: a weight of -0 hides it. Its
+// sums have the bits of `multiply`.
+template <typename T>
+void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64_t inner, T* out, Onto<T> onto) {
+    typedef typename Lanes<T>::Int Int;
+    const Int sign = (Int)1 << (sizeof(T) * 8 - 1);
+    for (int64_t m = 0; m < rows; ++m) {
+        for (int v = 0; v < lanes; v += Lanes<T>::width) {
+            Vector<T> sum = {};
+            for (int64_t k = 0; k < inner; ++k) {
+                Vector<T> weight = load(weights + k * lanes + v);
+                Vector<T> more = a.data[k * a.stride + m] * weight + sum;
+                sum = select<T>((Ints<T>)weight == sign, sum, more);
+            }
+            T* to = out + m * lanes + v;
+            if (onto.factor) sum = load(to) * load(onto.factor + v) + sum;
+            else if (onto.add) sum += load(to);
+            store<T>(to, sum);
+        }
+    }
+}
+
+// Numbers of a block times the weights of a panel.
+template <typename T>
+void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T* weights, int64_t inner,
+                      T* out, Onto<T> onto, bool careful) {
+    if (careful) multiply_seen(rows, a, weights, panel.lanes(), inner, out, onto);
+    else if (panel.count == 2) multiply<T, 2, OUTER>(rows, a, weights, inner, out, onto);
+    else multiply<T, 1, OUTER>(rows, a, weights, inner, out, onto);
+}
+
+// The products of the rows of a panel and the numbers of a block.
+template <typename T>
+void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size,
+                      T* out, Onto<T> onto = {}) {
+    if (panel.count == 2) multiply<T, 2, INNER>(keys, a, rows, size, out, onto);
+    else multiply<T, 1, INNER>(keys, a, rows, size, out, onto);
+}
+
+template <typename T> bool is_finite(Matrix<T> a, int64_t keys, int64_t size) {
+    for (int64_t key = 0; key < keys; ++key) {
+        if (!is_finite(a.data + key * a.stride, size)) return false;
+    }
+    return true;
+}
+
 }  // namespace POLYATTN_UNIT

@@ -1,6 +1,7 @@
 // All functions of one instruction set: this file is compiled once for each.
 #include "backward.h"
 #include "forward.h"
+#include "tangent.h"
 
 namespace POLYATTN_UNIT {
 
@@ -12,6 +13,7 @@ const Unit unit = {
     POLYATTN_TEXT(POLYATTN_UNIT),
     {Forward<float>::work, Forward<double>::work},
     {Backward<float>::work, Backward<double>::work},
+    {Tangent<float>::work, Tangent<double>::work},
 };
 
 }  // namespace POLYATTN_UNIT

@@ -23,6 +23,7 @@ struct Unit {
     const char* name;
     Work (*attend[2])(const PolyattnCall&);
     Work (*differentiate[2])(const PolyattnCall&);
+    Work (*push_forward[2])(const PolyattnCall&);
 };
 
 // Memory cut into arrays that begin at multiples of 64 bytes.
