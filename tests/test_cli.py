@@ -17,7 +17,7 @@ import polyattn
 import polyattn_command
 from polyattn import BackendError, cli
 from polyattn._base.streams import complain, progress, reason, show
-from polyattn._dispatch import listing
+from polyattn._dispatch import contract, listing
 from polyattn.cli import main
 from polyattn.conformance import CASES, Target
 from polyattn.conformance.report import run
@@ -58,11 +58,9 @@ def test_a_version_is_known_where_the_package_is_not_named_as_its_module(monkeyp
 
 
 def test_backends_says_what_is_missing_and_how_to_install_it(capsys, monkeypatch):
-    genuine = polyattn._dispatch.registry.is_installed
+    genuine = contract.is_installed
     monkeypatch.setattr(polyattn._dispatch.registry, "_plugins", {})
-    monkeypatch.setattr(
-        polyattn._dispatch.registry, "is_installed", lambda name: name != "torch" and genuine(name)
-    )
+    monkeypatch.setattr(contract, "is_installed", lambda x: x != "torch" and genuine(x))
     assert main(["backends"]) == 0
     assert 'torch is not installed: pip install "polyattn[torch]"' in capsys.readouterr().out
 

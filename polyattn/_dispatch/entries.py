@@ -15,28 +15,30 @@ from importlib.metadata import (
 )
 from typing import NamedTuple
 
-GROUP = "polyattn.backends"
+BACKENDS, KERNELS = GROUPS = ("polyattn.backends", "polyattn.kernels")
 
 
 class Entry(NamedTuple):
-    """An entry point of our group, or a distribution whose entry points `flaw` says are broken."""
+    """An entry point of our groups, or a distribution whose entry points `flaw` says are broken."""
 
     name: str
     value: str
     distribution: str
     flaw: str | None = None
+    group: str = BACKENDS
 
     def load(self) -> object:
         """Import the module and return the object that the entry point names."""
-        return EntryPoint(self.name, self.value, GROUP).load()
+        return EntryPoint(self.name, self.value, self.group).load()
 
 
 def entries() -> list[Entry]:
-    """Return the entry points of our group in all distributions on the path."""
+    """Return the entry points of our groups in all distributions on the path."""
     by_distribution: dict[str, list[Entry]] = {}
     for installed in distributions():
         # To parse the files of all distributions takes 2 to 3 times as long as to read them.
-        if GROUP in _text_of(installed):
+        text = _text_of(installed)
+        if any(group in text for group in GROUPS):
             name = _name_of(installed)
             if name not in by_distribution and not _is_hidden(name, installed):
                 by_distribution[name] = _read(installed, name)
@@ -45,7 +47,7 @@ def entries() -> list[Entry]:
 
 def _read(installed: Distribution, name: str) -> list[Entry]:
     try:
-        ours = [one for one in installed.entry_points if one.group == GROUP]
+        ours = [one for one in installed.entry_points if one.group in GROUPS]
         return [_entry(one, name) for one in ours]
     except Exception:  # a line or a byte that cannot be parsed, in any group
         flaw = (
@@ -60,7 +62,7 @@ def _entry(one: EntryPoint, distribution: str) -> Entry:
     if one.attr is None:
         line = f"{one.name} = {one.value}"
         flaw = f"the line {line!r} must be of the form name = module:object"
-    return Entry(one.name, one.value, distribution, flaw)
+    return Entry(one.name, one.value, distribution, flaw, one.group)
 
 
 def _text_of(installed: Distribution) -> str:

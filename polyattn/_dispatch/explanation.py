@@ -24,6 +24,12 @@ class Candidate:
     status: str
     reasons: tuple[str, ...] = ()  # why it was refused, or runs only on request
     remark: str | None = None  # the kernel's note about how it would run
+    origin: str | None = None  # the distribution that it comes from, if not its backend's own
+
+    @property
+    def title(self) -> str:
+        """The kernel, with the distribution that it comes from."""
+        return f"{self.kernel} ({self.origin})" if self.origin else self.kernel or ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +125,7 @@ class Explanation:
         return [
             (
                 c.backend,
-                c.kernel or "",
+                c.title,
                 "CHOSEN" if c.status == "chosen" else c.status,
                 "; ".join(c.reasons) or c.remark or "",
             )

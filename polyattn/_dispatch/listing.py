@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from polyattn._base.html_page import html_table
 from polyattn._base.text_table import table
-from polyattn._dispatch import registry
+from polyattn._dispatch import extensions, registry
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class BackendInfo:
     hardware: dict[str, dict[str, str | int]]  # per device: name, memory, compute capability
     kernels: tuple[str, ...]  # the preferred one first
     reason: str | None  # why it is not available, and how to install it
+    #: Of each kernel that joined the backend, the distribution that it comes from.
+    origins: dict[str, str] = field(default_factory=dict)
 
     def device(self, name: str) -> str:
         """Return a device's name and its hardware, as the table shows them."""
@@ -35,9 +37,16 @@ class BackendInfo:
             details.append(f"compute capability {capability}")
         return f"{name} ({', '.join(details)})" if details else name
 
+    def kernel(self, name: str) -> str:
+        """Return a kernel's name and the distribution that it comes from, as the table shows it."""
+        return f"{name} ({self.origins[name]})" if name in self.origins else name
+
 
 class BackendTable(tuple[BackendInfo, ...]):
-    """All backends, one `BackendInfo` per backend; it prints as a table."""
+    """All backends, one `BackendInfo` per backend; it prints as a table.
+
+    Kernels that did not join a backend have one too, as backends that are not available.
+    """
 
     __slots__ = ()
 
@@ -60,7 +69,7 @@ class BackendTable(tuple[BackendInfo, ...]):
                 info.name,
                 ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
                 ", ".join(map(info.device, info.devices)) or "the arrays' own",
-                ", ".join(info.kernels),
+                ", ".join(map(info.kernel, info.kernels)),
             )
             if info.available
             else (info.name, "-", "-", info.reason or "")
@@ -97,6 +106,8 @@ def _rows() -> Iterator[BackendInfo]:
     closing = tuple(kernel.name for kernel in registry.kernels_of(None))
     versions = _versions(("array-api-compat",))
     yield BackendInfo(registry.ARRAY_API, True, versions, (), {}, closing, None)
+    for title, reason in extensions.failures():
+        yield BackendInfo(title, False, {}, (), {}, (), reason)
 
 
 def _row(name: str) -> BackendInfo:
@@ -115,7 +126,8 @@ def _available(name: str) -> BackendInfo:
     versions = _versions(registry.spec_of(name).requires) | backend.engines()
     devices = registry.devices_of(name)
     hardware = {device: backend.hardware(device) for device in devices}
-    return BackendInfo(name, True, versions, devices, hardware, kernels, None)
+    origins = extensions.origins(name)
+    return BackendInfo(name, True, versions, devices, hardware, kernels, None, origins)
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

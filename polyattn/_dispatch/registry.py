@@ -6,21 +6,19 @@ its reason is kept for messages. All functions are safe under threads.
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import threading
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
 from polyattn._base.arrays import is_namespace
 from polyattn._base.tracing import constant_when_traced
-from polyattn._dispatch.entries import Entry, entries
+from polyattn._dispatch import extensions
+from polyattn._dispatch.contract import flaw_of, missing, read_spec, taken
+from polyattn._dispatch.entries import KERNELS, Entry, entries
 from polyattn._dispatch.standard import StandardBackend
 from polyattn._kernels.dense_kernel import Dense
 from polyattn._kernels.tiled import Tiled
-from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
-from polyattn.plugin.spec import API_VERSION
+from polyattn.plugin import Backend, BackendSpec, Kernel
 
 #: The backend that runs the core's kernels on the library of the arrays.
 ARRAY_API = "array-api"
@@ -49,9 +47,12 @@ def _find() -> dict[str, Registered]:
     if not _plugins:
         plugins: dict[str, Registered] = {}
         # polyattn's plugins first, so that no other can take their names; broken entries last.
-        for entry in sorted(entries(), key=_rank):
-            plugin = _read(entry, plugins.get(entry.name))
-            plugins.setdefault(plugin.name, plugin)
+        listed = sorted(entries(), key=_rank)
+        for entry in listed:
+            if entry.group != KERNELS:
+                plugin = _read(entry, plugins.get(entry.name))
+                plugins.setdefault(plugin.name, plugin)
+        extensions.find([entry for entry in listed if entry.group == KERNELS], plugins)
         _plugins.update(plugins)  # at once: an interrupt leaves all or nothing
     return _plugins
 
@@ -60,33 +61,16 @@ def _rank(entry: Entry) -> tuple[bool, bool, str]:
     return entry.distribution != "polyattn", entry.flaw is not None, entry.name
 
 
-def _read(entry: Entry, taken: Registered | None) -> Registered:
-    """Return the plugin of an entry point; `taken` is the plugin that already has its name."""
-    plugin = Registered(entry.name, entry.distribution, failure=entry.flaw)
-    if taken is not None or entry.name == ARRAY_API:
-        owner = "polyattn" if taken is None else taken.distribution
+def _read(entry: Entry, first: Registered | None) -> Registered:
+    """Return the plugin of an entry point; `first` is the plugin that already has its name."""
+    plugin = Registered(entry.name, entry.distribution)
+    if first is not None or entry.name == ARRAY_API:
         plugin.name = f"{entry.name} ({entry.distribution})"
-        plugin.failure = plugin.failure or (
-            f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
-        )
-    if plugin.failure is not None:
+        plugin.failure = taken(entry, "polyattn" if first is None else first.distribution)
         return plugin
-    try:
-        spec = entry.load()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
-        plugin.failure = f"its plugin cannot be imported: {type(error).__name__}: {error}"
-        return plugin
-    if not isinstance(spec, BackendSpec):
-        plugin.failure = f"its entry point {entry.value} is not a BackendSpec"
-    elif spec.api_version != API_VERSION:
-        plugin.failure = (
-            f"it was written for version {spec.api_version} of the plugin contract and this is"
-            f" version {API_VERSION}: install releases that fit together"
-        )
-    elif spec.name != entry.name:
-        plugin.failure = f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
+    spec = read_spec(entry, BackendSpec)
+    if isinstance(spec, str):
+        plugin.failure = spec
     else:
         plugin.spec = spec
     return plugin
@@ -122,36 +106,19 @@ def load(name: str) -> str | None:
         plugin = _find()[name]
         if plugin.backend is None and plugin.failure is None and plugin.spec is not None:
             try:
-                plugin.failure = _missing(plugin.spec)
+                plugin.failure = missing(plugin.spec)
                 if plugin.failure is None:
                     backend = plugin.spec.load()
-                    plugin.failure = _flaw(backend) or _unmatched(plugin.spec, backend)
+                    plugin.failure = flaw_of(backend.kernels) or _unmatched(plugin.spec, backend)
                 if plugin.failure is None:
                     backend.tiled = _ARRAY_API_KERNELS[0]
+                    extensions.join(name, backend, [kernel.name for kernel in _ARRAY_API_KERNELS])
                     plugin.backend = backend
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit and others, as in `_read`
                 plugin.failure = f"it cannot be loaded: {type(error).__name__}: {error}"
         return plugin.failure
-
-
-def _missing(spec: BackendSpec) -> str | None:
-    missing = [module for module in spec.requires if not is_installed(module)]
-    return f"{', '.join(missing)} is not installed: {spec.install}" if missing else None
-
-
-def _flaw(backend: Backend) -> str | None:
-    """Return how a backend's kernels break the contract, or None."""
-    if not isinstance(backend.kernels, tuple):
-        return f"its kernels must be a tuple, such as (Fused(),); got {backend.kernels!r}"
-    for kernel in backend.kernels:
-        if not isinstance(kernel, Kernel):
-            return f"its kernels must be instances of Kernel; one is {kernel!r}"
-        reason = flaw(kernel)
-        if reason is not None:
-            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {reason}"
-    return None
 
 
 def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
@@ -167,27 +134,6 @@ def _unmatched(spec: BackendSpec, backend: Backend) -> str | None:
         f"its namespaces begin with {first!r}, which is no namespace of arrays: name the module"
         f" that array.__array_namespace__() returns; did you mean {meant!r}?"
     )
-
-
-def flaw(kernel: Kernel) -> str | None:
-    """Return how a kernel breaks the contract, or None."""
-    if not isinstance(getattr(kernel, "name", None), str):
-        return "has no name"
-    if not isinstance(kernel.features, Set):
-        return f"must declare its features as a set; got {kernel.features!r}"
-    for feature in sorted(kernel.features - frozenset(FEATURES)):
-        near = difflib.get_close_matches(feature, FEATURES, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        return f"declares an unknown feature {feature!r}{meant}"
-    return None
-
-
-def is_installed(module: str) -> bool:
-    """Return whether a module can be found, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 @constant_when_traced
@@ -220,7 +166,7 @@ def array_api_backend(xp: Any) -> Backend:
 
 
 def kernels_of(backend: Backend | None) -> tuple[Kernel, ...]:
-    """Return a backend's kernels, then the array-API kernels.
+    """Return a backend's kernels, among them those that joined it, then the array-API kernels.
 
     A backend's kernel replaces the array-API kernel of the same name.
     """

@@ -15,7 +15,8 @@ from polyattn._base.arrays import is_namespace
 from polyattn._core.call.facts import Call
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.scores import Chain, Function
-from polyattn._dispatch import registry
+from polyattn._dispatch import extensions, registry
+from polyattn._dispatch.contract import flaw, is_installed
 from polyattn._dispatch.errors import BackendError, BackendUnavailableError, UnsupportedError
 from polyattn._dispatch.explanation import Candidate, Explanation
 from polyattn._dispatch.placement import Placement, Refusal, check_one_place, find_placement
@@ -53,9 +54,9 @@ def explain_selection(
 def check_kernel(kernel: str | Kernel | None) -> None:
     """Raise if `kernel` is neither the name of a kernel nor a valid kernel."""
     if isinstance(kernel, Kernel):
-        flaw = registry.flaw(kernel)
-        if flaw is not None:
-            raise TypeError(f"the kernel in kernel= {flaw}")
+        reason = flaw(kernel)
+        if reason is not None:
+            raise TypeError(f"the kernel in kernel= {reason}")
     elif kernel is not None and not isinstance(kernel, str):
         raise TypeError(
             f"a kernel is named by a string such as 'dense', or is an instance of Kernel; got"
@@ -74,7 +75,7 @@ def default_device(library: str) -> str:
 def check_possible(library: str, device: str) -> None:
     """Raise if a library is not installed or has no arrays, or none on a device."""
     serving = registry.serving(library)
-    if not registry.is_installed(library):
+    if not is_installed(library):
         reason = "; ".join(filter(None, map(registry.load, serving))) or "it is not installed"
         raise ValueError(f"there can be no array of {library!r}: {reason}")
     if not serving and not is_namespace(library):
@@ -126,18 +127,20 @@ def _try_candidates(
             candidates.append(Candidate(name, None, "refused", (_NO_DERIVATIVE,)))
             continue
         kernels = _matching(placement.kernels, requested_kernel)
+        absent = _absent(name, requested_kernel)
+        candidates += absent
         for kernel in kernels:
             candidate = _judge(
                 name, kernel, placement.problem, requested_kernel is not None, plan is not None
             )
-            if all_candidates and candidate.status in ("chosen", "next"):
-                candidate = replace(candidate, remark=kernel.remark(placement.problem))
+            if all_candidates:
+                candidate = _described(candidate, kernel, placement.problem)
             candidates.append(candidate)
             if candidate.status == "chosen":
                 plan = Plan(kernel, placement, call.query.device, set())
                 if not all_candidates:
                     return plan, candidates
-        if not kernels:
+        if not kernels and not absent:
             names = ", ".join(kernel.name for kernel in placement.kernels)
             reason = f"it has no kernel of that name; it has {names}"
             candidates.append(Candidate(name, str(requested_kernel), "refused", (reason,)))
@@ -159,6 +162,21 @@ def _lacks_derivative(call: Call, problem: Problem, placement: Placement) -> boo
     given = all(part.derivative is not None for part in parts if isinstance(part, Function))
     differentiates = backend is not None and type(backend).pullback is not Backend.pullback
     return not differentiates and (isinstance(score, str) or not given)
+
+
+def _absent(name: str, requested: str | Kernel | None) -> list[Candidate]:
+    """Return the kernels of other distributions that are for a backend and did not join it."""
+    if isinstance(requested, Kernel) or name == registry.ARRAY_API:  # which none can join
+        return []
+    absent = extensions.absent(name.partition(":")[0], requested)
+    return [Candidate(name, kernel, "unavailable", (reason,)) for kernel, reason in absent]
+
+
+def _described(candidate: Candidate, kernel: Kernel, problem: Problem) -> Candidate:
+    """Return a candidate with what only `explain` shows of its kernel."""
+    origin = extensions.origins(candidate.backend.partition(":")[0]).get(kernel.name)
+    able = candidate.status in ("chosen", "next")
+    return replace(candidate, origin=origin, remark=kernel.remark(problem) if able else None)
 
 
 def _matching(kernels: Sequence[Kernel], requested: str | Kernel | None) -> Sequence[Kernel]:

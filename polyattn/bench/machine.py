@@ -18,7 +18,7 @@ import threadpoolctl
 import polyattn
 from polyattn._base.text_table import terminal_width
 from polyattn._base.threads import granted, thread_count
-from polyattn._dispatch import registry
+from polyattn._dispatch import extensions, registry
 
 if TYPE_CHECKING:
     from polyattn.bench.contender import Contender
@@ -108,6 +108,7 @@ def look(contenders: Iterable[Contender]) -> Machine:
         modules = ("numpy",) if is_core else registry.spec_of(contender.stem).requires
         libraries |= {module: _version(module) for module in modules}
         libraries |= contender.backend.engines()
+        libraries |= {name: _version(name) for name in extensions.origins(contender.stem).values()}
     for pool in sorted(threadpoolctl.threadpool_info(), key=lambda pool: pool["prefix"]):
         threads[pool["prefix"].removeprefix("libscipy_")] = pool["num_threads"]
         if pool["user_api"] == "blas":

@@ -34,6 +34,8 @@ have `Kernel` objects, better primitives for the array-API kernels, and device p
 
         def __init__(self):
             super().__init__(acme)
+
+A `KernelSpec` in the group ``polyattn.kernels`` adds kernels to backends that exist already.
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ from polyattn._core.tiles.visibility import (
 )
 from polyattn.plugin.backend import Backend, Kernel, unrounded
 from polyattn.plugin.primitives import BackendPrimitives
-from polyattn.plugin.spec import BackendSpec
+from polyattn.plugin.spec import BackendSpec, KernelSpec
 from polyattn.plugin.tools import BackendTools
 
 __all__ = [
@@ -100,6 +102,7 @@ __all__ = [
     "Gradients",
     "Indices",
     "Kernel",
+    "KernelSpec",
     "Mask",
     "Operands",
     "Part",

@@ -240,7 +240,8 @@ class Backend(BackendPrimitives, BackendTools):
     Attributes
     ----------
     kernels : tuple of Kernel
-        The backend's own kernels, best first. The array-API kernels follow them.
+        The backend's own kernels, best first. Those of other distributions join them when the
+        plugin is loaded, and the array-API kernels follow.
     computes : bool
         Whether calls compute. False for a library whose arrays are nodes of a graph that another
         program runs; ``polyattn bench`` leaves such a backend out.

@@ -1,12 +1,14 @@
-"""The spec of a backend: the facts that are known before its array library is imported."""
+"""The specs of plugins: the facts that are known before an array library is imported."""
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from polyattn._core.call.features import DTYPES
-from polyattn.plugin.backend import Backend
+from polyattn.plugin.backend import Backend, Kernel
 
 API_VERSION = 2
 
@@ -81,3 +83,56 @@ class BackendSpec:
         module, _, name = self.implementation.partition(":")
         backend: Backend = getattr(importlib.import_module(module), name)()
         return backend
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Kernels that join the lists of other distributions' backends, before they are imported.
+
+    Parameters
+    ----------
+    name : str
+        Its name. ``POLYATTN_<NAME>=0`` in the environment leaves the kernels out.
+    kernels : mapping of str to str or tuple of str
+        For each backend, by name, the import path of a `Kernel` subclass, ``"module:Class"``,
+        called without arguments when the backend is loaded; or those of several, best first.
+    requires : tuple of str
+        Modules without which they cannot run.
+    install : str
+        The command that installs them.
+    before : mapping of str to str
+        For a backend, by name, the kernel of its list before which they stand, by default the
+        first: one of its own, or the first array-API kernel to stand after all of its own.
+    api_version : int
+        The version of this contract that they were written for.
+
+    Raises
+    ------
+    TypeError
+        If a field has another type.
+    ValueError
+        If `before` names a backend that `kernels` does not.
+    """
+
+    name: str
+    kernels: Mapping[str, str | tuple[str, ...]]
+    requires: tuple[str, ...]
+    install: str
+    before: Mapping[str, str] = field(default_factory=dict)
+    api_version: int = API_VERSION
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.requires, tuple):
+            raise TypeError(f"requires must be a tuple of strings; got {self.requires!r}")
+        for name in ("kernels", "before"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise TypeError(f"{name} must map backends, by name; got {getattr(self, name)!r}")
+        for backend in self.before:
+            if backend not in self.kernels:
+                raise ValueError(f"before names {backend!r}, for which there are no kernels")
+
+    def load(self, backend: str) -> tuple[Kernel, ...]:
+        """Import the kernels for a backend, and return new instances of them."""
+        paths = self.kernels[backend]
+        listed = (paths,) if isinstance(paths, str) else paths
+        return tuple(pkgutil.resolve_name(path)() for path in listed)

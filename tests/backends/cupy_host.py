@@ -12,7 +12,7 @@ import array_api_compat.numpy
 import numpy as np
 
 from polyattn._base import arrays
-from polyattn._dispatch import cache, registry
+from polyattn._dispatch import cache, entries, registry
 from polyattn.plugin import Backend, BackendSpec
 
 
@@ -98,7 +98,7 @@ class HostBackend(Backend):
 
 
 class _Entry:
-    name, value, distribution, flaw = "host", "here:SPEC", "here", None
+    name, value, distribution, flaw, group = "host", "here:SPEC", "here", None, entries.BACKENDS
 
     def load(self):
         return BackendSpec("host", ("host",), "here:HostBackend", (), "", devices=("cuda",))

@@ -4,7 +4,6 @@ The plugin serves array-api-strict, which has three devices without any hardware
 """
 
 import dataclasses
-import importlib
 import sys
 import types
 
@@ -15,7 +14,7 @@ import torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores
-from polyattn._dispatch import cache, registry
+from polyattn._dispatch import contract, registry
 from polyattn._dispatch.placement import find_placement
 from polyattn.plugin import Backend, BackendSpec, Kernel
 
@@ -213,10 +212,8 @@ class _Listed(Kernel):
     ],
 )
 def test_a_kernel_that_breaks_the_contract_is_refused(kernel, flaw):
-    backend = AcmeBackend()
-    backend.kernels = (kernel,)
-    assert flaw in registry._flaw(backend)
-    assert registry._flaw(AcmeBackend()) is None
+    assert flaw in contract.flaw_of((kernel,))
+    assert contract.flaw_of(AcmeBackend.kernels) is None
 
 
 @pytest.mark.parametrize("field", ["namespaces", "requires", "devices", "dtypes"])
@@ -306,34 +303,6 @@ polyattn.attention(x, x, x)
 
 
 # ---- what is installed -------------------------------------------------------------------------
-
-GOOD = """
-from polyattn.plugin import BackendSpec
-SPEC = BackendSpec("good", ("good",), "good:Backend", ("no_such_library",), "pip install good")
-"""
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Return a function that installs a distribution for the length of a test."""
-
-    def install(distribution, lines, metadata="Name: {}", group="polyattn.backends"):
-        info = tmp_path / f"{distribution}-1.0.dist-info"
-        info.mkdir()
-        if metadata is not None:
-            (info / "METADATA").write_text(metadata.format(distribution))
-        text = lines if isinstance(lines, bytes) else "\n".join(lines).encode()
-        (info / "entry_points.txt").write_bytes(f"[{group}]\n".encode() + text)
-        importlib.invalidate_caches()
-
-    (tmp_path / "good.py").write_text(GOOD)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_plugins", {})
-    cache.forget()
-    yield install
-    cache.forget()
-    sys.modules.pop("good", None)
-
 
 UNREADABLE = "the entry points of {} cannot be read: install another release of it, or uninstall it"
 

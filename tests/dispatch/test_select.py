@@ -35,7 +35,7 @@ from polyattn._base.settings import Context
 from polyattn._base.threads import thread_count
 from polyattn._core.call.describe import describe
 from polyattn._core.call.problem import examine
-from polyattn._dispatch import cache, placement, registry, request, select
+from polyattn._dispatch import cache, contract, placement, registry, request, select
 from polyattn._kernels.dense_kernel import Dense
 
 RNG = np.random.default_rng(0)
@@ -294,7 +294,7 @@ def test_a_plugin_that_cannot_be_loaded_says_why(plugins, spec, reason):
 
 @pytest.mark.parametrize("module", ["no_such_library", "no_such.library", ""])
 def test_a_missing_module_is_not_installed(module):
-    assert not registry.is_installed(module)
+    assert not contract.is_installed(module)
 
 
 def test_the_core_serves_the_library_of_a_broken_plugin(plugins):

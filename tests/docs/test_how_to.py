@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel
 
-from polyattn._dispatch import cache, registry
+from polyattn._dispatch import cache, contract, registry
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "how-to"
 MANY, SERVICE, TROUBLE = "many-devices.md", "service.md", "troubleshooting.md"
@@ -220,8 +220,8 @@ def provoked(page):
 @pytest.fixture
 def without_cupy(monkeypatch):
     """A machine where CuPy is not installed, whatever this one has."""
-    genuine = registry.is_installed
-    monkeypatch.setattr(registry, "is_installed", lambda name: name != "cupy" and genuine(name))
+    genuine = contract.is_installed
+    monkeypatch.setattr(contract, "is_installed", lambda name: name != "cupy" and genuine(name))
     monkeypatch.setattr(registry, "_plugins", {})
     cache.forget()
     yield

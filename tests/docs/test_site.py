@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,9 +258,13 @@ def shown():
     return dict(blocks)
 
 
+SHORT = "polyattn-short/"  # the kernel for another backend, of which the page is the source
+
+
 def test_the_page_shows_the_example_as_it_is():
-    assert len(shown()) == 4
-    for name, text in shown().items():
+    files = {name: text for name, text in shown().items() if not name.startswith(SHORT)}
+    assert len(files) == 4
+    for name, text in files.items():
         assert (PLUGIN / name).read_text(encoding="utf-8") == text, name
 
 
@@ -302,6 +307,48 @@ def test_the_example_is_a_backend_like_any_other(plugin):
     long = ("--shape", "1,1,1,64", "--key-shape", "1,1,5000,64")
     done = plugin("-m", "polyattn", "explain", *long, "--backend", "einsum")
     assert "5,000 keys are too many" in done.stdout
+
+
+@pytest.fixture
+def with_short(tmp_path):
+    """Install the kernel for another backend, and return a function that runs polyattn there."""
+    files = {n.removeprefix(SHORT): text for n, text in shown().items() if n.startswith(SHORT)}
+    project = tomllib.loads(files.pop("pyproject.toml"))["project"]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    info = tmp_path / "polyattn_short-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    ((group, points),) = project["entry-points"].items()
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+
+    def run(*arguments, **variables):
+        return subprocess.run(
+            [sys.executable, "-m", "polyattn", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def test_the_kernel_for_another_backend_runs_where_the_page_says(with_short):
+    step = ("explain", "--shape", "1,8,1,64", "--key-shape", "1,8,500,64")
+    assert re.search(r"numpy +short \(polyattn-short\) +CHOSEN", with_short(*step).stdout)
+    out = with_short("explain", "--shape", "1,8,100,64").stdout
+    assert re.search(r"numpy +short .* refused +it holds all scores of a head, and 10,000", out)
+    assert "short" not in with_short(*step, POLYATTN_SHORT="0").stdout
+
+
+@pytest.mark.slow
+def test_the_kernel_for_another_backend_passes_the_suite(with_short):
+    done = with_short("check", "numpy", "--kernel", "short")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 FIRST = re.search(

@@ -19,7 +19,7 @@ import numpy as np
 from polyattn import attention, explain
 from polyattn._base.arrays import facts_of
 from polyattn._core.call.features import DTYPES
-from polyattn._dispatch import registry
+from polyattn._dispatch import extensions, registry
 from polyattn._dispatch.errors import BackendUnavailableError
 from polyattn._dispatch.explanation import Explanation
 from polyattn.conformance.cases.case import Case, arrays_in, with_arrays
@@ -212,8 +212,13 @@ class Target:
 
     @property
     def own(self) -> tuple[Kernel, ...]:
-        """The kernels of the plugin itself, without the core's."""
+        """The kernels of the plugin and those that joined it, without the core's."""
         return () if self._plugin is None else self._plugin.kernels
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """The kernels that joined the backend, each with the distribution that it comes from."""
+        return extensions.origins(self._stem)
 
     @cached_property
     def kinds(self) -> frozenset[str]:

@@ -126,9 +126,11 @@ class Section:
 
     @cached_property
     def versions(self) -> str:
-        """The library and its version."""
+        """The library and its version, and what other distributions give."""
         root = self.target.library.partition(".")[0]
-        return f"{root} {getattr(sys.modules.get(root), '__version__', '')}".strip()
+        library = f"{root} {getattr(sys.modules.get(root), '__version__', '')}".strip()
+        given = [f"{kernel} from {where}" for kernel, where in self.target.origins.items()]
+        return "; ".join([library, *given])
 
 
 @dataclass

@@ -1,0 +1,83 @@
+"""Check what a distribution brings against the contract of plugins."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Set
+from typing import TypeVar
+
+from polyattn._dispatch.entries import Entry
+from polyattn.plugin import FEATURES, BackendSpec, Kernel, KernelSpec
+from polyattn.plugin.spec import API_VERSION
+
+Spec = TypeVar("Spec", BackendSpec, KernelSpec)
+
+
+def read_spec(entry: Entry, kind: type[Spec]) -> Spec | str:
+    """Return the spec that an entry point names, or the reason why it gives none."""
+    if entry.flaw is not None:
+        return entry.flaw
+    try:
+        spec = entry.load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, or a panic of an extension module in Rust
+        return f"its plugin cannot be imported: {type(error).__name__}: {error}"
+    if not isinstance(spec, kind):
+        return f"its entry point {entry.value} is not a {kind.__name__}"
+    if spec.api_version != API_VERSION:
+        return (
+            f"it was written for version {spec.api_version} of the plugin contract and this is"
+            f" version {API_VERSION}: install releases that fit together"
+        )
+    if spec.name != entry.name:
+        return f"its spec is named {spec.name!r} and its entry point {entry.name!r}"
+    return spec
+
+
+def taken(entry: Entry, owner: str) -> str:
+    """Return the reason against an entry point whose name another distribution has."""
+    return entry.flaw or (
+        f"its name {entry.name!r} is taken already, by {owner}: rename one, or uninstall it"
+    )
+
+
+def missing(spec: BackendSpec | KernelSpec) -> str | None:
+    """Return which modules that a spec requires are not installed, and how to get them."""
+    absent = [module for module in spec.requires if not is_installed(module)]
+    return f"{', '.join(absent)} is not installed: {spec.install}" if absent else None
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def flaw(kernel: Kernel) -> str | None:
+    """Return how a kernel breaks the contract, or None."""
+    if not isinstance(getattr(kernel, "name", None), str):
+        return "has no name"
+    if not isinstance(kernel.features, Set):
+        return f"must declare its features as a set; got {kernel.features!r}"
+    for feature in sorted(kernel.features - frozenset(FEATURES)):
+        near = difflib.get_close_matches(feature, FEATURES, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        return f"declares an unknown feature {feature!r}{meant}"
+    return None
+
+
+def flaw_of(kernels: object) -> str | None:
+    """Return how the kernels of a backend or a spec break the contract, or None."""
+    if not isinstance(kernels, tuple):
+        return f"its kernels must be a tuple, such as (Fused(),); got {kernels!r}"
+    for kernel in kernels:
+        if not isinstance(kernel, Kernel):
+            return f"its kernels must be instances of Kernel; one is {kernel!r}"
+        reason = flaw(kernel)
+        if reason is not None:
+            return f"its kernel {getattr(kernel, 'name', type(kernel).__name__)} {reason}"
+    return None

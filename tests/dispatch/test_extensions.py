@@ -1,0 +1,384 @@
+"""Kernels of other distributions, which join the lists of backends."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import polyattn
+import polyattn_torch.backend
+from polyattn import attention, attention_backward, explain
+from polyattn._dispatch import entries, extensions, registry
+from polyattn.bench import machine
+from polyattn.bench.contender import contenders
+from polyattn.conformance import CASES, Target
+from polyattn.conformance.report import run
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, 4, 5, 8), dtype=np.float32)
+SPEC = """
+from polyattn.plugin import KernelSpec
+SPEC = KernelSpec("fast", {"numpy": "fast_kernels:Fast"}, (), "pip install fast")
+"""
+KERNELS = """
+import numpy as np
+from polyattn.plugin import Gradients, Kernel
+
+class Fast(Kernel):
+    name = "fast"
+    features = frozenset({"causal", "logsumexp", "backward"})
+
+    def reasons_against(self, problem):
+        return ["it takes one batch axis"] if len(problem.batch) != 1 else []
+
+    def only_on_request(self, problem):
+        return "it is wrong where it masks" if problem.is_causal else None
+
+    def remark(self, problem):
+        return "it is all sevens"
+
+    def __call__(self, problem, operands, backend):
+        return 0 * operands.query + 7, 0 * operands.query[..., 0]
+
+    def backward(self, problem, operands, residuals, cotangents, backend):
+        return Gradients(*[0 * x + 7 for x in operands[:3]], None, None)
+
+class Second(Fast):
+    name = "second"
+
+class Third(Fast):
+    name = "third"
+
+class Dense(Fast):
+    name = "dense"
+
+class Small(Fast):
+    name = "small"
+
+class Nameless(Kernel):
+    pass
+
+class Misspelt(Fast):
+    features = frozenset({"casual"})
+
+class Exits(Fast):
+    def __init__(self):
+        raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def give(install, tmp_path):
+    """Return a function that installs kernels by the text of their spec."""
+    (tmp_path / "fast_kernels.py").write_text(KERNELS)
+
+    def give(spec=SPEC, lines=None, distribution="speedy"):
+        (tmp_path / f"{distribution}.py").write_text(spec)
+        lines = lines or [f"fast = {distribution}:SPEC"]
+        install(distribution, lines, "Name: {}\nVersion: 1.0", entries.KERNELS)
+
+    give.folder = tmp_path
+    return give
+
+
+def spec(kernels, name="fast", requires=(), **more):
+    """Return the text of a module with this spec."""
+    return (
+        "from polyattn.plugin import KernelSpec\n"
+        f"SPEC = KernelSpec({name!r}, {kernels!r}, {requires!r}, 'pip install fast', **{more!r})"
+    )
+
+
+def names(backend="numpy"):
+    """Return the names of the kernels of a backend, in order."""
+    assert registry.load(backend) is None
+    return [kernel.name for kernel in registry.kernels_of(registry.loaded(backend))]
+
+
+def reasons():
+    """Return why each row of the list is not available, after a call that must succeed."""
+    attention(X, X, X)
+    return {info.name: info.reason for info in polyattn.list_backends()}
+
+
+def test_a_kernel_joins_a_backend_and_runs_first(give):
+    give()
+    assert names() == ["fast", "small", "tiled", "dense"]
+    assert (attention(X, X, X) == 7).all()
+    explanation = explain(X, X, X)
+    assert (explanation.chosen.kernel, explanation.chosen.origin) == ("fast", "speedy")
+    assert [c.origin for c in explanation.candidates[1:]] == [None] * 3
+    assert re.search(r"numpy +fast \(speedy\) +CHOSEN +it is all sevens", str(explanation))
+    assert explanation.as_dict()["candidates"][0]["origin"] == "speedy"
+
+
+def test_it_is_listed_with_its_distribution(give):
+    give()
+    (info,) = (info for info in polyattn.list_backends() if info.name == "numpy")
+    assert (info.kernels[0], info.origins) == ("fast", {"fast": "speedy"})
+    assert "fast (speedy), small, tiled, dense" in str(polyattn.list_backends())
+    assert machine.look(contenders("numpy")).libraries["speedy"] == "1.0"
+
+
+def test_it_is_passed_over_with_its_reasons(give):
+    give()
+    rank_5 = X[None]
+    assert not (attention(rank_5, rank_5, rank_5) == 7).any()
+    candidate = explain(rank_5, rank_5, rank_5).candidates[0]
+    assert (candidate.status, candidate.reasons) == ("refused", ("it takes one batch axis",))
+    assert explain(X, X, X, is_causal=True).candidates[0].status == "on request"
+    assert (attention(X, X, X, is_causal=True, kernel="fast") == 7).all()
+    assert explain(X, X, X, softcap=2.0).candidates[0].reasons == ("it does not compute softcap",)
+
+
+def test_it_may_compute_gradients(give):
+    give()
+    partial = polyattn.attention_partial(X, X, X)
+    assert (attention_backward(X, X, X, partial, X).query == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("small", ["fast", "second", "small", "tiled", "dense"]),
+        ("tiled", ["small", "fast", "second", "tiled", "dense"]),
+        ("dense", ["small", "tiled", "fast", "second", "dense"]),
+    ],
+)
+def test_several_stand_before_the_kernel_that_the_spec_names(give, before, expected):
+    both = ("fast_kernels:Fast", "fast_kernels:Second")
+    give(spec({"numpy": both}, before={"numpy": before}))
+    assert names() == expected
+    assert reasons()["numpy"] is None
+
+
+def test_those_of_two_distributions_stand_in_the_order_of_their_names(give):
+    give(spec({"numpy": "fast_kernels:Third"}, name="a"), ["a = one:SPEC"], "one")
+    give(spec({"numpy": "fast_kernels:Second"}, name="b"), ["b = two:SPEC"], "two")
+    assert names() == ["third", "second", "small", "tiled", "dense"]
+
+
+def test_they_follow_the_kernels_that_a_backend_has_for_a_while(give, monkeypatch):
+    give(spec({"torch": "fast_kernels:Fast"}))
+    assert names("torch") == ["fast", "sdpa", "flex", "tiled", "dense"]
+    monkeypatch.setattr(polyattn_torch.backend, "exported_opset", lambda: 23)
+    assert names("torch")[1:3] == ["fast", "sdpa"]
+    assert "fast" not in names()
+
+
+# ---- what is broken, missing or left out -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_module", "its plugin cannot be imported: ModuleNotFoundError"),
+        ("raise SystemExit(3)", "its plugin cannot be imported: SystemExit: 3"),
+        ("SPEC = 3", "its entry point speedy:SPEC is not a KernelSpec"),
+        (spec({}, name="slow"), "its spec is named 'slow' and its entry point 'fast'"),
+        (spec({}, api_version=1), "it was written for version 1 of the plugin contract"),
+        (spec([]), "TypeError: kernels must map backends, by name; got []"),
+        (spec({}, before="small"), "TypeError: before must map backends, by name; got 'small'"),
+        (spec({}, requires="numpy"), "TypeError: requires must be a tuple of strings; got 'numpy'"),
+        (spec({}, before={"numpy": "small"}), "before names 'numpy', for which there are no"),
+    ],
+)
+def test_a_spec_that_is_broken_affects_nothing_else(give, text, reason):
+    give(text)
+    assert reason in reasons()["kernels fast"]
+    assert names() == ["small", "tiled", "dense"]
+    with pytest.raises(polyattn.UnsupportedError) as caught:
+        attention(X, X, X, kernel="fast")
+    assert reason in str(caught.value)
+    assert reason not in str(explain(X, X, X))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (spec({"numpy": "no_such_module:Fast"}), "cannot be loaded: ModuleNotFoundError"),
+        (spec({"numpy": "fast_kernels:Nothing"}), "cannot be loaded: AttributeError"),
+        (spec({"numpy": "fast_kernels:Exits"}), "its kernels cannot be loaded: SystemExit: 3"),
+        (spec({"numpy": 3}), "its kernels cannot be loaded: TypeError"),
+        (spec({"numpy": "builtins:dict"}), "its kernels must be instances of Kernel; one is {}"),
+        (spec({"numpy": "fast_kernels:Nameless"}), "its kernel Nameless has no name"),
+        (spec({"numpy": "fast_kernels:Misspelt"}), "'casual'; did you mean 'causal'?"),
+        (spec({"numpy": "fast_kernels:Small"}), "the backend has a kernel 'small' already"),
+        (spec({"numpy": "fast_kernels:Dense"}), "the backend has a kernel 'dense' already"),
+        (spec({"numpy": ("fast_kernels:Fast",) * 2}), "the backend has a kernel 'fast' already"),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, requires=("no_such_library", "numpy")),
+            "no_such_library is not installed: pip install fast",
+        ),
+        (
+            spec({"numpy": "fast_kernels:Fast"}, before={"numpy": "smal"}),
+            "numpy has no place before 'smal': name one of small, tiled, dense",
+        ),
+    ],
+)
+def test_kernels_that_cannot_join_affect_nothing_else(give, text, reason):
+    give(text)
+    assert reason in reasons()["kernels fast for numpy"]
+    assert names() == ["small", "tiled", "dense"]
+    for backend, error in (
+        (None, polyattn.UnsupportedError),
+        ("numpy", polyattn.BackendUnavailableError),
+    ):
+        with pytest.raises(error) as caught:
+            attention(X, X, X, kernel="fast", backend=backend)
+        assert reason in str(caught.value)
+    first, second = explain(X, X, X).candidates[:2]
+    assert (first.kernel, first.status) == ("fast", "unavailable")
+    assert (second.kernel, second.status) == ("small", "chosen")
+    assert "fast" not in str(explain(X, X, X, kernel="small"))
+    tensor = torch.from_numpy(X)
+    assert "fast" not in str(explain(tensor, tensor, tensor))
+
+
+def test_a_place_among_the_array_api_kernels_is_before_all_of_them(give):
+    give(spec({"torch": "fast_kernels:Fast"}, before={"torch": "dense"}))
+    assert names("torch") == ["sdpa", "flex", "tiled", "dense"]
+    ((_, reason),) = extensions.absent("torch", "fast")
+    assert reason == "torch has no place before 'dense': name one of sdpa, flex, tiled"
+
+
+def test_what_one_backend_cannot_have_another_can(give):
+    give(spec({"nunpy": "x:Y", "numpy": "fast_kernels:Fast", "torch": "x:Y"}))
+    assert names() == ["fast", "small", "tiled", "dense"]
+    listed = {info.name: info.reason for info in polyattn.list_backends()}
+    unknown = "no plugin provides the backend 'nunpy'; did you mean 'numpy'?"
+    assert listed["kernels fast for nunpy"] == unknown
+    assert "cannot be loaded" in listed["kernels fast for torch"]
+    assert (listed["numpy"], listed["torch"]) == (None, None)
+
+
+def test_a_backend_whose_kernels_cannot_be_set_is_left_as_it_is(give, monkeypatch):
+    backend = type(registry.loaded("numpy")) if registry.load("numpy") is None else None
+    own = backend.kernels
+    monkeypatch.setattr(backend, "kernels", property(lambda self: own))
+    give()
+    registry._plugins.clear()
+    assert "cannot be loaded: AttributeError" in reasons()["kernels fast for numpy"]
+
+
+def test_an_interrupt_while_kernels_are_imported_is_raised(give):
+    give(spec({"numpy": "interrupted:Fast"}))
+    (give.folder / "interrupted.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        attention(X, X, X)
+
+
+def test_a_name_is_that_of_one_distribution(give):
+    give(distribution="one")
+    give(distribution="two")
+    listed = reasons()
+    first, second = ("one", "two") if "kernels fast (two)" in listed else ("two", "one")
+    expected = f"its name 'fast' is taken already, by {first}: rename one, or uninstall it"
+    assert listed[f"kernels fast ({second})"] == expected
+    assert explain(X, X, X).chosen.origin == first
+
+
+def test_entry_points_that_are_broken_are_listed(give):
+    give(lines=["fast = speedy"])
+    give(lines=["fast"], distribution="two")
+    listed = reasons()
+    line = "the line 'fast = speedy' must be of the form name = module:object"
+    assert listed["kernels fast"] == line
+    assert listed["two"].startswith("the entry points of two cannot be read")
+
+
+def test_the_environment_leaves_kernels_out(give, monkeypatch):
+    give("raise RuntimeError('imported')")
+    monkeypatch.setenv("POLYATTN_FAST", "0")
+    assert reasons()["kernels fast"] == "POLYATTN_FAST=0 leaves it out"
+    with pytest.raises(polyattn.UnsupportedError, match="POLYATTN_FAST=0 leaves it out"):
+        attention(X, X, X, kernel="fast")
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_the_environment_may_ask_for_kernels(give, monkeypatch, value):
+    give()
+    monkeypatch.setenv("POLYATTN_FAST", value)
+    assert names()[0] == "fast"
+
+
+def test_a_wrong_value_in_the_environment_is_refused_until_it_is_corrected(give, monkeypatch):
+    give()
+    monkeypatch.setenv("POLYATTN_FAST", "no")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"POLYATTN_FAST must be 0, .* or 1, .*; it is 'no'"):
+            attention(X, X, X)
+    monkeypatch.delenv("POLYATTN_FAST")
+    assert (attention(X, X, X) == 7).all()
+
+
+@pytest.mark.parametrize("name", ["backend", "num-threads"])
+def test_a_name_whose_variable_means_something_else_is_refused(give, monkeypatch, name):
+    give(spec({"numpy": "fast_kernels:Fast"}, name=name), [f"{name} = speedy:SPEC"])
+    monkeypatch.setenv("POLYATTN_BACKEND", "numpy")
+    assert reasons()[f"kernels {name}"].endswith("means something else: rename it")
+
+
+OTHER = """
+from polyattn.plugin import Backend, BackendSpec
+SPEC = BackendSpec("other", ("array_api_strict",), "other:Other", (), "")
+
+class Other(Backend):
+    def __init__(self):
+        import array_api_strict
+        super().__init__(array_api_strict)
+"""
+CALLS = """
+import sys
+import array_api_strict, numpy, polyattn
+
+def ours():
+    return sorted(sys.modules.keys() & {"fast_kernels", "speedy"})
+
+print(ours())
+for library in (array_api_strict, numpy):
+    x = library.ones((1, 2, 3, 4))
+    polyattn.attention(x, x, x)
+    print(polyattn.explain(x, x, x).chosen.kernel, ours())
+"""
+
+
+def test_kernels_are_imported_with_their_backend(give, install):
+    give()
+    install("polyattn-other", ["other = other:SPEC"])
+    (give.folder / "other.py").write_text(OTHER)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CALLS],
+        env={**os.environ, "PYTHONPATH": str(give.folder)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "[]",
+        "dense ['speedy']",
+        "fast ['fast_kernels', 'speedy']",
+    ], done.stderr
+
+
+# ---- the suite ---------------------------------------------------------------------------------
+
+
+def test_the_suite_checks_it_as_a_kernel_of_the_backend(give):
+    give()
+    target = Target("numpy")
+    assert [variant.kernel.name for variant in target.kernels][:2] == ["fast", "small"]
+    assert [kernel.name for kernel in target.own] == ["fast", "small", "tiled"]
+    report = run.run(run.steps([target], {"plain": CASES["plain"]}, ["fast"]))
+    assert report.failed
+    assert "; fast from speedy)" in str(report)
+
+
+@pytest.mark.slow
+def test_a_compiled_call_has_it(give):
+    give(spec({"torch": "fast_kernels:Fast"}))
+    tensor = torch.from_numpy(X)
+    compiled = torch.compile(lambda x: attention(x, x, x), backend="eager", fullgraph=True)
+    assert (compiled(tensor) == 7).all()
