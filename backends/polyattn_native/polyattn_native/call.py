@@ -35,7 +35,8 @@ class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
     def __init__(self, problem: Problem, x: Operands, *, products: int = 2) -> None:
-        self.problem, self.x = problem, x
+        self.problem = problem
+        self.x: Any = x
         self.accumulator = np.dtype(problem.accumulator)
         self.keep: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array

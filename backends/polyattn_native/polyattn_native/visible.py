@@ -41,7 +41,7 @@ def visible(problem: Problem, x: Operands) -> Visible:
     return Visible(ranges.first, ranges.stop, array)
 
 
-def _parts(mask: Mask) -> list[Mask]:
+def _parts(mask: Any) -> list[Any]:
     """Return the masks that must all hold."""
     if type(mask).__name__ == "And":
         return [part for one in mask.parts for part in _parts(one)]
@@ -56,7 +56,7 @@ class Ranges:
         self.first: Any = None
         self.stop: Any = None
 
-    def add(self, mask: Mask) -> bool:
+    def add(self, mask: Any) -> bool:
         """Narrow the ranges by a mask; return False if it does not leave ranges."""
         narrow = getattr(self, f"_{type(mask).__name__.lower()}", None)
         return narrow is not None and narrow(mask) is not False
@@ -133,4 +133,5 @@ def array_of(problem: Problem, x: Operands, rows: Span) -> Any:
 
 def bytes_per_row(problem: Problem, x: Operands) -> int:
     """Return how large `array_of` is for one row."""
-    return max(1, array_of(problem, x, Span(0, 1)).size)
+    size: int = array_of(problem, x, Span(0, 1)).size
+    return max(1, size)
