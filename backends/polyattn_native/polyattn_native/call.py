@@ -1,0 +1,232 @@
+"""A call as the compiled library takes it."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from polyattn.plugin import Operands, Problem, Span, band, thread_count
+from polyattn_native.arrays import FAR, by_item, describe, readable
+from polyattn_native.library import DTYPES, CArray, CCall, library
+from polyattn_native.scores import by_distance, scale_and_rest
+from polyattn_native.visible import array_of, bytes_per_row, visible
+
+# The multiply-adds that a thread must have: fewer take less time than to wake it.
+THREAD_WORK = 2**21
+# The arrays with an axis of keys in place of one of rows.
+OF_KEYS = frozenset(
+    ("key", "value", "key_gradient", "value_gradient", "key_tangent", "value_tangent")
+)
+# The bytes of a mask or bias that is made for some rows at a time.
+MADE = 2**22
+
+
+def threads_for(problem: Problem, products: int) -> int:
+    """Return how many threads a call uses that has so many products of two arrays."""
+    work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * products // 2
+    return 1 if work < 2 * THREAD_WORK else min(thread_count(), work // THREAD_WORK)
+
+
+class NativeCall:
+    """A call, and the arrays that must live as long as it."""
+
+    def __init__(self, problem: Problem, x: Operands, *, products: int = 2) -> None:
+        self.problem = problem
+        self.x: Any = x
+        self.accumulator = np.dtype(problem.accumulator)
+        self.keep: list[Any] = []
+        self.sizes: dict[str, int] = {}  # of the numbers of each array
+        call = self.call = CCall()
+        call.items = math.prod(problem.batch)
+        call.heads, call.key_heads = problem.heads, problem.key_heads
+        call.rows, call.keys = problem.query_length, problem.key_length
+        call.head_size, call.value_size = problem.head_size, problem.value_size
+        call.dtype = DTYPES.index(problem.dtype)
+        call.threads = threads_for(problem, products)
+        self.array("query", readable(x.query))
+        self.array("key", readable(x.key))
+        self.array("value", readable(x.value))
+        call.scale, self.rest = scale_and_rest(problem, x)
+        call.softcap = problem.softcap or 0
+        call.keep = 1 - problem.dropout
+        self._add_positions()
+        self._add_dropout()
+        if x.sinks is not None:
+            call.sinks = self.by_head(x.sinks)
+        self._add_masks()
+        self._add_biases()
+
+    @property
+    def address(self) -> Any:
+        """The call as an argument of the library."""
+        return ctypes.byref(self.call)
+
+    def array(self, name: str, array: Any) -> None:
+        """Add an array with the axes (..., head, row, column)."""
+        describe(getattr(self.call, name), array, self.problem.batch, self.keep)
+        self.sizes[name] = array.itemsize
+
+    def rows_of(self, name: str, array: Any) -> None:
+        """Add an array with a number for each row."""
+        self.array(name, array[..., None])
+
+    def by_head(self, numbers: Any) -> int:
+        """Return the address of a number for each head."""
+        numbers = np.ascontiguousarray(numbers, self.accumulator)
+        self.keep.append(numbers)
+        address: int = numbers.ctypes.data
+        return address
+
+    def _add_positions(self) -> None:
+        low, high = band(self.problem)
+        call = self.call
+        call.has_low, call.has_high = low is not None, high is not None
+        call.low = 0 if low is None else max(min(low, FAR), -FAR)
+        call.high = 0 if high is None else max(min(high, FAR), -FAR)
+        if self.problem.query_offset is None and (call.has_low or call.has_high):
+            offset = by_item(np.asarray(self.x.query_offset)[..., 0, 0, 0], self.problem.batch)
+            positions = np.ascontiguousarray(np.clip(offset.astype(np.int64), -FAR, FAR))
+            self.keep.append(positions)
+            call.positions = positions.ctypes.data
+
+    def _add_dropout(self) -> None:
+        problem, x, call = self.problem, self.x, self.call
+        if not problem.dropout:
+            return
+        seed = int(np.asarray(x.seed)) % 2**64
+        start = problem.dropout_start
+        numbers = np.asarray(x.dropout_start).tolist() if start is None else start
+        call.has_dropout = 1
+        call.threshold = min(round(problem.dropout * 2**32), 2**32 - 1)
+        call.seed_low, call.seed_high = seed % 2**32, seed >> 32
+        call.start = tuple(number % 2**32 for number in numbers)
+
+    def _add_masks(self) -> None:
+        seen = visible(self.problem, self.x)
+        for name, numbers in (("first", seen.first), ("stop", seen.stop)):
+            if numbers is None:
+                continue
+            shape = (*self.problem.batch,) if numbers.shape[0] != 1 else ()
+            by_head = np.ascontiguousarray(numbers).reshape(*shape, 1, numbers.shape[1], 1)
+            self.array(name, by_head)
+        self.made_mask = seen.by_rows
+        if seen.array is not None:
+            self.array("mask", np.asarray(seen.array).view(np.uint8))
+
+    def _add_biases(self) -> None:
+        self.made_bias = None
+        self.bias_place = 0
+        if self.rest:
+            self.bias_place = 1
+            self._add_distances(*by_distance(self.problem, self.x, self.rest))
+        bias = self.x.bias
+        if bias is None:
+            return
+        if bias.dtype == self.accumulator or bias.nbytes <= MADE:
+            array = readable_view(np.asarray(bias, self.accumulator))
+            describe(self.call.bias[self.bias_place], array, self.problem.batch, self.keep)
+        else:
+            self.made_bias = bias
+
+    def _add_distances(self, numbers: Any, starts: Any) -> None:
+        """Add a bias whose row i and key j read the number at start + j - i of their head."""
+        to = self.call.bias[0]
+        to.data, to.head = numbers.ctypes.data, numbers.shape[-1]
+        to.row, to.column = -1, 1
+        self.keep += [numbers, starts]
+        to.offsets = starts.ctypes.data
+
+    # ---- running ----
+
+    def run(self, function: Any) -> None:
+        """Run a function of the library on all rows."""
+        for part in self._parts():
+            run(function, ctypes.byref(part))
+
+    def _parts(self) -> Iterator[CCall]:
+        """Yield the call, or parts of its rows with the mask and bias that are made for them."""
+        if not self.made_mask and self.made_bias is None:
+            yield self.call
+            return
+        size = bytes_per_row(self.problem, self.x) if self.made_mask else 1
+        if self.made_bias is not None:
+            size = max(
+                size, self.made_bias.size // self.made_bias.shape[-2] * self.accumulator.itemsize
+            )
+        for rows in Span(0, self.problem.query_length).split(max(16, MADE // size // 16 * 16)):
+            part = self._part(rows)
+            yield part
+            self.call.adds = 1
+        self.call.adds = 0
+
+    def _part(self, rows: Span) -> CCall:
+        part = CCall.from_buffer_copy(self.call)
+        part.rows = rows.length
+        for name, size in self.sizes.items():
+            if name not in OF_KEYS:
+                _move(getattr(part, name), size, rows.start)
+        for bias in part.bias:
+            _move(bias, self.accumulator.itemsize, rows.start)
+        part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
+        part.start[2] = (self.call.start[2] + rows.start) % 2**32
+        if self.made_mask:
+            self.mask_of_part = array_of(self.problem, self.x, rows).view(np.uint8)
+            describe(part.mask, self.mask_of_part, self.problem.batch, [])
+        if self.made_bias is not None:
+            bias = self.made_bias
+            if bias.shape[-2] != 1:
+                bias = bias[..., rows.start : rows.stop, :]
+            self.bias_of_part = np.asarray(bias, self.accumulator)
+            describe(part.bias[self.bias_place], self.bias_of_part, self.problem.batch, [])
+        return part
+
+
+def run(function: Any, *arguments: Any) -> None:
+    """Call a function of the library until its work is done."""
+    state = ctypes.c_void_p()
+    at = ctypes.byref(state)
+    try:
+        while (status := function(*arguments, at)) == 1:
+            pass  # Python handles an interrupt here
+    except BaseException:
+        library().polyattn_cancel(at)
+        raise
+    if status:
+        raise MemoryError("the compiled kernel found no memory for its tiles")
+
+
+class Again:
+    """Plain calls by their problem and strides, to be run again with other arrays."""
+
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Problem, NativeCall]] = {}
+
+    def find(self, key: Any, problem: Problem) -> NativeCall | None:
+        """Return the call of a key, unless it is another problem's."""
+        found = self._known.get(key)
+        return found[1] if found is not None and found[0] is problem else None
+
+    def add(self, key: Any, problem: Problem, call: NativeCall) -> None:
+        """Keep a call, without its arrays."""
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        call.keep.clear()
+        call.x = None
+        self._known[key] = problem, call
+
+
+def _move(array: CArray, size: int, rows: int) -> None:
+    if array.data:
+        array.data += rows * array.row * size
+
+
+def readable_view(array: Any) -> Any:
+    """Return an array whose strides are whole numbers."""
+    whole = not any(stride % array.itemsize for stride in array.strides)
+    return array if whole else np.array(array, order="C")

@@ -1,0 +1,176 @@
+"""The compiled kernel of the NumPy backend."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Gradients,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+    Tangents,
+)
+from polyattn_native.arrays import is_readable, readable
+from polyattn_native.call import Again, NativeCall, run, threads_for
+from polyattn_native.library import library
+from polyattn_native.scores import is_supported
+
+# Features that the problem says all about.
+PLAIN = frozenset({
+    "batch_broadcast", "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "softcap",
+    "value_size", "window",
+})  # fmt: skip
+
+
+class Native(Kernel):
+    """Tiles of the scores in vectors, with the rows as lanes."""
+
+    name = "native"
+    features = frozenset({
+        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "jvp",
+        "logsumexp", "mask", "mask_expression", "query_offset", "query_offset_array", "scale",
+        "score_expression", "sinks", "softcap", "value_size", "window",
+    })  # fmt: skip
+    batch_invariant = True
+    takes_empty = False
+
+    def __init__(self) -> None:
+        self._again = Again()
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why an expression is left to tiles."""
+        reasons = []
+        if not is_supported(problem):
+            reasons.append("it computes temperatures and then biases by distance only")
+        if "backward" in problem.features:
+            if problem.bias is not None and "bias" not in problem.constants:
+                reasons.append("it computes no gradient of a bias")
+            if _has_arrays(problem):
+                reasons.append("it computes no gradients of the arrays in score_mod")
+            if problem.scale == 0:
+                reasons.append("it computes no gradient of a scale of 0")
+        return reasons
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        query, key, value = operands[:3]
+        output = np.empty((*problem.scores[:-1], problem.value_size), query.dtype)
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
+        arrays = query, key, value, output, logsumexp
+        if not problem.features <= PLAIN:
+            self._prepared(problem, operands, output, logsumexp).run(library().polyattn_attend)
+            return output, logsumexp
+        kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
+                value.dtype, threads_for(problem, 2))  # fmt: skip
+        native = self._again.find(kind, problem)
+        if native is None:
+            native = self._prepared(problem, operands, output, logsumexp)
+            native.run(library().polyattn_attend)
+            if all(map(is_readable, (query, key, value))):
+                self._again.add(kind, problem, native)
+            return output, logsumexp
+        addresses = [None if array is None else array.ctypes.data for array in arrays]
+        run(library().polyattn_attend_to, native.address, *addresses)
+        return output, logsumexp
+
+    def _prepared(
+        self, problem: Problem, operands: Operands, output: Array, logsumexp: Array | None
+    ) -> NativeCall:
+        native = NativeCall(problem, operands)
+        native.array("output", output)
+        if logsumexp is not None:
+            native.rows_of("logsumexp", logsumexp)
+        return native
+
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
+        """Return the gradients."""
+        native = NativeCall(problem, operands, products=5)
+        dtype, rows = native.accumulator, problem.scores[:-1]
+        native.array("output", readable(residuals.output, dtype))
+        native.array("output_gradient", readable(cotangents.output, dtype))
+        logsumexp = np.asarray(residuals.logsumexp, dtype)
+        native.rows_of("logsumexp", logsumexp)
+        if cotangents.logsumexp is not None:
+            native.rows_of("logsumexp_gradient", np.asarray(cotangents.logsumexp, dtype))
+        whole = {
+            name: np.empty((*problem.batch, *getattr(operands, name).shape[-3:]), dtype)
+            for name in ("query", "key", "value")
+        }
+        for name, array in whole.items():
+            native.array(f"{name}_gradient", array)
+        delta = np.empty(rows, dtype)
+        native.rows_of("delta", delta)
+        softcap = None
+        if problem.softcap is not None:
+            softcap = np.empty(rows, dtype)
+            native.rows_of("softcap_gradient", softcap)
+        native.run(library().polyattn_differentiate)
+        scale = np.einsum("...d,...d->...", whole["query"], operands.query)
+        scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
+        shapes = {name: getattr(operands, name).shape for name in whole}
+        return Gradients(
+            **{name: _summed(array, shapes[name]) for name, array in whole.items()},
+            sinks=None if operands.sinks is None else _of_sinks(operands.sinks, logsumexp, delta),
+            score_mod=[],
+            similarity=[],
+            scale=np.asarray(scale, dtype),
+            softcap=None if softcap is None else np.asarray(softcap.sum(), dtype),
+        )
+
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Return the tangents of output and logsumexp."""
+        native = NativeCall(problem, operands, products=4)
+        dtype, rows = native.accumulator, problem.scores[:-1]
+        native.array("output", readable(residuals.output, dtype))
+        native.rows_of("logsumexp", np.asarray(residuals.logsumexp, dtype))
+        for name in ("query", "key", "value", "bias"):
+            tangent = getattr(tangents, name)
+            if tangent is not None:
+                native.array(f"{name}_tangent", readable(tangent, dtype))
+        if tangents.sinks is not None:
+            native.call.sinks_tangent = native.by_head(tangents.sinks)
+        output = np.empty((*rows, problem.value_size), dtype)
+        logsumexp = np.empty(rows, dtype)
+        native.array("output_tangent", output)
+        native.rows_of("logsumexp_tangent", logsumexp)
+        native.run(library().polyattn_push_forward)
+        return output, logsumexp
+
+
+def _has_arrays(problem: Problem) -> bool:
+    carried = [] if problem.score_spec is None else problem.score_spec.carried()
+    return any(hasattr(thing, "dtype") for _, thing in carried)
+
+
+def _summed(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Return the sum over the batch axes along which an argument was broadcast."""
+    if gradient.shape == shape:
+        return gradient
+    lead = gradient.ndim - len(shape)
+    axes = tuple(
+        axis
+        for axis in range(gradient.ndim - 3)
+        if axis < lead or (shape[axis - lead] == 1 and gradient.shape[axis] != 1)
+    )
+    return gradient.sum(axis=axes).reshape(shape)
+
+
+def _of_sinks(sinks: Array, logsumexp: Array, delta: Array) -> Array:
+    shift = np.where(logsumexp == -np.inf, 0, logsumexp)
+    weights = np.exp(np.asarray(sinks, delta.dtype)[:, None] - shift) * delta
+    return -weights.sum(axis=(*range(weights.ndim - 2), -1))

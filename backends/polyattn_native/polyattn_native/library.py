@@ -1,0 +1,107 @@
+"""The compiled library, and its structures as `src/interface.h` declares them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import POINTER, c_char_p, c_double, c_int32, c_int64, c_uint32, c_void_p
+from functools import cache
+from pathlib import Path
+
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+VERSION = 1
+#: Names a lower instruction set than the processor's best.
+VARIABLE = "POLYATTN_NATIVE_ISA"
+
+
+class CArray(ctypes.Structure):
+    """An array with the axes (item, head, row, column); strides count elements."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("offsets", c_void_p),
+        ("item", c_int64),
+        ("head", c_int64),
+        ("row", c_int64),
+        ("column", c_int64),
+    )
+
+
+class CCall(ctypes.Structure):
+    """A call."""
+
+    _fields_ = (
+        *((n, c_int64) for n in ("items", "heads", "key_heads", "rows", "keys")),
+        *((n, c_int64) for n in ("head_size", "value_size")),
+        ("dtype", c_int32),
+        ("threads", c_int32),
+        *((n, CArray) for n in ("query", "key", "value", "output", "logsumexp")),
+        ("scale", c_double),
+        ("softcap", c_double),
+        ("has_low", c_int32),
+        ("has_high", c_int32),
+        ("low", c_int64),
+        ("high", c_int64),
+        ("positions", c_void_p),
+        ("first", CArray),
+        ("stop", CArray),
+        ("mask", CArray),
+        ("bias", CArray * 2),
+        ("sinks", c_void_p),
+        ("has_dropout", c_int32),
+        *((n, c_uint32) for n in ("threshold", "seed_low", "seed_high")),
+        ("start", c_uint32 * 4),
+        ("keep", c_double),
+        *((n, CArray) for n in ("output_gradient", "logsumexp_gradient")),
+        *((n, CArray) for n in ("query_gradient", "key_gradient", "value_gradient")),
+        *((n, CArray) for n in ("delta", "softcap_gradient")),
+        *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")),
+        ("sinks_tangent", c_void_p),
+        *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
+        ("adds", c_int32),
+    )
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the library that was built with this package."""
+    name = {"win32": "polyattn_native.dll", "darwin": "libpolyattn_native.dylib"}
+    found = load(Path(__file__).parent / name.get(sys.platform, "libpolyattn_native.so"))
+    wanted = os.environ.get(VARIABLE)
+    if wanted:
+        use(found, wanted)
+    return found
+
+
+def instruction_sets(library: ctypes.CDLL) -> tuple[str, ...]:
+    """Return the instruction sets of this processor that the library knows, best first."""
+    names: bytes = library.polyattn_instruction_sets()
+    return tuple(names.decode().split())
+
+
+def use(library: ctypes.CDLL, instruction_set: str) -> None:
+    """Use an instruction set from now on, or raise."""
+    if not library.polyattn_use(instruction_set.encode()):
+        known = ", ".join(instruction_sets(library))
+        raise ValueError(f"{VARIABLE} may be {known} on this processor; got {instruction_set!r}")
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Return the library with the types of its functions, or raise if it is of another version."""
+    library = ctypes.CDLL(str(path))
+    library.polyattn_version.restype = library.polyattn_call_size.restype = c_int64
+    if (library.polyattn_version(), library.polyattn_call_size()) != (
+        VERSION,
+        ctypes.sizeof(CCall),
+    ):
+        raise ImportError(f"{path} belongs to another release of polyattn-native: install it again")
+    call, state = POINTER(CCall), POINTER(c_void_p)
+    for name in ("attend", "differentiate", "push_forward"):
+        getattr(library, f"polyattn_{name}").argtypes = (call, state)
+    library.polyattn_attend_to.argtypes = (call, *(c_void_p,) * 5, state)
+    library.polyattn_cancel.argtypes = (state,)
+    library.polyattn_cancel.restype = None
+    library.polyattn_instruction_sets.restype = c_char_p
+    library.polyattn_use.argtypes = (c_char_p,)
+    return library

@@ -1,0 +1,59 @@
+"""Score expressions that are a factor and numbers by distance: what the compiled library computes.
+
+A number by distance is a bias whose rows lie one number apart: row i and key j read the number of
+j - i. So it takes memory for L + S numbers a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from polyattn.plugin import Operands, PointIndices, Problem
+from polyattn_native.arrays import by_item
+
+
+def parts_of(expression: Any) -> list[Any]:
+    """Return the modifications of an expression, in order."""
+    if expression is None:
+        return []
+    return list(getattr(expression, "parts", (expression,)))
+
+
+def is_supported(problem: Problem) -> bool:
+    """Return whether a score expression is a temperature and then numbers that are added."""
+    names = [type(part).__name__ for part in parts_of(problem.score_spec)]
+    while names and names[0] == "Temperature" and problem.softcap is None:
+        del names[0]
+    return all(name in ("Alibi", "RelativeBias") for name in names)
+
+
+def scale_and_rest(problem: Problem, x: Operands) -> tuple[float, list[Any]]:
+    """Return the factor of the scores and the modifications that add numbers."""
+    scale, rest = problem.scale, parts_of(x.score_mod)
+    while rest and type(rest[0]).__name__ == "Temperature":
+        scale /= rest.pop(0).t
+    return scale, rest
+
+
+def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> tuple[Any, Any]:
+    """Return what modifications add by the distance of a key from its row, (H, n).
+
+    Row i and key j of an item read the number at start + j - i, of the second result, (items,).
+    """
+    rows, keys, dtype = problem.query_length, problem.key_length, np.dtype(problem.accumulator)
+    offsets: Any = problem.query_offset
+    if offsets is None:
+        offsets = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch)
+    offsets = np.full(math.prod(problem.batch), offsets, np.int64)
+    first = -(rows - 1) - int(offsets.max())
+    away = np.arange(first, keys - int(offsets.min()), dtype=np.int64)
+    head = np.arange(problem.heads).reshape(-1, 1, 1)
+    zero = np.zeros((1, 1, 1), np.int64)
+    at = PointIndices(zero, head, zero, away[None, None, :])
+    numbers = np.zeros((problem.heads, 1, len(away)), dtype)
+    for part in rest:
+        numbers = part.apply(numbers, at)
+    return np.ascontiguousarray(numbers[:, 0, :], dtype), -offsets - first

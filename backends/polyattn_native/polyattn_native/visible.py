@@ -1,0 +1,137 @@
+"""The keys that rows see, as the compiled library takes them.
+
+Masks of lengths, prefixes, windows and sorted ids are a first and a last key for each row; an array
+is read where it lies. All others are computed as an array, for some rows at a time.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import and_
+from typing import Any, NamedTuple
+
+import array_api_compat.numpy as xp
+import numpy as np
+
+from polyattn.plugin import Indices, Mask, Operands, Problem, Span
+from polyattn_native.arrays import FAR, by_item
+
+
+class Visible(NamedTuple):
+    """What is left of ``mask=``: causal and window are numbers of the call."""
+
+    first: Any = None  #: (items or 1, L), int32: the first key that a row may see
+    stop: Any = None  #: likewise, after the last
+    array: Any = None  #: bool, broadcasts to (..., H, L, S)
+    by_rows: bool = False  #: whether the array is to be made by `array_of`
+
+
+def visible(problem: Problem, x: Operands) -> Visible:
+    """Return the keys that rows see by ``mask=``."""
+    if x.mask is None:
+        return Visible()
+    if not isinstance(x.mask, Mask):
+        return Visible(array=x.mask)
+    ranges, array = Ranges(problem, x), None
+    for part in _parts(x.mask):
+        if type(part).__name__ == "Dense" and array is None:
+            array = part.array
+        elif not ranges.add(part):
+            return Visible(by_rows=True)
+    return Visible(ranges.first, ranges.stop, array)
+
+
+def _parts(mask: Any) -> list[Any]:
+    """Return the masks that must all hold."""
+    if type(mask).__name__ == "And":
+        return [part for one in mask.parts for part in _parts(one)]
+    return _parts(mask.mask) if type(mask).__name__ == "Compiled" else [mask]
+
+
+class Ranges:
+    """The first and last keys of the rows, narrowed by one mask after the other."""
+
+    def __init__(self, problem: Problem, x: Operands) -> None:
+        self.problem, self.x = problem, x
+        self.first: Any = None
+        self.stop: Any = None
+
+    def add(self, mask: Any) -> bool:
+        """Narrow the ranges by a mask; return False if it does not leave ranges."""
+        narrow = getattr(self, f"_{type(mask).__name__.lower()}", None)
+        return narrow is not None and narrow(mask) is not False
+
+    def _narrow(self, first: Any, stop: Any) -> None:
+        keys = self.problem.key_length
+        if first is not None:
+            first = np.clip(first, 0, keys).astype(np.int32)
+            self.first = first if self.first is None else np.maximum(self.first, first)
+        if stop is not None:
+            stop = np.clip(stop, 0, keys).astype(np.int32)
+            self.stop = stop if self.stop is None else np.minimum(self.stop, stop)
+
+    def _positions(self) -> Any:
+        """Return the position of each row, (items or 1, L)."""
+        offset = self.problem.query_offset
+        if offset is None:
+            offset = by_item(np.asarray(self.x.query_offset)[..., 0, 0, 0], self.problem.batch)
+            offset = np.clip(offset.astype(np.int64), -FAR, FAR)
+        return np.reshape(offset, (-1, 1)) + np.arange(self.problem.query_length)
+
+    def _numbers(self, lengths: Any) -> Any:
+        if isinstance(lengths, int):
+            return np.full((1, 1), min(lengths, 2**31 - 1))
+        return by_item(np.asarray(lengths), self.problem.batch)[:, None]
+
+    def _band(self, mask: Any) -> None:
+        at = self._positions()
+        self._narrow(
+            None if mask.left is None else at - min(mask.left, FAR),
+            None if mask.right is None else at + min(mask.right, FAR) + 1,
+        )
+
+    def _prefix(self, mask: Any) -> None:
+        self._narrow(None, self._numbers(mask.lengths))
+
+    def _padding(self, mask: Any) -> None:
+        if mask.key_lengths is not None:
+            self._narrow(None, self._numbers(mask.key_lengths))
+        if mask.query_lengths is not None:
+            rows = np.arange(self.problem.query_length)
+            inside = rows < self._numbers(mask.query_lengths)
+            self._narrow(None, np.where(inside, self.problem.key_length, 0))
+
+    _filled = _padding
+
+    def _segments(self, mask: Any) -> bool:
+        rows = np.asarray(mask.query_ids)
+        keys = rows if mask.key_ids is None else np.asarray(mask.key_ids)
+        if rows.dtype.kind != keys.dtype.kind and "u" in rows.dtype.kind + keys.dtype.kind:
+            return False
+        if (keys[..., 1:] < keys[..., :-1]).any():
+            return False
+        lead = np.broadcast_shapes(rows.shape[:-1], keys.shape[:-1])
+        if lead:
+            lead = self.problem.batch
+        rows = np.broadcast_to(rows, (*lead, rows.shape[-1])).reshape(-1, rows.shape[-1])
+        keys = np.broadcast_to(keys, (*lead, keys.shape[-1])).reshape(-1, keys.shape[-1])
+        pairs = list(zip(keys, rows, strict=True))
+        self._narrow(
+            *[
+                np.stack([np.searchsorted(k, r, side) for k, r in pairs])
+                for side in ("left", "right")
+            ]
+        )
+        return True
+
+
+def array_of(problem: Problem, x: Operands, rows: Span) -> Any:
+    """Return ``mask=`` for some rows as a bool array that broadcasts to (..., H, l, S)."""
+    at = Indices(problem, xp, x, rows, Span(0, problem.key_length))
+    return reduce(and_, at.visible(banded=False))
+
+
+def bytes_per_row(problem: Problem, x: Operands) -> int:
+    """Return how large `array_of` is for one row."""
+    size: int = array_of(problem, x, Span(0, 1)).size
+    return max(1, size)

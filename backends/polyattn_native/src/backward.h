@@ -1,0 +1,428 @@
+// The gradients of a call. The weights are computed again from the logsumexp: p = exp(s - logsumexp).
+// With d = output gradient · output, the gradient of a score is p · (output gradient · value - d).
+//
+// A task has the rows of a key head, or one of a few parts of them, and adds to the gradients of its
+// keys group by group. So the order of the sums does not depend on the number of threads.
+#pragma once
+#include "products.h"
+#include "scores.h"
+#include "work.h"
+
+namespace POLYATTN_UNIT {
+
+// Panels of a group of rows, and keys of a block: their weights stay in the cache.
+constexpr int GROUP = 4;
+constexpr int KEYS = 128;
+
+template <typename T> class Backward {
+public:
+    static Work work(const PolyattnCall& call) {
+        Work work = {};
+        work.rows = GROUP * 2 * width;
+        const int64_t pairs = call.items * call.key_heads;
+        work.tasks = pairs * parts_of(call);
+        work.scratch = place(call, work);
+        work.shared = (size_t)pairs * (parts_of(call) - 1) * size_of_part(call) * sizeof(T);
+        work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
+            Backward(c, w, scratch).begin(task);
+        };
+        work.step = [](const PolyattnCall& c, const Work& w, void* scratch) {
+            return Backward(c, w, scratch).step();
+        };
+        if (work.shared) work.end = join_parts;
+        return work;
+    }
+
+private:
+    static constexpr int width = Lanes<T>::width;
+    // Sums beside the gradients of the keys: so many numbers at most, for all parts after the first.
+    static constexpr int64_t MOST_SHARED = 4 << 20;
+
+    struct Task {
+        int64_t item, key_head, part;
+        int64_t next_row, stop_row;
+        int panels;    // of the group at hand; 0 before it is begun
+        Range keys;    // that some row of the group sees
+        int64_t next;  // the first key of the next block
+        bool finite;   // queries and output gradients of the group
+    };
+
+    const PolyattnCall& call;
+    const Work& work_;
+    Task* task;
+    Panel<T>* panels;
+    T *queries, *gradients;                 // [panel][element][lane]
+    T *query_columns, *gradient_columns;    // [columns][row][lane]
+    T *query_sums;                          // [panel][element][lane]
+    T *weights, *shares;                    // [panel][key][lane]: p and the gradients of the scores
+    T *raw, *bounded;                       // [key][lane], with a softcap
+    T *logsumexp, *delta, *softcap_sums;    // [row]
+    T *key_sums;                            // [columns][key][lane]
+    T *key_block, *value_block;
+    uint8_t* bytes;
+
+    // The parts of the rows of a key head depend on the sizes alone.
+    static int64_t parts_of(const PolyattnCall& call) {
+        const int64_t pairs = call.items * call.key_heads;
+        const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
+        int64_t parts = pairs >= 4 ? 1 : pairs >= 2 ? 2 : 4;
+        while (parts > 1 && (parts - 1) * pairs * size_of_part(call) > MOST_SHARED) --parts;
+        return clamp(rows / group, 1, parts);
+    }
+    static int64_t size_of_part(const PolyattnCall& call) {
+        return call.keys * (call.head_size + call.value_size);
+    }
+    static int64_t columns_of(int64_t size) { return (size + 2 * width - 1) / (2 * width); }
+
+    Backward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
+        Pieces pieces(scratch);
+        place(*this, pieces);
+    }
+    static size_t place(const PolyattnCall& call, const Work& work) {
+        Backward measured(call, work, nullptr);  // only its sizes are read
+        Pieces pieces(nullptr);
+        return place(measured, pieces);
+    }
+    static size_t place(Backward& b, Pieces& pieces) {
+        const PolyattnCall& call = b.call;
+        const int64_t rows = GROUP * 2 * width, lanes = 2 * width;
+        const int64_t widest = most(columns_of(call.head_size), columns_of(call.value_size));
+        b.task = pieces.take<Task>(1);
+        b.panels = pieces.take<Panel<T>>(GROUP);
+        b.queries = pieces.take<T>(rows * call.head_size);
+        b.gradients = pieces.take<T>(rows * call.value_size);
+        b.query_columns = pieces.take<T>(rows * columns_of(call.head_size) * lanes);
+        b.gradient_columns = pieces.take<T>(rows * columns_of(call.value_size) * lanes);
+        b.query_sums = pieces.take<T>(rows * (call.head_size + width));
+        b.weights = pieces.take<T>(rows * KEYS);
+        b.shares = pieces.take<T>(rows * KEYS);
+        b.raw = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
+        b.bounded = pieces.take<T>(call.softcap != 0 ? lanes * KEYS : 0);
+        b.logsumexp = pieces.take<T>(rows);
+        b.delta = pieces.take<T>(rows);
+        b.softcap_sums = pieces.take<T>(rows);
+        b.key_sums = pieces.take<T>(widest * KEYS * lanes);
+        b.key_block = pieces.take<T>(converts(call) ? KEYS * call.head_size : 0);
+        b.value_block = pieces.take<T>(converts(call) ? KEYS * call.value_size : 0);
+        b.bytes = pieces.take<uint8_t>(KEYS * lanes + 64);
+        return pieces.used();
+    }
+
+    // ---- tasks, groups, blocks ----
+
+    void begin(int64_t number) {
+        const int64_t parts = parts_of(call), group = call.heads / call.key_heads;
+        const int64_t pair = number / parts, size = work_.rows;
+        const int64_t rows = call.rows * group, groups = (rows + size - 1) / size;
+        task->item = pair / call.key_heads;
+        task->key_head = pair % call.key_heads;
+        task->part = number % parts;
+        task->next_row = groups * task->part / parts * size;
+        task->stop_row = least(groups * (task->part + 1) / parts * size, rows);
+        task->panels = 0;
+        if (task->part == 0 && !call.adds) {
+            for (int64_t key = 0; key < call.keys; ++key) {
+                clear(key_row(key), call.head_size);
+                clear(value_row(key), call.value_size);
+            }
+        }
+    }
+    static void clear(T* numbers, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) numbers[i] = 0;
+    }
+
+    // Where the gradients of a key and of its value are added up.
+    T* part_sums() const {
+        const int64_t pair = task->item * call.key_heads + task->key_head;
+        const int64_t before = pair * (parts_of(call) - 1) + task->part - 1;
+        return (T*)work_.shared_memory + before * size_of_part(call);
+    }
+    T* key_row(int64_t key) const {
+        if (task->part) return part_sums() + key * call.head_size;
+        return at<T>(call.key_gradient, task->item, task->key_head, key);
+    }
+    T* value_row(int64_t key) const {
+        if (task->part) return part_sums() + call.keys * call.head_size + key * call.value_size;
+        return at<T>(call.value_gradient, task->item, task->key_head, key);
+    }
+
+    static void join_parts(const PolyattnCall& call, const Work&, void* shared) {
+        const int64_t parts = parts_of(call);
+        const T* sums = (const T*)shared;
+        for (int64_t pair = 0; pair < call.items * call.key_heads; ++pair) {
+            const int64_t item = pair / call.key_heads, head = pair % call.key_heads;
+            for (int64_t part = 1; part < parts; ++part) {
+                for (int64_t key = 0; key < call.keys; ++key) {
+                    add(sums + key * call.head_size, call.head_size, at<T>(call.key_gradient, item, head, key));
+                }
+                sums += call.keys * call.head_size;
+                for (int64_t key = 0; key < call.keys; ++key) {
+                    add(sums + key * call.value_size, call.value_size, at<T>(call.value_gradient, item, head, key));
+                }
+                sums += call.keys * call.value_size;
+            }
+        }
+    }
+    static void add(const T* more, int64_t count, T* to) {
+        for (int64_t i = 0; i < count; ++i) to[i] += more[i];
+    }
+
+    bool step() {
+        if (task->panels == 0) {
+            if (task->next_row >= task->stop_row) return true;
+            begin_group();
+        }
+        if (task->next < task->keys.stop) {
+            add_block({most(task->next, task->keys.first), least(task->next + KEYS, task->keys.stop)});
+            task->next += KEYS;
+        }
+        if (task->next < task->keys.stop) return false;
+        end_group();
+        return task->next_row >= task->stop_row;
+    }
+
+    void begin_group() {
+        task->keys = {call.keys, 0};
+        task->finite = true;
+        const int64_t stop = least(task->next_row + work_.rows, task->stop_row);
+        clear(query_columns, work_.rows * columns_of(call.head_size) * 2 * width);
+        clear(gradient_columns, work_.rows * columns_of(call.value_size) * 2 * width);
+        while (task->next_row < stop) {
+            Panel<T>& panel = panels[task->panels];
+            panel.begin(call, task->item, task->key_head, task->next_row, stop);
+            read_rows(panel, task->panels);
+            task->keys.first = least(task->keys.first, panel.some.first);
+            task->keys.stop = most(task->keys.stop, panel.some.stop);
+            task->next_row += panel.used;
+            ++task->panels;
+        }
+        clear(query_sums, work_.rows * call.head_size);
+        clear(softcap_sums, work_.rows);
+        task->next = task->keys.first / KEYS * KEYS;
+    }
+
+    // Panels have room for two vectors each, also the last with one.
+    int64_t start_of(int panel) const { return (int64_t)panel * 2 * width; }
+
+    void read_rows(const Panel<T>& panel, int number) {
+        const int lanes = panel.lanes();
+        const int64_t start = start_of(number);
+        const T* query_rows[2 * width];
+        const T* gradient_rows[2 * width];
+        for (int lane = 0; lane < lanes; ++lane) {
+            const int64_t head = panel.head[lane], row = panel.row[lane], r = start + lane;
+            // A block of keys has room for as many rows.
+            const int64_t offset = offset_of(call.query, task->item, head, row);
+            T* buffer = key_block + lane * call.head_size;
+            query_rows[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
+            gradient_rows[lane] = at<T>(call.output_gradient, task->item, head, row);
+            const T found = *at<T>(call.logsumexp, task->item, head, row);
+            const bool is_used = lane < panel.used && found != -infinity<T>();
+            // The weights of a row that sees no key are 0.
+            logsumexp[r] = found == -infinity<T>() ? (T)1e30 : found;
+            T d = 0;
+            if (is_used) {
+                d = dot(gradient_rows[lane], at<T>(call.output, task->item, head, row), call.value_size);
+                if (call.logsumexp_gradient.data) d -= *at<T>(call.logsumexp_gradient, task->item, head, row);
+            }
+            delta[r] = d;
+            if (lane < panel.used) *at<T>(call.delta, task->item, head, row) = d;
+            if (!is_used) continue;
+            as_columns(query_rows[lane], call.head_size, (T)call.scale, r, query_columns);
+            as_columns(gradient_rows[lane], call.value_size, (T)(1 / call.keep), r, gradient_columns);
+            task->finite = task->finite && is_finite(query_rows[lane], call.head_size) &&
+                           is_finite(gradient_rows[lane], call.value_size);
+        }
+        transpose_rows(query_rows, lanes, call.head_size, (T)call.scale, queries + start * call.head_size);
+        T* to = gradients + start * call.value_size;
+        transpose_rows(gradient_rows, lanes, call.value_size, (T)(1 / call.keep), to);
+        for (int lane = 0; lane < lanes; ++lane) {
+            if (lane < panel.used && logsumexp[start + lane] != (T)1e30) continue;
+            for (int64_t e = 0; e < call.value_size; ++e) to[e * lanes + lane] = 0;
+        }
+    }
+
+    static T dot(const T* a, const T* b, int64_t count) {
+        Vector<T> sums = {};
+        int64_t i = 0;
+        for (; i + width <= count; i += width) sums += load(a + i) * load(b + i);
+        T sum = 0;
+        for (; i < count; ++i) sum += a[i] * b[i];
+        for (int lane = 0; lane < width; ++lane) sum += sums[lane];
+        return sum;
+    }
+
+    // A row as one of panels with two vectors of columns.
+    void as_columns(const T* row, int64_t size, T factor, int64_t r, T* columns) {
+        constexpr int lanes = 2 * width;
+        for (int64_t e = 0; e < size; ++e) {
+            columns[(e / lanes * work_.rows + r) * lanes + e % lanes] = row[e] * factor;
+        }
+    }
+
+    void end_group() {
+        for (int number = 0; number < task->panels; ++number) {
+            const Panel<T>& panel = panels[number];
+            const int64_t start = start_of(number);
+            T* rows[2 * width];
+            T factor[2 * width];
+            for (int lane = 0; lane < panel.lanes(); ++lane) {
+                factor[lane] = (T)call.scale;
+                rows[lane] = nullptr;
+                if (lane >= panel.used) continue;
+                rows[lane] = at<T>(call.query_gradient, task->item, panel.head[lane], panel.row[lane]);
+                if (call.softcap_gradient.data) {
+                    *at<T>(call.softcap_gradient, task->item, panel.head[lane], panel.row[lane]) =
+                        softcap_sums[start + lane];
+                }
+            }
+            write_rows(query_sums + start * call.head_size, factor, panel.lanes(), call.head_size, rows);
+        }
+        task->panels = 0;
+    }
+
+    // ---- a block ----
+
+    void add_block(Range block) {
+        const Matrix<T> keys = block_of(call, call.key, task->item, task->key_head, block, call.head_size, key_block);
+        const Matrix<T> values = block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
+        const int64_t count = block.stop - block.first;
+        bool hides = false;
+        for (int number = 0; number < task->panels; ++number) {
+            hides = differentiate(number, block, keys, values) || hides;
+        }
+        // What is hidden has the weight -0: it counts where it meets a number that is not finite.
+        const bool careful = hides && !(task->finite && is_finite(keys, count, call.head_size));
+        for (int number = 0; number < task->panels; ++number) {
+            add_to_queries(number, keys, count, careful);
+        }
+        add_to_keys(block, shares, query_columns, call.head_size, careful, false);
+        add_to_keys(block, weights, gradient_columns, call.value_size, careful, true);
+    }
+
+    T* weights_of(int number) { return weights + start_of(number) * KEYS; }
+    T* shares_of(int number) { return shares + start_of(number) * KEYS; }
+
+    // Write the weights of a panel and the gradients of its scores; return whether any is hidden.
+    bool differentiate(int number, Range block, Matrix<T> keys, Matrix<T> values) {
+        Panel<T>& panel = panels[number];
+        const int lanes = panel.lanes();
+        const int64_t count = block.stop - block.first, size = count * lanes;
+        T *p = weights_of(number), *g = shares_of(number);
+        const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
+        Flags flags = {true, true};
+        if (seen.first < seen.stop && call.mask.data) flags = read_mask(call, task->item, panel, block, bytes);
+        if (seen.first >= seen.stop || !flags.any) {
+            for (int64_t i = 0; i < size; ++i) p[i] = g[i] = (T)-0.0;
+            return true;
+        }
+        const T* query = queries + start_of(number) * call.head_size;
+        const T* gradient = gradients + start_of(number) * call.value_size;
+        multiply_rows_of(panel, count, keys, query, call.head_size, p);
+        multiply_rows_of(panel, count, values, gradient, call.value_size, g);
+        if (call.softcap != 0) {
+            for (int64_t i = 0; i < size; ++i) raw[i] = p[i];
+            cap<T>(p, size, (T)call.softcap, bounded);
+        }
+        for (const PolyattnArray& bias : call.bias) {
+            if (bias.data) add_bias<T>(bias, task->item, panel, block, p);
+        }
+        const bool inside = block.first >= panel.every.first && block.stop <= panel.every.stop;
+        if (!inside) hide_outside(panel, block, p);
+        if (!flags.all) keep_set<T>(p, size, bytes, -infinity<T>());
+        if (call.has_dropout) {
+            read_dropout(call, task->item, panel, block, bytes);
+            keep_set<T>(g, size, bytes, 0);
+        }
+        if (panel.count == 2) weigh<2>(number, count, p, g);
+        else weigh<1>(number, count, p, g);
+        return !inside || !flags.all || call.bias[0].data || call.bias[1].data;
+    }
+
+    template <int Count> void weigh(int number, int64_t count, T* p, T* g) {
+        constexpr int lanes = Count * width;
+        const int64_t start = start_of(number);
+        const T largest = sizeof(T) == 4 ? 88 : 709;
+        const Vector<T> hidden = all<T>((T)-0.0);
+        for (int v = 0; v < lanes; v += width) {
+            const Vector<T> total = load(logsumexp + start + v), d = load(delta + start + v);
+            Vector<T> softcap_sum = load(softcap_sums + start + v);
+            for (int64_t i = v; i < count * lanes; i += lanes) {
+                const Vector<T> s = load(p + i), x = s - total;
+                Vector<T> weight = exp<T>(select<T>(x > largest, all<T>(largest), x));
+                Vector<T> share = weight * (load(g + i) - d) + 0;
+                const Ints<T> is_hidden = s == -infinity<T>();
+                if (call.softcap != 0) {
+                    const Vector<T> t = load(bounded + i), slope = 1 - t * t;
+                    const Vector<T> of_cap = share * (t - load(raw + i) / (T)call.softcap * slope);
+                    softcap_sum += select<T>(is_hidden, Vector<T>{}, of_cap);
+                    share = share * slope + 0;
+                }
+                if (call.has_dropout) weight = select<T>(is_set<T>(bytes + i), weight, Vector<T>{});
+                store<T>(p + i, select<T>(is_hidden, hidden, weight));
+                store<T>(g + i, select<T>(is_hidden, hidden, share));
+            }
+            store<T>(softcap_sums + start + v, softcap_sum);
+        }
+    }
+
+    void add_to_queries(int number, Matrix<T> keys, int64_t count, bool careful) {
+        const Panel<T>& panel = panels[number];
+        T* sums = query_sums + start_of(number) * call.head_size;
+        const Onto<T> onto = {true, nullptr};
+        multiply_weights(panel, call.head_size, keys, shares_of(number), count, sums, onto, careful);
+    }
+
+    static void add_seen(T factor, T number, T& sum) {
+        if (factor != 0 || !__builtin_signbit(factor)) sum = factor * number + sum;
+    }
+
+    // Add factors[panel][key][lane] · columns[row] to the sums of the keys or of the values.
+    void add_to_keys(Range block, const T* factors, const T* columns, int64_t size, bool careful, bool is_value) {
+        constexpr int lanes = 2 * width;
+        const int64_t count = block.stop - block.first;
+        const int last = task->panels - 1, whole = panels[last].count == 2 ? last + 1 : last;
+        for (int64_t column = 0; column < columns_of(size); ++column) {
+            T* sums = key_sums + column * KEYS * lanes;
+            const T* from = columns + column * work_.rows * lanes;
+            if (careful) {
+                multiply_seen(count, factors, from, sums);
+                continue;
+            }
+            const Matrix<T> all_lanes = {factors, lanes, whole, KEYS * lanes};
+            if (whole) multiply<T, 2, INNER>(count, all_lanes, from, lanes, sums);
+            if (whole <= last) {
+                const Matrix<T> half = {factors + (int64_t)whole * KEYS * lanes, width};
+                multiply<T, 2, INNER>(count, half, from + whole * lanes * lanes, width, sums, {whole > 0, nullptr});
+            }
+        }
+        for (int64_t key = 0; key < count; ++key) {
+            T* to = is_value ? value_row(block.first + key) : key_row(block.first + key);
+            for (int64_t e = 0; e < size; e += lanes) {
+                const T* from = key_sums + (e / lanes * KEYS + key) * lanes;
+                add(from, least(lanes, size - e), to + e);
+            }
+        }
+    }
+
+    void multiply_seen(int64_t count, const T* factors, const T* columns, T* sums) {
+        constexpr int lanes = 2 * width;
+        for (int64_t key = 0; key < count; ++key) {
+            for (int column = 0; column < lanes; ++column) {
+                T sum = 0, before = 0;
+                for (int number = 0; number < task->panels; ++number) {
+                    const int size = panels[number].lanes();
+                    // As the fast product adds them up: the last panel by itself if it is half.
+                    if (size < lanes) before = sum, sum = 0;
+                    for (int lane = 0; lane < size; ++lane) {
+                        add_seen(factors[start_of(number) * KEYS + key * size + lane],
+                                 columns[(start_of(number) + lane) * lanes + column], sum);
+                    }
+                }
+                sums[key * lanes + column] = sum + before;
+            }
+        }
+    }
+};
+
+}  // namespace POLYATTN_UNIT

@@ -1,0 +1,258 @@
+// Attention of some rows: over blocks of keys, the scores, their softmax and its product with the
+// values, with sums that are scaled anew when a maximum rises.
+#pragma once
+#include "products.h"
+#include "scores.h"
+#include "work.h"
+
+namespace POLYATTN_UNIT {
+
+// The most rows of a task.
+constexpr int64_t ROWS = 256;
+
+template <typename T> class Forward {
+public:
+    static Work work(const PolyattnCall& call) {
+        const int64_t group = call.heads / call.key_heads, rows = call.rows * group;
+        const int64_t pairs = call.items * call.key_heads, panel = 2 * width;
+        // At least four tasks for each thread, if there are as many panels.
+        int64_t parts = (4 * most(call.threads, 1) + pairs - 1) / most(pairs, 1);
+        int64_t size = clamp((rows + parts - 1) / parts, panel, ROWS);
+        size = least((size + panel - 1) / panel * panel, ROWS);
+        Work work = {};
+        work.rows = size;
+        work.tasks = pairs * ((rows + size - 1) / size);
+        work.scratch = place(call, work, nullptr);
+        work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
+            Forward(c, w, scratch).begin(task);
+        };
+        work.step = [](const PolyattnCall& c, const Work& w, void* scratch) {
+            return Forward(c, w, scratch).step();
+        };
+        return work;
+    }
+
+private:
+    static constexpr int width = Lanes<T>::width;
+
+    // What stays between two steps of a task.
+    struct Task {
+        int64_t item, key_head;
+        int panels;
+        Range keys;    // that some row sees
+        int64_t next;  // the first of the next block
+    };
+
+    const PolyattnCall& call;
+    const Work& work_;
+    Task* task;
+    Panel<T>* panels;
+    T *queries, *outputs, *scores, *key_block, *value_block;
+    uint8_t* bytes;
+
+    Forward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
+        Pieces pieces(scratch);
+        place(*this, pieces);
+    }
+
+    static size_t place(const PolyattnCall& call, const Work& work, void* base) {
+        Forward measured(call, work, base);  // only its sizes are read
+        Pieces pieces(base);
+        return place(measured, pieces);
+    }
+
+    static size_t place(Forward& f, Pieces& pieces) {
+        const PolyattnCall& call = f.call;
+        const int64_t rows = f.work_.rows + 2 * width;
+        f.task = pieces.take<Task>(1);
+        f.panels = pieces.take<Panel<T>>(rows / width + 1);
+        f.queries = pieces.take<T>(rows * call.head_size);
+        f.outputs = pieces.take<T>(rows * (call.value_size + width));
+        f.scores = pieces.take<T>(BLOCK * 2 * width);
+        f.bytes = pieces.take<uint8_t>(BLOCK * 2 * width + 64);
+        f.key_block = pieces.take<T>(converts(call) ? BLOCK * call.head_size : 0);
+        f.value_block = pieces.take<T>(converts(call) ? BLOCK * call.value_size : 0);
+        return pieces.used();
+    }
+
+    T* query_of(int panel) { return queries + (int64_t)panel * 2 * width * call.head_size; }
+    T* output_of(int panel) { return outputs + (int64_t)panel * 2 * width * call.value_size; }
+
+    void begin(int64_t number) {
+        const int64_t group = call.heads / call.key_heads, rows = call.rows * group;
+        const int64_t chunks = (rows + work_.rows - 1) / work_.rows;
+        // The last rows first: under causal they see the most keys.
+        const int64_t chunk = chunks - 1 - number % chunks, pair = number / chunks;
+        task->item = pair / call.key_heads;
+        task->key_head = pair % call.key_heads;
+        task->panels = 0;
+        task->keys = {call.keys, 0};
+        const int64_t stop = least((chunk + 1) * work_.rows, rows);
+        for (int64_t row = chunk * work_.rows; row < stop;) {
+            Panel<T>& panel = panels[task->panels];
+            panel.begin(call, task->item, task->key_head, row, stop);
+            read_query(panel, query_of(task->panels));
+            task->keys.first = least(task->keys.first, panel.some.first);
+            task->keys.stop = most(task->keys.stop, panel.some.stop);
+            row += panel.used;
+            ++task->panels;
+        }
+        // Blocks begin at multiples of their size, so that a row's sums do not depend on others.
+        task->next = task->keys.first / BLOCK * BLOCK;
+    }
+
+    void read_query(const Panel<T>& panel, T* to) {
+        const T* rows[2 * width];
+        for (int lane = 0; lane < panel.lanes(); ++lane) {
+            const int64_t offset = offset_of(call.query, task->item, panel.head[lane], panel.row[lane]);
+            // A block of keys has room for as many rows.
+            T* buffer = key_block + lane * call.head_size;
+            rows[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
+        }
+        transpose_rows(rows, panel.lanes(), call.head_size, (T)call.scale, to);
+    }
+
+    bool step() {
+        if (task->next < task->keys.stop) {
+            const Range block = {most(task->next, task->keys.first), least(task->next + BLOCK, task->keys.stop)};
+            attend_to(block);
+            task->next += BLOCK;
+        }
+        if (task->next < task->keys.stop) return false;
+        for (int i = 0; i < task->panels; ++i) write(panels[i], output_of(i));
+        return true;
+    }
+
+    void attend_to(Range block) {
+        const Matrix<T> keys = block_of(call, call.key, task->item, task->key_head, block, call.head_size, key_block);
+        const Matrix<T> values = block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
+        int finite = -1;  // not known yet
+        for (int i = 0; i < task->panels; ++i) {
+            Panel<T>& panel = panels[i];
+            const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
+            if (seen.first >= seen.stop) continue;
+            Flags flags = {true, true};
+            if (call.mask.data) flags = read_mask(call, task->item, panel, seen, bytes);
+            if (!flags.any) continue;
+            const int64_t skipped = seen.first - block.first;
+            const Matrix<T> some = {keys.data + skipped * keys.stride, keys.stride};
+            score(panel, some, seen, query_of(i));
+            const bool hides = hide(panel, seen, flags.all);
+            if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
+            const Matrix<T> some_values = {values.data + skipped * values.stride, values.stride};
+            weigh(panel, seen, some_values, output_of(i), hides && !finite);
+        }
+    }
+
+    void score(const Panel<T>& panel, Matrix<T> keys, Range seen, const T* query) {
+        const int64_t count = seen.stop - seen.first;
+        multiply_rows_of(panel, count, keys, query, call.head_size, scores);
+        if (call.softcap != 0) cap<T>(scores, count * panel.lanes(), (T)call.softcap, nullptr);
+        for (const PolyattnArray& bias : call.bias) {
+            if (bias.data) add_bias<T>(bias, task->item, panel, seen, scores);
+        }
+    }
+
+    // Hide what the rows do not see; return whether anything may be hidden.
+    bool hide(const Panel<T>& panel, Range seen, bool all_set) {
+        const bool inside = seen.first >= panel.every.first && seen.stop <= panel.every.stop;
+        if (!inside) hide_outside(panel, seen, scores);
+        if (!all_set) {
+            keep_set<T>(scores, (seen.stop - seen.first) * panel.lanes(), bytes, -infinity<T>());
+        }
+        return !inside || !all_set || call.bias[0].data || call.bias[1].data;
+    }
+
+    void weigh(Panel<T>& panel, Range seen, Matrix<T> values, T* output, bool careful) {
+        const int64_t count = seen.stop - seen.first;
+        T factor[2 * width];
+        if (panel.count == 2) soften<2>(panel, count, factor, careful);
+        else soften<1>(panel, count, factor, careful);
+        if (call.has_dropout) {
+            read_dropout(call, task->item, panel, seen, bytes);
+            drop_unset<T>(scores, count * panel.lanes(), bytes);
+        }
+        Onto<T> onto = {false, panel.has_output ? factor : nullptr};
+        multiply_weights(panel, call.value_size, values, scores, count, output, onto, careful);
+        panel.has_output = true;
+    }
+
+    // Turn scores into weights, and write by what the sums so far are to be multiplied. If careful,
+    // the weight of a hidden key is -0.
+    template <int Count> void soften(Panel<T>& panel, int64_t count, T* factor, bool careful) {
+        constexpr int lanes = Count * width;
+        Vector<T> top[Count], total[Count], before[Count];
+        UNROLL for (int v = 0; v < Count; ++v) top[v] = before[v] = load(panel.maximum + v * width);
+        for (int64_t key = 0; key < count; ++key) {
+            UNROLL for (int v = 0; v < Count; ++v) {
+                top[v] = maximum<T>(load(scores + key * lanes + v * width), top[v]);
+            }
+        }
+        UNROLL for (int v = 0; v < Count; ++v) {
+            store<T>(panel.maximum + v * width, top[v]);
+            // A row that sees no key yet has weights of 0, not NaN.
+            top[v] = select<T>(top[v] == -infinity<T>(), Vector<T>{}, top[v]);
+            Vector<T> f = exp<T>(before[v] - top[v]);
+            store<T>(factor + v * width, f);
+            total[v] = load(panel.total + v * width) * f;
+        }
+        const Vector<T> hidden = all<T>(careful ? (T)-0.0 : (T)0);
+        Vector<T> sums[Count] = {};
+        for (int64_t key = 0; key < count; ++key) {
+            UNROLL for (int v = 0; v < Count; ++v) {
+                T* score = scores + key * lanes + v * width;
+                Vector<T> s = load(score), weight = exp<T>(s - top[v]);
+                sums[v] += weight;
+                if (careful) weight = select<T>(s == -infinity<T>(), hidden, weight);
+                store<T>(score, weight);
+            }
+        }
+        UNROLL for (int v = 0; v < Count; ++v) store<T>(panel.total + v * width, total[v] + sums[v]);
+    }
+
+    // Divide, with the sink in the denominator, and write output and logsumexp.
+    void write(Panel<T>& panel, T* output) {
+        const int lanes = panel.lanes();
+        if (!panel.has_output) {
+            for (int64_t i = 0; i < call.value_size * lanes; ++i) output[i] = 0;
+        }
+        T factor[2 * width];
+        T* rows[2 * width];
+        for (int lane = 0; lane < lanes; ++lane) {
+            T top = panel.maximum[lane], total = panel.total[lane], scaled = 1;
+            if (call.sinks) {
+                const T sink = ((const T*)call.sinks)[panel.head[lane]];
+                // A NaN stays one.
+                const T both = sink > top || sink != sink ? sink : top;
+                if (both != -infinity<T>()) {
+                    scaled = top == -infinity<T>() ? 0 : exponential(top - both);
+                    total = total * scaled + exponential(sink - both);
+                    top = both;
+                }
+            }
+            factor[lane] = total == 0 ? 0 : scaled / (total * (T)call.keep);
+            rows[lane] = nullptr;
+            if (lane >= panel.used) continue;
+            rows[lane] = converts(call) ? value_block + lane * call.value_size
+                                        : at<T>(call.output, task->item, panel.head[lane], panel.row[lane]);
+            if (call.logsumexp.data) {
+                *at<T>(call.logsumexp, task->item, panel.head[lane], panel.row[lane]) =
+                    total == 0 ? -infinity<T>() : top + logarithm(total);
+            }
+        }
+        write_rows(output, factor, lanes, call.value_size, rows);
+        if constexpr (sizeof(T) == 4) {
+            for (int lane = 0; converts(call) && lane < panel.used; ++lane) {
+                uint16_t* to = at<uint16_t>(call.output, task->item, panel.head[lane], panel.row[lane]);
+                narrow(call.dtype, rows[lane], call.value_size, to);
+            }
+        }
+    }
+
+    static float exponential(float x) { return __builtin_expf(x); }
+    static double exponential(double x) { return __builtin_exp(x); }
+    static float logarithm(float x) { return __builtin_logf(x); }
+    static double logarithm(double x) { return __builtin_log(x); }
+};
+
+}  // namespace POLYATTN_UNIT

@@ -1,0 +1,117 @@
+#include "interface.h"
+
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "pool.h"
+#include "work.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#define DECLARE(name) namespace name { extern const Unit unit; }
+#if defined(__x86_64__)
+DECLARE(avx512)
+DECLARE(avx2)
+DECLARE(sse2)
+#else
+DECLARE(neon)
+#endif
+
+namespace {
+
+#if defined(__x86_64__)
+// __builtin_cpu_supports is not used: some runtimes answer 0 to it.
+struct Features {
+    bool avx2 = false, avx512 = false;
+
+    Features() {
+        unsigned a, b, c, d;
+        if (!__get_cpuid(1, &a, &b, &c, &d)) return;
+        const unsigned needed = bit_FMA | bit_OSXSAVE | bit_AVX | bit_F16C;
+        if ((c & needed) != needed) return;
+        unsigned low, high;
+        asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        avx2 = (low & 6) == 6 && (b & bit_AVX2);
+        const unsigned wide = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL;
+        avx512 = avx2 && (low & 0xe6) == 0xe6 && (b & wide) == wide;
+    }
+};
+#endif
+
+struct Units {
+    const Unit* known[3] = {};
+    int count = 0;
+    std::string names;
+    std::atomic<const Unit*> used;
+
+    Units() {
+#if defined(__x86_64__)
+        const Features features;
+        if (features.avx512) add(avx512::unit);
+        if (features.avx2) add(avx2::unit);
+        add(sse2::unit);
+#else
+        add(neon::unit);
+#endif
+        used = known[0];
+    }
+
+    void add(const Unit& unit) {
+        known[count++] = &unit;
+        names += names.empty() ? unit.name : std::string(" ") + unit.name;
+    }
+};
+
+Units& units() {
+    static Units found;
+    return found;
+}
+
+}  // namespace
+
+extern "C" {
+
+int polyattn_attend(const PolyattnCall* call, void** state) {
+    return run_tasks(*call, units().used.load()->attend[call->dtype == POLYATTN_FLOAT64], *state);
+}
+
+int polyattn_attend_to(const PolyattnCall* call, void* query, void* key, void* value, void* output,
+                       void* logsumexp, void** state) {
+    PolyattnCall other = *call;
+    other.query.data = query;
+    other.key.data = key;
+    other.value.data = value;
+    other.output.data = output;
+    other.logsumexp.data = logsumexp;
+    return polyattn_attend(&other, state);
+}
+
+int polyattn_differentiate(const PolyattnCall* call, void** state) {
+    return run_tasks(*call, units().used.load()->differentiate[call->dtype == POLYATTN_FLOAT64], *state);
+}
+
+int polyattn_push_forward(const PolyattnCall* call, void** state) {
+    return run_tasks(*call, units().used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
+}
+
+void polyattn_cancel(void** state) { cancel_tasks(*state); }
+
+const char* polyattn_instruction_sets(void) { return units().names.c_str(); }
+
+int polyattn_use(const char* instruction_set) {
+    for (int i = 0; i < units().count; ++i) {
+        if (std::strcmp(units().known[i]->name, instruction_set) == 0) {
+            units().used = units().known[i];
+            return 1;
+        }
+    }
+    return 0;
+}
+
+int64_t polyattn_version(void) { return 1; }
+int64_t polyattn_call_size(void) { return sizeof(PolyattnCall); }
+}

@@ -1,0 +1,82 @@
+// The C interface: one call of attention, in the letters of the semantics.
+//
+// query (items, H, L, D), key (items, G, S, D), value (items, G, S, E), output (items, H, L, E);
+// query head h reads the key head h / (H / G). All strides count elements.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { POLYATTN_FLOAT32, POLYATTN_FLOAT64, POLYATTN_FLOAT16, POLYATTN_BFLOAT16 };
+
+// An array with the axes (item, head, row or key, element); a stride of 0 broadcasts an axis.
+typedef struct {
+    void* data;              // null if the call has no such array
+    const int64_t* offsets;  // of each item; null for item * its stride
+    int64_t item, head, row, column;
+} PolyattnArray;
+
+typedef struct {
+    int64_t items, heads, key_heads, rows, keys, head_size, value_size;
+    int32_t dtype;    // of query, key, value and output
+    int32_t threads;  // at most so many compute
+    PolyattnArray query, key, value, output;  // their last axis is contiguous; the output of a
+                                              // derivative has the dtype of scores
+    PolyattnArray logsumexp;                  // (item, head, row), float32 or float64
+    double scale;
+    double softcap;  // 0 for none
+    // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.
+    int32_t has_low, has_high;
+    int64_t low, high;
+    const int64_t* positions;
+    PolyattnArray first, stop;  // int32: row i sees the keys from first to before stop
+    PolyattnArray mask;         // uint8: a key takes part where it is not 0
+    PolyattnArray bias[2];      // of the scores' dtype, added after the softcap
+    const void* sinks;          // (heads), of the scores' dtype
+    // Dropout keeps a weight whose word of Philox is at least the threshold.
+    int32_t has_dropout;
+    uint32_t threshold, seed_low, seed_high;
+    uint32_t start[4];  // the item, head, row and key that the counters begin with
+    double keep;        // the probability
+    // The derivative of the call: results, their gradients, and the gradients to write.
+    PolyattnArray output_gradient, logsumexp_gradient;
+    PolyattnArray query_gradient, key_gradient, value_gradient;  // of the scores' dtype
+    PolyattnArray delta;             // (item, head, row): output gradient · output, less that of logsumexp
+    PolyattnArray softcap_gradient;  // (item, head, row)
+    // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
+    // those of the results to write.
+    PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;
+    const void* sinks_tangent;  // (heads)
+    PolyattnArray output_tangent, logsumexp_tangent;
+    int32_t adds;  // whether the gradients of keys and values are added to what is there
+} PolyattnCall;
+
+#if defined(_WIN32)
+#define POLYATTN_API __declspec(dllexport)
+#else
+#define POLYATTN_API __attribute__((visibility("default")))
+#endif
+
+// Compute; 0 once all is written, 1 after some 30 ms, to be called again, -1 without memory. `state`
+// points to a null pointer at first, and belongs to the call until it is done.
+POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
+POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
+POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
+// As polyattn_attend, with other arrays of the same strides in place of the call's.
+POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, void* query, void* key, void* value,
+                                    void* output, void* logsumexp, void** state);
+// End a call that will not be called again.
+POLYATTN_API void polyattn_cancel(void** state);
+
+// The instruction sets of this processor, best first, separated by spaces.
+POLYATTN_API const char* polyattn_instruction_sets(void);
+// Use one of them from now on; 0 if it is not known here.
+POLYATTN_API int polyattn_use(const char* instruction_set);
+POLYATTN_API int64_t polyattn_version(void);  // of this interface
+POLYATTN_API int64_t polyattn_call_size(void);
+
+#ifdef __cplusplus
+}
+#endif

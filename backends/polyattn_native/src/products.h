@@ -1,0 +1,149 @@
+// Products of a matrix, whose numbers are broadcast from where they lie, and a panel.
+//
+// A panel has a vector or two of columns: out[m][column] = sum over k of a(m, k) · panel[k][column].
+// Each sum goes over k in order, whatever the tile, so its bits do not depend on how a block is cut.
+#pragma once
+#include "panel.h"
+#include "rows.h"
+#include "vectors.h"
+
+namespace POLYATTN_UNIT {
+
+// The most rows of a tile with so many vectors: its sums, a column and a number fill the registers.
+template <int Count> constexpr int tile_rows() {
+#if defined(__AVX512F__) || defined(__aarch64__)
+    return Count == 2 ? 13 : 12;
+#else
+    return Count == 2 ? 6 : 12;
+#endif
+}
+
+// How the numbers a(m, k) lie: with m or with k contiguous.
+enum Order { OUTER, INNER };
+
+// What becomes of the sums: they replace out, are added to it, or to it times a factor by column.
+template <typename T> struct Onto {
+    bool add = false;
+    const T* factor = nullptr;
+};
+
+template <typename T> struct Matrix {
+    const T* data;
+    ptrdiff_t stride;  // between m if k is contiguous, between k otherwise
+    // The numbers of k may lie in several parts, as long as `inner` each.
+    int parts = 1;
+    ptrdiff_t part_stride = 0;
+};
+
+// Keys or values of a block: where they lie, or converted.
+template <typename T>
+Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head,
+                   Range keys, int64_t size, T* block) {
+    const T* from = (const T*)array.data;
+    if (!converts(call)) return {from + offset_of(array, item, head, keys.first), array.row};
+    for (int64_t key = keys.first; key < keys.stop; ++key) {
+        T* to = block + (key - keys.first) * size;
+        numbers_at(call, from, offset_of(array, item, head, key), size, to);
+    }
+    return {block, size};
+}
+
+template <typename T, int Count, Order order, int M>
+void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
+    constexpr int width = Lanes<T>::width;
+    Vector<T> sums[M][Count] = {};
+    for (int part = 0; part < a.parts; ++part) {
+        const T* numbers = a.data + part * a.part_stride;
+        for (int64_t k = 0; k < inner; ++k) {
+            Vector<T> columns[Count];
+            UNROLL for (int v = 0; v < Count; ++v) columns[v] = load(panel + v * width);
+            UNROLL for (int m = 0; m < M; ++m) {
+                T number = order == INNER ? numbers[m * a.stride] : numbers[m];
+                UNROLL for (int v = 0; v < Count; ++v) sums[m][v] += number * columns[v];
+            }
+            panel += Count * width;
+            numbers += order == INNER ? 1 : a.stride;
+        }
+    }
+    Vector<T> factors[Count];
+    if (onto.factor) {
+        UNROLL for (int v = 0; v < Count; ++v) factors[v] = load(onto.factor + v * width);
+    }
+    UNROLL for (int m = 0; m < M; ++m) {
+        UNROLL for (int v = 0; v < Count; ++v) {
+            T* at = out + (m * Count + v) * width;
+            if (onto.factor) sums[m][v] = load(at) * factors[v] + sums[m][v];
+            else if (onto.add) sums[m][v] += load(at);
+            store<T>(at, sums[m][v]);
+        }
+    }
+}
+
+template <typename T, int Count, Order order, int M>
+INLINE void multiply_rows(int rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
+    if (rows == M) return multiply_tile<T, Count, order, M>(a, panel, inner, out, onto);
+    if constexpr (M > 1) multiply_rows<T, Count, order, M - 1>(rows, a, panel, inner, out, onto);
+}
+
+// Compute all rows, in tiles whose sizes differ by one at most.
+template <typename T, int Count, Order order>
+void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto = {}) {
+    constexpr int most = tile_rows<Count>();
+    int64_t tiles = (rows + most - 1) / most, done = 0;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        int64_t end = rows * (tile + 1) / tiles;
+        Matrix<T> part = a;
+        part.data += done * (order == INNER ? a.stride : 1);
+        multiply_rows<T, Count, order, most>(
+            (int)(end - done), part, panel, inner, out + done * Count * Lanes<T>::width, onto);
+        done = end;
+    }
+}
+
+// The product of numbers and weights where a number may not be finite: a weight of -0 hides it. Its
+// sums have the bits of `multiply`.
+template <typename T>
+void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64_t inner, T* out, Onto<T> onto) {
+    typedef typename Lanes<T>::Int Int;
+    const Int sign = (Int)1 << (sizeof(T) * 8 - 1);
+    for (int64_t m = 0; m < rows; ++m) {
+        for (int v = 0; v < lanes; v += Lanes<T>::width) {
+            Vector<T> sum = {};
+            for (int64_t k = 0; k < inner; ++k) {
+                Vector<T> weight = load(weights + k * lanes + v);
+                Vector<T> more = a.data[k * a.stride + m] * weight + sum;
+                sum = select<T>((Ints<T>)weight == sign, sum, more);
+            }
+            T* to = out + m * lanes + v;
+            if (onto.factor) sum = load(to) * load(onto.factor + v) + sum;
+            else if (onto.add) sum += load(to);
+            store<T>(to, sum);
+        }
+    }
+}
+
+// Numbers of a block times the weights of a panel.
+template <typename T>
+void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T* weights, int64_t inner,
+                      T* out, Onto<T> onto, bool careful) {
+    if (careful) multiply_seen(rows, a, weights, panel.lanes(), inner, out, onto);
+    else if (panel.count == 2) multiply<T, 2, OUTER>(rows, a, weights, inner, out, onto);
+    else multiply<T, 1, OUTER>(rows, a, weights, inner, out, onto);
+}
+
+// The products of the rows of a panel and the numbers of a block.
+template <typename T>
+void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size,
+                      T* out, Onto<T> onto = {}) {
+    if (panel.count == 2) multiply<T, 2, INNER>(keys, a, rows, size, out, onto);
+    else multiply<T, 1, INNER>(keys, a, rows, size, out, onto);
+}
+
+template <typename T> bool is_finite(Matrix<T> a, int64_t keys, int64_t size) {
+    for (int64_t key = 0; key < keys; ++key) {
+        if (!is_finite(a.data + key * a.stride, size)) return false;
+    }
+    return true;
+}
+
+}  // namespace POLYATTN_UNIT

@@ -1,0 +1,139 @@
+// Rows of arrays as panels: converted to the numbers that are computed with, and transposed.
+#pragma once
+#include "interface.h"
+#include "vectors.h"
+
+namespace POLYATTN_UNIT {
+
+// ---- 16-bit numbers ----
+
+struct Half { uint16_t bits; };
+struct Brain { uint16_t bits; };
+
+template <typename To, typename From> INLINE To bit_cast(From from) { return __builtin_bit_cast(To, from); }
+
+INLINE float widened(Brain x) { return bit_cast<float>((uint32_t)x.bits << 16); }
+INLINE float widened(Half x) {
+    uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
+    if (rest >= 0x7c00) return bit_cast<float>(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+    // Times 2^112 the exponent is that of a float, also for a subnormal number.
+    return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(rest << 13) * 0x1p112f));
+}
+
+INLINE uint16_t narrow_to_brain(float x) {
+    uint32_t bits = bit_cast<uint32_t>(x);
+    return x == x ? (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0;
+}
+INLINE uint16_t narrow_to_half(float x) {
+    uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
+    // 65536 and above, infinity, NaN
+    if (rest >= 0x47800000) return (uint16_t)(sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00));
+    if (rest < 0x38800000) {  // subnormal: the sum rounds to units of 2^-24
+        return (uint16_t)(sign | (bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000));
+    }
+    uint32_t odd = rest >> 13 & 1;
+    return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + odd) >> 13));
+}
+
+inline void widen(int dtype, const uint16_t* from, int64_t count, float* to) {
+    int64_t i = 0;
+    if (dtype == POLYATTN_BFLOAT16) {
+        for (; i < count; ++i) to[i] = widened(Brain{from[i]});
+        return;
+    }
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8) {
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + i))));
+    }
+#endif
+    for (; i < count; ++i) to[i] = widened(Half{from[i]});
+}
+
+inline void narrow(int dtype, const float* from, int64_t count, uint16_t* to) {
+    int64_t i = 0;
+    if (dtype == POLYATTN_BFLOAT16) {
+        for (; i < count; ++i) to[i] = narrow_to_brain(from[i]);
+        return;
+    }
+#if defined(__F16C__)
+    for (; i + 8 <= count; i += 8) {
+        _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    }
+#endif
+    for (; i < count; ++i) to[i] = narrow_to_half(from[i]);
+}
+
+INLINE bool converts(const PolyattnCall& call) { return call.dtype >= POLYATTN_FLOAT16; }
+
+// The numbers of a row or key of query, key or value: where they lie, or converted in a buffer.
+template <typename T>
+const T* numbers_at(const PolyattnCall& call, const T* from, int64_t offset, int64_t size, T* buffer) {
+    if constexpr (sizeof(T) == 4) {
+        if (converts(call)) {
+            widen(call.dtype, (const uint16_t*)from + offset, size, buffer);
+            return buffer;
+        }
+    }
+    return from + offset;
+}
+
+// ---- panels ----
+
+// Write rows, which may lie anywhere, as panel[element][lane], times a factor.
+template <typename T>
+void transpose_rows(const T* const* rows, int lanes, int64_t size, T factor, T* panel) {
+    constexpr int width = Lanes<T>::width;
+    for (int first = 0; first < lanes; first += width) {
+        T* target = panel + first;
+        int64_t e = 0;
+        for (; e + width <= size; e += width) {
+            Vector<T> square[width];
+            UNROLL for (int i = 0; i < width; ++i) square[i] = load(rows[first + i] + e) * factor;
+            transpose(square);
+            UNROLL for (int i = 0; i < width; ++i) store<T>(target + (e + i) * lanes, square[i]);
+        }
+        for (; e < size; ++e) {
+            for (int i = 0; i < width; ++i) target[e * lanes + i] = rows[first + i][e] * factor;
+        }
+    }
+}
+
+// Write panel[element][lane] times a factor by lane to rows; a null row is left out.
+template <typename T>
+void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* const* rows) {
+    constexpr int width = Lanes<T>::width;
+    for (int first = 0; first < lanes; first += width) {
+        Vector<T> factors = load(factor + first);
+        for (int64_t e = 0; e < size; e += width) {
+            int count = size - e < width ? (int)(size - e) : width;
+            Vector<T> square[width] = {};
+            UNROLL for (int i = 0; i < width; ++i) {
+                if (i < count) square[i] = load(panel + (e + i) * lanes + first) * factors;
+            }
+            transpose(square);
+            UNROLL for (int i = 0; i < width; ++i) {
+                T* row = rows[first + i];
+                if (!row) continue;
+                if (count == width) {
+                    store<T>(row + e, square[i]);
+                } else {
+                    for (int n = 0; n < count; ++n) row[e + n] = square[i][n];
+                }
+            }
+        }
+    }
+}
+
+// Return whether no number is NaN or infinite.
+template <typename T> bool is_finite(const T* numbers, int64_t count) {
+    constexpr int width = Lanes<T>::width;
+    Vector<T> sums = {};
+    int64_t i = 0;
+    for (; i + width <= count; i += width) sums += load(numbers + i) * 0;
+    T sum = 0;
+    for (; i < count; ++i) sum += numbers[i] * 0;
+    for (int lane = 0; lane < width; ++lane) sum += sums[lane];
+    return sum == 0;
+}
+
+}  // namespace POLYATTN_UNIT

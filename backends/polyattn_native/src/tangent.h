@@ -1,0 +1,209 @@
+// The directional derivative. With the tangent t of a score, p · t sums to the tangent of the
+// logsumexp, and that of the output is sum(p · t · value + p · tangent of value) less the output times
+// the tangent of the logsumexp.
+#pragma once
+#include "products.h"
+#include "scores.h"
+#include "work.h"
+
+namespace POLYATTN_UNIT {
+
+// A task is a panel of rows.
+template <typename T> class Tangent {
+public:
+    static Work work(const PolyattnCall& call) {
+        const int64_t rows = call.rows * (call.heads / call.key_heads);
+        Work work = {};
+        work.rows = 2 * width;
+        work.tasks = call.items * call.key_heads * ((rows + work.rows - 1) / work.rows);
+        Tangent measured(call, nullptr);  // only its sizes are read
+        Pieces pieces(nullptr);
+        work.scratch = place(measured, pieces);
+        work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
+            Tangent(c, scratch).begin(w, task);
+        };
+        work.step = [](const PolyattnCall& c, const Work&, void* scratch) { return Tangent(c, scratch).step(); };
+        return work;
+    }
+
+private:
+    static constexpr int width = Lanes<T>::width;
+
+    struct Task {
+        int64_t item, key_head, next;
+    };
+
+    const PolyattnCall& call;
+    Task* task;
+    Panel<T>* panel;
+    T *query, *query_tangent, *output;          // [element][lane]
+    T *weights, *shares, *bounded;              // [key][lane]: p, p · t, tanh(s / c)
+    T *logsumexp, *sums;                        // [lane]: the sums are tangents of the logsumexp
+    T *key_block, *value_block;
+    uint8_t* bytes;
+
+    Tangent(const PolyattnCall& c, void* scratch) : call(c) {
+        Pieces pieces(scratch);
+        place(*this, pieces);
+    }
+    static size_t place(Tangent& t, Pieces& pieces) {
+        const PolyattnCall& call = t.call;
+        const int64_t lanes = 2 * width;
+        t.task = pieces.take<Task>(1);
+        t.panel = pieces.take<Panel<T>>(1);
+        t.query = pieces.take<T>(lanes * call.head_size);
+        t.query_tangent = pieces.take<T>(lanes * call.head_size);
+        t.output = pieces.take<T>(lanes * (call.value_size + width));
+        t.weights = pieces.take<T>(BLOCK * lanes);
+        t.shares = pieces.take<T>(BLOCK * lanes);
+        t.bounded = pieces.take<T>(call.softcap != 0 ? BLOCK * lanes : 0);
+        t.logsumexp = pieces.take<T>(lanes);
+        t.sums = pieces.take<T>(lanes);
+        t.key_block = pieces.take<T>(converts(call) ? BLOCK * call.head_size : 0);
+        t.value_block = pieces.take<T>(converts(call) ? BLOCK * call.value_size : 0);
+        t.bytes = pieces.take<uint8_t>(BLOCK * lanes + 64);
+        return pieces.used();
+    }
+
+    void begin(const Work& work, int64_t number) {
+        const int64_t rows = call.rows * (call.heads / call.key_heads);
+        const int64_t chunks = (rows + work.rows - 1) / work.rows, pair = number / chunks;
+        task->item = pair / call.key_heads;
+        task->key_head = pair % call.key_heads;
+        panel->begin(call, task->item, task->key_head, number % chunks * work.rows, rows);
+        task->next = panel->some.first / BLOCK * BLOCK;
+        const T *rows_of_query[2 * width], *rows_of_tangent[2 * width];
+        for (int lane = 0; lane < panel->lanes(); ++lane) {
+            const int64_t head = panel->head[lane], row = panel->row[lane];
+            const int64_t offset = offset_of(call.query, task->item, head, row);
+            T* buffer = key_block + lane * call.head_size;
+            rows_of_query[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
+            rows_of_tangent[lane] = at<T>(call.query_tangent, task->item, head, row);
+            const T found = *at<T>(call.logsumexp, task->item, head, row);
+            logsumexp[lane] = found == -infinity<T>() ? (T)1e30 : found;
+            sums[lane] = 0;
+        }
+        transpose_rows(rows_of_query, panel->lanes(), call.head_size, (T)call.scale, query);
+        if (call.query_tangent.data) {
+            transpose_rows(rows_of_tangent, panel->lanes(), call.head_size, (T)call.scale, query_tangent);
+        }
+        for (int64_t i = 0; i < call.value_size * panel->lanes(); ++i) output[i] = 0;
+    }
+
+    bool step() {
+        if (task->next < panel->some.stop) {
+            add({most(task->next, panel->some.first), least(task->next + BLOCK, panel->some.stop)});
+            task->next += BLOCK;
+        }
+        if (task->next < panel->some.stop) return false;
+        write();
+        return true;
+    }
+
+    // Keys or values, or their tangents, which are not converted.
+    Matrix<T> block(const PolyattnArray& array, Range keys, int64_t size, T* converted) {
+        return block_of(call, array, task->item, task->key_head, keys, size, converted);
+    }
+    Matrix<T> tangent(const PolyattnArray& array, Range keys) {
+        return {at<T>(array, task->item, task->key_head, keys.first), array.row};
+    }
+
+    void add(Range seen) {
+        const int64_t count = seen.stop - seen.first, size = count * panel->lanes();
+        Flags flags = {true, true};
+        if (call.mask.data) flags = read_mask(call, task->item, *panel, seen, bytes);
+        if (!flags.any) return;
+        const Matrix<T> keys = block(call.key, seen, call.head_size, key_block);
+        multiply_rows_of(*panel, count, keys, query, call.head_size, weights);
+        differentiate_scores(keys, seen, count);
+        const bool inside = seen.first >= panel->every.first && seen.stop <= panel->every.stop;
+        if (!inside) hide_outside(*panel, seen, weights);
+        if (!flags.all) keep_set<T>(weights, size, bytes, -infinity<T>());
+        if (call.has_dropout) read_dropout(call, task->item, *panel, seen, bytes);
+        weigh(count);
+        const Matrix<T> values = block(call.value, seen, call.value_size, value_block);
+        bool careful = !inside || !flags.all || call.bias[0].data || call.bias[1].data;
+        careful = careful && !is_finite(values, count, call.value_size);
+        const Onto<T> onto = {true, nullptr};
+        multiply_weights(*panel, call.value_size, values, shares, count, output, onto, careful);
+        if (call.value_tangent.data) {
+            const Matrix<T> more = tangent(call.value_tangent, seen);
+            multiply_weights(*panel, call.value_size, more, weights, count, output, onto, true);
+        }
+    }
+
+    // Complete the scores up to the masks, and write their tangents.
+    void differentiate_scores(Matrix<T> keys, Range seen, int64_t count) {
+        const int64_t size = count * panel->lanes();
+        for (int64_t i = 0; i < size; ++i) shares[i] = 0;
+        if (call.query_tangent.data) {
+            multiply_rows_of(*panel, count, keys, query_tangent, call.head_size, shares);
+        }
+        if (call.key_tangent.data) {
+            const Matrix<T> more = tangent(call.key_tangent, seen);
+            multiply_rows_of(*panel, count, more, query, call.head_size, shares, {true, nullptr});
+        }
+        if (call.softcap != 0) {
+            cap<T>(weights, size, (T)call.softcap, bounded);
+            for (int64_t i = 0; i < size; ++i) shares[i] *= 1 - bounded[i] * bounded[i];
+        }
+        for (const PolyattnArray& bias : call.bias) {
+            if (bias.data) add_bias<T>(bias, task->item, *panel, seen, weights);
+        }
+        if (call.bias_tangent.data) add_bias<T>(call.bias_tangent, task->item, *panel, seen, shares);
+    }
+
+    // Scores become weights, and their tangents the products of both; -0 where a key is hidden.
+    void weigh(int64_t count) {
+        const int lanes = panel->lanes();
+        const T largest = sizeof(T) == 4 ? 88 : 709;
+        const Vector<T> hidden = all<T>((T)-0.0);
+        for (int v = 0; v < lanes; v += width) {
+            const Vector<T> total = load(logsumexp + v);
+            Vector<T> sum = load(sums + v);
+            for (int64_t i = v; i < count * lanes; i += lanes) {
+                const Vector<T> s = load(weights + i), x = s - total;
+                const Ints<T> is_hidden = s == -infinity<T>();
+                Vector<T> weight = exp<T>(select<T>(x > largest, all<T>(largest), x));
+                Vector<T> share = weight * load(shares + i) + 0;
+                sum += select<T>(is_hidden, Vector<T>{}, share);
+                if (call.has_dropout) {
+                    const Ints<T> kept = is_set<T>(bytes + i);
+                    weight = select<T>(kept, weight / (T)call.keep, Vector<T>{});
+                    share = select<T>(kept, share / (T)call.keep, Vector<T>{});
+                }
+                store<T>(weights + i, select<T>(is_hidden, hidden, weight));
+                store<T>(shares + i, select<T>(is_hidden, hidden, share));
+            }
+            store<T>(sums + v, sum);
+        }
+    }
+
+    void write() {
+        const int lanes = panel->lanes();
+        T factor[2 * width];
+        T* rows[2 * width];
+        for (int lane = 0; lane < lanes; ++lane) {
+            const int64_t head = panel->head[lane], row = panel->row[lane];
+            const bool is_empty = logsumexp[lane] == (T)1e30;
+            factor[lane] = is_empty ? 0 : 1;
+            rows[lane] = nullptr;
+            if (lane >= panel->used) continue;
+            if (call.sinks_tangent && !is_empty) {
+                const T sink = ((const T*)call.sinks)[head], x = sink - logsumexp[lane];
+                const T weight = sizeof(T) == 4 ? (T)__builtin_expf((float)x) : (T)__builtin_exp((double)x);
+                sums[lane] += weight * ((const T*)call.sinks_tangent)[head];
+            }
+            rows[lane] = at<T>(call.output_tangent, task->item, head, row);
+            *at<T>(call.logsumexp_tangent, task->item, head, row) = is_empty ? 0 : sums[lane];
+        }
+        write_rows(output, factor, lanes, call.value_size, rows);
+        for (int lane = 0; lane < panel->used; ++lane) {
+            if (factor[lane] == 0) continue;
+            const T* result = at<T>(call.output, task->item, panel->head[lane], panel->row[lane]);
+            for (int64_t e = 0; e < call.value_size; ++e) rows[lane][e] -= sums[lane] * result[e];
+        }
+    }
+};
+
+}  // namespace POLYATTN_UNIT

@@ -1,0 +1,348 @@
+"""The compiled kernel against the formula in float64, with random options, sizes and layouts."""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import masks, scores
+
+native = pytest.importorskip("polyattn_native.kernel")
+library = pytest.importorskip("polyattn_native.library")
+
+ISAS = library.instruction_sets(library.library())
+TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 4e-3}
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    library.use(library.library(), request.param)
+    yield request.param
+    library.use(library.library(), ISAS[0])
+
+
+def strided(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Any:
+    """Return an array in one of several layouts."""
+    kind = rng.integers(4)
+    if kind == 0:  # heads after length
+        moved = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        return rng.standard_normal(moved).astype(dtype).swapaxes(-2, -3)
+    if kind == 1:  # every other row of a larger array
+        return rng.standard_normal((*shape[:-2], 2 * shape[-2], shape[-1])).astype(dtype)[
+            ..., ::2, :
+        ]
+    if kind == 2:  # the last axis is not contiguous
+        return (
+            rng.standard_normal((*shape[:-2], shape[-1], shape[-2])).astype(dtype).swapaxes(-1, -2)
+        )
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def random_options(
+    draw: random.Random, rng: np.random.Generator, b: int, h: int, rows: int, keys: int
+) -> dict[str, Any]:
+    """Return options of a call, most of them absent."""
+    given: dict[str, Any] = {}
+
+    def perhaps(chance: float = 0.25) -> bool:
+        return draw.random() < chance
+
+    given["is_causal"] = perhaps(0.4)
+    if perhaps():
+        given["window"] = draw.choice([(draw.randint(0, 20), None), (None, 3), (0, 0), (70, 9)])
+    if perhaps(0.3):
+        number = draw.randint(-5, keys)
+        given["query_offset"] = draw.choice([number, rng.integers(-3, keys + 1, b)])
+    if perhaps():
+        given["scale"] = draw.choice([0.3, -0.2, 1.0])
+    if perhaps():
+        given["softcap"] = draw.choice([0.7, 20.0])
+    if perhaps():
+        given["sinks"] = rng.standard_normal(h).astype("float32")
+    if perhaps():
+        given["dropout"] = (0.3, draw.randint(0, 2**60), (1, 2, 3, draw.randint(0, 9)))
+    if perhaps(0.3):
+        lead = draw.choice([(), (h,), (b, 1), (b, h)])
+        bias = rng.standard_normal((*lead, draw.choice([1, rows]), draw.choice([1, keys])))
+        bias[rng.random(bias.shape) < 0.2] = -np.inf
+        given["bias"] = bias.astype("float32")
+    if perhaps() and "softcap" not in given:
+        table = rng.standard_normal((8, h)).astype("float32")
+        given["score_mod"] = draw.choice(
+            [
+                scores.alibi(h),
+                scores.relative_bias(table, max_distance=16),
+                scores.temperature(2.0) >> scores.alibi(rng.random(h).astype("float32")),
+            ]
+        )
+    if perhaps(0.5):
+        ids = np.sort(rng.integers(0, 4, (b, max(rows, keys))))
+        array = rng.random((b, 1, rows, keys)) < 0.6
+        given["mask"] = draw.choice(
+            [
+                array,
+                np.repeat(array, h, axis=1),
+                array[:, :, :1],
+                np.ascontiguousarray(array.swapaxes(-1, -2)).swapaxes(-1, -2),
+                masks.padding(rng.integers(0, keys + 1, b)),
+                masks.padding(keys // 2, query_lengths=rng.integers(0, rows + 1, b)),
+                masks.segments(ids[:, :rows], ids[:, :keys]),
+                masks.segments(rng.integers(0, 3, (b, rows)), rng.integers(0, 3, (b, keys))),
+                masks.prefix(keys // 3) | masks.causal(),
+                masks.dilated(2) & masks.window(9, 3),
+                masks.dense(array) & masks.padding(keys - 1),
+                ~masks.global_tokens(0, 3),
+            ]
+        )
+    return given
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_equal_the_formula(seed: int, isa: str) -> None:
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    b, groups, g = draw.randint(1, 3), draw.choice([1, 2, 4]), draw.randint(1, 2)
+    h = groups * g
+    size = draw.choice([8, 40, 300])
+    rows, keys = draw.randint(1, size), draw.randint(1, size)
+    d, e = draw.randint(1, 72), draw.randint(1, 72)
+    dtype = draw.choice(["float32", "float32", "float64", "float16"])
+    query = strided(rng, (b, h, rows, d), dtype)
+    key = strided(rng, (b, g, keys, d), dtype)
+    value = strided(rng, (draw.choice([1, b]), g, keys, e), dtype)
+    options = random_options(draw, rng, b, h, rows, keys)
+    wanted = polyattn.attention_partial(
+        *[np.asarray(x, "float64") for x in (query, key, value)],
+        **{
+            n: np.asarray(x, "float64") if n in ("sinks", "bias") else x for n, x in options.items()
+        },
+        kernel="dense",
+    )
+    found = polyattn.attention_partial(query, key, value, **options, kernel=native.Native())
+    scale = TOLERANCE[dtype] * (1 + np.abs(wanted.output).max(initial=0))
+    np.testing.assert_allclose(found.output, wanted.output, rtol=0, atol=scale)
+    np.testing.assert_allclose(
+        found.logsumexp, wanted.logsumexp, rtol=1e-5 if dtype != "float64" else 1e-12, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_gradients_equal_those_of_the_formula(seed: int, isa: str) -> None:
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    b, h, g = draw.randint(1, 2), 4, draw.choice([1, 2, 4])
+    rows, keys, d, e = (draw.choice([1, 7, 64, 150, 301]) for _ in range(4))
+    dtype = draw.choice(["float32", "float64"])
+    arrays = [
+        strided(rng, shape, dtype) for shape in ((b, h, rows, d), (1, g, keys, d), (b, g, keys, e))
+    ]
+    options = random_options(draw, rng, b, h, rows, keys)
+    options = {n: x for n, x in options.items() if n != "bias"}
+    options["score_mod"] = draw.choice([None, scores.alibi(h)])
+    gradient = rng.standard_normal((b, h, rows, e)).astype(dtype)
+
+    def gradients(kernel: Any, as_type: str) -> Any:
+        given = [np.asarray(x, as_type) for x in arrays]
+        cast = {n: np.asarray(x, as_type) if n == "sinks" else x for n, x in options.items()}
+        _, vjp = polyattn.attention_vjp(*given, **cast, kernel=kernel)
+        return vjp(np.asarray(gradient, as_type))
+
+    wanted, found = gradients("dense", "float64"), gradients(native.Native(), dtype)
+    for name in ("query", "key", "value", "sinks", "scale", "softcap"):
+        one, other = getattr(wanted, name), getattr(found, name)
+        assert (one is None) == (other is None), name
+        if one is not None:
+            near = (1e-4 if dtype == "float32" else 1e-11) * (1 + np.abs(one).max(initial=0))
+            np.testing.assert_allclose(other, one, rtol=0, atol=near, err_msg=name)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_tangents_equal_those_of_the_formula(seed: int, isa: str) -> None:
+    draw = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    b, h, g = draw.randint(1, 2), 4, draw.choice([1, 2, 4])
+    rows, keys, d, e = (draw.choice([1, 7, 64, 301]) for _ in range(4))
+    dtype = draw.choice(["float32", "float64"])
+    arrays = [
+        strided(rng, shape, dtype) for shape in ((b, h, rows, d), (1, g, keys, d), (b, g, keys, e))
+    ]
+    options = random_options(draw, rng, b, h, rows, keys)
+    tangents = [strided(rng, x.shape, dtype) if draw.random() < 0.7 else None for x in arrays]
+    more = {
+        f"{name}_tangent": rng.standard_normal(options[name].shape).astype("float32")
+        for name in ("bias", "sinks")
+        if name in options
+    }
+
+    def derivative(kernel: Any, as_type: str) -> Any:
+        def cast(given: dict[str, Any]) -> dict[str, Any]:
+            floats = ("sinks", "bias", *more)
+            return {n: np.asarray(x, as_type) if n in floats else x for n, x in given.items()}
+
+        primals = [np.asarray(x, as_type) for x in arrays]
+        along = [None if x is None else np.asarray(x, as_type) for x in tangents]
+        result = polyattn.attention_jvp(
+            primals, along, **cast(more), **cast(options), kernel=kernel
+        )
+        return result[1]
+
+    wanted, found = derivative("dense", "float64"), derivative(native.Native(), dtype)
+    near = 1e-4 if dtype == "float32" else 1e-11
+    for one, other in ((wanted, found),):
+        scale = near * (1 + np.abs(one).max(initial=0))
+        np.testing.assert_allclose(other, one, rtol=0, atol=scale)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bits_depend_neither_on_threads_nor_on_other_rows(dtype: str, isa: str) -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, 2, 700, 40)).astype(dtype) for _ in range(3))
+    kernel = native.Native()
+
+    def run(*arrays: Any) -> tuple[Any, Any]:
+        output, vjp = polyattn.attention_vjp(*arrays, is_causal=True, kernel=kernel)
+        return output, vjp(arrays[0])
+
+    with polyattn.use_threads(1):
+        one, of_one = run(q, k, v)
+    with polyattn.use_threads(3):
+        three, of_three = run(q, k, v)
+        item, of_item = run(q[1:], k[1:], v[1:])
+        rows = polyattn.attention(
+            q[:, :, 650:], k, v, is_causal=True, query_offset=650, kernel=kernel
+        )
+    assert one.tobytes() == three.tobytes()
+    assert one[1:].tobytes() == item.tobytes()
+    assert one[:, :, 650:].tobytes() == rows.tobytes()
+    for name in ("query", "key", "value"):
+        assert getattr(of_one, name).tobytes() == getattr(of_three, name).tobytes(), name
+    assert of_one.query[1:].tobytes() == of_item.query.tobytes()
+
+
+def test_a_hidden_number_that_is_not_finite_changes_nothing(isa: str) -> None:
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, 2, 90, 33)).astype("float32") for _ in range(3))
+    seen = rng.random((90, 90)) < 0.5
+    seen[:, 20] = False
+    seen[30] = False
+    poisoned = [np.array(x) for x in (q, k, v)]
+    poisoned[0][:, :, 30] = np.nan
+    poisoned[1][:, :, 20] = np.inf
+    poisoned[2][:, :, 20] = np.nan
+
+    def run(*arrays: Any) -> Any:
+        output, vjp = polyattn.attention_vjp(*arrays, mask=seen, kernel=native.Native())
+        return [output, *vjp(np.ones_like(q))[:3]]
+
+    for clean, other in zip(run(q, k, v), run(*poisoned), strict=True):
+        assert clean.tobytes() == other.tobytes()
+
+
+def test_a_row_that_sees_what_is_not_finite_is_not_a_number(isa: str) -> None:
+    rng = np.random.default_rng(5)
+    q, k, v = (rng.standard_normal((1, 1, 40, 16)).astype("float32") for _ in range(3))
+    v[..., 20, 3] = np.nan
+    output = polyattn.attention(q, k, v, is_causal=True, kernel=native.Native())
+    assert np.isnan(output[0, 0, 20:, 3]).all()
+    assert np.isfinite(np.delete(output[0, 0], 3, axis=1)).all()
+    assert np.isfinite(output[0, 0, :20]).all()
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+import numpy as np, polyattn
+from polyattn_native.kernel import Native
+x = np.ones((1, 1, 20000, 64), "float32")
+{body}
+"""
+
+
+def run_program(body: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROGRAM.format(body=body)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_interrupt_ends_a_call_and_the_next_one_works() -> None:
+    body = """
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    for _ in range(1000):
+        polyattn.attention(x, x, x, kernel=Native())
+except KeyboardInterrupt:
+    y = x[:, :, :300]
+    assert np.allclose(polyattn.attention(y, y, y, kernel=Native()), 1)
+    print("interrupted")
+"""
+    assert run_program(body) == "interrupted\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_process_computes() -> None:
+    body = """
+y = x[:, :, :3000]
+with polyattn.use_threads(2):
+    polyattn.attention(y, y, y, kernel=Native())
+    child = os.fork()
+    if child == 0:
+        ok = np.allclose(polyattn.attention(y, y, y, kernel=Native()), 1)
+        os._exit(0 if ok else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    assert run_program(body) == "0\n"
+
+
+def test_threads_of_the_caller_compute_at_once() -> None:
+    rng = np.random.default_rng(6)
+    arrays = [rng.standard_normal((4, 600, 64)).astype("float32") for _ in range(8)]
+    kernel = native.Native()
+    with polyattn.use_threads(2):
+        wanted = [polyattn.attention(x, x, x, kernel=kernel) for x in arrays]
+        with ThreadPoolExecutor(8) as pool:
+            context = [contextvars.copy_context() for _ in arrays]
+            found = list(
+                pool.map(
+                    lambda c, x: c.run(polyattn.attention, x, x, x, kernel=kernel), context, arrays
+                )
+            )
+    assert [x.tobytes() for x in wanted] == [x.tobytes() for x in found]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel counts memory so on Linux")
+@pytest.mark.parametrize("call", ["attention(x, x, x, is_causal=True)", "vjp"])
+def test_memory_beyond_inputs_and_results_does_not_grow_with_the_scores(call: str) -> None:
+    body = f"""
+import resource
+x = np.ones((1, 1, 16384, 64), "float32")
+y = x[:, :, :64]
+kernel = Native()
+partial = polyattn.attention_partial(x, x, x, is_causal=True, kernel=kernel)
+def work(x, partial):
+    if {call!r} == "vjp":
+        return polyattn.attention_backward(x, x, x, partial, x, is_causal=True, kernel=kernel)
+    return polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
+work(y, polyattn.attention_partial(y, y, y, is_causal=True, kernel=kernel))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+results = {{"vjp": 3}}.get({call!r}, 1) * x.nbytes
+work(x, partial)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before - results // 1024)
+"""
+    assert int(run_program(body)) < 24 * 1024
+
+
+def test_an_unknown_instruction_set_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"POLYATTN_NATIVE_ISA may be .*; got 'mmx'"):
+        library.use(library.library(), "mmx")
