@@ -21,7 +21,6 @@ from docutils.utils import new_document
 from PIL import Image
 
 from polyattn import attention
-from polyattn._dispatch import errors
 from polyattn.conformance import CASES
 from polyattn.conformance.reference.tolerance import exact
 from polyattn.plugin import FEATURES
