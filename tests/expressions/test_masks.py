@@ -382,3 +382,11 @@ def test_a_named_backend_takes_the_arrays_of_a_mask_along():
     for backend in ("torch", "numpy"):
         output = attention(X, X, X, mask=mask, backend=backend)
         np.testing.assert_allclose(output, attention(X, X, X, mask=seen), atol=1e-12)
+
+
+def test_the_conditions_of_a_mask_are_the_masks_that_must_all_hold():
+    causal, prefix, either = masks.causal(), masks.prefix(3), masks.prefix(2) | masks.window(1, 1)
+    assert causal.conditions == (causal,)
+    assert either.conditions == (either,)
+    joined = masks.compile(causal & prefix, 9, 9) & either
+    assert joined.conditions == (causal, prefix, either)

@@ -13,6 +13,7 @@ import numpy as np
 
 from polyattn.plugin import Operands, PointIndices, Problem
 from polyattn_native.arrays import by_item
+from polyattn_native.visible import kind_of
 
 
 def parts_of(expression: Any) -> list[Any]:
@@ -24,16 +25,16 @@ def parts_of(expression: Any) -> list[Any]:
 
 def is_supported(problem: Problem) -> bool:
     """Return whether a score expression is a temperature and then numbers that are added."""
-    names = [type(part).__name__ for part in parts_of(problem.score_spec)]
-    while names and names[0] == "Temperature" and problem.softcap is None:
-        del names[0]
-    return all(name in ("Alibi", "RelativeBias") for name in names)
+    kinds = [kind_of(part) for part in parts_of(problem.score_spec)]
+    while kinds and kinds[0] == "temperature" and problem.softcap is None:
+        del kinds[0]
+    return all(kind in ("alibi", "relative_bias") for kind in kinds)
 
 
 def scale_and_rest(problem: Problem, x: Operands) -> tuple[float, list[Any]]:
     """Return the factor of the scores and the modifications that add numbers."""
     scale, rest = problem.scale, parts_of(x.score_mod)
-    while rest and type(rest[0]).__name__ == "Temperature":
+    while rest and kind_of(rest[0]) == "temperature":
         scale /= rest.pop(0).t
     return scale, rest
 

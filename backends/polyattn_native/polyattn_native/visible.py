@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Indices, Mask, Operands, Problem, Span
+from polyattn.plugin import Expression, Indices, Mask, Operands, Problem, Span
 from polyattn_native.arrays import FAR, by_item
 
 
@@ -33,19 +33,18 @@ def visible(problem: Problem, x: Operands) -> Visible:
     if not isinstance(x.mask, Mask):
         return Visible(array=x.mask)
     ranges, array = Ranges(problem, x), None
-    for part in _parts(x.mask):
-        if type(part).__name__ == "Dense" and array is None:
-            array = part.array
-        elif not ranges.add(part):
+    conditions: tuple[Any, ...] = x.mask.conditions
+    for mask in conditions:
+        if array is None and kind_of(mask) == "dense":
+            array = mask.array
+        elif not ranges.add(mask):
             return Visible(by_rows=True)
     return Visible(ranges.first, ranges.stop, array)
 
 
-def _parts(mask: Any) -> list[Any]:
-    """Return the masks that must all hold."""
-    if type(mask).__name__ == "And":
-        return [part for one in mask.parts for part in _parts(one)]
-    return _parts(mask.mask) if type(mask).__name__ == "Compiled" else [mask]
+def kind_of(expression: Expression) -> str:
+    """Return the function of `polyattn.masks` or `polyattn.scores` that makes an expression."""
+    return getattr(expression, "name", "")
 
 
 class Ranges:
@@ -56,9 +55,9 @@ class Ranges:
         self.first: Any = None
         self.stop: Any = None
 
-    def add(self, mask: Any) -> bool:
+    def add(self, mask: Mask) -> bool:
         """Narrow the ranges by a mask; return False if it does not leave ranges."""
-        narrow = getattr(self, f"_{type(mask).__name__.lower()}", None)
+        narrow = getattr(self, f"_by_{kind_of(mask)}", None)
         return narrow is not None and narrow(mask) is not False
 
     def _narrow(self, first: Any, stop: Any) -> None:
@@ -83,17 +82,17 @@ class Ranges:
             return np.full((1, 1), min(lengths, 2**31 - 1))
         return by_item(np.asarray(lengths), self.problem.batch)[:, None]
 
-    def _band(self, mask: Any) -> None:
+    def _by_window(self, mask: Any) -> None:
         at = self._positions()
         self._narrow(
             None if mask.left is None else at - min(mask.left, FAR),
             None if mask.right is None else at + min(mask.right, FAR) + 1,
         )
 
-    def _prefix(self, mask: Any) -> None:
+    def _by_prefix(self, mask: Any) -> None:
         self._narrow(None, self._numbers(mask.lengths))
 
-    def _padding(self, mask: Any) -> None:
+    def _by_padding(self, mask: Any) -> None:
         if mask.key_lengths is not None:
             self._narrow(None, self._numbers(mask.key_lengths))
         if mask.query_lengths is not None:
@@ -101,9 +100,7 @@ class Ranges:
             inside = rows < self._numbers(mask.query_lengths)
             self._narrow(None, np.where(inside, self.problem.key_length, 0))
 
-    _filled = _padding
-
-    def _segments(self, mask: Any) -> bool:
+    def _by_segments(self, mask: Any) -> bool:
         rows = np.asarray(mask.query_ids)
         keys = rows if mask.key_ids is None else np.asarray(mask.key_ids)
         if rows.dtype.kind != keys.dtype.kind and "u" in rows.dtype.kind + keys.dtype.kind:

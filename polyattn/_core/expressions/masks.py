@@ -56,6 +56,11 @@ class Mask(Expression):
         return UNKNOWN
 
     @property
+    def conditions(self) -> tuple[Mask, ...]:
+        """The masks that must all show a key for this one to show it."""
+        return (self,)
+
+    @property
     def has_rule(self) -> bool:
         """Whether the coverage of some part is unknown because it is a function."""
         return False
@@ -168,6 +173,10 @@ class Joined(Mask):
 class And(Joined):
     sign: ClassVar[str] = "&"
     join: ClassVar[Callable[[Any, Any], Any]] = operator.and_
+
+    @property
+    def conditions(self) -> tuple[Mask, ...]:
+        return tuple([one for part in self.parts for one in part.conditions])
 
 
 class Or(Joined):

@@ -37,6 +37,10 @@ class Compiled(Mask):
     any_visible: bytes
     all_visible: bytes
 
+    @property
+    def conditions(self) -> tuple[Mask, ...]:
+        return self.mask.conditions
+
     def seen(self, at: ScoreIndices) -> Array:
         return self.mask.seen(at)
 
