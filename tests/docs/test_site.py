@@ -12,6 +12,7 @@ from pathlib import Path
 import capabilities
 import links
 import looks
+import native
 import pytest
 import repository
 import scale
@@ -366,7 +367,25 @@ def test_the_first_version_on_the_page_fails_as_the_page_says(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_picture_of_scale_is_what_the_script_draws(tmp_path):
-    scale.main(tmp_path / "scale.png")
-    with Image.open(tmp_path / "scale.png") as drawn, Image.open(scale.PICTURE) as shown:
+@pytest.mark.parametrize("script", [scale, native], ids=["scale", "native"])
+def test_a_picture_is_what_its_script_draws(script, tmp_path):
+    script.main(tmp_path / "drawn.png")
+    with Image.open(tmp_path / "drawn.png") as drawn, Image.open(script.PICTURE) as shown:
         assert drawn.size == shown.size
+
+
+NATIVE = ROOT / "backends" / "polyattn_native"
+
+
+def test_the_table_of_the_compiled_kernel_names_what_is_there():
+    page = (DOCS / "native.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d, [^|]*\| (.*) \|$", page, flags=re.MULTILINE)
+    assert len(rows) == 9
+    for row in rows:
+        quoted = set(re.findall(r"`([\w./]+)`", row))
+        files = {name for name in quoted if name.endswith((".h", ".py"))}
+        text = "".join(
+            (NATIVE / ("src" if file.endswith(".h") else "") / file).read_text("utf-8")
+            for file in files
+        )
+        assert all(re.search(rf"\b{name}\(", text) for name in quoted - files), row
