@@ -195,11 +195,15 @@ def run(function: Any, *arguments: Any) -> None:
     state = ctypes.c_void_p()
     at = ctypes.byref(state)
     try:
-        while (status := function(*arguments, at)) == 1:
-            pass  # Python handles an interrupt here
-    except BaseException:
+        try:
+            while (status := function(*arguments, at)) == 1:
+                pass  # Python handles an interrupt here
+        finally:
+            library().polyattn_cancel(at)
+    finally:
+        # Again: an interrupt may have come before the first. Threads must not write any more when
+        # the arrays go. Once the call is done, this does nothing.
         library().polyattn_cancel(at)
-        raise
     if status:
         raise MemoryError(NO_MEMORY)
 
