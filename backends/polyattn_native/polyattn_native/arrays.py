@@ -14,10 +14,11 @@ from polyattn_native.library import CArray
 FAR = 2**61
 
 
-def describe(to: CArray, array: Any, batch: tuple[int, ...], keep: list[Any]) -> None:
+def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) -> None:
     """Write an array (..., head, row, column) whose batch axes broadcast to those of the call.
 
-    Axes of length 1 are repeated. What the address belongs to is added to `keep`.
+    Axes of length 1 are repeated. An array that is made, of where items begin, is added to `made`:
+    it must live as long as the call, as `array` must.
     """
     size = array.itemsize
     *lead, heads, rows, columns = (1,) * (3 - array.ndim) + array.shape
@@ -42,8 +43,7 @@ def describe(to: CArray, array: Any, batch: tuple[int, ...], keep: list[Any]) ->
                 offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * step)
             offsets = np.ascontiguousarray(offsets.reshape(-1))
             to.offsets = offsets.ctypes.data
-            keep.append(offsets)
-    keep.append(array)
+            made.append(offsets)
 
 
 def readable(array: Any, dtype: Any = None) -> Any:

@@ -44,6 +44,7 @@ class NativeCall:
         self.x: Any = x
         self.accumulator = np.dtype(problem.accumulator)
         self.keep: list[Any] = []
+        self.offsets: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array
         call = self.call = CCall()
         call.items = math.prod(problem.batch)
@@ -72,7 +73,8 @@ class NativeCall:
 
     def array(self, name: str, array: Any) -> None:
         """Add an array with the axes (..., head, row, column)."""
-        describe(getattr(self.call, name), array, self.problem.batch, self.keep)
+        describe(getattr(self.call, name), array, self.problem.batch, self.offsets)
+        self.keep.append(array)
         self.sizes[name] = array.itemsize
 
     def rows_of(self, name: str, array: Any) -> None:
@@ -133,7 +135,8 @@ class NativeCall:
             return
         if bias.dtype == self.accumulator or bias.nbytes <= MADE:
             array = readable_view(np.asarray(bias, self.accumulator))
-            describe(self.call.bias[self.bias_place], array, self.problem.batch, self.keep)
+            describe(self.call.bias[self.bias_place], array, self.problem.batch, self.offsets)
+            self.keep.append(array)
         else:
             self.made_bias = bias
 
@@ -169,6 +172,7 @@ class NativeCall:
         self.call.adds = 0
 
     def _part(self, rows: Span) -> CCall:
+        self.of_part: list[Any] = []  # what must live as long as the part
         part = CCall.from_buffer_copy(self.call)
         part.rows = rows.length
         for name, size in self.sizes.items():
@@ -179,14 +183,16 @@ class NativeCall:
         part.low, part.high = self.call.low + rows.start, self.call.high + rows.start
         part.start[2] = (self.call.start[2] + rows.start) % 2**32
         if self.made_mask:
-            self.mask_of_part = array_of(self.problem, self.x, rows).view(np.uint8)
-            describe(part.mask, self.mask_of_part, self.problem.batch, [])
+            mask = array_of(self.problem, self.x, rows).view(np.uint8)
+            describe(part.mask, mask, self.problem.batch, self.of_part)
+            self.of_part.append(mask)
         if self.made_bias is not None:
             bias = self.made_bias
             if bias.shape[-2] != 1:
                 bias = bias[..., rows.start : rows.stop, :]
-            self.bias_of_part = np.asarray(bias, self.accumulator)
-            describe(part.bias[self.bias_place], self.bias_of_part, self.problem.batch, [])
+            bias = np.asarray(bias, self.accumulator)
+            describe(part.bias[self.bias_place], bias, self.problem.batch, self.of_part)
+            self.of_part.append(bias)
         return part
 
 
@@ -212,7 +218,7 @@ class Ready:
     """A plain call that runs again with other arrays of the same kind."""
 
     def __init__(self, native: NativeCall, output: Any, logsumexp: Any) -> None:
-        native.keep.clear()
+        native.keep.clear()  # and not `offsets`: they are of strides, which stay the same
         native.x = None
         self.problem = native.problem
         self.shape, self.dtype = output.shape, output.dtype
