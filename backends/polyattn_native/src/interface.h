@@ -39,7 +39,7 @@ typedef struct {
     int32_t has_dropout;
     uint32_t threshold, seed_low, seed_high;
     uint32_t start[4];  // the item, head, row and key that the counters begin with
-    double keep;        // the probability
+    double keep;        // 1 - the rate: by this the output is divided; 1 without dropout
     // The derivative of the call: results, their gradients, and the gradients to write.
     PolyattnArray output_gradient, logsumexp_gradient;
     PolyattnArray query_gradient, key_gradient, value_gradient;  // of the scores' dtype

@@ -48,6 +48,7 @@ Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t
     return {block, size};
 }
 
+// A tile of M rows: its sums stay in registers.
 template <typename T, int Count, Order order, int M>
 void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
     constexpr int width = Lanes<T>::width;
@@ -79,10 +80,11 @@ void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> o
     }
 }
 
+// A tile of as many rows, M at most.
 template <typename T, int Count, Order order, int M>
-INLINE void multiply_rows(int rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
+INLINE void multiply_up_to(int rows, Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> onto) {
     if (rows == M) return multiply_tile<T, Count, order, M>(a, panel, inner, out, onto);
-    if constexpr (M > 1) multiply_rows<T, Count, order, M - 1>(rows, a, panel, inner, out, onto);
+    if constexpr (M > 1) multiply_up_to<T, Count, order, M - 1>(rows, a, panel, inner, out, onto);
 }
 
 // Compute all rows, in tiles whose sizes differ by one at most.
@@ -94,7 +96,7 @@ void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, 
         int64_t end = rows * (tile + 1) / tiles;
         Matrix<T> part = a;
         part.data += done * (order == INNER ? a.stride : 1);
-        multiply_rows<T, Count, order, most>(
+        multiply_up_to<T, Count, order, most>(
             (int)(end - done), part, panel, inner, out + done * Count * Lanes<T>::width, onto);
         done = end;
     }

@@ -73,7 +73,8 @@ template <int Width, typename V> INLINE void transpose(V (&rows)[Width]) { trans
 
 // ---- functions ----
 
-// 2^f for f from -1/2 to 1/2, less 1.
+// 2^f - 1 for f from -1/2 to 1/2. A polynomial without a constant is exact at 0. That of float has the
+// least largest error, 9.2e-8 of 2^f before rounding; that of double is the Taylor series, 2.5e-16.
 INLINE Vector<float> exp2_less_1(Vector<float> f) {
     Vector<float> q = 0.0013264590756428482f * f + 0.009671619003726643f;
     q = q * f + 0.055507350315633225f;
@@ -99,14 +100,16 @@ INLINE Vector<double> exp2_less_1(Vector<double> f) {
 // The parts of exp(x): 2^n as a number, and 2^f - 1.
 template <typename T> INLINE void split_exp(Vector<T> x, Vector<T>& power, Vector<T>& rest);
 template <> INLINE void split_exp<float>(Vector<float> x, Vector<float>& power, Vector<float>& rest) {
-    const float log2_e = 1.4426950408889634f, magic = 12582912.0f + 127;  // 1.5 · 2^23 + bias
+    // The sum with 1.5 · 2^23 rounds to a whole number n, and its low bits are n: with the bias added,
+    // those of an exponent.
+    const float log2_e = 1.4426950408889634f, magic = 12582912.0f + 127;
     Vector<float> t = x * log2_e + magic;
     Ints<float> bits = (Ints<float>)t << 23;
     power = (Vector<float>)bits;
     rest = exp2_less_1(x * log2_e - (t - magic));
 }
 template <> INLINE void split_exp<double>(Vector<double> x, Vector<double>& power, Vector<double>& rest) {
-    const double log2_e = 1.4426950408889634, magic = 6755399441055744.0 + 1023;
+    const double log2_e = 1.4426950408889634, magic = 6755399441055744.0 + 1023;  // 1.5 · 2^52
     Vector<double> t = x * log2_e + magic;
     Ints<double> bits = (Ints<double>)t << 52;
     power = (Vector<double>)bits;
