@@ -21,6 +21,8 @@ THREAD_WORK = 2**21
 OF_KEYS = frozenset(
     ("key", "value", "key_gradient", "value_gradient", "key_tangent", "value_tangent")
 )
+# The rows of a part are a multiple of this: those of a group, whose gradients are added up at once.
+PART = 128
 # The bytes of a mask or bias that is made for some rows at a time.
 MADE = 2**22
 
@@ -165,11 +167,13 @@ class NativeCall:
             size = max(
                 size, self.made_bias.size // self.made_bias.shape[-2] * self.accumulator.itemsize
             )
-        for rows in Span(0, self.problem.query_length).split(max(16, MADE // size // 16 * 16)):
+        self.call.is_part = 1
+        for rows in Span(0, self.problem.query_length).split(
+            max(PART, MADE // size // PART * PART)
+        ):
             part = self._part(rows)
             yield part
             self.call.adds = 1
-        self.call.adds = 0
 
     def _part(self, rows: Span) -> CCall:
         self.of_part: list[Any] = []  # what must live as long as the part

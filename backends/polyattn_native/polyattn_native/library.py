@@ -59,6 +59,7 @@ class CCall(ctypes.Structure):
         *((n, CArray) for n in ("query_tangent", "key_tangent", "value_tangent", "bias_tangent")),
         ("sinks_tangent", c_void_p),
         *((n, CArray) for n in ("output_tangent", "logsumexp_tangent")),
+        ("is_part", c_int32),
         ("adds", c_int32),
     )
 

@@ -35,8 +35,8 @@ public:
 
 private:
     static constexpr int width = Lanes<T>::width;
-    // Sums beside the gradients of the keys: so many numbers at most, for all parts after the first.
-    static constexpr int64_t MOST_SHARED = 4 << 20;
+    // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
+    static constexpr T NOTHING = (T)1e30;
 
     struct Task {
         int64_t item, key_head, part;
@@ -61,13 +61,11 @@ private:
     T *key_block, *value_block;
     uint8_t* bytes;
 
-    // The parts of the rows of a key head depend on the sizes alone.
+    // Few heads are cut into two parts, for two threads. That depends on the sizes of an item alone, so
+    // its sums do not depend on the batch.
     static int64_t parts_of(const PolyattnCall& call) {
-        const int64_t pairs = call.items * call.key_heads;
         const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
-        int64_t parts = pairs >= 4 ? 1 : pairs >= 2 ? 2 : 4;
-        while (parts > 1 && (parts - 1) * pairs * size_of_part(call) > MOST_SHARED) --parts;
-        return clamp(rows / group, 1, parts);
+        return call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
     }
     static int64_t size_of_part(const PolyattnCall& call) {
         return call.keys * (call.head_size + call.value_size);
@@ -219,7 +217,7 @@ private:
             const T found = *at<T>(call.logsumexp, task->item, head, row);
             const bool is_used = lane < panel.used && found != -infinity<T>();
             // The weights of a row that sees no key are 0.
-            logsumexp[r] = found == -infinity<T>() ? (T)1e30 : found;
+            logsumexp[r] = found == -infinity<T>() ? NOTHING : found;
             T d = 0;
             if (is_used) {
                 d = dot(gradient_rows[lane], at<T>(call.output, task->item, head, row), call.value_size);
@@ -237,7 +235,7 @@ private:
         T* to = gradients + start * call.value_size;
         transpose_rows(gradient_rows, lanes, call.value_size, (T)(1 / call.keep), to);
         for (int lane = 0; lane < lanes; ++lane) {
-            if (lane < panel.used && logsumexp[start + lane] != (T)1e30) continue;
+            if (lane < panel.used && logsumexp[start + lane] != NOTHING) continue;
             for (int64_t e = 0; e < call.value_size; ++e) to[e * lanes + lane] = 0;
         }
     }

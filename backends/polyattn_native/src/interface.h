@@ -50,7 +50,8 @@ typedef struct {
     PolyattnArray query_tangent, key_tangent, value_tangent, bias_tangent;
     const void* sinks_tangent;  // (heads)
     PolyattnArray output_tangent, logsumexp_tangent;
-    int32_t adds;  // whether the gradients of keys and values are added to what is there
+    int32_t is_part;  // whether the call has a part of the rows, and
+    int32_t adds;     // whether the gradients of keys and values are added to those of parts before
 } PolyattnCall;
 
 #if defined(_WIN32)

@@ -93,7 +93,7 @@ struct Run {
     PolyattnCall call;
     Work work;
     Scratch scratch;  // of the caller
-    bool in_task = false, is_shared = false, failed = false;
+    bool in_task = false, is_shared = false;
     std::atomic<int64_t> next{0};
     std::atomic<bool> stop{false};
     int places = 0;  // for more threads; under the pool's lock, as active is

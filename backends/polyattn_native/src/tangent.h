@@ -29,6 +29,9 @@ public:
 private:
     static constexpr int width = Lanes<T>::width;
 
+    // The logsumexp of a row that sees no key, in place of -inf: its weights are 0.
+    static constexpr T NOTHING = (T)1e30;
+
     struct Task {
         int64_t item, key_head, next;
     };
@@ -80,7 +83,7 @@ private:
             rows_of_query[lane] = numbers_at(call, (const T*)call.query.data, offset, call.head_size, buffer);
             rows_of_tangent[lane] = at<T>(call.query_tangent, task->item, head, row);
             const T found = *at<T>(call.logsumexp, task->item, head, row);
-            logsumexp[lane] = found == -infinity<T>() ? (T)1e30 : found;
+            logsumexp[lane] = found == -infinity<T>() ? NOTHING : found;
             sums[lane] = 0;
         }
         transpose_rows(rows_of_query, panel->lanes(), call.head_size, (T)call.scale, query);
@@ -185,7 +188,7 @@ private:
         T* rows[2 * width];
         for (int lane = 0; lane < lanes; ++lane) {
             const int64_t head = panel->head[lane], row = panel->row[lane];
-            const bool is_empty = logsumexp[lane] == (T)1e30;
+            const bool is_empty = logsumexp[lane] == NOTHING;
             factor[lane] = is_empty ? 0 : 1;
             rows[lane] = nullptr;
             if (lane >= panel->used) continue;
