@@ -32,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CONF = HERE / "asv.conf.json"
 # A process for each case takes seconds: the shortest of each benchmark, by its last parameter.
-SHORTEST = r"(256|512|'float32'|'full'|(cpu|numpy|native|array-api|dask|mlx|onnxruntime)')\)|imports"
+HOSTS = "cpu|numpy|native|array-api|dask|mlx|onnxruntime"
+SHORTEST = rf"(256|512|'float32'|'full'|({HOSTS})')\)|imports"
 MEASURED = ("polyattn", "backends", "asv_bench", "pyproject.toml")
 
 
