@@ -87,9 +87,13 @@ def main() -> int:
             return f" {shares[row.name]:7.1%}"
 
         # NumPy's own kernel comes last, and is drawn.
-        for kernel, which in kernels(arrays, {}).items():
-            attend = partial(polyattn.attention, *arrays, **which)
-            calls = {name: partial(attend, mask=mask) for name, mask in found.items()}
+        able = {name: kernels(arrays, {"mask": mask}) for name, mask in found.items()}
+        for kernel in able[REFERENCE]:
+            calls = {
+                name: partial(polyattn.attention, *arrays, mask=mask, **able[name][kernel])
+                for name, mask in found.items()
+                if kernel in able[name]
+            }
             print(f"\n{kernel}")
             rows = script.compare(calls, options)
             about = {"kernel": kernel}
