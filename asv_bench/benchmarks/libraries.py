@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,6 +46,8 @@ def open_library(backend: str) -> Library:
         raise SkipNotImplemented("there is no GPU driver")
     if device == "mps" and sys.platform != "darwin":
         raise SkipNotImplemented("only macOS has mps")
+    # Read before the first call: a backend has the same kernels wherever it is measured.
+    os.environ["POLYATTN_NATIVE"] = "1" if kind is Native else "0"
     return kind(device)
 
 
@@ -77,6 +80,13 @@ class Library:
             return pullback(along)
 
         return self.call(both, along, *arrays)
+
+
+class Native(Library):
+    """The compiled kernel, on NumPy arrays."""
+
+    module = "polyattn_native"
+    options = MappingProxyType({"backend": "numpy", "kernel": "native"})
 
 
 class OnnxRuntime(Library):
@@ -245,6 +255,7 @@ class Jax(Library):
 
 LIBRARIES: dict[str, type[Library]] = {
     "numpy": Library,
+    "native": Native,
     "torch": Torch,
     "cupy": CuPy,
     "jax": Jax,

@@ -1,7 +1,7 @@
 """Gradients on a CPU against torch's, as ratios of alternating runs in one process.
 
 "both" is the forward and the backward pass, "backward" the latter only, from a result that is
-there. A window is timed over causal attention instead, since torch would need a mask of all scores.
+there. A window is timed over NumPy's causal attention, since torch would need a mask of all scores.
 Gradients of JAX are those of polyattn's `xla` kernel and of `jax.nn`, both under `jit`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import script
-from cases import JAX, MOST_SCORES, REFERENCE, Case, both, on_jax
+from cases import JAX, MOST_SCORES, REFERENCE, Case, both, kernels, on_jax
 from script import Call
 
 import polyattn
@@ -34,15 +34,18 @@ def contenders(case: Case, threads: int) -> dict[str, dict[str, Call]]:
     arrays, options = case.arguments()
     along = np.random.default_rng(1).standard_normal(arrays[0].shape, dtype=np.float32)
 
-    def ours(options: dict[str, Any]) -> tuple[Call, Call]:
-        forward = partial(polyattn.attention_partial, *arrays, backend="numpy", **options)
-        backward = partial(polyattn.attention_backward, *arrays, backend="numpy", **options)
+    def ours(**options: Any) -> tuple[Call, Call]:
+        forward = partial(polyattn.attention_partial, *arrays, **options)
+        backward = partial(polyattn.attention_backward, *arrays, **options)
         return lambda: backward(forward(), along), partial(backward, forward(), along)
 
     windowed = case.kind == "window"
-    theirs = ours({"is_causal": True}) if windowed else _torch(arrays, along, case, threads)
-    pairs = zip(theirs, ours(options), strict=True)
-    whole, last = ({REFERENCE: their, "polyattn": our} for their, our in pairs)
+    calls = {} if windowed else {REFERENCE: _torch(arrays, along, case, threads)}
+    for name, kernel in reversed(kernels(arrays, options).items()):
+        if windowed:
+            calls[f"{name}, causal"] = ours(is_causal=True, **kernel)
+        calls[name] = ours(**options, **kernel)
+    whole, last = ({name: pair[n] for name, pair in calls.items()} for n in (0, 1))
     if case.scores <= MOST_SCORES and not windowed:
         with contextlib.suppress(ImportError):
             for name in JAX:

@@ -14,13 +14,14 @@ import polyattn
 
 Array = Any
 REFERENCE = "torch"
+NATIVE = "native"
 # With more scores, contenders that hold all scores at once or are many times slower are left out.
 MOST_SCORES = 2.5e8
 JAX = {"polyattn jax": 2, "jax": 1}  # under `jit`, and the axis of the rows of a head
 
 
 class Case(NamedTuple):
-    """A shape (B, H, G, L, S, D) and the kind of call."""
+    """A shape (B, H, G, L, S, D), the kind of call, and the dtype."""
 
     batch: int
     heads: int
@@ -29,6 +30,7 @@ class Case(NamedTuple):
     keys: int
     size: int
     kind: str = "full"
+    dtype: str = "float32"
 
     @property
     def shape(self) -> str:
@@ -38,8 +40,8 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The shape and the kind as text."""
-        return f"{self.shape} {self.kind}"
+        """The shape, the kind and another dtype than float32 as text."""
+        return f"{self.shape} {self.kind}" + f" {self.dtype}" * (self.dtype != "float32")
 
     @property
     def is_causal(self) -> bool:
@@ -63,13 +65,23 @@ class Case(NamedTuple):
         rng = np.random.default_rng(0)
         shapes = [(self.batch, self.heads, self.length, self.size)]
         shapes += [(self.batch, self.groups, self.keys, self.size)] * 2
-        arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+        dtype = self._numpy_dtype()
+        arrays = [rng.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
         square = (self.length, self.keys)
         match self.kind:
             case "causal":
                 return arrays, {"is_causal": True}
             case "window":
                 return arrays, {"window": (256, 0)}
+            case "softcap":
+                return arrays, {"softcap": 30.0}
+            case "softcap, window":
+                return arrays, {"softcap": 30.0, "window": (255, 0)}
+            case "documents":
+                return arrays, {"mask": polyattn.masks.segments(np.arange(self.keys) // 256)}
+            case "low scores":  # all but one far below the largest
+                arrays[0][:], arrays[1][:], arrays[1][:, :, 0] = 1.0, -100 / self.size**0.5, 0.0
+                return arrays, {}
             case "padding":
                 return arrays, {"mask": polyattn.masks.padding(self.key_lengths)}
             case "mask":
@@ -81,6 +93,13 @@ class Case(NamedTuple):
             case "sinks":
                 return arrays, {"sinks": rng.standard_normal(self.heads, dtype=np.float32)}
         return arrays, {}
+
+    def _numpy_dtype(self) -> Any:
+        if self.dtype != "bfloat16":
+            return self.dtype
+        import ml_dtypes
+
+        return ml_dtypes.bfloat16
 
     @property
     def key_lengths(self) -> Array:
@@ -123,32 +142,55 @@ def textbook(
     return scores @ value / scores.sum(axis=-1, keepdims=True)
 
 
+def kernels(arrays: list[Array], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return options for the compiled kernel, if it is installed, and for NumPy's own kernel."""
+    found = polyattn.explain(*arrays, backend="numpy", **options).candidates
+    able = [one.kernel for one in found if one.status in ("chosen", "next")]
+    own = next(name for name in able if name != NATIVE)
+    names = {NATIVE: NATIVE} if NATIVE in able else {}
+    chosen = {**names, "numpy": own}
+    return {name: {"backend": "numpy", "kernel": kernel} for name, kernel in chosen.items()}
+
+
+def ours(case: Case) -> dict[str, Call]:
+    """Return calls of the compiled kernel, if it is installed, and of NumPy's own kernel."""
+    arrays, options = case.arguments()
+    return {
+        name: partial(polyattn.attention, *arrays, **options, **kernel)
+        for name, kernel in kernels(arrays, options).items()
+    }
+
+
 def contenders(case: Case, threads: int) -> Iterator[tuple[str, Call]]:
     """Yield the installed contenders that support the case, torch first."""
     arrays, options = case.arguments()
+    peers: dict[str, Callable[[], Call]] = {REFERENCE: lambda: on_torch(case, threads)}
+    peers |= {name: partial(lambda call: call, call) for name, call in ours(case).items()}
     mask, bias = case.mask(options), options.get("bias")
-    peers = {REFERENCE: lambda: _torch(arrays, case, mask, bias, threads)}
-    peers["polyattn"] = lambda: partial(polyattn.attention, *arrays, backend="numpy", **options)
     if case.scores <= MOST_SCORES:
         peers["textbook"] = lambda: partial(textbook, *arrays, mask=mask, bias=bias)
         if case.kind in ("full", "causal"):
             for name in JAX:
                 peers[name] = partial(on_jax, name, arrays, case)
             if case.heads == case.groups:
-                peers["onnxruntime"] = lambda: _onnxruntime(arrays, case, threads)
+                peers["onnxruntime"] = lambda: on_onnxruntime(arrays, case, threads)
     for name, make in peers.items():
         with contextlib.suppress(ImportError):
             yield name, make()
 
 
-def _torch(arrays: list[Array], case: Case, mask: Array, bias: Array, threads: int) -> Call:
+def on_torch(case: Case, threads: int) -> Call:
+    """Return a call of torch's fused attention."""
     import torch
 
     torch.set_num_threads(threads)
-    added = mask if bias is None and not case.is_causal else bias
+    arrays, options = case.arguments()
+    bias = options.get("bias")
+    added = case.mask(options) if bias is None and not case.is_causal else bias
+    dtype = getattr(torch, case.dtype)
     return partial(
         torch.nn.functional.scaled_dot_product_attention,
-        *map(torch.from_numpy, arrays),
+        *(torch.from_numpy(array.astype("float64")).to(dtype) for array in arrays),
         attn_mask=None if added is None else torch.from_numpy(added),
         is_causal=case.is_causal,
         enable_gqa=case.heads != case.groups,
@@ -174,19 +216,47 @@ def on_jax(
     return call
 
 
-def _onnxruntime(arrays: list[Array], case: Case, threads: int) -> Call:
+def on_onnxruntime(
+    arrays: list[Array], case: Case, threads: int, operator: str = "Attention"
+) -> Call:
+    """Return a run of one of ONNX Runtime's operators: Attention or MultiHeadAttention.
+
+    The latter takes arrays of (B, L, H·D).
+    """
     from onnx import TensorProto, helper
 
     names = ["query", "key", "value"]
-    node = helper.make_node("Attention", names, ["output"], is_causal=int(case.is_causal))
+    if operator == "Attention":
+        options: dict[str, Any] = {"is_causal": int(case.is_causal)}
+    else:
+        options = {"unidirectional": int(case.is_causal), "num_heads": case.heads}
+        options["domain"] = "com.microsoft"
+        shape = (case.batch, case.length, -1)
+        arrays = [array.swapaxes(1, 2).reshape(shape) for array in arrays]
+    node = helper.make_node(operator, names, ["output"], **options)
     inputs = [
         helper.make_tensor_value_info(name, TensorProto.FLOAT, array.shape)
         for name, array in zip(names, arrays, strict=True)
     ]
     output = helper.make_tensor_value_info("output", TensorProto.FLOAT, None)
     graph = helper.make_graph([node], "attention", inputs, [output])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    sets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=sets, ir_version=10)
     return onnx_session(model, arrays, threads)
+
+
+def on_openvino(arrays: list[Array], case: Case, threads: int) -> Call:
+    """Return a run of OpenVINO's operator."""
+    import openvino
+    from openvino import opset13
+
+    inputs = [opset13.parameter(array.shape, np.float32) for array in arrays]
+    node = opset13.scaled_dot_product_attention(*inputs, causal=case.is_causal)
+    model = openvino.Model([node], inputs)
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32"}
+    request = openvino.compile_model(model, "CPU", settings).create_infer_request()
+    feed = dict(enumerate(arrays))
+    return lambda: request.infer(feed, share_inputs=True, share_outputs=True)[0]
 
 
 def onnx_session(model: Any, arrays: list[Array], threads: int) -> Call:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import script
+from cases import kernels
 
 import polyattn
 from polyattn import masks
@@ -78,13 +79,25 @@ def main() -> int:
     rng = np.random.default_rng(0)
     shape = (1, HEADS, length, SIZE)
     arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
-    attend = partial(polyattn.attention, *arrays, backend="numpy")
-    calls = {name: partial(attend, mask=mask) for name, mask in found.items()}
     with script.measuring(options, shares=shares) as show:
         title = f"{HEADS} heads of {SIZE}, {length} tokens"
-        print(f"{title}; times over {REFERENCE}'s, and visible tiles\n")
-        rows = script.compare(calls, options)
-        show(title, rows, "", digits=3, detail=lambda row: f" {shares[row.name]:7.1%}")
+        print(f"{title}; times over {REFERENCE}'s, and visible tiles")
+
+        def visible(row: script.Row) -> str:
+            return f" {shares[row.name]:7.1%}"
+
+        # NumPy's own kernel comes last, and is drawn.
+        able = {name: kernels(arrays, {"mask": mask}) for name, mask in found.items()}
+        for kernel in able[REFERENCE]:
+            calls = {
+                name: partial(polyattn.attention, *arrays, mask=mask, **able[name][kernel])
+                for name, mask in found.items()
+                if kernel in able[name]
+            }
+            print(f"\n{kernel}")
+            rows = script.compare(calls, options)
+            about = {"kernel": kernel}
+            show(title, rows, "", digits=3, detail=visible, about=about)
     if options.plot:
         seconds = {row.name: row.seconds for row in rows}
         draw(shares, seconds, options.plot, script.machine(options.threads))

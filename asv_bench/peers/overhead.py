@@ -1,8 +1,9 @@
 """The overhead of `polyattn.attention` over the bare call that it makes, on very small arrays.
 
 Both run in turns in one process; differences and ratios are of medians. The bare calls are five
-lines of NumPy and torch's `scaled_dot_product_attention`. A second table has the steps of a call,
-and a third one the whole time of calls with options, most of which are described each time.
+lines of NumPy and torch's `scaled_dot_product_attention`; the compiled kernel has a line of its own
+where it is installed. A second table has the steps of a call, and a third one the whole time of
+calls with options, most of which are described each time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import script
-from cases import textbook
+from cases import kernels, textbook
 
 import polyattn
 from polyattn import masks, scores
@@ -85,11 +86,13 @@ def main() -> int:
     with script.measuring(options):
         print(f"{SHAPE}, times of a call")
         for name, (bare, arrays) in cases.items():
-            calls = {
-                "bare": partial(bare, *arrays),
-                "polyattn": partial(polyattn.attention, *arrays),
-            }
-            print(f"{name:6}", script.added(script.compare(calls, options)))
+            own = kernels(arrays, {}) if name == "numpy" else {name: {}}
+            for kernel, which in own.items():
+                calls = {
+                    "bare": partial(bare, *arrays),
+                    "polyattn": partial(polyattn.attention, *arrays, **which),
+                }
+                print(f"{kernel:6}", script.added(script.compare(calls, options)))
         options.window /= 4
         for title, made in {"the steps of a call": steps, "calls with options": described}.items():
             print(f"\n{'microseconds of ' + title:35}" + "".join(f"{name:>8}" for name in cases))

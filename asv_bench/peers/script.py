@@ -150,7 +150,18 @@ def difference(result: Any, exact: Any) -> float:
 
 def machine(threads: int, dtypes: str = "float32") -> str:
     """Describe the processor and the libraries that the times were measured on."""
-    return f"{processor()}, {threads} threads each; {versions()}; {dtypes}"
+    return f"{processor()}, {threads} threads each; {versions()}; {compiled()}; {dtypes}"
+
+
+def compiled() -> str:
+    """Return the instruction set of the compiled kernel, or that there is no such kernel."""
+    shape = (1, 1)
+    found = polyattn.explain(shape, shape, shape, backend="numpy").candidates
+    if all(one.kernel != "native" or one.status == "unavailable" for one in found):
+        return "without polyattn-native"
+    from polyattn_native.library import VARIABLE, instruction_sets, library
+
+    return f"polyattn-native {os.environ.get(VARIABLE) or instruction_sets(library())[0]}"
 
 
 @contextlib.contextmanager

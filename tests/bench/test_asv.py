@@ -5,6 +5,7 @@ import importlib
 import importlib.machinery
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -57,6 +58,13 @@ def smallest(found, backend):
     return (backend, *(axis[0] for axis in axes[1:]))
 
 
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch):
+    """Undo what opening a library sets; polyattn reads it once, here."""
+    monkeypatch.setenv("POLYATTN_NATIVE", "1")
+    polyattn.explain((1, 1), (1, 1), (1, 1))
+
+
 # ---- what runs ----
 
 
@@ -89,12 +97,16 @@ def test_every_benchmark_runs_at_its_smallest(name):
 
 @pytest.mark.parametrize("backend", common.ON_HOST)
 def test_every_backend_computes_the_same(backend):
-    library = libraries.open_library(backend)
+    try:
+        library = libraries.open_library(backend)
+    except Skip as reason:
+        assert backend == "native"
+        pytest.skip(str(reason))
     arrays = common.random(*[(1, 2, 5, 4)] * 3)
     attend = run.polyattn.attention
     options = dict(library.options)
     output = library.call(lambda *x: attend(*x, **options), *map(library.put, arrays))()
-    made_by = {"jax": "jaxlib", "dask": "numpy", "onnxruntime": "numpy"}
+    made_by = {"jax": "jaxlib", "dask": "numpy", "onnxruntime": "numpy", "polyattn_native": "numpy"}
     module = made_by.get(library.module, library.module)
     assert type(output).__module__.partition(".")[0] == module
     np.testing.assert_allclose(np.asarray(output), attend(*arrays), atol=1e-6)
@@ -133,8 +145,8 @@ def test_the_accuracy_of_numpy_is_that_of_its_dtype():
 
 
 def test_the_backends_are_always_the_same():
-    names = "numpy torch:cpu torch:cuda torch:mps cupy jax:cpu jax:cuda dask mlx onnxruntime"
-    names += " array-api"
+    names = "numpy native torch:cpu torch:cuda torch:mps cupy jax:cpu jax:cuda dask mlx"
+    names += " onnxruntime array-api"
     assert " ".join(common.BACKENDS) == names
     for name, found in CLASSES.items():
         if name != "imports.Imports":
@@ -325,6 +337,7 @@ COMPARISONS = sorted(
 ENGINES = {
     "long_arrays": "distributed",
     "mlx_fast": "mlx.core",
+    "native": "polyattn_native",
     "onnx_runtime": "onnxruntime",
     "ring": "torch",
     "rules": "torch",
@@ -337,7 +350,10 @@ def printed(name, *options):
     """Return what a comparison with peers prints."""
     pytest.importorskip(ENGINES.get(name, "numpy"))
     command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    environ = {**os.environ, "POLYATTN_NATIVE": "1" if name == "native" else "0"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120, env=environ
+    ).stdout
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
@@ -354,6 +370,7 @@ PRINTED = [
     ("cpu --quick --cases 256,", RATIO, 15),
     ("mlx_fast --quick", RATIO, 4),
     (GENERATION, RATIO, 4),
+    ("native --quick", r"^\| \(1, 2, 32, .* \*\*\d+\.\d\d\*\* \(.*\| 9\.9(?:, missed)? \|$", 4),
     ("masks --quick", r"^causal .* \d\d\.\d%  ratio 1\.000 \(1\.000 to 1\.000\)$", 1),
     ("overhead --quick", r"^numpy +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", 1),
     ("overhead --quick", r"^first: select +\d+\.\d", 1),
@@ -574,14 +591,20 @@ def test_every_folder_that_is_measured_exists():
 
 
 def test_the_backends_that_are_here_are_expected_and_no_others():
-    def info(name, available, *devices):
-        return SimpleNamespace(name=name, available=available, devices=devices)
+    def info(name, available, *devices, kernels=()):
+        return SimpleNamespace(name=name, available=available, devices=devices, kernels=kernels)
 
     here = [info("numpy", True, "cpu"), info("array-api", True), info("jax", True, "cpu:0")]
     gone = [info("torch", False), info("acme", True, "cpu")]
     assert run.expected([*here, *gone]) == ["numpy", "jax:cpu", "array-api"]
     gpus = [info("torch", True, "cpu", "cuda:0", "cuda:1"), info("cupy", True, "cuda:0")]
     assert run.expected(gpus) == ["torch:cpu", "torch:cuda", "cupy"]
+    assert run.expected([info("numpy", True, kernels=("native",))]) == ["numpy", "native"]
+
+
+def test_other_backends_are_timed_without_the_compiled_kernel():
+    libraries.open_library("numpy")
+    assert os.environ["POLYATTN_NATIVE"] == "0"
 
 
 def test_what_asv_does_not_keep_is_written_beside_the_results():

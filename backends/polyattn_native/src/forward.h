@@ -9,6 +9,8 @@ namespace POLYATTN_UNIT {
 
 // The most rows of a task.
 constexpr int64_t ROWS = 256;
+// The keys that are asked of the memory before the first panel computes with them.
+constexpr int64_t AHEAD = 24;
 
 template <typename T> class Forward {
 public:
@@ -136,17 +138,36 @@ private:
             if (!flags.any) continue;
             const int64_t skipped = seen.first - block.first;
             const Matrix<T> some = {keys.data + skipped * keys.stride, keys.stride};
-            score(panel, some, seen, query_of(i));
+            const Matrix<T> some_values = {values.data + skipped * values.stride, values.stride};
+            if (i == 0 && !converts(call)) multiply_ahead(panel, some, some_values, seen);
+            else multiply_rows_of(panel, seen.stop - seen.first, some, query_of(i), call.head_size, scores);
+            adjust(panel, seen);
             const bool hides = hide(panel, seen, flags.all);
             if (hides && finite < 0) finite = is_finite(values, block.stop - block.first, call.value_size);
-            const Matrix<T> some_values = {values.data + skipped * values.stride, values.stride};
             weigh(panel, seen, some_values, output_of(i), hides && !finite);
         }
     }
 
-    void score(const Panel<T>& panel, Matrix<T> keys, Range seen, const T* query) {
+    // The scores of the first panel, while the next keys and the values are on their way.
+    void multiply_ahead(const Panel<T>& panel, Matrix<T> keys, Matrix<T> values, Range seen) {
+        const int64_t count = seen.stop - seen.first, left = call.keys - seen.first;
+        for (int64_t key = 0; key < count; key += AHEAD) {
+            const int64_t stop = least(key + AHEAD, count);
+            for (int64_t next = stop; next < least(stop + AHEAD, left); ++next) {
+                prefetch(keys.data + next * keys.stride, call.head_size);
+            }
+            for (int64_t now = key; now < stop; ++now) {
+                prefetch(values.data + now * values.stride, call.value_size);
+            }
+            const Matrix<T> part = {keys.data + key * keys.stride, keys.stride};
+            T* to = scores + key * panel.lanes();
+            multiply_rows_of(panel, stop - key, part, query_of(0), call.head_size, to);
+        }
+    }
+
+    // Softcap and biases.
+    void adjust(const Panel<T>& panel, Range seen) {
         const int64_t count = seen.stop - seen.first;
-        multiply_rows_of(panel, count, keys, query, call.head_size, scores);
         if (call.softcap != 0) cap<T>(scores, count * panel.lanes(), (T)call.softcap, nullptr);
         for (const PolyattnArray& bias : call.bias) {
             if (bias.data) add_bias<T>(bias, task->item, panel, seen, scores);

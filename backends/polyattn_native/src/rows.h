@@ -103,22 +103,20 @@ template <typename T>
 void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* const* rows) {
     constexpr int width = Lanes<T>::width;
     for (int first = 0; first < lanes; first += width) {
-        Vector<T> factors = load(factor + first);
-        for (int64_t e = 0; e < size; e += width) {
-            int count = size - e < width ? (int)(size - e) : width;
-            Vector<T> square[width] = {};
-            UNROLL for (int i = 0; i < width; ++i) {
-                if (i < count) square[i] = load(panel + (e + i) * lanes + first) * factors;
-            }
+        const Vector<T> factors = load(factor + first);
+        const T* source = panel + first;
+        int64_t e = 0;
+        for (; e + width <= size; e += width) {
+            Vector<T> square[width];
+            UNROLL for (int i = 0; i < width; ++i) square[i] = load(source + (e + i) * lanes) * factors;
             transpose(square);
             UNROLL for (int i = 0; i < width; ++i) {
-                T* row = rows[first + i];
-                if (!row) continue;
-                if (count == width) {
-                    store<T>(row + e, square[i]);
-                } else {
-                    for (int n = 0; n < count; ++n) row[e + n] = square[i][n];
-                }
+                if (rows[first + i]) store<T>(rows[first + i] + e, square[i]);
+            }
+        }
+        for (; e < size; ++e) {
+            for (int i = 0; i < width; ++i) {
+                if (rows[first + i]) rows[first + i][e] = source[e * lanes + i] * factors[i];
             }
         }
     }

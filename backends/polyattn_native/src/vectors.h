@@ -40,6 +40,10 @@ template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vect
 }
 template <typename T> INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
 
+template <typename T> INLINE void prefetch(const T* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(numbers + i);
+}
+
 template <typename T> constexpr T infinity() { return (T)__builtin_inf(); }
 
 // ---- transposes ----
