@@ -40,7 +40,7 @@ Flags read_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, R
     }
     uint64_t any = 0, all = ~(uint64_t)0;
     int64_t key = 0;
-    if (mask.column == 1 && lanes % 8 == 0) {
+    if (2 * Lanes<T>::width >= 8 && mask.column == 1 && lanes % 8 == 0) {
         for (; key + 8 <= count; key += 8) {
             for (int lane = 0; lane < lanes; lane += 8) {
                 uint64_t square[8];
