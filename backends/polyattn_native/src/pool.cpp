@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <fenv.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -93,8 +94,9 @@ struct Run {
     std::atomic<bool> stop{false};
     int places = 0;  // for more threads; under the pool's lock, as active is
     int active = 0;
+    fenv_t arithmetic;  // of the caller: how it rounds, and whether it flushes small numbers to 0
 
-    Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) {}
+    Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) { fegetenv(&arithmetic); }
 
     bool begin_next(void* memory) {
         const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
@@ -178,6 +180,7 @@ private:
     static void work_on(Run& run) {
         Scratch scratch(run.work.scratch);
         if (!scratch.memory) return;  // the caller takes the tasks
+        fesetenv(&run.arithmetic);
         while (!run.stop && run.begin_next(scratch.memory)) {
             while (!run.stop && !run.work.step(run.call, run.work, scratch.memory)) {
             }
