@@ -75,8 +75,8 @@ int polyattn_attend(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units.used.load()->attend[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
-int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
-                       void** output, void** logsumexp, void** state) {
+int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value, void** output,
+                       void** logsumexp, void** state) {
     PolyattnCall other = *call;
     other.threads = (int32_t)threads;
     other.query.data = *query;
@@ -87,8 +87,7 @@ int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, 
     if (state) return polyattn_attend(&other, state);
     void* own = nullptr;
     int status;
-    while ((status = polyattn_attend(&other, &own)) == 1) {
-    }
+    while ((status = polyattn_attend(&other, &own)) == 1) {}
     return status;
 }
 

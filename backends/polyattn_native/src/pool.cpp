@@ -182,8 +182,7 @@ private:
         if (!scratch.memory) return;  // the caller takes the tasks
         fesetenv(&run.arithmetic);
         while (!run.stop && run.begin_next(scratch.memory)) {
-            while (!run.stop && !run.work.step(run.call, run.work, scratch.memory)) {
-            }
+            while (!run.stop && !run.work.step(run.call, run.work, scratch.memory)) {}
         }
     }
 
@@ -270,8 +269,7 @@ void cancel_tasks(void*& state) {
     if (!run) return;
     run->stop = true;
     if (run->is_shared) {
-        while (!pool->wait(*run, Clock::now() + QUANTUM)) {
-        }
+        while (!pool->wait(*run, Clock::now() + QUANTUM)) {}
     }
     close(run, state);
 }
