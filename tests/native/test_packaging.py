@@ -48,7 +48,7 @@ def test_the_archive_holds_the_sources(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{file.name}" for file in (SOURCE / "src").iterdir()} <= names
-    assert "CMakeLists.txt" in names
+    assert {"CMakeLists.txt", "LICENSE"} <= names
     assert not [name for name in names if name.endswith((".so", ".dylib", ".o"))]
 
 
