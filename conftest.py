@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+# The package is tested without the compiled kernel; `make test` runs the kernel's tests apart.
 collect_ignore_glob = []
+if os.environ.setdefault("POLYATTN_NATIVE", "0") == "0":
+    collect_ignore_glob += ["backends/polyattn_native/*", "tests/native/*"]
 if sys.platform != "linux":  # There are no wheels of CuPy elsewhere.
     collect_ignore_glob += ["backends/polyattn_cupy/*", "tests/backends/*cu[bdp]*", "tests/gpu/*"]
 

@@ -22,7 +22,8 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(
 
 
 def test_plugin_folders_wheel_packages_and_entry_points_are_one_list():
-    folders = {f.name for f in (ROOT / "backends").iterdir() if f.name.startswith("polyattn_")}
+    folders = {f.name for f in (ROOT / "backends").glob("polyattn_*")}
+    folders -= {f.parent.name for f in (ROOT / "backends").glob("*/pyproject.toml")}
     packages = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     declared = PROJECT["project"]["entry-points"]["polyattn.backends"]
     installed = {

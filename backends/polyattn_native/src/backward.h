@@ -26,9 +26,7 @@ public:
         work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
             Backward(c, w, scratch).begin(task);
         };
-        work.step = [](const PolyattnCall& c, const Work& w, void* scratch) {
-            return Backward(c, w, scratch).step();
-        };
+        work.step = [](const PolyattnCall& c, const Work& w, void* scratch) { return Backward(c, w, scratch).step(); };
         if (work.shared) work.end = join_parts;
         return work;
     }
@@ -53,11 +51,11 @@ private:
     Panel<T>* panels;
     T *queries, *gradients;                 // [panel][element][lane]
     T *query_columns, *gradient_columns;    // [columns][row][lane]
-    T *query_sums;                          // [panel][element][lane]
+    T* query_sums;                          // [panel][element][lane]
     T *weights, *shares;                    // [panel][key][lane]: p and the gradients of the scores
     T *raw, *bounded;                       // [key][lane], with a softcap
     T *logsumexp, *delta, *softcap_sums;    // [row]
-    T *key_sums;                            // [columns][key][lane]
+    T* key_sums;                            // [columns][key][lane]
     T *key_block, *value_block;
     uint8_t* bytes;
 
@@ -67,9 +65,7 @@ private:
         const int64_t rows = call.rows * (call.heads / call.key_heads), group = GROUP * 2 * width;
         return call.key_heads < 4 && !call.is_part && rows > group ? 2 : 1;
     }
-    static int64_t size_of_part(const PolyattnCall& call) {
-        return call.keys * (call.head_size + call.value_size);
-    }
+    static int64_t size_of_part(const PolyattnCall& call) { return call.keys * (call.head_size + call.value_size); }
     static int64_t columns_of(int64_t size) { return (size + 2 * width - 1) / (2 * width); }
 
     Backward(const PolyattnCall& c, const Work& w, void* scratch) : call(c), work_(w) {
@@ -283,7 +279,8 @@ private:
 
     void add_block(Range block) {
         const Matrix<T> keys = block_of(call, call.key, task->item, task->key_head, block, call.head_size, key_block);
-        const Matrix<T> values = block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
+        const Matrix<T> values =
+            block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
         const int64_t count = block.stop - block.first;
         bool hides = false;
         for (int number = 0; number < task->panels; ++number) {

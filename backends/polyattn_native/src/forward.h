@@ -28,9 +28,7 @@ public:
         work.begin = [](const PolyattnCall& c, const Work& w, int64_t task, void* scratch) {
             Forward(c, w, scratch).begin(task);
         };
-        work.step = [](const PolyattnCall& c, const Work& w, void* scratch) {
-            return Forward(c, w, scratch).step();
-        };
+        work.step = [](const PolyattnCall& c, const Work& w, void* scratch) { return Forward(c, w, scratch).step(); };
         return work;
     }
 
@@ -127,7 +125,8 @@ private:
 
     void attend_to(Range block) {
         const Matrix<T> keys = block_of(call, call.key, task->item, task->key_head, block, call.head_size, key_block);
-        const Matrix<T> values = block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
+        const Matrix<T> values =
+            block_of(call, call.value, task->item, task->key_head, block, call.value_size, value_block);
         int finite = -1;  // not known yet
         for (int i = 0; i < task->panels; ++i) {
             Panel<T>& panel = panels[i];
@@ -203,7 +202,8 @@ private:
     template <int Count> void soften(Panel<T>& panel, int64_t count, T* factor, bool careful) {
         constexpr int lanes = Count * width;
         Vector<T> top[Count], total[Count], before[Count];
-        UNROLL for (int v = 0; v < Count; ++v) top[v] = before[v] = load(panel.maximum + v * width);
+        UNROLL for (int v = 0; v < Count; ++v)
+            top[v] = before[v] = load(panel.maximum + v * width);
         for (int64_t key = 0; key < count; ++key) {
             UNROLL for (int v = 0; v < Count; ++v) {
                 top[v] = maximum<T>(load(scores + key * lanes + v * width), top[v]);
@@ -228,7 +228,8 @@ private:
                 store<T>(score, weight);
             }
         }
-        UNROLL for (int v = 0; v < Count; ++v) store<T>(panel.total + v * width, total[v] + sums[v]);
+        UNROLL for (int v = 0; v < Count; ++v)
+            store<T>(panel.total + v * width, total[v] + sums[v]);
     }
 
     // Divide, with the sink in the denominator, and write output and logsumexp.

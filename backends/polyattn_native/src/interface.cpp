@@ -1,8 +1,8 @@
 #include "interface.h"
 
+#include <string.h>
+
 #include <atomic>
-#include <cstring>
-#include <string>
 
 #include "pool.h"
 #include "work.h"
@@ -45,7 +45,7 @@ struct Features {
 struct Units {
     const Unit* known[3] = {};
     int count = 0;
-    std::string names;
+    char names[32] = "";
     std::atomic<const Unit*> used;
 
     Units() {
@@ -62,25 +62,21 @@ struct Units {
 
     void add(const Unit& unit) {
         known[count++] = &unit;
-        names += names.empty() ? unit.name : std::string(" ") + unit.name;
+        if (names[0]) strcat(names, " ");
+        strcat(names, unit.name);
     }
-};
-
-Units& units() {
-    static Units found;
-    return found;
-}
+} units;
 
 }  // namespace
 
 extern "C" {
 
 int polyattn_attend(const PolyattnCall* call, void** state) {
-    return run_tasks(*call, units().used.load()->attend[call->dtype == POLYATTN_FLOAT64], *state);
+    return run_tasks(*call, units.used.load()->attend[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
-int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
-                       void** output, void** logsumexp, void** state) {
+int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value, void** output,
+                       void** logsumexp, void** state) {
     PolyattnCall other = *call;
     other.threads = (int32_t)threads;
     other.query.data = *query;
@@ -91,27 +87,26 @@ int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, 
     if (state) return polyattn_attend(&other, state);
     void* own = nullptr;
     int status;
-    while ((status = polyattn_attend(&other, &own)) == 1) {
-    }
+    while ((status = polyattn_attend(&other, &own)) == 1) {}
     return status;
 }
 
 int polyattn_differentiate(const PolyattnCall* call, void** state) {
-    return run_tasks(*call, units().used.load()->differentiate[call->dtype == POLYATTN_FLOAT64], *state);
+    return run_tasks(*call, units.used.load()->differentiate[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
 int polyattn_push_forward(const PolyattnCall* call, void** state) {
-    return run_tasks(*call, units().used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
+    return run_tasks(*call, units.used.load()->push_forward[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
 void polyattn_cancel(void** state) { cancel_tasks(*state); }
 
-const char* polyattn_instruction_sets(void) { return units().names.c_str(); }
+const char* polyattn_instruction_sets(void) { return units.names; }
 
 int polyattn_use(const char* instruction_set) {
-    for (int i = 0; i < units().count; ++i) {
-        if (std::strcmp(units().known[i]->name, instruction_set) == 0) {
-            units().used = units().known[i];
+    for (int i = 0; i < units.count; ++i) {
+        if (strcmp(units.known[i]->name, instruction_set) == 0) {
+            units.used = units.known[i];
             return 1;
         }
     }

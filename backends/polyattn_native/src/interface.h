@@ -24,7 +24,7 @@ typedef struct {
     int32_t threads;  // at most so many compute
     PolyattnArray query, key, value, output;  // their last axis is contiguous; the output of a
                                               // derivative has the dtype of scores
-    PolyattnArray logsumexp;                  // (item, head, row), float32 or float64
+    PolyattnArray logsumexp;  // (item, head, row), float32 or float64
     double scale;
     double softcap;  // 0 for none
     // Row i sees the keys from i + low to i + high, both plus the item's position if there are any.
@@ -32,18 +32,18 @@ typedef struct {
     int64_t low, high;
     const int64_t* positions;
     PolyattnArray first, stop;  // int32: row i sees the keys from first to before stop
-    PolyattnArray mask;         // uint8: a key takes part where it is not 0
-    PolyattnArray bias[2];      // of the scores' dtype, added after the softcap
-    const void* sinks;          // (heads), of the scores' dtype
+    PolyattnArray mask;  // uint8: a key takes part where it is not 0
+    PolyattnArray bias[2];  // of the scores' dtype, added after the softcap
+    const void* sinks;  // (heads), of the scores' dtype
     // Dropout keeps a weight whose word of Philox is at least the threshold.
     int32_t has_dropout;
     uint32_t threshold, seed_low, seed_high;
     uint32_t start[4];  // the item, head, row and key that the counters begin with
-    double keep;        // 1 - the rate: by this the output is divided; 1 without dropout
+    double keep;  // 1 - the rate: by this the output is divided; 1 without dropout
     // The derivative of the call: results, their gradients, and the gradients to write.
     PolyattnArray output_gradient, logsumexp_gradient;
     PolyattnArray query_gradient, key_gradient, value_gradient;  // of the scores' dtype
-    PolyattnArray delta;             // (item, head, row): output gradient · output, less that of logsumexp
+    PolyattnArray delta;  // (item, head, row): output gradient · output, less that of logsumexp
     PolyattnArray softcap_gradient;  // (item, head, row)
     // The directional derivative: the tangents of arguments, of the scores' dtype, null for 0, and
     // those of the results to write.
@@ -51,7 +51,7 @@ typedef struct {
     const void* sinks_tangent;  // (heads)
     PolyattnArray output_tangent, logsumexp_tangent;
     int32_t is_part;  // whether the call has a part of the rows, and
-    int32_t adds;     // whether the gradients of keys and values are added to those of parts before
+    int32_t adds;  // whether the gradients of keys and values are added to those of parts before
 } PolyattnCall;
 
 #if defined(_WIN32)
@@ -67,8 +67,8 @@ POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's: where the
 // addresses of their data lie. Without a state it does not return before all is written.
-POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key,
-                                    void** value, void** output, void** logsumexp, void** state);
+POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
+                                    void** output, void** logsumexp, void** state);
 // End a call that will not be called again.
 POLYATTN_API void polyattn_cancel(void** state);
 

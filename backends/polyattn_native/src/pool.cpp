@@ -1,30 +1,25 @@
 #include "pool.h"
 
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <cstdlib>
-#include <cstring>
-#include <mutex>
-#include <new>
-#include <thread>
-#include <vector>
+#include <fenv.h>
+#include <stdlib.h>
+#include <string.h>
 
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
+#include <atomic>
+#include <new>
+
+#include "threads.h"
+
 #if defined(_WIN32)
 #include <malloc.h>
 #endif
 
 namespace {
 
-typedef std::chrono::steady_clock Clock;
-
 // A caller comes back so often, so that Python can handle an interrupt.
 constexpr auto QUANTUM = std::chrono::milliseconds(30);
 // A thread that looks for work pauses so often before it sleeps: waking it takes longer.
 constexpr int SPINS = 2000;
+constexpr int MOST_THREADS = 1024;
 
 void pause() {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -58,9 +53,9 @@ struct Kept {
     void* memory = nullptr;
     size_t bytes = 0;
     bool lent = false;
-    ~Kept() { release(memory); }
 };
 thread_local Kept kept;
+AtThreadEnd<release> at_thread_end;
 constexpr size_t MOST_KEPT = 4 << 20;
 
 struct Scratch {
@@ -76,6 +71,7 @@ struct Scratch {
             release(kept.memory);
             kept.memory = allocate(bytes);
             kept.bytes = kept.memory ? bytes : 0;
+            at_thread_end.set(kept.memory);
         }
         memory = kept.memory;
         kept.lent = memory != nullptr;
@@ -98,8 +94,9 @@ struct Run {
     std::atomic<bool> stop{false};
     int places = 0;  // for more threads; under the pool's lock, as active is
     int active = 0;
+    fenv_t arithmetic;  // of the caller: how it rounds, and whether it flushes small numbers to 0
 
-    Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) {}
+    Run(const PolyattnCall& c, const Work& w) : call(c), work(w), scratch(w.scratch) { fegetenv(&arithmetic); }
 
     bool begin_next(void* memory) {
         const int64_t task = next.fetch_add(1, std::memory_order_relaxed);
@@ -115,56 +112,57 @@ class Pool {
 public:
     // Offer a run to some threads; false if they work for another.
     bool offer(Run& run, int helpers) {
-        std::unique_lock lock(mutex_, std::try_to_lock);
-        if (!lock.owns_lock() || run_ != nullptr) return false;
-        while ((int)threads_.size() < helpers) {
-            try {
-                threads_.emplace_back([this] { serve(); });
-            } catch (...) {
-                break;
-            }
+        if (!lock_.try_lock()) return false;
+        const bool is_free = run_ == nullptr;
+        if (is_free) {
+            while (count_ < helpers && count_ < MOST_THREADS && threads_[count_].start(this)) ++count_;
+            run_ = &run;
+            run.places = helpers;
+            offers_.fetch_add(1);
         }
-        run_ = &run;
-        run.places = helpers;
-        offers_.fetch_add(1);
-        lock.unlock();
-        if (sleepers_.load() > 0) offers_.notify_all();
-        return true;
+        lock_.unlock();
+        if (is_free) offered_.notify_all();
+        return is_free;
     }
 
     // Wait until no thread works on a run; false at the deadline.
     bool wait(Run& run, Clock::time_point deadline) {
-        std::unique_lock lock(mutex_);
+        Locked locked(lock_);
         if (run_ == &run) run_ = nullptr;
         for (int spin = 0; run.active > 0 && spin < SPINS; ++spin) {
-            lock.unlock();
+            lock_.unlock();
             pause();
-            lock.lock();
+            lock_.lock();
         }
-        return idle_.wait_until(lock, deadline, [&] { return run.active == 0; });
+        while (run.active > 0) {
+            if (!idle_.wait(lock_, deadline)) return run.active == 0;
+        }
+        return true;
     }
 
+#if !defined(_WIN32)
     void end() {
         {
-            std::lock_guard lock(mutex_);
+            Locked locked(lock_);
             quitting_ = true;
             offers_.fetch_add(1);
         }
-        offers_.notify_all();
-        for (std::thread& thread : threads_) thread.join();
+        offered_.notify_all();
+        for (int i = 0; i < count_; ++i) threads_[i].join();
     }
+#endif
 
 private:
+    static void serve(void* pool) { ((Pool*)pool)->serve(); }
+
     void serve() {
         for (uint32_t seen = 0;;) {
             for (int spin = 0; offers_.load() == seen && spin < SPINS; ++spin) pause();
-            sleepers_.fetch_add(1);
-            offers_.wait(seen);
-            sleepers_.fetch_sub(1);
-            seen = offers_.load();
             Run* run = nullptr;
             {
-                std::lock_guard lock(mutex_);
+                Locked locked(lock_);
+                while (offers_.load() == seen) offered_.wait(lock_);
+                seen = offers_.load();
                 if (quitting_) return;
                 if (run_ && run_->places > 0) {
                     run = run_;
@@ -174,7 +172,7 @@ private:
             }
             if (!run) continue;
             work_on(*run);
-            std::lock_guard lock(mutex_);
+            Locked locked(lock_);
             if (--run->active == 0) idle_.notify_all();
         }
     }
@@ -182,19 +180,19 @@ private:
     static void work_on(Run& run) {
         Scratch scratch(run.work.scratch);
         if (!scratch.memory) return;  // the caller takes the tasks
+        fesetenv(&run.arithmetic);
         while (!run.stop && run.begin_next(scratch.memory)) {
-            while (!run.stop && !run.work.step(run.call, run.work, scratch.memory)) {
-            }
+            while (!run.stop && !run.work.step(run.call, run.work, scratch.memory)) {}
         }
     }
 
-    std::mutex mutex_;
-    std::condition_variable idle_;
+    Lock lock_;
+    Condition offered_, idle_;
     std::atomic<uint32_t> offers_{0};
-    std::atomic<int> sleepers_{0};
     Run* run_ = nullptr;
     bool quitting_ = false;
-    std::vector<std::thread> threads_;
+    int count_ = 0;
+    Thread<serve> threads_[MOST_THREADS];
 };
 
 // In the child of a fork there are no threads and a lock may be held: it gets a pool of its own, and
@@ -207,7 +205,7 @@ struct Process {
         pool = new (storage[0]) Pool;
 #if !defined(_WIN32)
         pthread_atfork(nullptr, nullptr, [] {
-            std::memset(storage[1], 0, sizeof(Pool));
+            memset(storage[1], 0, sizeof(Pool));
             pool = new (storage[pool == (Pool*)storage[0]]) Pool;
             kept.lent = false;
         });
@@ -222,7 +220,8 @@ struct Process {
 
 void close(Run* run, void*& state) {
     release(run->work.shared_memory);
-    delete run;
+    run->~Run();
+    release(run);
     state = nullptr;
 }
 
@@ -235,13 +234,14 @@ int run_tasks(const PolyattnCall& call, Work (*make)(const PolyattnCall&), void*
         if (work.shared) {
             work.shared_memory = allocate(work.shared);
             if (!work.shared_memory) return -1;
-            std::memset(work.shared_memory, 0, work.shared);
+            memset(work.shared_memory, 0, work.shared);
         }
-        run = new (std::nothrow) Run(call, work);
-        if (!run) {
+        void* memory = allocate(sizeof(Run));
+        if (!memory) {
             release(work.shared_memory);
             return -1;
         }
+        run = new (memory) Run(call, work);
         if (!run->scratch.memory) {
             close(run, state);
             return -1;
@@ -269,8 +269,7 @@ void cancel_tasks(void*& state) {
     if (!run) return;
     run->stop = true;
     if (run->is_shared) {
-        while (!pool->wait(*run, Clock::now() + QUANTUM)) {
-        }
+        while (!pool->wait(*run, Clock::now() + QUANTUM)) {}
     }
     close(run, state);
 }

@@ -37,8 +37,8 @@ template <typename T> struct Matrix {
 
 // Keys or values of a block: where they lie, or converted.
 template <typename T>
-Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head,
-                   Range keys, int64_t size, T* block) {
+Matrix<T> block_of(const PolyattnCall& call, const PolyattnArray& array, int64_t item, int64_t head, Range keys,
+                   int64_t size, T* block) {
     const T* from = (const T*)array.data;
     if (!converts(call)) return {from + offset_of(array, item, head, keys.first), array.row};
     for (int64_t key = keys.first; key < keys.stop; ++key) {
@@ -57,10 +57,12 @@ void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> o
         const T* numbers = a.data + part * a.part_stride;
         for (int64_t k = 0; k < inner; ++k) {
             Vector<T> columns[Count];
-            UNROLL for (int v = 0; v < Count; ++v) columns[v] = load(panel + v * width);
+            UNROLL for (int v = 0; v < Count; ++v)
+                columns[v] = load(panel + v * width);
             UNROLL for (int m = 0; m < M; ++m) {
                 T number = order == INNER ? numbers[m * a.stride] : numbers[m];
-                UNROLL for (int v = 0; v < Count; ++v) sums[m][v] += number * columns[v];
+                UNROLL for (int v = 0; v < Count; ++v)
+                    sums[m][v] += number * columns[v];
             }
             panel += Count * width;
             numbers += order == INNER ? 1 : a.stride;
@@ -68,7 +70,8 @@ void multiply_tile(Matrix<T> a, const T* panel, int64_t inner, T* out, Onto<T> o
     }
     Vector<T> factors[Count];
     if (onto.factor) {
-        UNROLL for (int v = 0; v < Count; ++v) factors[v] = load(onto.factor + v * width);
+        UNROLL for (int v = 0; v < Count; ++v)
+            factors[v] = load(onto.factor + v * width);
     }
     UNROLL for (int m = 0; m < M; ++m) {
         UNROLL for (int v = 0; v < Count; ++v) {
@@ -96,8 +99,8 @@ void multiply(int64_t rows, Matrix<T> a, const T* panel, int64_t inner, T* out, 
         int64_t end = rows * (tile + 1) / tiles;
         Matrix<T> part = a;
         part.data += done * (order == INNER ? a.stride : 1);
-        multiply_up_to<T, Count, order, most>(
-            (int)(end - done), part, panel, inner, out + done * Count * Lanes<T>::width, onto);
+        multiply_up_to<T, Count, order, most>((int)(end - done), part, panel, inner,
+                                              out + done * Count * Lanes<T>::width, onto);
         done = end;
     }
 }
@@ -126,8 +129,8 @@ void multiply_seen(int64_t rows, Matrix<T> a, const T* weights, int lanes, int64
 
 // Numbers of a block times the weights of a panel.
 template <typename T>
-void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T* weights, int64_t inner,
-                      T* out, Onto<T> onto, bool careful) {
+void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T* weights, int64_t inner, T* out,
+                      Onto<T> onto, bool careful) {
     if (careful) multiply_seen(rows, a, weights, panel.lanes(), inner, out, onto);
     else if (panel.count == 2) multiply<T, 2, OUTER>(rows, a, weights, inner, out, onto);
     else multiply<T, 1, OUTER>(rows, a, weights, inner, out, onto);
@@ -135,8 +138,8 @@ void multiply_weights(const Panel<T>& panel, int64_t rows, Matrix<T> a, const T*
 
 // The products of the rows of a panel and the numbers of a block.
 template <typename T>
-void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size,
-                      T* out, Onto<T> onto = {}) {
+void multiply_rows_of(const Panel<T>& panel, int64_t keys, Matrix<T> a, const T* rows, int64_t size, T* out,
+                      Onto<T> onto = {}) {
     if (panel.count == 2) multiply<T, 2, INNER>(keys, a, rows, size, out, onto);
     else multiply<T, 1, INNER>(keys, a, rows, size, out, onto);
 }

@@ -7,8 +7,12 @@ namespace POLYATTN_UNIT {
 
 // ---- 16-bit numbers ----
 
-struct Half { uint16_t bits; };
-struct Brain { uint16_t bits; };
+struct Half {
+    uint16_t bits;
+};
+struct Brain {
+    uint16_t bits;
+};
 
 template <typename To, typename From> INLINE To bit_cast(From from) { return __builtin_bit_cast(To, from); }
 
@@ -88,9 +92,11 @@ void transpose_rows(const T* const* rows, int lanes, int64_t size, T factor, T* 
         int64_t e = 0;
         for (; e + width <= size; e += width) {
             Vector<T> square[width];
-            UNROLL for (int i = 0; i < width; ++i) square[i] = load(rows[first + i] + e) * factor;
+            UNROLL for (int i = 0; i < width; ++i)
+                square[i] = load(rows[first + i] + e) * factor;
             transpose(square);
-            UNROLL for (int i = 0; i < width; ++i) store<T>(target + (e + i) * lanes, square[i]);
+            UNROLL for (int i = 0; i < width; ++i)
+                store<T>(target + (e + i) * lanes, square[i]);
         }
         for (; e < size; ++e) {
             for (int i = 0; i < width; ++i) target[e * lanes + i] = rows[first + i][e] * factor;
@@ -108,7 +114,8 @@ void write_rows(const T* panel, const T* factor, int lanes, int64_t size, T* con
         int64_t e = 0;
         for (; e + width <= size; e += width) {
             Vector<T> square[width];
-            UNROLL for (int i = 0; i < width; ++i) square[i] = load(source + (e + i) * lanes) * factors;
+            UNROLL for (int i = 0; i < width; ++i)
+                square[i] = load(source + (e + i) * lanes) * factors;
             transpose(square);
             UNROLL for (int i = 0; i < width; ++i) {
                 if (rows[first + i]) store<T>(rows[first + i] + e, square[i]);

@@ -106,9 +106,7 @@ INLINE void multiply_words(Words x, uint32_t number, Words& high, Words& low) {
     __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64((__m256i)x, 32), n);
     high = (Words)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
 #else
-    UNROLL for (size_t i = 0; i < sizeof(Words) / 4; ++i) {
-        high[i] = (uint32_t)((uint64_t)x[i] * number >> 32);
-    }
+    UNROLL for (size_t i = 0; i < sizeof(Words) / 4; ++i) { high[i] = (uint32_t)((uint64_t)x[i] * number >> 32); }
 #endif
 }
 
@@ -193,11 +191,10 @@ void add_bias(const PolyattnArray& bias, int64_t item, const Panel<T>& panel, Ra
         if (bias.column == 1) {
             for (; key + width <= count; key += width) {
                 Vector<T> square[width];
-                UNROLL for (int i = 0; i < width; ++i) square[i] = load(rows[v + i] + key);
+                UNROLL for (int i = 0; i < width; ++i)
+                    square[i] = load(rows[v + i] + key);
                 transpose(square);
-                UNROLL for (int i = 0; i < width; ++i) {
-                    add_bias(scores + (key + i) * lanes + v, square[i]);
-                }
+                UNROLL for (int i = 0; i < width; ++i) { add_bias(scores + (key + i) * lanes + v, square[i]); }
             }
         }
         for (; key < count; ++key) {

@@ -13,8 +13,12 @@
 namespace POLYATTN_UNIT {
 
 template <typename T> struct IntOf;
-template <> struct IntOf<float> { typedef int32_t type; };
-template <> struct IntOf<double> { typedef int64_t type; };
+template <> struct IntOf<float> {
+    typedef int32_t type;
+};
+template <> struct IntOf<double> {
+    typedef int64_t type;
+};
 
 // Vectors of numbers T, one lane for each row, and of integers as wide.
 template <typename T> struct Lanes {
@@ -35,9 +39,7 @@ template <typename T> INLINE Ints<T> load_ints(const typename IntOf<T>::type* p)
 }
 template <typename T> INLINE Vector<T> all(T x) { return x - Vector<T>{}; }
 
-template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vector<T> no) {
-    return where ? yes : no;
-}
+template <typename T> INLINE Vector<T> select(Ints<T> where, Vector<T> yes, Vector<T> no) { return where ? yes : no; }
 template <typename T> INLINE Vector<T> maximum(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
 
 template <typename T> INLINE void prefetch(const T* numbers, int64_t count) {
@@ -50,14 +52,15 @@ template <typename T> constexpr T infinity() { return (T)__builtin_inf(); }
 
 template <int... Lane> struct Sequence {};
 template <int N, int... Lane> struct Count : Count<N - 1, N - 1, Lane...> {};
-template <int... Lane> struct Count<0, Lane...> { typedef Sequence<Lane...> type; };
+template <int... Lane> struct Count<0, Lane...> {
+    typedef Sequence<Lane...> type;
+};
 
 template <int Step, bool High, typename V, int... Lane>
 INLINE V exchange(V a, V b, Sequence<Lane...>) {
     constexpr int width = sizeof...(Lane);
     return __builtin_shufflevector(
-        a, b, (High ? ((Lane & Step) ? width + Lane : Lane + Step)
-                    : ((Lane & Step) ? width + Lane - Step : Lane))...);
+        a, b, (High ? ((Lane & Step) ? width + Lane : Lane + Step) : ((Lane & Step) ? width + Lane - Step : Lane))...);
 }
 
 template <int Step, int Width, typename V> INLINE void transpose_from(V (&rows)[Width]) {

@@ -1,0 +1,88 @@
+"""The compiled kernel's distribution: what is built, how large, and where it cannot be built."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "backends" / "polyattn_native"
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="names of files differ")
+
+
+def run(*command: Any, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600, **more)
+
+
+def test_the_library_is_small_and_shows_its_interface_only() -> None:
+    (library,) = (SOURCE / "polyattn_native").glob("libpolyattn_native.*")
+    assert library.stat().st_size < 512_000
+    shown = run("nm", "--dynamic", "--defined-only", library)
+    if shown.returncode == 0 and sys.platform == "linux":
+        names = {line.split()[-1] for line in shown.stdout.splitlines()}
+        declared = re.findall(r"(polyattn_\w+)\(", (SOURCE / "src/interface.h").read_text())
+        assert names == set(declared)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build the archive of the sources, and the wheel from it."""
+    folder = tmp_path_factory.mktemp("built")
+    done = run(sys.executable, "-m", "build", "--outdir", folder, SOURCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {file.suffix: file for file in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_the_archive_holds_the_sources(built: dict[str, Path]) -> None:
+    with tarfile.open(built[".gz"]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{file.name}" for file in (SOURCE / "src").iterdir()} <= names
+    assert {"CMakeLists.txt", "LICENSE"} <= names
+    assert not [name for name in names if name.endswith((".so", ".dylib", ".o"))]
+
+
+@pytest.mark.slow
+def test_the_wheel_is_for_every_python_and_runs_in_a_clean_environment(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    wheel = built[".whl"]
+    assert "-py3-none-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        tops = {name.partition("/")[0] for name in archive.namelist()}
+    assert tops == {"polyattn_native", "-".join(wheel.name.split("-")[:2]) + ".dist-info"}
+    venv.create(tmp_path / "clean")
+    python = tmp_path / "clean" / "bin" / "python"
+    pip = sys.executable, "-m", "pip", "--python", python, "install", "--quiet"
+    done = run(*pip, "--constraint", ROOT / "constraints.txt", ROOT, wheel)
+    assert done.returncode == 0, done.stderr
+    code = (
+        "import numpy as np, polyattn; x = np.ones((1, 2, 8, 16), 'float32');"
+        "print(polyattn.explain(x, x, x).chosen.kernel, polyattn.attention(x, x, x).sum())"
+    )
+    environment = {**os.environ, "POLYATTN_NATIVE": "1"}
+    done = run(python, "-W", "error", "-c", code, cwd=tmp_path, env=environment)
+    assert done.stdout == "native 256.0\n", done.stderr
+
+
+@pytest.mark.slow
+def test_without_a_compiler_one_sentence_says_what_is_missing(tmp_path: Path) -> None:
+    pip = sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path
+    archive = run(sys.executable, "-m", "build", "--sdist", "--outdir", tmp_path, SOURCE)
+    assert archive.returncode == 0, archive.stderr
+    (sources,) = tmp_path.glob("*.tar.gz")
+    environment = {**os.environ, "CXX": "/nonexistent", "PATH": str(Path(sys.executable).parent)}
+    done = run(*pip, sources, env=environment)
+    assert done.returncode != 0
+    words = " ".join((done.stdout + done.stderr).split())
+    assert "polyattn-native needs a C++20 compiler (g++ 12 or clang 15)" in words, words
