@@ -61,6 +61,10 @@ class Native(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = operands[:3]
+        if not query.dtype.isnative:
+            operands = operands._replace(query=readable(query))
+            output, logsumexp = self(problem, operands, backend)
+            return output.astype(query.dtype), logsumexp
         output = np.empty((*problem.scores[:-1], problem.value_size), query.dtype)
         logsumexp = None
         if "logsumexp" in problem.features:

@@ -14,7 +14,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Indices, Mask, Operands, Problem, Span
-from polyattn_native.arrays import FAR, by_item
+from polyattn_native.arrays import FAR, by_item, offsets_of
 
 
 class Visible(NamedTuple):
@@ -72,11 +72,8 @@ class Ranges:
 
     def _positions(self) -> Any:
         """Return the position of each row, (items or 1, L)."""
-        offset = self.problem.query_offset
-        if offset is None:
-            offset = by_item(np.asarray(self.x.query_offset)[..., 0, 0, 0], self.problem.batch)
-            offset = np.clip(offset.astype(np.int64), -FAR, FAR)
-        return np.reshape(offset, (-1, 1)) + np.arange(self.problem.query_length)
+        rows = np.arange(self.problem.query_length)
+        return offsets_of(self.problem, self.x).reshape(-1, 1) + rows
 
     def _numbers(self, lengths: Any) -> Any:
         if isinstance(lengths, int):
