@@ -234,7 +234,7 @@ def test_a_query_whose_bytes_are_in_another_order() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("options", ["alibi", "table", "band", "causal"])
+@pytest.mark.parametrize("options", ["alibi", "table", "band", "wide", "causal"])
 def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> None:
     rng = np.random.default_rng(9)
     q, k = (rng.standard_normal((2, 2, n, 8)) for n in (5, 7))
@@ -243,6 +243,7 @@ def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> N
         "alibi": {"score_mod": scores.alibi(2)},
         "table": {"score_mod": scores.relative_bias(table, max_distance=16)},
         "band": {"mask": masks.window(3, 2)},
+        "wide": {"window": (2**70, 2**70)},
         "causal": {"is_causal": True},
     }[options]
     results = [

@@ -11,8 +11,9 @@ import numpy as np
 from polyattn.plugin import Operands, Problem
 from polyattn_native.library import CArray
 
-#: A bound of positions and windows whose sums fit into 64 bits.
-FAR = 2**61
+#: Bounds of positions and of windows, which reach from any position to all keys. Their sums fit into
+#: 64 bits.
+FAR, WIDEST = 2**61, 2**62
 
 
 def describe(to: CArray, array: Any, batch: tuple[int, ...], keep: list[Any]) -> None:

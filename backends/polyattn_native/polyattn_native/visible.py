@@ -14,7 +14,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Indices, Mask, Operands, Problem, Span
-from polyattn_native.arrays import FAR, by_item, offsets_of
+from polyattn_native.arrays import WIDEST, by_item, offsets_of
 
 
 class Visible(NamedTuple):
@@ -83,8 +83,8 @@ class Ranges:
     def _band(self, mask: Any) -> None:
         at = self._positions()
         self._narrow(
-            None if mask.left is None else at - min(mask.left, FAR),
-            None if mask.right is None else at + min(mask.right, FAR) + 1,
+            None if mask.left is None else at - min(mask.left, WIDEST),
+            None if mask.right is None else at + min(mask.right, WIDEST) + 1,
         )
 
     def _prefix(self, mask: Any) -> None:
