@@ -11,8 +11,8 @@ import numpy as np
 from polyattn.plugin import Operands, Problem
 from polyattn_native.library import CArray
 
-#: Bounds of positions and of windows, which reach from any position to all keys. Their sums fit into
-#: 64 bits.
+#: Bounds of positions and of windows, which reach from any position to all keys. Their sums fit
+#: into 64 bits.
 FAR, WIDEST = 2**61, 2**62
 
 
