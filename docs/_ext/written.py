@@ -54,8 +54,9 @@ def error_table() -> str:
     for kind, name in raised():
         by[kind].append(f"{{py:func}}`~polyattn.{name}`")
     lines = ["| exception | is also | means | raised by |", "|---|---|---|---|"]
-    for name in errors.__all__:
-        kind = getattr(errors, name)
+    for name, kind in vars(errors).items():
+        if not (inspect.isclass(kind) and issubclass(kind, errors.BackendError)):
+            continue
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
         meaning = inspect.getdoc(kind).partition("\n")[0]
         raisers = ", ".join(by[name]) or "as one of the errors below"

@@ -97,7 +97,7 @@ def test_a_mask_too_large_to_make_goes_to_tiled():
 
 
 def test_a_bias_that_is_trained_is_not_made_as_large_as_the_scores():
-    x, bias = torch.ones(1, 1, 4096, 4), torch.ones(1, 1, 1, 4096)
+    x, bias = torch.ones(1, 16, 2048, 4), torch.ones(1, 1, 1, 2048)
     options = {"bias": bias, "is_causal": True}
     assert explain(x, x, x, **options).chosen.kernel == "sdpa"
     bias.requires_grad_()

@@ -43,7 +43,7 @@ WORDS = {
 #: What only the names of weights and settings show: the same model.
 NAMES = {
     *("title", "defaults", "refused", "activation", "output_bias", "inner_bias"),
-    *("blocks", "maps", "settings", "segments"),
+    *("blocks", "maps", "parts", "settings", "segments"),
 }
 
 

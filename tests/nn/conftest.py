@@ -35,14 +35,15 @@ def made(transformers):
     models = {}
 
     def make(name, settings, kind="AutoModelForCausalLM"):
-        if (name, kind) not in models:
+        key = name, kind, str(settings)
+        if key not in models:
             torch.manual_seed(0)
             config = transformers.AutoConfig.for_model(name.split()[0], **settings)
             config._attn_implementation = "eager"  # with softcaps
             model = getattr(transformers, kind).from_config(config).eval()
             for parameter in model.parameters():
                 torch.nn.init.normal_(parameter, std=0.1)
-            models[name, kind] = model
-        return models[name, kind]
+            models[key] = model
+        return models[key]
 
     return make

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from itertools import pairwise
 from typing import Any
@@ -59,6 +60,18 @@ def is_readable(array: Any) -> bool:
     size = array.itemsize
     whole = not any(stride % size for stride in array.strides) and array.dtype.isnative
     return whole and (array.shape[-1] == 1 or array.strides[-1] == size)
+
+
+#: Where the address of an array's data lies in it: first after the head of a Python object, as
+#: NumPy's own C interface fixes.
+DATA = object.__basicsize__
+
+
+def knows_addresses() -> bool:
+    """Return whether the address of an array's data lies at `DATA`."""
+    array = np.empty(1)
+    at: int | None = ctypes.c_void_p.from_address(id(array) + DATA).value
+    return at == array.ctypes.data
 
 
 def by_item(array: Any, batch: tuple[int, ...]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Operands, Problem, Span, band, thread_count
-from polyattn_native.arrays import WIDEST, describe, offsets_of, readable
+from polyattn_native.arrays import DATA, WIDEST, describe, offsets_of, readable
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, visible
@@ -25,10 +25,15 @@ OF_KEYS = frozenset(
 MADE = 2**22
 
 
-def threads_for(problem: Problem, products: int) -> int:
+NO_MEMORY = "the compiled kernel found no memory for its tiles"
+
+
+def threads_for(problem: Problem, products: int, most: int | None = None) -> int:
     """Return how many threads a call uses that has so many products of two arrays."""
     work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * products // 2
-    return 1 if work < 2 * THREAD_WORK else min(thread_count(), work // THREAD_WORK)
+    if work < 2 * THREAD_WORK:
+        return 1
+    return min(thread_count() if most is None else most, work // THREAD_WORK)
 
 
 class NativeCall:
@@ -189,35 +194,44 @@ def run(function: Any, *arguments: Any) -> None:
     state = ctypes.c_void_p()
     at = ctypes.byref(state)
     try:
-        while (status := function(*arguments, at)) == 1:
-            pass  # Python handles an interrupt here
-    except BaseException:
+        try:
+            while (status := function(*arguments, at)) == 1:
+                pass  # Python handles an interrupt here
+        finally:
+            library().polyattn_cancel(at)
+    finally:
+        # Again: an interrupt may have come before the first. Threads must not write any more when
+        # the arrays go. Once the call is done, this does nothing.
         library().polyattn_cancel(at)
-        raise
     if status:
-        raise MemoryError("the compiled kernel found no memory for its tiles")
+        raise MemoryError(NO_MEMORY)
 
 
-class Again:
-    """Plain calls by their problem and strides, to be run again with other arrays."""
+class Ready:
+    """A plain call that runs again with other arrays of the same kind."""
 
-    MOST = 256
+    def __init__(self, native: NativeCall, output: Any, logsumexp: Any) -> None:
+        # The arrays are others next time; the offsets of their items are the same.
+        native.keep = [array for array in native.keep if array.dtype == np.int64]
+        native.x = None
+        self.problem = native.problem
+        self.shape, self.dtype = output.shape, output.dtype
+        self.of_sums = None if logsumexp is None else (logsumexp.shape, logsumexp.dtype)
+        self._native, self._call = native, native.address
+        self._function = library().polyattn_attend_to
+        self._is_short = threads_for(self.problem, 2, most=2) == 1
 
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[Problem, NativeCall]] = {}
-
-    def find(self, key: Any, problem: Problem) -> NativeCall | None:
-        """Return the call of a key, unless it is another problem's."""
-        found = self._known.get(key)
-        return found[1] if found is not None and found[0] is problem else None
-
-    def add(self, key: Any, problem: Problem, call: NativeCall) -> None:
-        """Keep a call, without its arrays."""
-        if len(self._known) >= self.MOST:
-            self._known.clear()
-        call.keep.clear()
-        call.x = None
-        self._known[key] = problem, call
+    def run(self, query: Any, key: Any, value: Any) -> tuple[Any, Any]:
+        """Return the output and the logsumexp of some arrays."""
+        output = np.empty(self.shape, self.dtype)
+        logsumexp = None if self.of_sums is None else np.empty(*self.of_sums)
+        at = None if logsumexp is None else id(logsumexp) + DATA
+        arrays = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA, at
+        if not self._is_short:
+            run(self._function, self._call, threads_for(self.problem, 2), *arrays)
+        elif self._function(self._call, 1, *arrays, None):
+            raise MemoryError(NO_MEMORY)
+        return output, logsumexp
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

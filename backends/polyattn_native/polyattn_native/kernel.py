@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from polyattn.plugin import (
@@ -15,8 +17,8 @@ from polyattn.plugin import (
     Residuals,
     Tangents,
 )
-from polyattn_native.arrays import is_readable, readable
-from polyattn_native.call import Again, NativeCall, run, threads_for
+from polyattn_native.arrays import is_readable, knows_addresses, readable
+from polyattn_native.call import NativeCall, Ready
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
 
@@ -25,6 +27,8 @@ PLAIN = frozenset({
     "batch_broadcast", "causal", "grouped_heads", "logsumexp", "query_offset", "scale", "softcap",
     "value_size", "window",
 })  # fmt: skip
+# Plain calls that are kept ready to run again, at most.
+MOST_READY = 256 if knows_addresses() else 0
 
 
 class Native(Kernel):
@@ -40,7 +44,8 @@ class Native(Kernel):
     takes_empty = False
 
     def __init__(self) -> None:
-        self._again = Again()
+        # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
+        self._ready: dict[Any, Ready] = {}
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
@@ -61,6 +66,11 @@ class Native(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         query, key, value = operands[:3]
+        kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
+                value.dtype)  # fmt: skip
+        ready = self._ready.get(kind)
+        if ready is not None and ready.problem is problem:
+            return ready.run(query, key, value)
         if not query.dtype.isnative:
             operands = operands._replace(query=readable(query))
             output, logsumexp = self(problem, operands, backend)
@@ -69,21 +79,12 @@ class Native(Kernel):
         logsumexp = None
         if "logsumexp" in problem.features:
             logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
-        arrays = query, key, value, output, logsumexp
-        if not problem.features <= PLAIN:
-            self._prepared(problem, operands, output, logsumexp).run(library().polyattn_attend)
-            return output, logsumexp
-        kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
-                value.dtype, threads_for(problem, 2))  # fmt: skip
-        native = self._again.find(kind, problem)
-        if native is None:
-            native = self._prepared(problem, operands, output, logsumexp)
-            native.run(library().polyattn_attend)
-            if all(map(is_readable, (query, key, value))):
-                self._again.add(kind, problem, native)
-            return output, logsumexp
-        addresses = [None if array is None else array.ctypes.data for array in arrays]
-        run(library().polyattn_attend_to, native.address, *addresses)
+        native = self._prepared(problem, operands, output, logsumexp)
+        native.run(library().polyattn_attend)
+        if MOST_READY and problem.features <= PLAIN and all(map(is_readable, (query, key, value))):
+            if len(self._ready) >= MOST_READY:
+                self._ready.clear()
+            self._ready[kind] = Ready(native, output, logsumexp)
         return output, logsumexp
 
     def _prepared(

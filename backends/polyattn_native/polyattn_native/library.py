@@ -99,7 +99,7 @@ def load(path: Path) -> ctypes.CDLL:
     call, state = POINTER(CCall), POINTER(c_void_p)
     for name in ("attend", "differentiate", "push_forward"):
         getattr(library, f"polyattn_{name}").argtypes = (call, state)
-    library.polyattn_attend_to.argtypes = (call, *(c_void_p,) * 5, state)
+    library.polyattn_attend_to.argtypes = (call, c_int64, *(c_void_p,) * 5, state)
     library.polyattn_cancel.argtypes = (state,)
     library.polyattn_cancel.restype = None
     library.polyattn_instruction_sets.restype = c_char_p

@@ -79,15 +79,21 @@ int polyattn_attend(const PolyattnCall* call, void** state) {
     return run_tasks(*call, units().used.load()->attend[call->dtype == POLYATTN_FLOAT64], *state);
 }
 
-int polyattn_attend_to(const PolyattnCall* call, void* query, void* key, void* value, void* output,
-                       void* logsumexp, void** state) {
+int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
+                       void** output, void** logsumexp, void** state) {
     PolyattnCall other = *call;
-    other.query.data = query;
-    other.key.data = key;
-    other.value.data = value;
-    other.output.data = output;
-    other.logsumexp.data = logsumexp;
-    return polyattn_attend(&other, state);
+    other.threads = (int32_t)threads;
+    other.query.data = *query;
+    other.key.data = *key;
+    other.value.data = *value;
+    other.output.data = *output;
+    other.logsumexp.data = logsumexp ? *logsumexp : nullptr;
+    if (state) return polyattn_attend(&other, state);
+    void* own = nullptr;
+    int status;
+    while ((status = polyattn_attend(&other, &own)) == 1) {
+    }
+    return status;
 }
 
 int polyattn_differentiate(const PolyattnCall* call, void** state) {
