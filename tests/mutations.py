@@ -3,7 +3,8 @@
 The mistakes in the code of outputs are in ``formula_mutations.py``. Those in the code of gradients
 are in ``gradient_mutations.py``, and must fail a case of the suite's gradients or directional
 derivatives. Those that the suite cannot see are in ``other_mutations.py``, each with the test that
-must fail.
+must fail. Those in the compiled kernel are in ``native_mutations.py``, and random calls in C++ must
+find them; without a compiler they are left out.
 
 ``python tests/mutations.py`` plants them in copies of the package, and exits with 1 if one is not
 found, with 2 if one no longer fits the code: a text is not there once, or a name that the mistake
@@ -28,6 +29,7 @@ from typing import NamedTuple
 
 import formula_mutations
 import gradient_mutations
+import native_mutations
 import other_mutations
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +52,7 @@ class Mutation(NamedTuple):
     changes: tuple[tuple[str, str], ...]
     in_gradients: bool = False
     test: str = ""  # the test that finds it, in place of a case
+    in_native: bool = False
 
 
 def rows(mutations, **more):
@@ -63,6 +66,7 @@ def rows(mutations, **more):
 MUTATIONS = (
     *rows(formula_mutations.MUTATIONS),
     *rows(gradient_mutations.MUTATIONS, in_gradients=True),
+    *rows(native_mutations.in_source(), in_native=True),
     *(one for test, *row in other_mutations.MUTATIONS for one in rows([row], test=test)),
 )
 
@@ -83,7 +87,7 @@ def with_mistake(mutation):
             raise ValueError(f"{mutation.name}: {mutation.file} has {text.count(old)} of {old!r}")
         text = text.replace(old, new)
     # A name that does not exist would fail any case, and show nothing.
-    if unknown := unknown_names(text):
+    if not mutation.in_native and (unknown := unknown_names(text)):
         raise ValueError(f"{mutation.name}: {mutation.file} has no {', '.join(sorted(unknown))}")
     return text
 
@@ -119,6 +123,8 @@ def found_by(mutation, hint):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plant(mutation, folder)
+        if mutation.in_native:
+            return native_mutations.wrong_call(folder, ROOT)
         run = run_test if mutation.test else run_cases
         return run(mutation, folder, hint)
 
@@ -171,6 +177,9 @@ def main():
     if wrong := list(outdated(chosen)):
         print(*wrong, sep="\n")
         return 2
+    if not native_mutations.is_possible():
+        print("without the mistakes in the compiled kernel: no compiler for them")
+        chosen = [m for m in chosen if not m.in_native]
     hints = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else {}
     found = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -181,7 +190,11 @@ def main():
     escaped = sum(case is None for case in found.values())
     print(f"{len(chosen) - escaped} of {len(chosen)} mistakes are found")
     known = hints | {name: case for name, case in found.items() if case}
-    ordered = {m.name: known[m.name] for m in MUTATIONS if m.name in known and not m.test}
+    ordered = {
+        m.name: known[m.name]
+        for m in MUTATIONS
+        if m.name in known and not m.test and not m.in_native
+    }
     if ordered != hints:
         FOUND.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return 1 if escaped else 0

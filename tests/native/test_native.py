@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import os
 import random
 import subprocess
@@ -201,6 +202,58 @@ def test_random_tangents_equal_those_of_the_formula(seed: int, isa: str) -> None
     for one, other in ((wanted, found),):
         scale = near * (1 + np.abs(one).max(initial=0))
         np.testing.assert_allclose(other, one, rtol=0, atol=scale)
+
+
+def test_batch_axes_broadcast_around_one_of_length_1() -> None:
+    rng = np.random.default_rng(7)
+    shapes = [(1, 1, 3), (2, 1, 3), (2, 1, 1), (3,), (1, 4, 1), ()]
+    for one, other in itertools.product(shapes, shapes):
+        q, k = (rng.standard_normal((*lead, 2, 3, 4)) for lead in (one, other))
+        wanted = polyattn.attention(q, k, k, kernel="dense")
+        kernel = native.Native()
+        for _ in range(3):  # it keeps what it knows of a call
+            found = polyattn.attention(q, k, k, kernel=kernel)
+            np.testing.assert_allclose(found, wanted, atol=1e-12)
+
+
+def test_a_query_whose_bytes_are_in_another_order() -> None:
+    x = np.random.default_rng(8).standard_normal((2, 5, 4)).astype("float32")
+    swapped = x.astype(x.dtype.newbyteorder())
+    wanted = polyattn.attention_partial(x, x, x, kernel=native.Native())
+    found = polyattn.attention_partial(swapped, x, x, kernel=native.Native())
+    assert found.output.dtype == swapped.dtype
+    np.testing.assert_array_equal(found.output, wanted.output)
+    np.testing.assert_array_equal(found.logsumexp, wanted.logsumexp)
+
+
+@pytest.mark.parametrize(
+    "offset",
+    [
+        2**63 - 1,
+        -(2**70),
+        np.asarray([0, 2**30]),
+        np.asarray([-(2**63), 2**63 - 1]),
+        np.asarray([3, 2**64 - 1], "uint64"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", ["alibi", "table", "band", "wide", "causal"])
+def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> None:
+    rng = np.random.default_rng(9)
+    q, k = (rng.standard_normal((2, 2, n, 8)) for n in (5, 7))
+    table = rng.standard_normal((8, 2))
+    given: dict[str, Any] = {
+        "alibi": {"score_mod": scores.alibi(2)},
+        "table": {"score_mod": scores.relative_bias(table, max_distance=16)},
+        "band": {"mask": masks.window(3, 2)},
+        "wide": {"window": (2**70, 2**70)},
+        "causal": {"is_causal": True},
+    }[options]
+    results = [
+        polyattn.attention(q, k, k, query_offset=offset, kernel=kernel, **given)
+        for kernel in ("dense", native.Native())
+    ]
+    np.testing.assert_allclose(results[1], results[0], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from polyattn.plugin import Operands, Problem
 from polyattn_native.library import CArray
 
-#: A bound of positions and windows whose sums fit into 64 bits.
-FAR = 2**61
+#: Bounds of positions and of windows, which reach from any position to all keys. Their sums fit
+#: into 64 bits.
+FAR, WIDEST = 2**61, 2**62
 
 
 def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) -> None:
@@ -31,12 +34,9 @@ def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) ->
     steps = [0] * (len(batch) - len(steps)) + steps
     to.offsets, to.item = None, 0
     if any(steps):
-        item = steps[-1]
-        whole = all(
-            steps[i] == steps[i + 1] * batch[i + 1] for i in range(len(batch) - 1) if batch[i] > 1
-        )
-        if whole:
-            to.item = item
+        long = [(n, step) for n, step in zip(batch, steps, strict=True) if n > 1]
+        if all(outer == inner * n for (_, outer), (n, inner) in pairwise(long)):
+            to.item = long[-1][1]
         else:
             offsets = np.zeros((), np.int64)
             for n, step in zip(batch, steps, strict=True):
@@ -77,3 +77,13 @@ def knows_addresses() -> bool:
 def by_item(array: Any, batch: tuple[int, ...]) -> Any:
     """Return one number for each flat batch item, from an array of the batch axes."""
     return np.broadcast_to(array, batch).reshape(math.prod(batch))
+
+
+def offsets_of(problem: Problem, x: Operands) -> Any:
+    """Return the position of the first row, of each flat batch item if they differ."""
+    if problem.query_offset is not None:
+        return np.asarray(max(-FAR, min(problem.query_offset, FAR)))
+    offsets = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch)
+    if offsets.dtype.kind == "u":
+        offsets = np.minimum(offsets, np.iinfo(np.int64).max)  # as a signed number
+    return np.clip(offsets.astype(np.int64), -FAR, FAR)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Operands, Problem, Span, band, thread_count
-from polyattn_native.arrays import DATA, FAR, by_item, describe, readable
+from polyattn_native.arrays import DATA, WIDEST, describe, offsets_of, readable
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, visible
@@ -94,11 +94,10 @@ class NativeCall:
         low, high = band(self.problem)
         call = self.call
         call.has_low, call.has_high = low is not None, high is not None
-        call.low = 0 if low is None else max(min(low, FAR), -FAR)
-        call.high = 0 if high is None else max(min(high, FAR), -FAR)
+        call.low = 0 if low is None else max(min(low, WIDEST), -WIDEST)
+        call.high = 0 if high is None else max(min(high, WIDEST), -WIDEST)
         if self.problem.query_offset is None and (call.has_low or call.has_high):
-            offset = by_item(np.asarray(self.x.query_offset)[..., 0, 0, 0], self.problem.batch)
-            positions = np.ascontiguousarray(np.clip(offset.astype(np.int64), -FAR, FAR))
+            positions = np.ascontiguousarray(offsets_of(self.problem, self.x))
             self.keep.append(positions)
             call.positions = positions.ctypes.data
 

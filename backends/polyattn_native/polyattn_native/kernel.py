@@ -71,6 +71,10 @@ class Native(Kernel):
         ready = self._ready.get(kind)
         if ready is not None and ready.problem is problem:
             return ready.run(query, key, value)
+        if not query.dtype.isnative:
+            operands = operands._replace(query=readable(query))
+            output, logsumexp = self(problem, operands, backend)
+            return output.astype(query.dtype), logsumexp
         output = np.empty((*problem.scores[:-1], problem.value_size), query.dtype)
         logsumexp = None
         if "logsumexp" in problem.features:

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from polyattn.plugin import Operands, PointIndices, Problem
-from polyattn_native.arrays import by_item
+from polyattn_native.arrays import offsets_of
 from polyattn_native.visible import kind_of
+
+# Where positions end: farther ones count as this.
+LIMIT = 2**30
 
 
 def parts_of(expression: Any) -> list[Any]:
@@ -45,16 +48,18 @@ def by_distance(problem: Problem, x: Operands, rest: list[Any]) -> tuple[Any, An
     Row i and key j of an item read the number at start + j - i, of the second result, (items,).
     """
     rows, keys, dtype = problem.query_length, problem.key_length, np.dtype(problem.accumulator)
-    offsets: Any = problem.query_offset
-    if offsets is None:
-        offsets = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch)
-    offsets = np.full(math.prod(problem.batch), offsets, np.int64)
-    first = -(rows - 1) - int(offsets.max())
-    away = np.arange(first, keys - int(offsets.min()), dtype=np.int64)
+    offsets = np.full(math.prod(problem.batch), np.clip(offsets_of(problem, x), -LIMIT, LIMIT))
+    first, size = -offsets - (rows - 1), rows + keys - 1  # the first distance of each item
+    if np.ptp(first) < len(first) * size:
+        away = np.arange(first.min(), first.max() + size)
+        starts = first - first.min()
+    else:  # far apart: each item has numbers of its own
+        away = (first[:, None] + np.arange(size)).reshape(-1)
+        starts = np.arange(len(first)) * size
     head = np.arange(problem.heads).reshape(-1, 1, 1)
     zero = np.zeros((1, 1, 1), np.int64)
     at = PointIndices(zero, head, zero, away[None, None, :])
     numbers = np.zeros((problem.heads, 1, len(away)), dtype)
     for part in rest:
         numbers = part.apply(numbers, at)
-    return np.ascontiguousarray(numbers[:, 0, :], dtype), -offsets - first
+    return np.ascontiguousarray(numbers[:, 0, :], dtype), starts + (rows - 1)

@@ -14,7 +14,7 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 from polyattn.plugin import Expression, Indices, Mask, Operands, Problem, Span
-from polyattn_native.arrays import FAR, by_item
+from polyattn_native.arrays import WIDEST, by_item, offsets_of
 
 
 class Visible(NamedTuple):
@@ -71,11 +71,8 @@ class Ranges:
 
     def _positions(self) -> Any:
         """Return the position of each row, (items or 1, L)."""
-        offset = self.problem.query_offset
-        if offset is None:
-            offset = by_item(np.asarray(self.x.query_offset)[..., 0, 0, 0], self.problem.batch)
-            offset = np.clip(offset.astype(np.int64), -FAR, FAR)
-        return np.reshape(offset, (-1, 1)) + np.arange(self.problem.query_length)
+        rows = np.arange(self.problem.query_length)
+        return offsets_of(self.problem, self.x).reshape(-1, 1) + rows
 
     def _numbers(self, lengths: Any) -> Any:
         if isinstance(lengths, int):
@@ -85,8 +82,8 @@ class Ranges:
     def _by_window(self, mask: Any) -> None:
         at = self._positions()
         self._narrow(
-            None if mask.left is None else at - min(mask.left, FAR),
-            None if mask.right is None else at + min(mask.right, FAR) + 1,
+            None if mask.left is None else at - min(mask.left, WIDEST),
+            None if mask.right is None else at + min(mask.right, WIDEST) + 1,
         )
 
     def _by_prefix(self, mask: Any) -> None:

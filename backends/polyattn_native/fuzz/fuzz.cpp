@@ -1,0 +1,511 @@
+// Random calls of the C interface against the formula in double: `fuzz SEED COUNT [SET]`.
+//
+// The seeds of the calls are SEED to SEED + COUNT - 1. It prints the seed of the first wrong call,
+// and then exits with 1. Without the name of an instruction set, each call takes one of all.
+#include <stdio.h>
+
+#include <string>
+
+#include "arrays.h"
+
+namespace {
+
+enum Function { ATTEND, DIFFERENTIATE, PUSH_FORWARD };
+
+// ---- the call ----
+
+struct Case {
+    Random random;
+    Function function;
+    PolyattnCall call = {};
+    Kind kind, sums;  // of the inputs, of the scores
+    Array query, key, value, output, logsumexp, first, stop, mask, bias[2], sinks;
+    Array output_gradient, logsumexp_gradient, query_gradient, key_gradient, value_gradient, delta, softcap_gradient;
+    Array query_tangent, key_tangent, value_tangent, bias_tangent, sinks_tangent, output_tangent, logsumexp_tangent;
+    std::vector<int64_t> positions;
+
+    explicit Case(uint64_t seed) : random{seed} {
+        function = random.one_of({ATTEND, ATTEND, DIFFERENTIATE, PUSH_FORWARD});
+        kind = random.one_of({FLOAT32, FLOAT32, FLOAT64, FLOAT16, BFLOAT16});
+        sums = kind == FLOAT64 ? FLOAT64 : FLOAT32;
+        const int64_t size = random.one_of<int64_t>({8, 8, 40, 40, 300});
+        call.items = random.between(1, 3);
+        call.key_heads = random.between(1, 3);
+        call.heads = call.key_heads * random.one_of<int64_t>({1, 1, 2, 3, 4, 8});
+        call.rows = random.between(1, size);
+        call.keys = random.between(1, size);
+        call.head_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
+        call.value_size = random.between(1, random.one_of<int64_t>({8, 72, 300}));
+        if (size > 40) call.items = 1, call.heads = call.key_heads = random.between(1, 2);
+        call.dtype = kind;
+        call.scale = random.one_of({1.0, 0.3, -0.2}) / sqrt((double)call.head_size);
+        if (function == ATTEND && random.chance(0.1)) call.scale *= 1000;
+        call.keep = 1;
+        add_inputs();
+        add_masks();
+        add_options();
+        if (function == DIFFERENTIATE) add_gradients();
+        if (function == PUSH_FORWARD) add_tangents();
+    }
+
+    Array made(PolyattnArray& view, Kind of, std::vector<int64_t> shape, bool any_column = false) {
+        Array array(random, of, std::move(shape), any_column);
+        array.fill([&] { return random.normal(); });
+        view = array.view;
+        return array;
+    }
+    // The shape with some axes of length 1.
+    std::vector<int64_t> some(std::vector<int64_t> shape) {
+        for (int64_t& n : shape) n = random.chance(0.4) ? 1 : n;
+        return shape;
+    }
+    std::vector<int64_t> by_row() const { return {call.items, call.heads, call.rows, 1}; }
+    std::vector<int64_t> of_query() const { return {call.items, call.heads, call.rows, call.head_size}; }
+    std::vector<int64_t> of_key() const { return {call.items, call.key_heads, call.keys, call.head_size}; }
+    std::vector<int64_t> of_value() const { return {call.items, call.key_heads, call.keys, call.value_size}; }
+    std::vector<int64_t> of_output() const { return {call.items, call.heads, call.rows, call.value_size}; }
+    std::vector<int64_t> of_scores() const { return {call.items, call.heads, call.rows, call.keys}; }
+
+    std::vector<int64_t> with_items(std::vector<int64_t> shape) {
+        if (random.chance(0.15)) shape[0] = 1;
+        if (random.chance(0.05)) shape[1] = 1;
+        return shape;
+    }
+
+    void add_inputs() {
+        query = made(call.query, kind, with_items(of_query()));
+        key = made(call.key, kind, with_items(of_key()));
+        value = made(call.value, kind, with_items(of_value()));
+        output = made(call.output, function == ATTEND ? kind : sums, of_output());
+        if (function != ATTEND || random.chance(0.7)) logsumexp = made(call.logsumexp, sums, by_row());
+        // What is not finite, often where no row sees it.
+        while (random.chance(0.2)) poison(random.chance(0.5) ? key : value, NAN);
+        while (function == ATTEND && random.chance(0.1)) poison(value, random.one_of<double>({INFINITY, -INFINITY}));
+        while (random.chance(0.05)) poison(query, NAN);
+    }
+    void poison(Array& array, double number) {
+        int64_t at[4];
+        for (size_t i = 0; i < 4; ++i) at[i] = random.between(0, array.shape()[i] - 1);
+        array.set(at[0], at[1], at[2], at[3], number);
+    }
+
+    void add_masks() {
+        const int64_t far = (int64_t)1 << 61;
+        if (random.chance(0.4)) call.has_high = 1, call.high = random.one_of<int64_t>({0, 0, call.keys - call.rows, random.between(-9, 9), far, -far});
+        if (random.chance(0.3)) call.has_low = 1, call.low = random.one_of<int64_t>({0, -20, random.between(-99, 9), far, -far});
+        if (random.chance(0.3)) {
+            for (int64_t i = 0; i < call.items; ++i) {
+                positions.push_back(random.one_of<int64_t>({random.between(-5, call.keys), random.between(-5, call.keys), far, -far}));
+            }
+            call.positions = positions.data();
+        }
+        const std::vector<int64_t> by_head = some(by_row());
+        if (random.chance(0.25)) {
+            first = made(call.first, INT32, by_head);
+            first.fill([&] { return (double)random.between(0, call.keys); });
+            call.first = first.view;
+        }
+        if (random.chance(0.25)) {
+            stop = made(call.stop, INT32, by_head);
+            stop.fill([&] { return (double)random.between(0, call.keys); });
+        }
+        if (random.chance(0.3)) {
+            mask = made(call.mask, UINT8, some(of_scores()), true);
+            const double part = random.one_of({0.0, 0.1, 0.5, 0.9, 1.0});
+            mask.fill([&] { return random.chance(part) ? 1.0 : 0.0; });
+            if (random.chance(0.3)) {  // all of some columns
+                const std::vector<int64_t> s = mask.shape();
+                mask.each([&](int64_t i, int64_t h, int64_t r, int64_t c) {
+                    if (c % 7 < 3 && s[3] > 1) mask.set(i, h, r, c, c % 7 == 0);
+                });
+            }
+        }
+    }
+
+    void add_options() {
+        if (random.chance(0.25)) call.softcap = random.one_of({0.7, 20.0});
+        for (int n = 0; n < 2; ++n) {
+            if (!random.chance(0.25)) continue;
+            bias[n] = made(call.bias[n], sums, some(of_scores()), true);
+            const double part = random.one_of({0.0, 0.0, 0.2, 1.0});
+            bias[n].fill([&] { return random.chance(part) ? -INFINITY : random.normal(); });
+        }
+        if (random.chance(0.25)) {
+            PolyattnArray view;
+            sinks = made(view, sums, {1, 1, 1, call.heads});
+            if (function == ATTEND && random.chance(0.2)) poison(sinks, random.one_of({-(double)INFINITY, 1e4}));
+            call.sinks = sinks.view.data;
+        }
+        if (random.chance(0.25)) {
+            const double rate = random.one_of({0.3, 0.9, 0.999});
+            call.has_dropout = 1;
+            call.keep = 1 - rate;
+            call.threshold = (uint32_t)(rate * 0x1p32);
+            call.seed_low = (uint32_t)random.next(), call.seed_high = (uint32_t)random.next();
+            for (uint32_t& start : call.start) start = (uint32_t)random.one_of<int64_t>({0, 1, random.between(0, 99), 0xffffffff, 0xfffffff0});
+        }
+    }
+
+    void add_gradients();
+    void add_tangents();
+
+    // The arrays that the call writes.
+    std::vector<Array> written() const {
+        if (function == ATTEND) return {output, logsumexp};
+        if (function == PUSH_FORWARD) return {output_tangent, logsumexp_tangent};
+        return {query_gradient, key_gradient, value_gradient, delta, softcap_gradient};
+    }
+};
+
+// ---- the formula ----
+
+uint32_t philox(const PolyattnCall& call, int64_t item, int64_t head, int64_t row, int64_t key) {
+    const uint64_t at = (uint64_t)key + call.start[3];
+    uint32_t a = (uint32_t)(at / 4), b = (uint32_t)row + call.start[2], c = (uint32_t)head + call.start[1];
+    uint32_t d = (uint32_t)item + call.start[0], low = call.seed_low, high = call.seed_high;
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t x = (uint64_t)a * 0xD2511F53, y = (uint64_t)c * 0xCD9E8D57;
+        a = (uint32_t)(y >> 32) ^ b ^ low;
+        c = (uint32_t)(x >> 32) ^ d ^ high;
+        b = (uint32_t)y;
+        d = (uint32_t)x;
+        low += 0x9E3779B9;
+        high += 0xBB67AE85;
+    }
+    const uint32_t words[4] = {a, b, c, d};
+    return words[at % 4];
+}
+
+// A row of the scores, and what follows from them.
+struct Row {
+    const Case& x;
+    const PolyattnCall& call;
+    int64_t item, head, row, key_head;
+    std::vector<int64_t> seen;
+    std::vector<double> score, raw, bounded, kept;  // of the keys that are seen
+    double top = -INFINITY, logsumexp, largest = 0;
+
+    Row(const Case& c, int64_t i, int64_t h, int64_t r)
+        : x(c), call(c.call), item(i), head(h), row(r), key_head(h / (c.call.heads / c.call.key_heads)) {
+        for (int64_t key = 0; key < call.keys; ++key) {
+            if (sees(key)) add(key);
+        }
+        if (x.sinks) top = std::max(top, sink());
+        double total = x.sinks && top != -INFINITY ? exp(sink() - top) : 0;
+        for (double s : score) total += exp(s - top);
+        for (double s : score) top = s != s ? s : top;
+        logsumexp = total == 0 ? -INFINITY : top + log(total);
+    }
+    double sink() const { return x.sinks(0, 0, 0, head); }
+
+    bool sees(int64_t key) const {
+        const int64_t p = row + (call.positions ? call.positions[item] : 0);
+        if (call.has_low && key < p + call.low) return false;
+        if (call.has_high && key > p + call.high) return false;
+        if (x.first && key < x.first(item, head, row, 0)) return false;
+        if (x.stop && key >= x.stop(item, head, row, 0)) return false;
+        if (x.mask && x.mask(item, head, row, key) == 0) return false;
+        for (const Array& bias : x.bias) {
+            if (bias && bias(item, head, row, key) == -INFINITY) return false;
+        }
+        return true;
+    }
+    void add(int64_t key) {
+        double s = 0, sum = 0;
+        for (int64_t d = 0; d < call.head_size; ++d) {
+            const double product = x.query(item, head, row, d) * x.key(item, key_head, key, d) * call.scale;
+            s += product;
+            sum += fabs(product);
+        }
+        if (sum > largest) largest = sum;
+        raw.push_back(s);
+        bounded.push_back(call.softcap != 0 ? tanh(s / call.softcap) : 0);
+        if (call.softcap != 0) s = call.softcap * bounded.back();
+        for (const Array& bias : x.bias) {
+            if (bias) s += bias(item, head, row, key);
+        }
+        seen.push_back(key);
+        score.push_back(s);
+        kept.push_back(call.has_dropout && philox(call, item, head, row, key) < call.threshold ? 0 : 1 / call.keep);
+        top = std::max(top, s);
+    }
+    double value(size_t n, int64_t e) const { return x.value(item, key_head, seen[n], e); }
+    double slope(size_t n) const { return call.softcap != 0 ? 1 - bounded[n] * bounded[n] : 1; }
+};
+
+// An expected array, as far as the call sums it up.
+struct Expected {
+    Array array;
+    std::vector<double> numbers;
+
+    explicit Expected(const Array& a) : array(a) {
+        if (a) numbers.resize((size_t)(a.shape()[0] * a.shape()[1] * a.shape()[2] * a.shape()[3]));
+    }
+    double& operator()(int64_t i, int64_t h, int64_t r, int64_t c) {
+        const std::vector<int64_t>& n = array.shape();
+        return numbers[(size_t)(((i * n[1] + h) * n[2] + r) * n[3] + c)];
+    }
+};
+
+template <typename F> void each_row(const Case& x, F function) {
+    for (int64_t item = 0; item < x.call.items; ++item)
+        for (int64_t head = 0; head < x.call.heads; ++head)
+            for (int64_t row = 0; row < x.call.rows; ++row) {
+                Row r(x, item, head, row);
+                function(r);
+            }
+}
+
+void attend(const Case& x, std::vector<Expected>& to, double& largest) {
+    each_row(x, [&](Row& r) {
+        largest = std::max(largest, r.largest);
+        if (x.logsumexp) to[1](r.item, r.head, r.row, 0) = r.logsumexp;
+        for (int64_t e = 0; e < x.call.value_size; ++e) {
+            double sum = 0;
+            for (size_t n = 0; n < r.seen.size(); ++n) sum += exp(r.score[n] - r.logsumexp) * r.kept[n] * r.value(n, e);
+            to[0](r.item, r.head, r.row, e) = sum;
+        }
+    });
+}
+
+// What a derivative gets: the output and a logsumexp that may be of more keys.
+void add_results(Case& x) {
+    each_row(x, [&](Row& r) {
+        const double more = x.random.chance(0.1) ? fabs(x.random.normal()) : 0;
+        x.logsumexp.set(r.item, r.head, r.row, 0, r.logsumexp + more);
+    });
+}
+
+void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
+    const PolyattnCall& call = x.call;
+    Expected &query = to[0], &key = to[1], &value = to[2];
+    if (call.adds) {
+        for (Expected* sums : {&key, &value}) {
+            sums->array.each([&](int64_t i, int64_t h, int64_t r, int64_t c) { (*sums)(i, h, r, c) = sums->array(i, h, r, c); });
+        }
+    }
+    each_row(x, [&](Row& r) {
+        largest = std::max(largest, r.largest);
+        const double logsumexp = x.logsumexp(r.item, r.head, r.row, 0);
+        if (logsumexp == -INFINITY) return;
+        double delta = x.logsumexp_gradient ? -x.logsumexp_gradient(r.item, r.head, r.row, 0) : 0, of_cap = 0;
+        for (int64_t e = 0; e < call.value_size; ++e) {
+            delta += x.output_gradient(r.item, r.head, r.row, e) * x.output(r.item, r.head, r.row, e);
+        }
+        for (size_t n = 0; n < r.seen.size(); ++n) {
+            const double weight = exp(r.score[n] - logsumexp);
+            double product = 0;
+            for (int64_t e = 0; e < call.value_size; ++e) {
+                const double g = x.output_gradient(r.item, r.head, r.row, e);
+                product += g * r.value(n, e);
+                value(r.item, r.key_head, r.seen[n], e) += weight * r.kept[n] * g;
+            }
+            double share = weight * ((r.kept[n] == 0 ? 0 : r.kept[n] * product) - delta);
+            if (call.softcap != 0) of_cap += share * (r.bounded[n] - r.raw[n] / call.softcap * r.slope(n));
+            share *= r.slope(n) * call.scale;
+            for (int64_t d = 0; d < call.head_size; ++d) {
+                query(r.item, r.head, r.row, d) += share * x.key(r.item, r.key_head, r.seen[n], d);
+                key(r.item, r.key_head, r.seen[n], d) += share * x.query(r.item, r.head, r.row, d);
+            }
+        }
+        to[3](r.item, r.head, r.row, 0) = delta;
+        if (x.softcap_gradient) to[4](r.item, r.head, r.row, 0) = of_cap;
+    });
+}
+
+void push_forward(const Case& x, std::vector<Expected>& to, double& largest) {
+    const PolyattnCall& call = x.call;
+    each_row(x, [&](Row& r) {
+        largest = std::max(largest, r.largest);
+        const double logsumexp = x.logsumexp(r.item, r.head, r.row, 0);
+        if (logsumexp == -INFINITY) return;
+        std::vector<double> sums((size_t)call.value_size);
+        double of_logsumexp = 0;
+        for (size_t n = 0; n < r.seen.size(); ++n) {
+            double t = 0;
+            for (int64_t d = 0; d < call.head_size; ++d) {
+                if (x.query_tangent) t += x.query_tangent(r.item, r.head, r.row, d) * x.key(r.item, r.key_head, r.seen[n], d);
+                if (x.key_tangent) t += x.key_tangent(r.item, r.key_head, r.seen[n], d) * x.query(r.item, r.head, r.row, d);
+            }
+            t *= call.scale * r.slope(n);
+            if (x.bias_tangent) t += x.bias_tangent(r.item, r.head, r.row, r.seen[n]);
+            const double weight = exp(r.score[n] - logsumexp);
+            of_logsumexp += weight * t;
+            for (int64_t e = 0; e < call.value_size; ++e) {
+                double more = t * r.value(n, e);
+                if (x.value_tangent) more += x.value_tangent(r.item, r.key_head, r.seen[n], e);
+                sums[(size_t)e] += weight * r.kept[n] * more;
+            }
+        }
+        if (x.sinks_tangent) of_logsumexp += exp(r.sink() - logsumexp) * x.sinks_tangent(0, 0, 0, r.head);
+        to[1](r.item, r.head, r.row, 0) = of_logsumexp;
+        for (int64_t e = 0; e < call.value_size; ++e) {
+            to[0](r.item, r.head, r.row, e) = sums[(size_t)e] - of_logsumexp * x.output(r.item, r.head, r.row, e);
+        }
+    });
+}
+
+void Case::add_gradients() {
+    add_results(*this);
+    output_gradient = made(call.output_gradient, sums, with_items(of_output()));
+    if (random.chance(0.5)) logsumexp_gradient = made(call.logsumexp_gradient, sums, by_row());
+    query_gradient = made(call.query_gradient, sums, of_query());
+    key_gradient = made(call.key_gradient, sums, of_key());
+    value_gradient = made(call.value_gradient, sums, of_value());
+    delta = made(call.delta, sums, by_row());
+    if (call.softcap != 0) softcap_gradient = made(call.softcap_gradient, sums, by_row());
+    call.adds = random.chance(0.3);
+}
+
+void Case::add_tangents() {
+    add_results(*this);
+    if (random.chance(0.7)) query_tangent = made(call.query_tangent, sums, with_items(of_query()));
+    if (random.chance(0.7)) key_tangent = made(call.key_tangent, sums, with_items(of_key()));
+    if (random.chance(0.7)) value_tangent = made(call.value_tangent, sums, with_items(of_value()));
+    if (random.chance(0.3)) bias_tangent = made(call.bias_tangent, sums, some(of_scores()), true);
+    if (call.sinks && random.chance(0.7)) {
+        PolyattnArray view;
+        sinks_tangent = made(view, sums, {1, 1, 1, call.heads});
+        call.sinks_tangent = sinks_tangent.view.data;
+    }
+    output_tangent = made(call.output_tangent, sums, of_output());
+    logsumexp_tangent = made(call.logsumexp_tangent, sums, by_row());
+}
+
+// ---- the comparison ----
+
+int compute(Case& x, const PolyattnCall& call, void** state) {
+    if (x.function == DIFFERENTIATE) return polyattn_differentiate(&call, state);
+    if (x.function == PUSH_FORWARD) return polyattn_push_forward(&call, state);
+    if (call.threads % 2) return polyattn_attend(&call, state);
+    PolyattnCall other = call;
+    void *to[] = {call.query.data, call.key.data, call.value.data, call.output.data, call.logsumexp.data};
+    other.query.data = other.key.data = other.value.data = other.output.data = other.logsumexp.data = nullptr;
+    return polyattn_attend_to(&other, call.threads, &to[0], &to[1], &to[2], &to[3], to[4] ? &to[4] : nullptr,
+                              call.threads == 2 ? state : nullptr);
+}
+
+bool is_near(double found, double wanted, double tolerance, bool drops, bool is_exact) {
+    // A weight that dropout leaves out may hide a NaN or not.
+    if (drops && wanted != wanted) return true;
+    if (wanted - wanted != 0 || found - found != 0) {  // not finite
+        if (is_exact) return found == wanted || (found != found && wanted != wanted);
+        return wanted - wanted != 0 && found - found != 0;
+    }
+    return fabs(found - wanted) <= tolerance;
+}
+
+bool compare(Expected& expected, double tolerance, bool drops, const char* name, uint64_t seed) {
+    double largest = 1;
+    for (double number : expected.numbers) {
+        if (fabs(number) > largest && fabs(number) < INFINITY) largest = fabs(number);
+    }
+    bool same = true;
+    // -inf of a row that sees no key.
+    const bool is_exact = strcmp(name, "logsumexp") == 0;
+    expected.array.each([&](int64_t i, int64_t h, int64_t r, int64_t c) {
+        const double found = expected.array(i, h, r, c), wanted = expected(i, h, r, c);
+        if (!same || is_near(found, wanted, tolerance * largest, drops, is_exact)) return;
+        same = false;
+        printf("seed %llu: %s[%lld, %lld, %lld, %lld] is %.9g, not %.9g\n", (unsigned long long)seed, name,
+               (long long)i, (long long)h, (long long)r, (long long)c, found, wanted);
+    });
+    return same;
+}
+
+// Whether a random call is right on one thread, and has the same bits on more.
+bool is_right(uint64_t seed) {
+    static const char* const names[3][5] = {
+        {"output", "logsumexp"},
+        {"query's gradient", "key's gradient", "value's gradient", "delta", "softcap's gradient"},
+        {"output's tangent", "logsumexp's tangent"}};
+    Case x(seed);
+    std::vector<Array> written = x.written();
+    std::vector<Expected> expected(written.begin(), written.end());
+    double largest = 1;
+    (x.function == ATTEND ? attend : x.function == DIFFERENTIATE ? differentiate : push_forward)(x, expected, largest);
+    std::vector<std::vector<char>> before, bits[2];
+    for (const Array& array : written) before.push_back(array ? array.bytes() : std::vector<char>());
+    for (int run = 0; run < 2; ++run) {
+        for (size_t n = 0; n < written.size(); ++n) {
+            if (written[n]) written[n].restore(before[n]);
+        }
+        PolyattnCall call = x.call;
+        call.threads = run ? (int32_t)x.random.between(2, 4) : 1;
+        void* state = nullptr;
+        int status;
+        while ((status = compute(x, call, &state)) == 1) {
+        }
+        if (status != 0 || state) return printf("seed %llu: status %d\n", (unsigned long long)seed, status), false;
+        for (const Array& array : written) bits[run].push_back(array ? array.bytes() : std::vector<char>());
+    }
+    for (size_t n = 0; n < written.size(); ++n) {
+        if (!written[n]) continue;
+        const char* name = names[x.function][n];
+        double tolerance = (x.sums == FLOAT32 ? 2e-6 : 1e-14) * (x.function == ATTEND ? 2 : 20) * (1 + largest);
+        if (x.function == ATTEND && n == 0) tolerance += x.kind == FLOAT16 ? 5.5e-4 : x.kind == BFLOAT16 ? 2.2e-3 : 0;
+        if (!compare(expected[n], tolerance, x.call.has_dropout, name, seed)) return false;
+        if (bits[0][n] != bits[1][n]) return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
+        if (!written[n].keeps_gaps(before[n])) return printf("seed %llu: written beside %s\n", (unsigned long long)seed, name), false;
+    }
+    return true;
+}
+
+// ---- calls that last ----
+
+// Whether a call of some thousand rows may be ended in the middle, and is right if it is not.
+bool ends(uint64_t seed, Function function) {
+    const int64_t n = 4000, size = 32;
+    std::vector<float> ones((size_t)(n * size), 1), by_row((size_t)n, logf((float)n)), results[5];
+    PolyattnCall call = {};
+    call.items = call.heads = call.key_heads = 1;
+    call.rows = call.keys = n;
+    call.head_size = call.value_size = size;
+    call.threads = 1 + (int)(seed % 3);
+    call.keep = 1;
+    for (PolyattnArray* array : {&call.query, &call.key, &call.value, &call.output_gradient, &call.query_tangent}) {
+        *array = {ones.data(), nullptr, 0, 0, size, 1};
+    }
+    PolyattnArray* const large[] = {&call.output, &call.query_gradient, &call.key_gradient, &call.value_gradient, &call.output_tangent};
+    for (int i = 0; i < 5; ++i) {
+        results[i].resize((size_t)(n * size), 1);
+        *large[i] = {results[i].data(), nullptr, 0, 0, size, 1};
+    }
+    std::vector<float> written((size_t)n), delta((size_t)n);
+    call.logsumexp = {by_row.data(), nullptr, 0, 0, 1, 1};
+    call.delta = {delta.data(), nullptr, 0, 0, 1, 1};
+    call.logsumexp_tangent = {written.data(), nullptr, 0, 0, 1, 1};
+    auto* run = function == ATTEND ? polyattn_attend : function == DIFFERENTIATE ? polyattn_differentiate : polyattn_push_forward;
+    for (int64_t steps = (int64_t)(seed / 8 % 4);; --steps) {
+        static void* state;
+        const int status = run(&call, &state);
+        if (status == 0) break;
+        if (status < 0) return false;
+        if (steps > 0) continue;
+        polyattn_cancel(&state);
+        return !state;
+    }
+    for (float x : results[0]) {
+        if (fabsf(x - 1) > 1e-5f) return printf("seed %llu: a long call\n", (unsigned long long)seed), false;
+    }
+    return true;
+}
+
+}  // namespace
+
+int main(int count_of_words, char** words) {
+    const uint64_t seed = count_of_words > 1 ? strtoull(words[1], nullptr, 10) : 0;
+    const uint64_t count = count_of_words > 2 ? strtoull(words[2], nullptr, 10) : 1000;
+    std::vector<std::string> sets;
+    const std::string known = std::string(polyattn_instruction_sets()) + " ";
+    for (size_t at = 0, end; (end = known.find(' ', at)) != std::string::npos; at = end + 1) sets.push_back(known.substr(at, end - at));
+    if (count_of_words > 3) sets = {words[3]};
+    for (uint64_t n = seed; n < seed + count; ++n) {
+        const std::string& set = sets[(size_t)(n % sets.size())];
+        if (!polyattn_use(set.c_str())) return printf("%s is not known here\n", set.c_str()), 2;
+        const bool right = n % 97 == 96 ? ends(n, (Function)(n / 97 % 3)) : is_right(n);
+        if (!right) return printf("%s: seed %llu is wrong\n", set.c_str(), (unsigned long long)n), 1;
+    }
+    printf("%llu calls by %sare right\n", (unsigned long long)count, known.c_str());
+    return 0;
+}

@@ -1,0 +1,163 @@
+"""Mistakes in the compiled kernel, for ``mutations.py``: random calls in C++ must find each.
+
+Each is a name, a file of its source, texts and what replaces them. The unit of one instruction set
+is compiled without optimization, in 2 s, and linked with what is the same for all.
+"""
+
+import atexit
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from threading import Lock
+
+NATIVE = "backends/polyattn_native"
+COMPILER = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++20", "-fno-rtti", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+UNIT = ["-O0", "-Wno-psabi", "-DPOLYATTN_UNIT=sse2", "-DPOLYATTN_BYTES=16"]
+#: The other instruction sets of the interface, which stand for the one that is compiled.
+OTHERS = [f"-Wl,--defsym,_ZN{name}4unitE=_ZN4sse24unitE" for name in ("4avx2", "6avx512")]
+CALLS = 3000
+lock = Lock()
+
+MUTATIONS = (
+    # the keys that a row sees
+    ("native: causal one key short", "panel.h",
+     "clamp(position + call.high + 1, 0, call.keys)", "clamp(position + call.high, 0, call.keys)"),
+    ("native: a window one key short", "panel.h",
+     "clamp(position + call.low, 0, call.keys)", "clamp(position + call.low + 1, 0, call.keys)"),
+    ("native: the positions of items forgotten", "panel.h",
+     "row + (call.positions ? call.positions[item] : 0)", "row"),
+    ("native: the wider of two first keys", "panel.h",
+     "most(keys.first, *at<int32_t>", "least(keys.first, *at<int32_t>"),
+    ("native: the wider of two last keys", "panel.h",
+     "least(keys.stop, *at<int32_t>", "most(keys.stop, *at<int32_t>"),
+    ("native: heads by turns", "panel.h",
+     "head[lane] = key_head * group + r % group;",
+     "head[lane] = key_head + r % group * call.key_heads;"),
+    ("native: places of items forgotten", "panel.h",
+     "x.offsets ? x.offsets[item] : item * x.item", "item * x.item"),
+    ("native: the key after the last", "scores.h", "(at < stop)", "(at <= stop)"),
+    ("native: a square of a mask not turned", "scores.h", "rows[i + step] ^= moved;", ""),
+    ("native: the column stride of a mask", "scores.h",
+     "rows[lane][key * mask.column]", "rows[lane][key]"),
+    ("native: a mask taken for one without effect", "scores.h",
+     "all = all == 0x0101010101010101;", "all = 1;"),
+    # scores
+    ("native: -inf in a bias added", "scores.h",
+     "select<T>(bias == -infinity<T>(), all<T>(-infinity<T>()), sum)", "sum"),
+    ("native: the column stride of a bias", "scores.h",
+     "rows[0][i / lanes * bias.column]", "rows[0][i / lanes]"),
+    ("native: words of dropout backwards", "scores.h",
+     "block * 4 + word - shift", "block * 4 + 3 - word - shift"),
+    ("native: the first head of dropout", "scores.h",
+     "panel.head[first + lane] + call.start[1]", "panel.head[first + lane]"),
+    ("native: a tanh that ends too early", "vectors.h",
+     "sizeof(T) == 4 ? 10 : 20", "sizeof(T) == 4 ? 2 : 20"),
+    ("native: a term of exp", "vectors.h", "q = q * f + 1.01780860092397e-07;", "q = q * f;"),
+    # softmax and output
+    ("native: the output not scaled to a new maximum", "forward.h",
+     "store<T>(factor + v * width, f);", "store<T>(factor + v * width, all<T>(1));"),
+    ("native: the total not scaled to a new maximum", "forward.h",
+     "load(panel.total + v * width) * f", "load(panel.total + v * width)"),
+    ("native: no mark of hidden keys", "forward.h", "careful ? (T)-0.0 : (T)0", "(T)0"),
+    ("native: keys that a mask hides not counted as hidden", "forward.h",
+     "return !inside || !all_set ||", "return !inside ||"),
+    ("native: a row that sees no key yet", "forward.h",
+     "top[v] = select<T>(top[v] == -infinity<T>(), Vector<T>{}, top[v]);", ""),
+    ("native: a sink without weight", "forward.h",
+     "total * scaled + exponential(sink - both)", "total * scaled"),
+    ("native: the output not scaled to a sink", "forward.h",
+     "scaled = top == -infinity<T>() ? 0 : exponential(top - both);", ""),
+    ("native: weights that dropout keeps", "forward.h",
+     "scaled / (total * (T)call.keep)", "scaled / total"),
+    # arrays
+    ("native: the last number of a row", "rows.h",
+     "n < count; ++n) row[e + n]", "n < count - 1; ++n) row[e + n]"),
+    ("native: numbers written behind a row", "rows.h", "if (count == width) {", "if (count) {"),
+    ("native: a float16 cut off", "rows.h",
+     "(rest - 0x38000000 + 0xfff + odd) >> 13", "(rest - 0x38000000) >> 13"),
+    ("native: all is finite", "rows.h", "return sum == 0;", "return sum == sum || sum != sum;"),
+    ("native: the next tile", "products.h",
+     "done * (order == INNER ? a.stride : 1)", "done * a.stride"),
+    ("native: a hidden number added", "products.h",
+     "select<T>((Ints<T>)weight == sign, sum, more)", "more"),
+    # gradients
+    ("native: delta without the logsumexp's gradient", "backward.h",
+     "if (call.logsumexp_gradient.data) d -=", "if (false) d -="),
+    ("native: the slope of a softcap", "backward.h",
+     "share = share * slope + 0;", "share = share + 0;"),
+    ("native: the gradient of a softcap", "backward.h",
+     "t - load(raw + i) / (T)call.softcap * slope", "t"),
+    ("native: the sums before half a panel", "backward.h",
+     "{whole > 0, nullptr}", "{false, nullptr}"),
+    ("native: the values' gradient with dropout", "backward.h",
+     "as_columns(gradient_rows[lane], call.value_size, (T)(1 / call.keep),",
+     "as_columns(gradient_rows[lane], call.value_size, (T)1,"),
+    ("native: gradients cleared that are added to", "backward.h",
+     "if (task->part == 0 && !call.adds)", "if (task->part == 0)"),
+    ("native: the sums of a part read again", "backward.h",
+     "sums += call.keys * call.value_size;", ""),
+    ("native: a hidden number added to a gradient", "backward.h",
+     "if (factor != 0 || !__builtin_signbit(factor)) sum =", "sum ="),
+    # tangents
+    ("native: the tangent of a sink", "tangent.h",
+     "sums[lane] += weight *", "sums[lane] += 0 * weight *"),
+    ("native: the slope of a softcap in a tangent", "tangent.h",
+     "1 - bounded[i] * bounded[i]", "1 - bounded[i]"),
+    ("native: a tangent without the logsumexp's", "tangent.h",
+     "rows[lane][e] -= sums[lane] * result[e];", "rows[lane][e] -= 0 * result[e];"),
+    ("native: a tangent with dropout", "tangent.h",
+     "select<T>(kept, share / (T)call.keep, Vector<T>{})", "select<T>(kept, share, Vector<T>{})"),
+)  # fmt: skip
+
+
+def in_source():
+    """Return the rows with the paths of their files."""
+    return [(name, f"{NATIVE}/src/{file}", *texts) for name, file, *texts in MUTATIONS]
+
+
+def is_possible():
+    """Return whether the compiler, the linker and the processor are those that are needed."""
+    return (
+        sys.platform == "linux" and platform.machine() == "x86_64" and bool(shutil.which(COMPILER))
+    )
+
+
+def compile_to(target, *arguments):
+    """Compile, or raise with what the compiler says."""
+    command = [COMPILER, *FLAGS, *map(str, arguments), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+@cache
+def common(root):
+    """Compile what no mistake changes, and return the objects, each once in a process."""
+    folder = Path(tempfile.mkdtemp(prefix="polyattn-native-"))
+    atexit.register(shutil.rmtree, folder)
+    objects = []
+    for source in ("fuzz/fuzz", "src/pool", "src/interface"):
+        objects.append(folder / f"{source.replace('/', '_')}.o")
+        compile_to(objects[-1], "-O2", "-c", root / NATIVE / f"{source}.cpp")
+    return objects
+
+
+def wrong_call(folder, root):
+    """Return what is wrong with a random call of the source in a folder, or None."""
+    program = folder / "fuzz"
+    unit = folder / NATIVE / "src" / "unit.cpp"
+    with lock:
+        objects = common(root)
+    compile_to(program, *UNIT, unit, *objects, *OTHERS, "-pthread")
+    command = [program, "0", str(CALLS), "sse2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    if done.returncode == 0:
+        return None
+    # A signal is a find as well.
+    return (done.stdout or f"status {done.returncode}").splitlines()[0]
