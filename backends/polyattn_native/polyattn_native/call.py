@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Span, band, thread_count
+from polyattn.plugin import Operands, Problem, Span, band
 from polyattn_native.arrays import FAR, by_item, describe, readable
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
@@ -25,16 +25,16 @@ OF_KEYS = frozenset(
 MADE = 2**22
 
 
-def threads_for(problem: Problem, products: int) -> int:
+def threads_for(problem: Problem, products: int, most: int) -> int:
     """Return how many threads a call uses that has so many products of two arrays."""
     work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * products // 2
-    return 1 if work < 2 * THREAD_WORK else min(thread_count(), work // THREAD_WORK)
+    return 1 if work < 2 * THREAD_WORK else min(most, work // THREAD_WORK)
 
 
 class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
-    def __init__(self, problem: Problem, x: Operands, *, products: int = 2) -> None:
+    def __init__(self, problem: Problem, x: Operands, threads: int, *, products: int = 2) -> None:
         self.problem = problem
         self.x: Any = x
         self.accumulator = np.dtype(problem.accumulator)
@@ -46,7 +46,7 @@ class NativeCall:
         call.rows, call.keys = problem.query_length, problem.key_length
         call.head_size, call.value_size = problem.head_size, problem.value_size
         call.dtype = DTYPES.index(problem.dtype)
-        call.threads = threads_for(problem, products)
+        call.threads = threads_for(problem, products, threads)
         self.array("query", readable(x.query))
         self.array("key", readable(x.key))
         self.array("value", readable(x.value))

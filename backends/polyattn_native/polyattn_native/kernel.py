@@ -14,8 +14,9 @@ from polyattn.plugin import (
     Problem,
     Residuals,
     Tangents,
+    thread_count,
 )
-from polyattn_native.arrays import is_readable, readable
+from polyattn_native.arrays import is_readable, numbers, readable
 from polyattn_native.call import Again, NativeCall, run, threads_for
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
@@ -41,6 +42,10 @@ class Native(Kernel):
 
     def __init__(self) -> None:
         self._again = Again()
+
+    def threads(self) -> int:
+        """Return how many threads a call may use."""
+        return thread_count()
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
@@ -70,7 +75,7 @@ class Native(Kernel):
             self._prepared(problem, operands, output, logsumexp).run(library().polyattn_attend)
             return output, logsumexp
         kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
-                value.dtype, threads_for(problem, 2))  # fmt: skip
+                value.dtype, threads_for(problem, 2, self.threads()))  # fmt: skip
         native = self._again.find(kind, problem)
         if native is None:
             native = self._prepared(problem, operands, output, logsumexp)
@@ -85,7 +90,7 @@ class Native(Kernel):
     def _prepared(
         self, problem: Problem, operands: Operands, output: Array, logsumexp: Array | None
     ) -> NativeCall:
-        native = NativeCall(problem, operands)
+        native = NativeCall(problem, operands, self.threads())
         native.array("output", output)
         if logsumexp is not None:
             native.rows_of("logsumexp", logsumexp)
@@ -96,7 +101,7 @@ class Native(Kernel):
         backend: Backend,
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        native = NativeCall(problem, operands, products=5)
+        native = NativeCall(problem, operands, self.threads(), products=5)
         dtype, rows = native.accumulator, problem.scores[:-1]
         native.array("output", readable(residuals.output, dtype))
         native.array("output_gradient", readable(cotangents.output, dtype))
@@ -117,7 +122,7 @@ class Native(Kernel):
             softcap = np.empty(rows, dtype)
             native.rows_of("softcap_gradient", softcap)
         native.run(library().polyattn_differentiate)
-        scale = np.einsum("...d,...d->...", whole["query"], operands.query)
+        scale = np.einsum("...d,...d->...", whole["query"], numbers(operands.query))
         scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
         shapes = {name: getattr(operands, name).shape for name in whole}
         return Gradients(
@@ -134,7 +139,7 @@ class Native(Kernel):
         backend: Backend,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
-        native = NativeCall(problem, operands, products=4)
+        native = NativeCall(problem, operands, self.threads(), products=4)
         dtype, rows = native.accumulator, problem.scores[:-1]
         native.array("output", readable(residuals.output, dtype))
         native.rows_of("logsumexp", np.asarray(residuals.logsumexp, dtype))
