@@ -67,7 +67,8 @@ class NativeOnTorch(Native):
         """Return output and logsumexp of tensors with numbers."""
         query, key, value = operands[:3]
         if not problem.features <= PLAIN:
-            return _tensors(super().__call__(problem, _in_numpy(operands), backend))  # type: ignore[arg-type, return-value]
+            output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)  # type: ignore[arg-type]
+            return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
         strides = query.stride(), key.stride(), value.stride()
         kind = id(problem), strides, threads_for(problem, 2, self.threads())
         native = self._again.find(kind, problem)
