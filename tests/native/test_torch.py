@@ -36,6 +36,7 @@ def same_numbers() -> None:
 @pytest.fixture
 def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods of the kernel `tiled` that are called."""
+    registry.load("torch")
     backend = registry.loaded("torch")
     calls: list[str] = []
 
