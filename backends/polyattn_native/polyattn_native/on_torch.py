@@ -1,7 +1,8 @@
 """The compiled kernel of the torch backend, for tensors on the CPU, which it reads where they lie.
 
 It is for tensors with numbers: those of a transform, and second and forward derivatives by
-torch.func, are left to the kernel `tiled`, as are calls under a mode that records operations. A program of torch.compile gets an operator instead.
+torch.func, are left to the kernel `tiled`, as are calls under a mode that records operations. A
+program of torch.compile gets an operator instead.
 """
 
 from __future__ import annotations
