@@ -74,6 +74,13 @@ def knows_addresses() -> bool:
     return at == array.ctypes.data
 
 
+def numbers(array: Any) -> Any:
+    """Return an array as it is, or the numbers of one that holds the bits of bfloat16."""
+    if array.dtype != np.int16:
+        return array
+    return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
 def by_item(array: Any, batch: tuple[int, ...]) -> Any:
     """Return one number for each flat batch item, from an array of the batch axes."""
     return np.broadcast_to(array, batch).reshape(math.prod(batch))

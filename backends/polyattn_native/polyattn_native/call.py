@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Span, band, thread_count
-from polyattn_native.arrays import DATA, WIDEST, describe, offsets_of, readable
+from polyattn.plugin import Operands, Problem, Span, band
+from polyattn_native.arrays import WIDEST, describe, offsets_of, readable
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
 from polyattn_native.visible import array_of, bytes_per_row, visible
@@ -30,18 +30,16 @@ MADE = 2**22
 NO_MEMORY = "the compiled kernel found no memory for its tiles"
 
 
-def threads_for(problem: Problem, products: int, most: int | None = None) -> int:
+def threads_for(problem: Problem, products: int, most: int) -> int:
     """Return how many threads a call uses that has so many products of two arrays."""
     work = math.prod(problem.scores) * (problem.head_size + problem.value_size) * products // 2
-    if work < 2 * THREAD_WORK:
-        return 1
-    return min(thread_count() if most is None else most, work // THREAD_WORK)
+    return 1 if work < 2 * THREAD_WORK else min(most, work // THREAD_WORK)
 
 
 class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
-    def __init__(self, problem: Problem, x: Operands, *, products: int = 2) -> None:
+    def __init__(self, problem: Problem, x: Operands, threads: int, *, products: int = 2) -> None:
         self.problem = problem
         self.x: Any = x
         self.accumulator = np.dtype(problem.accumulator)
@@ -54,7 +52,7 @@ class NativeCall:
         call.rows, call.keys = problem.query_length, problem.key_length
         call.head_size, call.value_size = problem.head_size, problem.value_size
         call.dtype = DTYPES.index(problem.dtype)
-        call.threads = threads_for(problem, products)
+        call.threads = threads_for(problem, products, threads)
         self.array("query", readable(x.query))
         self.array("key", readable(x.key))
         self.array("value", readable(x.value))
@@ -220,27 +218,21 @@ def run(function: Any, *arguments: Any) -> None:
 class Ready:
     """A plain call that runs again with other arrays of the same kind."""
 
-    def __init__(self, native: NativeCall, output: Any, logsumexp: Any) -> None:
+    def __init__(self, native: NativeCall) -> None:
         native.keep.clear()  # and not `offsets`: they are of strides, which stay the same
         native.x = None
-        self.problem = native.problem
-        self.shape, self.dtype = output.shape, output.dtype
-        self.of_sums = None if logsumexp is None else (logsumexp.shape, logsumexp.dtype)
-        self._native, self._call = native, native.address
+        self.problem, self._native, self._call = native.problem, native, native.address
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
 
-    def run(self, query: Any, key: Any, value: Any) -> tuple[Any, Any]:
-        """Return the output and the logsumexp of some arrays."""
-        output = np.empty(self.shape, self.dtype)
-        logsumexp = None if self.of_sums is None else np.empty(*self.of_sums)
-        at = None if logsumexp is None else id(logsumexp) + DATA
-        arrays = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA, at
-        if not self._is_short:
-            run(self._function, self._call, threads_for(self.problem, 2), *arrays)
-        elif self._function(self._call, 1, *arrays, None):
-            raise MemoryError(NO_MEMORY)
-        return output, logsumexp
+    def run(self, most_threads: Callable[[], int], *places: int | None) -> None:
+        """Compute, with arrays by the places of the addresses of their data."""
+        if self._is_short:
+            if self._function(self._call, 1, *places, None):
+                raise MemoryError(NO_MEMORY)
+        else:
+            threads = threads_for(self.problem, 2, most_threads())
+            run(self._function, self._call, threads, *places)
 
 
 def _move(array: CArray, size: int, rows: int) -> None:

@@ -16,8 +16,9 @@ from polyattn.plugin import (
     Problem,
     Residuals,
     Tangents,
+    thread_count,
 )
-from polyattn_native.arrays import is_readable, knows_addresses, readable
+from polyattn_native.arrays import DATA, is_readable, knows_addresses, numbers, readable
 from polyattn_native.call import NativeCall, Ready
 from polyattn_native.library import library
 from polyattn_native.scores import is_supported
@@ -28,7 +29,8 @@ PLAIN = frozenset({
     "value_size", "window",
 })  # fmt: skip
 # Plain calls that are kept ready to run again, at most.
-MOST_READY = 256 if knows_addresses() else 0
+MOST_READY = 256
+KNOWS_ADDRESSES = knows_addresses()
 
 
 class Native(Kernel):
@@ -46,6 +48,10 @@ class Native(Kernel):
     def __init__(self) -> None:
         # By problem and kind of arrays. The problem is kept too, so that its id stays its own.
         self._ready: dict[Any, Ready] = {}
+
+    def threads(self) -> int:
+        """Return how many threads a call may use."""
+        return thread_count()
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Return why an expression is left to tiles."""
@@ -69,28 +75,32 @@ class Native(Kernel):
         kind = (id(problem), query.strides, key.strides, value.strides, query.dtype, key.dtype,
                 value.dtype)  # fmt: skip
         ready = self._ready.get(kind)
-        if ready is not None and ready.problem is problem:
-            return ready.run(query, key, value)
-        if not query.dtype.isnative:
-            operands = operands._replace(query=readable(query))
-            output, logsumexp = self(problem, operands, backend)
-            return output.astype(query.dtype), logsumexp
         output = np.empty((*problem.scores[:-1], problem.value_size), query.dtype)
         logsumexp = None
         if "logsumexp" in problem.features:
             logsumexp = np.empty(problem.scores[:-1], problem.accumulator)
+        if ready is not None and ready.problem is problem:
+            places = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
+            of_sums = None if logsumexp is None else id(logsumexp) + DATA
+            ready.run(self.threads, *places, of_sums)
+            return output, logsumexp
         native = self._prepared(problem, operands, output, logsumexp)
         native.run(library().polyattn_attend)
-        if MOST_READY and problem.features <= PLAIN and all(map(is_readable, (query, key, value))):
+        if KNOWS_ADDRESSES and all(map(is_readable, (query, key, value))):
+            self._keep(kind, problem, native)
+        return output, logsumexp
+
+    def _keep(self, kind: Any, problem: Problem, native: NativeCall) -> None:
+        """Keep a call ready to run again, if the problem says all about it."""
+        if problem.features <= PLAIN:
             if len(self._ready) >= MOST_READY:
                 self._ready.clear()
-            self._ready[kind] = Ready(native, output, logsumexp)
-        return output, logsumexp
+            self._ready[kind] = Ready(native)
 
     def _prepared(
         self, problem: Problem, operands: Operands, output: Array, logsumexp: Array | None
     ) -> NativeCall:
-        native = NativeCall(problem, operands)
+        native = NativeCall(problem, operands, self.threads())
         native.array("output", output)
         if logsumexp is not None:
             native.rows_of("logsumexp", logsumexp)
@@ -101,7 +111,7 @@ class Native(Kernel):
         backend: Backend,
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        native = NativeCall(problem, operands, products=5)
+        native = NativeCall(problem, operands, self.threads(), products=5)
         dtype, rows = native.accumulator, problem.scores[:-1]
         native.array("output", readable(residuals.output, dtype))
         native.array("output_gradient", readable(cotangents.output, dtype))
@@ -122,7 +132,7 @@ class Native(Kernel):
             softcap = np.empty(rows, dtype)
             native.rows_of("softcap_gradient", softcap)
         native.run(library().polyattn_differentiate)
-        scale = np.einsum("...d,...d->...", whole["query"], operands.query)
+        scale = np.einsum("...d,...d->...", whole["query"], numbers(operands.query))
         scale = scale.sum(where=logsumexp != -np.inf) / problem.scale
         shapes = {name: getattr(operands, name).shape for name in whole}
         return Gradients(
@@ -139,7 +149,7 @@ class Native(Kernel):
         backend: Backend,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
-        native = NativeCall(problem, operands, products=4)
+        native = NativeCall(problem, operands, self.threads(), products=4)
         dtype, rows = native.accumulator, problem.scores[:-1]
         native.array("output", readable(residuals.output, dtype))
         native.rows_of("logsumexp", np.asarray(residuals.logsumexp, dtype))

@@ -1,0 +1,232 @@
+"""The compiled kernel of the torch backend, for tensors on the CPU, which it reads where they lie.
+
+It is for tensors with numbers: those of a transform, and second and forward derivatives by
+torch.func, are left to the kernel `tiled`, as are calls under a mode that records operations. A
+program of torch.compile gets an operator instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Expression,
+    Gradients,
+    Operands,
+    Problem,
+    Residuals,
+    Tangents,
+)
+from polyattn_native import torch_operators
+from polyattn_native.kernel import PLAIN, Native
+from polyattn_native.library import library
+
+POINTER = ctypes.sizeof(ctypes.c_void_p)
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+# What torch's engine computes without a mask that is made for it.
+_OF_ENGINE = frozenset({
+    "batch_broadcast", "bias", "causal", "grouped_heads", "mask", "query_offset", "scale",
+    "value_size",
+})  # fmt: skip
+# The lanes of a vector are the rows that share a key head. Decoding took 2.0 of the engine's time
+# with one, 0.6 with four (float32, 64 to 4096 keys). The engine converts 16-bit numbers one by one.
+FEW_ROWS = 4
+# Gradients took 1.5 of the engine's time with 12 * 32 * 32 scores, 1.1 with 12 * 128 * 128.
+FEW_TRAINED = 2**16
+# Results in bfloat16 took 1.3 with 12 * 32 * 32 scores, 0.8 with 12 * 128 * 128.
+FEW_OF_BFLOAT16 = 2**15
+
+
+def _has_tiles() -> bool:
+    """Return whether the processor multiplies tiles of bfloat16 (AMX), which only torch uses."""
+    supported: Any = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(supported is not None and supported())
+
+
+_HAS_TILES = _has_tiles()
+
+
+class NativeOnTorch(Native):
+    """Tiles of the scores in vectors, with the rows as lanes."""
+
+    devices = frozenset({"cpu"})
+
+    def threads(self) -> int:
+        """Return how many threads a call may use: as many as torch."""
+        return torch.get_num_threads()
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return why an expression is left to tiles, or torch's transforms and programs are."""
+        reasons = super().reasons_against(problem)
+        if torch.compiler.is_compiling():
+            return reasons + torch_operators.reasons_against(problem)
+        if problem.traced:
+            reasons.append("it reads tensors, and these have no numbers")
+        if "vmap" in problem.transforms:
+            reasons.append("it has no rule for torch.func.vmap")
+        return reasons
+
+    def only_on_request(self, problem: Problem) -> str | None:
+        """Leave to torch's engine what it computes in less time."""
+        if problem.is_symbolic or not problem.features <= _OF_ENGINE:
+            return None
+        if problem.dtype == "bfloat16" and _HAS_TILES:
+            return "torch's engine multiplies bfloat16 by AMX"
+        is_whole = problem.dtype == problem.accumulator
+        if is_whole and problem.query_length * problem.group_size < FEW_ROWS:
+            return f"fewer than {FEW_ROWS} rows read a key head, too few for a vector"
+        if torch.compiler.is_compiling():  # which would make a condition of the next lengths
+            return None
+        scores = math.prod(problem.scores)
+        if is_whole and problem.requires_grad and scores < FEW_TRAINED:
+            return f"gradients of {scores:,} scores take less time in torch's engine"
+        if problem.dtype == "bfloat16" and not problem.requires_grad and scores < FEW_OF_BFLOAT16:
+            return f"{scores:,} scores in bfloat16 take less time in torch's engine"
+        return None
+
+    def __call__(
+        self, problem: Problem, operands: Operands, backend: Backend
+    ) -> tuple[Array, Array | None]:
+        """Return the output, and the logsumexp if the problem asks for it."""
+        if torch.compiler.is_compiling():
+            return torch_operators.attend(problem, operands)
+        if not _are_readable(operands):
+            return backend.tiled(problem, operands, backend)
+        return self.attend(problem, operands, backend)
+
+    def attend(
+        self, problem: Problem, operands: Operands, backend: Backend | None = None
+    ) -> tuple[Array, Array | None]:
+        """Return output and logsumexp of tensors with numbers."""
+        query, key, value = operands[:3]
+        if not problem.features <= PLAIN:
+            output, logsumexp = super().__call__(problem, _in_numpy(operands), backend)  # type: ignore[arg-type]
+            return _tensor(output), None if logsumexp is None else _tensor(logsumexp)
+        kind = id(problem), query.stride(), key.stride(), value.stride()
+        ready = self._ready.get(kind)
+        output = query.new_empty((*problem.scores[:-1], problem.value_size))
+        logsumexp = None
+        if "logsumexp" in problem.features:
+            dtype = getattr(torch, problem.accumulator)
+            logsumexp = query.new_empty(problem.scores[:-1], dtype=dtype)
+        arrays = query, key, value, output, logsumexp
+        if ready is not None and ready.problem is problem:
+            addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
+            start = ctypes.addressof(addresses)
+            places = [
+                start + ctypes.sizeof(ctypes.c_void_p) * n
+                for n in range(4 + (logsumexp is not None))
+            ]
+            ready.run(self.threads, *places, *([None] if logsumexp is None else []))
+            return output, logsumexp
+        given = [None if one is None else _array(one, as_bits=True) for one in arrays]
+        operands = Operands(*given[:3])
+        native = self._prepared(problem, operands, *given[3:])
+        native.run(library().polyattn_attend)
+        if all(one.stride(-1) == 1 or one.shape[-1] == 1 for one in (query, key, value)):
+            self._keep(kind, problem, native)
+        return output, logsumexp
+
+    def backward(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend,
+    ) -> Gradients:  # fmt: skip
+        """Return the gradients."""
+        given = operands, residuals, cotangents
+        lacks = Native.reasons_against(self, problem)
+        if torch.compiler.is_compiling():
+            if not lacks and torch_operators.differentiates(problem):
+                return torch_operators.differentiate(problem, *given)
+        elif not lacks and _are_readable(*given):
+            return self.differentiate(problem, *given, backend)
+        return backend.tiled.backward(problem, *given, backend)
+
+    def differentiate(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents,
+        backend: Backend | None = None,
+    ) -> Gradients:  # fmt: skip
+        """Return the gradients of tensors with numbers."""
+        given: Any = _in_numpy(operands), _numbers(residuals), _numbers(cotangents)
+        found = super().backward(problem, *given, backend)  # type: ignore[arg-type]
+        return Gradients(*_tensors(found))
+
+    def jvp(
+        self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
+        backend: Backend,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """Return the tangents of output and logsumexp."""
+        given = operands, residuals, tangents
+        if torch.compiler.is_compiling() or not _are_readable(*given):
+            found: Any = backend.tiled.jvp(problem, *given, backend)
+        else:
+            arrays: Any = _in_numpy(operands), _numbers(residuals), _numbers(tangents)
+            found = _tensors(super().jvp(problem, *arrays, backend))
+        output, logsumexp = found
+        return output, logsumexp
+
+
+def _are_readable(*groups: Any) -> bool:
+    """Return whether tensors have numbers in memory, and nobody records what is done to them."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    records = torch.is_grad_enabled()
+    for one in _tensors_of(groups):
+        if type(one) not in _ORDINARY or (records and one.requires_grad) or one.is_neg():
+            return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(one):
+            return False
+    return True
+
+
+def _tensors_of(groups: Any) -> Iterator[torch.Tensor]:
+    for group in groups:
+        for one in group:
+            if isinstance(one, torch.Tensor):
+                yield one
+            elif isinstance(one, Expression):
+                yield from (x for _, x in one.carried() if isinstance(x, torch.Tensor))
+
+
+def _array(tensor: torch.Tensor, *, as_bits: bool = False) -> Any:
+    """Return a tensor as an array; one of bfloat16 is converted unless its bits are asked for."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        return (tensor.view(torch.int16) if as_bits else tensor.float()).numpy()
+    return tensor.numpy()
+
+
+def _in_numpy(x: Operands) -> Operands:
+    """Return operands as arrays; query, key and value of bfloat16 as arrays of its bits."""
+
+    def array(_: str, thing: Any) -> Any:
+        return _array(thing) if isinstance(thing, torch.Tensor) else thing
+
+    options = {
+        name: field.map(array) if isinstance(field, Expression) else array(name, field)
+        for name, field in zip(x._fields[3:], x[3:], strict=True)
+    }
+    return Operands(*[_array(one, as_bits=True) for one in x[:3]], **options)
+
+
+def _numbers(group: Any) -> Any:
+    return type(group)(*[None if one is None else _array(one) for one in group])
+
+
+def _tensors(group: Any) -> list[Any]:
+    """Return the arrays of a group as tensors."""
+    return [_tensor(one) if isinstance(one, np.ndarray) else one for one in group]
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor

@@ -1,0 +1,157 @@
+"""The compiled kernel as operators of torch, which a program of torch.compile calls."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyattn.plugin import Cotangents, Gradients, Operands, Problem, Residuals
+from polyattn_native.kernel import PLAIN
+
+if TYPE_CHECKING:
+    from polyattn_native.on_torch import NativeOnTorch
+
+# Arguments that a program passes on beside numbers.
+_ARRAYS = ("mask", "bias", "sinks", "query_offset")
+_TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "backward"}
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks,"
+    " Tensor? query_offset, bool is_causal, SymInt? left, SymInt? right, SymInt? offset,"
+    " float scale, float? softcap"
+)
+_library = torch.library.Library("polyattn_native", "DEF")
+_library.define(f"attend({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    "differentiate(Tensor output, Tensor logsumexp, Tensor of_output, Tensor? of_logsumexp,"
+    f" {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def reasons_against(problem: Problem) -> list[str]:
+    """Return why a program of torch.compile cannot call an operator."""
+    if torch.compiler.is_exporting():
+        return ["a program that torch.export writes would need it where it runs"]
+    if torch._C._are_functorch_transforms_active():
+        return ["it has no rule for torch.func under torch.compile"]
+    others = sorted(problem.features - _TAKEN)
+    return [f"under torch.compile it does not compute {', '.join(others)}"] if others else []
+
+
+def differentiates(problem: Problem) -> bool:
+    """Return whether the operator computes the gradients that are asked for."""
+    return "sinks" not in problem.features or "sinks" in problem.constants
+
+
+def attend(problem: Problem, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return output and logsumexp by the operator."""
+    output, logsumexp = torch.ops.polyattn_native.attend(*_arguments(problem, x))
+    return output, logsumexp if "logsumexp" in problem.features else None
+
+
+def differentiate(
+    problem: Problem, x: Operands, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    """Return the gradients of query, key and value by the operator."""
+    given = residuals.output, residuals.logsumexp, cotangents.output, cotangents.logsumexp
+    found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x))
+    return Gradients(*found, score_mod=[], similarity=[])
+
+
+def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
+    offset = x.query_offset if problem.query_offset is None else None
+    return (
+        x.query, x.key, x.value, x.mask, x.bias, x.sinks, offset, problem.is_causal,
+        *problem.window, problem.query_offset, problem.scale, problem.softcap,
+    )  # fmt: skip
+
+
+# ---- what the operators do ----
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> NativeOnTorch:
+    from polyattn_native.on_torch import NativeOnTorch
+
+    return NativeOnTorch()
+
+
+@torch.library.impl(_library, "attend", "CPU")
+def _attend(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    problem, operands = _call(*arguments)
+    output, logsumexp = _kernel().attend(problem, operands)
+    assert logsumexp is not None
+    return output, logsumexp
+
+
+@torch.library.impl(_library, "differentiate", "CPU")
+def _differentiate(
+    output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    problem, operands = _call(*arguments)
+    given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
+    return _kernel().differentiate(problem, operands, *given)[:3]
+
+
+@torch.library.register_fake("polyattn_native::attend", lib=_library)
+def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    batch = torch.broadcast_shapes(*[one.shape[:-3] for one in (query, key, value)])
+    rows = (*batch, *query.shape[-3:-1])
+    logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
+    return query.new_empty((*rows, value.shape[-1])), logsumexp
+
+
+@torch.library.register_fake("polyattn_native::differentiate", lib=_library)
+def _differentiate_fake(
+    output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any,
+    query: Any, key: Any, value: Any, *_: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    dtype = _accumulator(query.dtype)
+    return tuple([one.new_empty(one.shape, dtype=dtype) for one in (query, key, value)])
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _call(query: Any, key: Any, value: Any, *rest: Any) -> tuple[Problem, Operands]:
+    """Return the call of an operator's arguments."""
+    arrays, numbers = rest[: len(_ARRAYS)], rest[len(_ARRAYS) :]
+    options = dict(zip(_ARRAYS, arrays, strict=True))
+    shapes = [tuple(one.shape) for one in (query, key, value)]
+    facts = [None if one is None else (tuple(one.shape), one.dtype) for one in arrays]
+    problem = _problem(*shapes, query.dtype, *facts, *numbers)
+    return problem, Operands(query, key, value, **options)
+
+
+@lru_cache(maxsize=4096)
+def _problem(
+    query: Any, key: Any, value: Any, dtype: Any, mask: Any, bias: Any, sinks: Any, positions: Any,
+    is_causal: bool, left: Any, right: Any, offset: Any, scale: float, softcap: float | None,
+) -> Problem:  # fmt: skip
+    arrays = {"mask": mask, "bias": bias, "sinks": sinks, "query_offset_array": positions}
+    given = [name for name, one in arrays.items() if one is not None]
+    return Problem(
+        library="torch",
+        device="cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        batch=tuple(torch.broadcast_shapes(query[:-3], key[:-3], value[:-3])),
+        heads=query[-3],
+        key_heads=key[-3],
+        query_length=query[-2],
+        key_length=key[-2],
+        head_size=query[-1],
+        value_size=value[-1],
+        is_causal=is_causal,
+        window=(left, right),
+        query_offset=offset,
+        scale=scale,
+        softcap=softcap,
+        mask=mask and mask[0],
+        bias=bias and bias[0],
+        bias_dtype=bias and str(bias[1]).removeprefix("torch."),
+        features=frozenset(["logsumexp", *given]),
+        requires_grad=False,
+        transforms=frozenset(),
+    )

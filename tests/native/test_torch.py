@@ -1,0 +1,376 @@
+"""The compiled kernel on tensors of torch: results, derivatives, programs, and what it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import attention, masks, scores
+from polyattn._dispatch import cache, registry
+
+torch = pytest.importorskip("torch")
+on_torch = pytest.importorskip("polyattn_native.on_torch")
+
+# torch's own compiler and forward mode import what torch deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+KERNEL = on_torch.NativeOnTorch()
+LIMITS = {
+    torch.float32: 3e-5,
+    torch.float64: 1e-12,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(5)
+
+
+@pytest.fixture
+def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods of the kernel `tiled` that are called."""
+    registry.load("torch")
+    backend = registry.loaded("torch")
+    calls: list[str] = []
+
+    class Noting:
+        def __call__(self, *given: Any) -> Any:
+            calls.append("call")
+            return tiled(*given)
+
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(tiled, name)
+
+    tiled = backend.tiled
+    monkeypatch.setattr(backend, "tiled", Noting())
+    return calls
+
+
+def arrays(
+    dtype: Any = None, heads: int = 4, rows: int = 33, keys: int = 40, *, trained: bool = False
+) -> Any:
+    shapes = (2, heads, rows, 24), (2, 2, keys, 24), (2, 2, keys, 20)
+    return [torch.randn(s, dtype=dtype or torch.float32, requires_grad=trained) for s in shapes]
+
+
+def exact(x: Any) -> Any:
+    """Return a tensor, or what holds tensors, in float64."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().double() if x.dtype.is_floating_point else x
+    return x
+
+
+def options() -> dict[str, dict[str, Any]]:
+    seen = torch.rand(2, 1, 33, 40) < 0.5
+    table = torch.randn(8, 4)
+    return {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "window and scale": {"window": (5, 3), "scale": 0.3},
+        "offsets": {"is_causal": True, "query_offset": torch.tensor([3, 9])},
+        "mask": {"mask": seen},
+        "expanded mask": {"mask": seen[:, :, :1].expand(2, 4, 33, 40)},
+        "padding": {"mask": masks.padding(torch.tensor([7, 30]))},
+        "segments": {"mask": masks.segments(torch.arange(33) // 9, torch.arange(40) // 9)},
+        "made mask": {"mask": masks.dense(seen) | masks.prefix(torch.tensor([2, 5]))},
+        "bias": {"bias": torch.randn(4, 33, 40)},
+        "bias in bfloat16": {"bias": torch.randn(33, 40).bfloat16()},
+        "sinks": {"sinks": torch.randn(4)},
+        "softcap": {"softcap": 2.0},
+        "dropout": {"dropout": (0.3, 11)},
+        "seed": {"dropout": (0.3, torch.tensor(11))},
+        "alibi": {"score_mod": scores.alibi(torch.rand(4))},
+        "table": {"score_mod": scores.relative_bias(table, max_distance=16)},
+    }
+
+
+@pytest.mark.parametrize("name", options())
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_results_and_gradients_equal_those_in_float64(name: str, dtype: Any) -> None:
+    given = options()[name]
+    tensors = arrays(dtype, trained=True)
+    found = attention(*tensors, **given, kernel=KERNEL)
+    wide = [exact(x).requires_grad_() for x in tensors]
+    wanted = attention(*wide, **{n: exact(x) for n, x in given.items()}, kernel="dense")
+    near = LIMITS[dtype] * (1 + wanted.abs().max())
+    assert found.dtype == dtype
+    assert (found - wanted).abs().max() <= near
+    gradient = torch.randn_like(found)
+    of_found = torch.autograd.grad(found, tensors, gradient)
+    of_wanted = torch.autograd.grad(wanted, wide, gradient.double())
+    for one, other in zip(of_found, of_wanted, strict=True):
+        assert one.dtype == dtype
+        assert (one - other).abs().max() <= 4 * LIMITS[dtype] * (1 + other.abs().max())
+
+
+def test_gradients_of_bias_sinks_and_tables_are_there() -> None:
+    q, k, v = arrays(torch.float64, trained=True)
+    bias = torch.randn(33, 40, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+
+    def gradients(kernel: Any) -> Any:
+        score_mod = scores.relative_bias(table, max_distance=16)
+        y = attention(q, k, v, bias=bias, sinks=sinks, score_mod=score_mod, kernel=kernel)
+        return torch.autograd.grad(y.square().sum(), (q, k, v, bias, sinks, table))
+
+    torch.testing.assert_close(gradients(KERNEL), gradients("dense"))
+
+
+@pytest.mark.parametrize("given", [{}, {"softcap": 1.5, "is_causal": True}], ids=str)
+def test_derivatives_of_any_order_and_mode(given: dict[str, Any]) -> None:
+    def call(*x: Any) -> Any:
+        return attention(*x, **given, kernel=KERNEL)
+
+    x = [
+        torch.randn(s, dtype=torch.float64, requires_grad=True)
+        for s in ((1, 2, 3), (1, 3, 3), (1, 3, 2))
+    ]
+    assert torch.autograd.gradcheck(call, x, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, x, fast_mode=True)
+
+
+def test_gradients_leave_nothing_to_tiles(tiled_calls: list[str]) -> None:
+    q, k, v = arrays(trained=True)
+    attention(q, k, v, is_causal=True, kernel=KERNEL).sum().backward()
+    plain = [x.detach() for x in (q, k, v)]
+    torch.func.grad(lambda q: attention(q, *plain[1:], kernel=KERNEL).sum())(plain[0])
+    assert tiled_calls == []
+
+
+def test_functions_of_torch_func_agree_with_the_formula() -> None:
+    q, k, v = arrays(torch.float64)
+
+    def derivatives(kernel: Any) -> Any:
+        def loss(q: Any) -> Any:
+            return attention(q, k, v, is_causal=True, kernel=kernel).square().sum()
+
+        first = torch.func.grad(loss)
+        return first(q), torch.func.jvp(first, (q,), (q,))[1]
+
+    torch.testing.assert_close(derivatives(KERNEL), derivatives("dense"))
+
+
+def test_vmap_is_refused_by_name_and_runs_in_another_kernel() -> None:
+    q, k, v = arrays(heads=2)
+    wanted = attention(q, k, v)
+    torch.testing.assert_close(torch.func.vmap(attention)(q, k, v), wanted)
+    with pytest.raises(polyattn.UnsupportedError, match=r"no rule for torch\.func\.vmap"):
+        torch.func.vmap(lambda *x: attention(*x, kernel=KERNEL))(q, k, v)
+
+
+def test_gradients_in_batches_agree_with_those_one_by_one() -> None:
+    q, k, v = arrays(trained=True)
+    output = attention(q, k, v, kernel=KERNEL)
+    given = torch.randn(3, *output.shape)
+    batched = torch.autograd.grad(output, q, given, is_grads_batched=True, retain_graph=True)[0]
+    one = [torch.autograd.grad(output, q, x, retain_graph=True)[0] for x in given]
+    torch.testing.assert_close(batched, torch.stack(one))
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_tensors_are_read_where_they_lie(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = on_torch.run
+    monkeypatch.setattr(on_torch, "run", lambda *given: calls.append(given[2:]) or real(*given))
+    x = torch.randn(2, 33, 4, 24).to(dtype).transpose(1, 2)
+    for _ in range(2):
+        output = attention(x, x, x, kernel=KERNEL)
+    assert [*calls[-1][:4]] == [x.data_ptr()] * 3 + [output.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.cat([x, x], 2)[:, :, ::2],
+        lambda x: x[:1].expand(2, -1, -1, -1),
+        lambda x: x[:, :, :1].expand_as(x),
+        lambda x: x[..., :1].expand_as(x),
+        lambda x: torch._neg_view(x),
+        lambda x: torch.nn.Parameter(x),
+    ],
+    ids=["heads last", "columns first", "rows apart", "item", "row", "column", "neg", "parameter"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_any_strides_are_read_twice(change: Any, dtype: Any) -> None:
+    tensors = [change(x) for x in arrays(dtype)]
+    wanted = attention(*[exact(x.resolve_neg()) for x in tensors], is_causal=True, kernel="dense")
+    with torch.no_grad():
+        for _ in range(2):  # the second call is found by its strides
+            found = attention(*tensors, is_causal=True, kernel=KERNEL)
+            assert (found - wanted).abs().max() <= LIMITS[dtype] * (1 + wanted.abs().max())
+
+
+def test_a_call_in_inference_mode_equals_that_outside() -> None:
+    x = arrays()
+    wanted = attention(*x, kernel=KERNEL)
+    with torch.inference_mode():
+        found = attention(*x, kernel=KERNEL)
+    assert torch.equal(found, wanted)
+
+
+def test_a_subclass_without_its_own_dispatch_is_kept() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    x = [x.as_subclass(Named) for x in arrays()]
+    assert type(attention(*x, kernel=KERNEL)) is Named
+
+
+def test_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert on_torch.NativeOnTorch().threads() == 3
+
+
+# ---- what records or compiles ----
+
+
+def test_what_records_operations_sees_them() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = arrays()
+    traced = make_fx(lambda q, k, v: attention(q, k, v, kernel=KERNEL))(q, k, v)
+    torch.testing.assert_close(traced(k.repeat(1, 2, 1, 1)[:, :, :33], k, v),
+                               attention(k.repeat(1, 2, 1, 1)[:, :, :33], k, v))  # fmt: skip
+
+
+def test_tensors_without_numbers_are_refused() -> None:
+    with torch._subclasses.FakeTensorMode():
+        x = torch.ones(2, 3, 4)
+        assert attention(x, x, x).shape == (2, 3, 4)
+        with pytest.raises(polyattn.UnsupportedError, match="these have no numbers"):
+            attention(x, x, x, kernel=KERNEL)
+    meta = torch.ones(2, 3, 4, device="meta")
+    with pytest.raises(polyattn.UnsupportedError, match="runs on cpu only"):
+        attention(meta, meta, meta, kernel=KERNEL)
+
+
+COMPILED: dict[str, Any] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "window": {"window": (7, 2), "scale": 0.4, "query_offset": 5},
+    "softcap": {"softcap": 3.0},
+    "bias": {"bias": torch.linspace(0, 1, 4)[:, None, None]},
+    "mask": {"mask": torch.arange(2)[:, None, None, None] < 1},
+    "sinks": {"sinks": torch.linspace(0, 1, 4)},
+    "positions": {"is_causal": True, "query_offset": torch.tensor([3, 9])},
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_program_of_torch_compile_calls_the_kernel(name: str) -> None:
+    def loss(*x: Any) -> Any:
+        part = polyattn.attention_partial(*x, **COMPILED[name], kernel=KERNEL)
+        lse = part.logsumexp.nan_to_num(neginf=0)
+        return part.output.square().sum() + lse.square().sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for rows, keys in ((9, 11), (33, 40), (50, 41)):
+        x = arrays(rows=rows, keys=keys, trained=True)
+        one, other = compiled(*x), loss(*x)
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(torch.autograd.grad(one, x), torch.autograd.grad(other, x))
+
+
+def test_lengths_that_change_compile_once_more_only() -> None:
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda *x: attention(*x, is_causal=True, kernel=KERNEL), fullgraph=True, backend=counter
+    )
+    for rows in range(20, 26):
+        compiled(*arrays(rows=rows, keys=rows + 9))
+    assert counter.frame_count == 2
+    targets = {str(node.target) for node in counter_nodes(compiled)}
+    assert "polyattn_native.attend" in targets
+
+
+def counter_nodes(compiled: Any) -> Any:
+    """Return the nodes of the program of a call."""
+    found: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        found.extend(graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(compiled._torchdynamo_orig_callable, backend=backend)(*arrays())
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"dropout": (0.1, 3)}, {"mask": masks.padding(3)}, {"score_mod": scores.alibi(4)}],
+    ids=["dropout", "mask_expression", "score_expression"],
+)
+def test_a_program_leaves_other_options_to_other_kernels(given: Any) -> None:
+    def call(*x: Any) -> Any:
+        return attention(*x, **given)
+
+    torch.compiler.reset()
+    x = arrays()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*x), call(*x))
+
+
+def test_an_exported_program_needs_no_kernel_of_another_distribution() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v)
+
+    x = tuple(arrays())
+    program = torch.export.export(Model(), x)
+    assert "polyattn_native" not in str(program.graph)
+    torch.testing.assert_close(program.module()(*x), attention(*x))
+
+
+# ---- when it runs unasked ----
+
+
+def chosen(*x: Any, **given: Any) -> str:
+    return next(
+        str(c.kernel) for c in polyattn.explain(*x, **given).candidates if c.status == "chosen"
+    )
+
+
+def test_it_runs_unasked_where_it_takes_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "native" not in [one.kernel for one in polyattn.explain(*arrays()).candidates]:
+        pytest.skip("POLYATTN_NATIVE=0")
+    monkeypatch.setattr(on_torch, "_HAS_TILES", False)
+    cache.forget()
+    row = torch.ones(1, 8, 1, 64)
+    long = torch.ones(1, 8, 256, 64)
+    assert chosen(long, long, long) == "native"
+    assert chosen(long.bfloat16(), long.bfloat16(), long.bfloat16()) == "native"
+    assert chosen(row, long[:, :2], long[:, :2]) == "native"
+    assert chosen(row.half(), long.half(), long.half()) == "native"
+    assert chosen(row, long, long) == "sdpa"
+    few = long[:, :, :32]
+    assert chosen(few, few, few) == "native"
+    assert chosen(few.bfloat16(), few.bfloat16(), few.bfloat16()) == "sdpa"
+    trained = few.clone().requires_grad_()
+    assert chosen(trained, few, few) == "sdpa"
+    assert chosen(trained, few, few, softcap=2.0) == "native"
+    monkeypatch.setattr(on_torch, "_HAS_TILES", True)
+    cache.forget()
+    assert chosen(long.bfloat16(), long.bfloat16(), long.bfloat16()) == "sdpa"
+
+
+def test_numbers_of_bfloat16_are_those_of_its_bits() -> None:
+    from polyattn_native.arrays import numbers
+
+    x = torch.randn(50).bfloat16()
+    assert np.array_equal(numbers(x.view(torch.int16).numpy()), x.float().numpy())
