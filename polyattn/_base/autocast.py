@@ -36,6 +36,8 @@ def casts(arguments: Mapping[str, Any], names: tuple[str, ...] = _OF_ATTENTION) 
 def autocast(arguments: dict[str, Any], names: tuple[str, ...] = _OF_ATTENTION) -> dict[str, Any]:
     """Return arguments as autocast gives them to a function of torch."""
     found = casts(arguments, names)
+    if not found:
+        return arguments
     return arguments | {name: _in_dtype(arguments[name], dtype) for name, dtype in found.items()}
 
 

@@ -138,7 +138,7 @@ def _move_band(values: dict[str, Any]) -> None:
     for part in mask.parts if isinstance(mask, And) else (mask,):
         if not isinstance(part, Band):
             rest.append(part)
-        elif part == Band(None, 0):
+        elif (part.left, part.right) == (None, 0):
             values["is_causal"] = True
         else:
             window = values.get("window")

@@ -55,6 +55,8 @@ class Call(NamedTuple):
         """Return the name and facts of each array; an array in a mask is named ``mask.key_ids``."""
         found: list[tuple[str, ArrayFacts]] = []
         for name, given in zip(self._fields, self, strict=True):
+            if given is None:  # as most are
+                continue
             if isinstance(given, ArrayFacts):
                 found.append((name, given))
             elif isinstance(given, (Mask, Score, Similarity)):

@@ -109,11 +109,16 @@ def keeps_axes(call: Call) -> bool:
 
 def is_flat(call: Call) -> bool:
     """Return whether all arrays of a call are of rank 2, so that the result has no head axis."""
-    return all(len(facts.shape) == 2 for _, facts in call.operands())
+    return _ranks(call) == {2}
 
 
 def _has_rank_2(call: Call) -> bool:
-    return any(len(facts.shape) == 2 for _, facts in call.operands())
+    return 2 in _ranks(call)
+
+
+def _ranks(call: Call) -> set[int]:
+    value = call.key if call.value is None else call.value
+    return {len(call.query.shape), len(call.key.shape), len(value.shape)}
 
 
 def _swap(array: Array, one: int, other: int) -> Array:

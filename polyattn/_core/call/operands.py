@@ -64,9 +64,9 @@ _SUFFIXES = {Residuals: "", Cotangents: "_gradient", Tangents: "_tangent"}
 
 def mapped(record: R, change: Callable[[str, Any], Any]) -> R:
     """Return a record with ``change(name, array)`` for each array, by the caller's name for it."""
-    suffix, given = _SUFFIXES[type(record)], record._asdict()
-    arrays = {name: array for name, array in given.items() if array is not None}
-    return record._replace(**{n: change(n + suffix, array) for n, array in arrays.items()})
+    suffix = _SUFFIXES[type(record)]
+    pairs = zip(record._fields, record, strict=True)
+    return type(record)(*[None if x is None else change(name + suffix, x) for name, x in pairs])
 
 
 def named_arrays(record: Residuals | Cotangents | Tangents) -> list[tuple[str, Any]]:

@@ -101,7 +101,7 @@ class Problem(NamedTuple):
     @property
     def group_size(self) -> int:
         """The number of query heads that read one key/value head; 1 if there are none."""
-        return max(1, self.heads // max(1, self.key_heads))
+        return self.heads // (self.key_heads or 1) or 1
 
     @property
     def is_empty(self) -> bool:

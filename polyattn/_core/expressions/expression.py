@@ -85,8 +85,10 @@ class Expression:
 
     def carried(self) -> list[tuple[str, Any]]:
         """Return the name and the object of each array and function in the expression."""
-        fields = [(name, getattr(self, name)) for name in self.__match_args__]
-        return [pair for name, field in fields for pair in _carried(name, field)]
+        found: list[tuple[str, Any]] = []
+        for name in self.__match_args__:
+            _note_carried(name, getattr(self, name), found)
+        return found
 
     def apart(self: V) -> V:
         """Return an equal expression in which an array follows one axis of the scores only."""
@@ -191,13 +193,14 @@ class Expression:
         return f"{self.module}.{self.name}({', '.join(given)})"
 
 
-def _carried(name: str, field: Any) -> list[tuple[str, Any]]:
+def _note_carried(name: str, field: Any, found: list[tuple[str, Any]]) -> None:
     if isinstance(field, Expression):
-        return field.carried()
-    if is_array(field) or callable(field):
-        return [(name, field)]
-    parts = field if isinstance(field, tuple) else ()
-    return [pair for part in parts for pair in _carried(name, part)]
+        found += field.carried()
+    elif is_array(field) or callable(field):
+        found.append((name, field))
+    elif isinstance(field, tuple):
+        for part in field:
+            _note_carried(name, part, found)
 
 
 def _placed(name: str, field: Any, destination: Destination) -> Any:

@@ -128,18 +128,23 @@ class FirstTokens(Mask):
     counts: ClassVar[dict[str, str]]
 
     def _given(self) -> list[tuple[str, Any]]:
-        numbers = [(axis, getattr(self, name)) for name, axis in self.counts.items()]
-        return [(axis, lengths) for axis, lengths in numbers if lengths is not None]
+        given: list[tuple[str, Any]] = []
+        for name, axis in self.counts.items():
+            lengths = getattr(self, name)
+            if lengths is not None:
+                given.append((axis, lengths))
+        return given
 
     def _with(self, change: Callable[[str, Any], Any]) -> Any:
         return type(self)(*[change(axis, getattr(self, n)) for n, axis in self.counts.items()])
 
     def seen(self, at: ScoreIndices) -> Array:
-        seen = [
-            (at.row if axis == "rows" else at.column) < at.per_item(lengths)
-            for axis, lengths in self._given()
-        ]
-        return functools.reduce(operator.and_, seen)
+        seen: Any = None
+        for axis, lengths in self._given():
+            index = at.row if axis == "rows" else at.column
+            of_axis = index < at.per_item(lengths)
+            seen = of_axis if seen is None else seen & of_axis
+        return seen
 
     def _coverage(self, block: Block) -> Coverage:
         some = every = True

@@ -130,8 +130,8 @@ class Indices:
 
     def per_head(self, numbers: Array) -> Array:
         """Return the number of each query head, shape (..., H, 1, 1)."""
-        numbers = self.xp.reshape(numbers, (-1, 1, 1))[slice(*self._heads), ...]
-        return with_rank(numbers, self._rank)
+        numbers = self.xp.reshape(numbers, (1,) * (self._rank - 3) + (-1, 1, 1))
+        return numbers[..., slice(*self._heads), :, :]
 
     def per_row(self, numbers: Array) -> Array:
         """Return the number of each row from an array (..., L), shape (..., 1, l, 1)."""
