@@ -22,9 +22,7 @@ struct Random {
         x = (x ^ x >> 27) * 0x94D049BB133111EB;
         return x ^ x >> 31;
     }
-    int64_t between(int64_t low, int64_t high) {
-        return low + (int64_t)(next() % (uint64_t)(high - low + 1));
-    }
+    int64_t between(int64_t low, int64_t high) { return low + (int64_t)(next() % (uint64_t)(high - low + 1)); }
     double unit() { return (double)(next() >> 11) * 0x1p-53; }
     bool chance(double p) { return unit() < p; }
     double normal() {
@@ -41,7 +39,9 @@ struct Random {
 
 enum Kind { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, UINT8 };
 
-inline int64_t bytes_of(Kind kind) { return kind == FLOAT64 ? 8 : kind == UINT8 ? 1 : kind == FLOAT16 || kind == BFLOAT16 ? 2 : 4; }
+inline int64_t bytes_of(Kind kind) {
+    return kind == FLOAT64 ? 8 : kind == UINT8 ? 1 : kind == FLOAT16 || kind == BFLOAT16 ? 2 : 4;
+}
 
 // 16-bit numbers with so many bits behind the point.
 inline uint16_t encode(double x, int mantissa, int bias) {
@@ -72,7 +72,10 @@ inline void put(Kind kind, char* to, double x) {
     else memcpy(to, &half, 2);
 }
 inline double get(Kind kind, const char* from) {
-    float f; double d; int32_t i; uint16_t half;
+    float f;
+    double d;
+    int32_t i;
+    uint16_t half;
     if (kind == FLOAT32) return memcpy(&f, from, 4), f;
     if (kind == FLOAT64) return memcpy(&d, from, 8), d;
     if (kind == INT32) return memcpy(&i, from, 4), i;
@@ -93,7 +96,8 @@ public:
         : kind_(kind), shape_(std::move(shape)) {
         std::vector<int> axes = {0, 1, 2};
         if (any_column) axes.push_back(3);
-        for (size_t i = axes.size(); i > 1; --i) std::swap(axes[i - 1], axes[(size_t)random.between(0, (int64_t)i - 1)]);
+        for (size_t i = axes.size(); i > 1; --i)
+            std::swap(axes[i - 1], axes[(size_t)random.between(0, (int64_t)i - 1)]);
         int64_t strides[4] = {0, 0, 0, 1}, size = any_column ? 1 : shape_[3], start = 0;
         for (int axis : axes) {
             const int64_t n = shape_[(size_t)axis], stride = size + (random.chance(0.2) ? random.between(0, 9) : 0);

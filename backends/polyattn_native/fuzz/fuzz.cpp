@@ -91,11 +91,15 @@ struct Case {
 
     void add_masks() {
         const int64_t far = (int64_t)1 << 61;
-        if (random.chance(0.4)) call.has_high = 1, call.high = random.one_of<int64_t>({0, 0, call.keys - call.rows, random.between(-9, 9), far, -far});
-        if (random.chance(0.3)) call.has_low = 1, call.low = random.one_of<int64_t>({0, -20, random.between(-99, 9), far, -far});
+        if (random.chance(0.4))
+            call.has_high = 1,
+            call.high = random.one_of<int64_t>({0, 0, call.keys - call.rows, random.between(-9, 9), far, -far});
+        if (random.chance(0.3))
+            call.has_low = 1, call.low = random.one_of<int64_t>({0, -20, random.between(-99, 9), far, -far});
         if (random.chance(0.3)) {
             for (int64_t i = 0; i < call.items; ++i) {
-                positions.push_back(random.one_of<int64_t>({random.between(-5, call.keys), random.between(-5, call.keys), far, -far}));
+                positions.push_back(
+                    random.one_of<int64_t>({random.between(-5, call.keys), random.between(-5, call.keys), far, -far}));
             }
             call.positions = positions.data();
         }
@@ -142,7 +146,8 @@ struct Case {
             call.keep = 1 - rate;
             call.threshold = (uint32_t)(rate * 0x1p32);
             call.seed_low = (uint32_t)random.next(), call.seed_high = (uint32_t)random.next();
-            for (uint32_t& start : call.start) start = (uint32_t)random.one_of<int64_t>({0, 1, random.between(0, 99), 0xffffffff, 0xfffffff0});
+            for (uint32_t& start : call.start)
+                start = (uint32_t)random.one_of<int64_t>({0, 1, random.between(0, 99), 0xffffffff, 0xfffffff0});
         }
     }
 
@@ -281,7 +286,8 @@ void differentiate(const Case& x, std::vector<Expected>& to, double& largest) {
     Expected &query = to[0], &key = to[1], &value = to[2];
     if (call.adds) {
         for (Expected* sums : {&key, &value}) {
-            sums->array.each([&](int64_t i, int64_t h, int64_t r, int64_t c) { (*sums)(i, h, r, c) = sums->array(i, h, r, c); });
+            sums->array.each(
+                [&](int64_t i, int64_t h, int64_t r, int64_t c) { (*sums)(i, h, r, c) = sums->array(i, h, r, c); });
         }
     }
     each_row(x, [&](Row& r) {
@@ -324,8 +330,10 @@ void push_forward(const Case& x, std::vector<Expected>& to, double& largest) {
         for (size_t n = 0; n < r.seen.size(); ++n) {
             double t = 0;
             for (int64_t d = 0; d < call.head_size; ++d) {
-                if (x.query_tangent) t += x.query_tangent(r.item, r.head, r.row, d) * x.key(r.item, r.key_head, r.seen[n], d);
-                if (x.key_tangent) t += x.key_tangent(r.item, r.key_head, r.seen[n], d) * x.query(r.item, r.head, r.row, d);
+                if (x.query_tangent)
+                    t += x.query_tangent(r.item, r.head, r.row, d) * x.key(r.item, r.key_head, r.seen[n], d);
+                if (x.key_tangent)
+                    t += x.key_tangent(r.item, r.key_head, r.seen[n], d) * x.query(r.item, r.head, r.row, d);
             }
             t *= call.scale * r.slope(n);
             if (x.bias_tangent) t += x.bias_tangent(r.item, r.head, r.row, r.seen[n]);
@@ -379,7 +387,7 @@ int compute(Case& x, const PolyattnCall& call, void** state) {
     if (x.function == PUSH_FORWARD) return polyattn_push_forward(&call, state);
     if (call.threads % 2) return polyattn_attend(&call, state);
     PolyattnCall other = call;
-    void *to[] = {call.query.data, call.key.data, call.value.data, call.output.data, call.logsumexp.data};
+    void* to[] = {call.query.data, call.key.data, call.value.data, call.output.data, call.logsumexp.data};
     other.query.data = other.key.data = other.value.data = other.output.data = other.logsumexp.data = nullptr;
     return polyattn_attend_to(&other, call.threads, &to[0], &to[1], &to[2], &to[3], to[4] ? &to[4] : nullptr,
                               call.threads == 2 ? state : nullptr);
@@ -434,8 +442,7 @@ bool is_right(uint64_t seed) {
         call.threads = run ? (int32_t)x.random.between(2, 4) : 1;
         void* state = nullptr;
         int status;
-        while ((status = compute(x, call, &state)) == 1) {
-        }
+        while ((status = compute(x, call, &state)) == 1) {}
         if (status != 0 || state) return printf("seed %llu: status %d\n", (unsigned long long)seed, status), false;
         for (const Array& array : written) bits[run].push_back(array ? array.bytes() : std::vector<char>());
     }
@@ -445,8 +452,10 @@ bool is_right(uint64_t seed) {
         double tolerance = (x.sums == FLOAT32 ? 2e-6 : 1e-14) * (x.function == ATTEND ? 2 : 20) * (1 + largest);
         if (x.function == ATTEND && n == 0) tolerance += x.kind == FLOAT16 ? 5.5e-4 : x.kind == BFLOAT16 ? 2.2e-3 : 0;
         if (!compare(expected[n], tolerance, x.call.has_dropout, name, seed)) return false;
-        if (bits[0][n] != bits[1][n]) return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
-        if (!written[n].keeps_gaps(before[n])) return printf("seed %llu: written beside %s\n", (unsigned long long)seed, name), false;
+        if (bits[0][n] != bits[1][n])
+            return printf("seed %llu: bits of %s on more threads\n", (unsigned long long)seed, name), false;
+        if (!written[n].keeps_gaps(before[n]))
+            return printf("seed %llu: written beside %s\n", (unsigned long long)seed, name), false;
     }
     return true;
 }
@@ -466,7 +475,8 @@ bool ends(uint64_t seed, Function function) {
     for (PolyattnArray* array : {&call.query, &call.key, &call.value, &call.output_gradient, &call.query_tangent}) {
         *array = {ones.data(), nullptr, 0, 0, size, 1};
     }
-    PolyattnArray* const large[] = {&call.output, &call.query_gradient, &call.key_gradient, &call.value_gradient, &call.output_tangent};
+    PolyattnArray* const large[] = {&call.output, &call.query_gradient, &call.key_gradient, &call.value_gradient,
+                                    &call.output_tangent};
     for (int i = 0; i < 5; ++i) {
         results[i].resize((size_t)(n * size), 1);
         *large[i] = {results[i].data(), nullptr, 0, 0, size, 1};
@@ -475,7 +485,9 @@ bool ends(uint64_t seed, Function function) {
     call.logsumexp = {by_row.data(), nullptr, 0, 0, 1, 1};
     call.delta = {delta.data(), nullptr, 0, 0, 1, 1};
     call.logsumexp_tangent = {written.data(), nullptr, 0, 0, 1, 1};
-    auto* run = function == ATTEND ? polyattn_attend : function == DIFFERENTIATE ? polyattn_differentiate : polyattn_push_forward;
+    auto* run = function == ATTEND          ? polyattn_attend
+                : function == DIFFERENTIATE ? polyattn_differentiate
+                                            : polyattn_push_forward;
     for (int64_t steps = (int64_t)(seed / 8 % 4);; --steps) {
         static void* state;
         const int status = run(&call, &state);
@@ -498,7 +510,8 @@ int main(int count_of_words, char** words) {
     const uint64_t count = count_of_words > 2 ? strtoull(words[2], nullptr, 10) : 1000;
     std::vector<std::string> sets;
     const std::string known = std::string(polyattn_instruction_sets()) + " ";
-    for (size_t at = 0, end; (end = known.find(' ', at)) != std::string::npos; at = end + 1) sets.push_back(known.substr(at, end - at));
+    for (size_t at = 0, end; (end = known.find(' ', at)) != std::string::npos; at = end + 1)
+        sets.push_back(known.substr(at, end - at));
     if (count_of_words > 3) sets = {words[3]};
     for (uint64_t n = seed; n < seed + count; ++n) {
         const std::string& set = sets[(size_t)(n % sets.size())];

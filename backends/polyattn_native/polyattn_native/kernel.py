@@ -84,6 +84,10 @@ class Native(Kernel):
             of_sums = None if logsumexp is None else id(logsumexp) + DATA
             ready.run(self.threads, *places, of_sums)
             return output, logsumexp
+        if not query.dtype.isnative:
+            native_order = query.astype(query.dtype.newbyteorder("="))
+            found, of_sums = self(problem, operands._replace(query=native_order), backend)
+            return found.astype(query.dtype), of_sums
         native = self._prepared(problem, operands, output, logsumexp)
         native.run(library().polyattn_attend)
         if KNOWS_ADDRESSES and all(map(is_readable, (query, key, value))):

@@ -123,11 +123,8 @@ class NativeOnTorch(Native):
         if ready is not None and ready.problem is problem:
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
-            places = [
-                start + ctypes.sizeof(ctypes.c_void_p) * n
-                for n in range(4 + (logsumexp is not None))
-            ]
-            ready.run(self.threads, *places, *([None] if logsumexp is None else []))
+            places = [start + POINTER * n for n in range(5)]
+            ready.run(self.threads, *places[:4], None if logsumexp is None else places[4])
             return output, logsumexp
         given = [None if one is None else _array(one, as_bits=True) for one in arrays]
         operands = Operands(*given[:3])
@@ -156,9 +153,9 @@ class NativeOnTorch(Native):
         backend: Backend | None = None,
     ) -> Gradients:  # fmt: skip
         """Return the gradients of tensors with numbers."""
-        given: Any = _in_numpy(operands), _numbers(residuals), _numbers(cotangents)
-        found = super().backward(problem, *given, backend)  # type: ignore[arg-type]
-        return Gradients(*_tensors(found))
+        of_numpy: Any = super().backward
+        given = _in_numpy(operands), _numbers(residuals), _numbers(cotangents)
+        return Gradients(*_tensors(of_numpy(problem, *given, backend)))
 
     def jvp(
         self, problem: Problem, operands: Operands, residuals: Residuals, tangents: Tangents,
@@ -169,8 +166,9 @@ class NativeOnTorch(Native):
         if torch.compiler.is_compiling() or not _are_readable(*given):
             found: Any = backend.tiled.jvp(problem, *given, backend)
         else:
-            arrays: Any = _in_numpy(operands), _numbers(residuals), _numbers(tangents)
-            found = _tensors(super().jvp(problem, *arrays, backend))
+            of_numpy: Any = super().jvp
+            arrays = _in_numpy(operands), _numbers(residuals), _numbers(tangents)
+            found = _tensors(of_numpy(problem, *arrays, backend))
         output, logsumexp = found
         return output, logsumexp
 
@@ -211,7 +209,7 @@ def _in_numpy(x: Operands) -> Operands:
     def array(_: str, thing: Any) -> Any:
         return _array(thing) if isinstance(thing, torch.Tensor) else thing
 
-    options = {
+    options: dict[str, Any] = {
         name: field.map(array) if isinstance(field, Expression) else array(name, field)
         for name, field in zip(x._fields[3:], x[3:], strict=True)
     }

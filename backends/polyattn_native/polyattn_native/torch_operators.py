@@ -21,7 +21,9 @@ _ARGUMENTS = (
     " Tensor? query_offset, bool is_causal, SymInt? left, SymInt? right, SymInt? offset,"
     " float scale, float? softcap"
 )
-_library = torch.library.Library("polyattn_native", "DEF")
+# torch's functions for it have no types.
+_torch: Any = torch
+_library = _torch.library.Library("polyattn_native", "DEF")
 _library.define(f"attend({_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(
     "differentiate(Tensor output, Tensor logsumexp, Tensor of_output, Tensor? of_logsumexp,"
@@ -56,7 +58,8 @@ def differentiate(
     """Return the gradients of query, key and value by the operator."""
     given = residuals.output, residuals.logsumexp, cotangents.output, cotangents.logsumexp
     found = torch.ops.polyattn_native.differentiate(*given, *_arguments(problem, x))
-    return Gradients(*found, score_mod=[], similarity=[])
+    query, key, value = found
+    return Gradients(query, key, value, score_mod=[], similarity=[])
 
 
 def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
@@ -77,7 +80,6 @@ def _kernel() -> NativeOnTorch:
     return NativeOnTorch()
 
 
-@torch.library.impl(_library, "attend", "CPU")
 def _attend(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     problem, operands = _call(*arguments)
     output, logsumexp = _kernel().attend(problem, operands)
@@ -85,24 +87,22 @@ def _attend(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return output, logsumexp
 
 
-@torch.library.impl(_library, "differentiate", "CPU")
 def _differentiate(
     output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
 ) -> tuple[torch.Tensor, ...]:
     problem, operands = _call(*arguments)
     given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
-    return _kernel().differentiate(problem, operands, *given)[:3]
+    found: Any = _kernel().differentiate(problem, operands, *given)[:3]
+    return tuple(found)
 
 
-@torch.library.register_fake("polyattn_native::attend", lib=_library)
-def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    batch = torch.broadcast_shapes(*[one.shape[:-3] for one in (query, key, value)])
+def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> Any:
+    batch = _torch.broadcast_shapes(*[one.shape[:-3] for one in (query, key, value)])
     rows = (*batch, *query.shape[-3:-1])
     logsumexp = query.new_empty(rows, dtype=_accumulator(query.dtype))
     return query.new_empty((*rows, value.shape[-1])), logsumexp
 
 
-@torch.library.register_fake("polyattn_native::differentiate", lib=_library)
 def _differentiate_fake(
     output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any,
     query: Any, key: Any, value: Any, *_: Any,
@@ -136,7 +136,7 @@ def _problem(
         library="torch",
         device="cpu",
         dtype=str(dtype).removeprefix("torch."),
-        batch=tuple(torch.broadcast_shapes(query[:-3], key[:-3], value[:-3])),
+        batch=tuple(_torch.broadcast_shapes(query[:-3], key[:-3], value[:-3])),
         heads=query[-3],
         key_heads=key[-3],
         query_length=query[-2],
@@ -155,3 +155,11 @@ def _problem(
         requires_grad=False,
         transforms=frozenset(),
     )
+
+
+for _name, _compute, _shapes in (
+    ("attend", _attend, _attend_fake),
+    ("differentiate", _differentiate, _differentiate_fake),
+):
+    _torch.library.impl(_library, _name, "CPU")(_compute)
+    _torch.library.register_fake(f"polyattn_native::{_name}", lib=_library)(_shapes)
