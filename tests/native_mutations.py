@@ -77,8 +77,10 @@ MUTATIONS = (
      "scaled / (total * (T)call.keep)", "scaled / total"),
     # arrays
     ("native: the last number of a row", "rows.h",
-     "n < count; ++n) row[e + n]", "n < count - 1; ++n) row[e + n]"),
-    ("native: numbers written behind a row", "rows.h", "if (count == width) {", "if (count) {"),
+     "for (; e < size; ++e) {\n            for (int i = 0; i < width; ++i) {\n                if (rows",
+     "for (; e < size - 1; ++e) {\n            for (int i = 0; i < width; ++i) {\n                if (rows"),
+    ("native: the wrong factor of a row's last numbers", "rows.h",
+     "source[e * lanes + i] * factors[i]", "source[e * lanes + i] * factors[0]"),
     ("native: a float16 cut off", "rows.h",
      "(rest - 0x38000000 + 0xfff + odd) >> 13", "(rest - 0x38000000) >> 13"),
     ("native: all is finite", "rows.h", "return sum == 0;", "return sum == sum || sum != sum;"),
@@ -159,5 +161,6 @@ def wrong_call(folder, root):
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     if done.returncode == 0:
         return None
-    # A signal is a find as well.
+    if done.returncode < 0 and not done.stdout:
+        raise RuntimeError(f"the random calls ended by the signal {-done.returncode}")
     return (done.stdout or f"status {done.returncode}").splitlines()[0]
