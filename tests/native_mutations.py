@@ -77,8 +77,10 @@ MUTATIONS = (
      "scaled / (total * (T)call.keep)", "scaled / total"),
     # arrays
     ("native: the last number of a row", "rows.h",
-     "for (; e < size; ++e) {\n            for (int i = 0; i < width; ++i) {\n                if (rows",
-     "for (; e < size - 1; ++e) {\n            for (int i = 0; i < width; ++i) {\n                if (rows"),
+     "        for (; e < size; ++e) {\n            for (int i = 0; i < width; ++i) {\n"
+     "                if (rows",
+     "        for (; e < size - 1; ++e) {\n            for (int i = 0; i < width; ++i) {\n"
+     "                if (rows"),
     ("native: the wrong factor of a row's last numbers", "rows.h",
      "source[e * lanes + i] * factors[i]", "source[e * lanes + i] * factors[0]"),
     ("native: a float16 cut off", "rows.h",
