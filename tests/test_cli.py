@@ -29,7 +29,9 @@ def test_backends(capsys):
     lines = out.splitlines()
     assert lines[0].split() == ["backend", "library", "devices", "kernels"]
     names = "cupy dask jax mlx numpy onnx onnxruntime torch array-api"
-    assert [line.split()[0] for line in lines[1:]] == names.split()
+    # A distribution whose kernels are left out has a row, "kernels native".
+    found = [line.split()[0] for line in lines[1:]]
+    assert [name for name in found if name != "kernels"] == names.split()
     assert out.isascii()
 
 

@@ -11,6 +11,7 @@ pytestmark = [
     pytest.mark.slow,
     # torch imports what it deprecates.
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 OPTIONS = [{"mask": masks.causal() | masks.prefix(2)}, {}, {"is_causal": True}, {"window": (2, 1)}]
 

@@ -14,6 +14,7 @@ from polyattn_torch import fused
 pytestmark = [
     # torch imports what it deprecates.
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 WINDOW = {"window": (2, 0), "query_offset": 1}
 
