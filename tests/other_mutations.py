@@ -312,7 +312,7 @@ MUTATIONS = (
      "an offset not moved with the keys", "backends/polyattn_torch/attn_mask.py",
      "query_offset=offset - keys.start)",
      "query_offset=offset)"),
-    (BANDS + "test_a_mask_that_hides_much_goes_to_tiled[8192-8192-options11-tiled]",
+    (BANDS + "test_a_mask_that_hides_much_goes_to_tiled[8192-8192-options10-tiled]",
      "expressions counted as full", "backends/polyattn_torch/sdpa.py",
      "visible = min(visible, computed // 2)",
      "pass"),
