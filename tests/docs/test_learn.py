@@ -26,7 +26,7 @@ def test_the_index_names_each_page_once():
 
 @pytest.mark.slow
 def test_a_script_draws_the_pictures_of_the_pages(drawn_by, tmp_path):
-    assert drawn_by(tmp_path, 4000) == set(draw.PICTURES)
+    assert drawn_by(draw, tmp_path, 4000) == set(draw.PICTURES)
     shown = {
         (name, page)
         for page in PAGES
