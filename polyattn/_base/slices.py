@@ -1,7 +1,8 @@
-"""A slice of an axis, whose start is a number, or an array where JAX traces it."""
+"""Slices of an axis, whose start is a number, or an array where JAX traces it; equal parts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, library_of
@@ -51,3 +52,14 @@ def _zeros(like: Array, axis: int, length: int) -> Array:
     # From the block itself, so that it is on the same device, and in JAX on the same mesh axes.
     first = take(like, axis, 0, 1)
     return xp.zeros_like(xp.broadcast_to(first, tuple(shape)))
+
+
+def split(array: Array, count: int, axis: int = -2) -> list[Array]:
+    """Return equal parts of an array along an axis."""
+    length = array.shape[axis] // count
+    return [take(array, axis, n * length, length) for n in range(count)]
+
+
+def joined(parts: Sequence[Array], axis: int = -2) -> Array:
+    """Return the concatenation of parts."""
+    return parts[0] if len(parts) == 1 else library_of(parts[0]).xp.concat(list(parts), axis=axis)

@@ -6,11 +6,11 @@ from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
-from polyattn._base.slices import place, take
+from polyattn._base.slices import joined, place, split, take
 from polyattn._core.expressions.parts import Part
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import joined, permute, slots, split, unpermute
+from polyattn.parallel.layout import permute, slots, unpermute
 from polyattn.parallel.strategy import Strategy, joined_partials, split_partial
 
 

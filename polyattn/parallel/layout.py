@@ -7,11 +7,10 @@ the keys before them, so with ``zigzag`` all ranks have the same work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from polyattn._base.arrays import Array, index_range, library_of
-from polyattn._base.slices import take
+from polyattn._base.slices import joined, split, take
 from polyattn.parallel.over import communicator_of
 
 #: The layouts, and the number of chunks that a rank holds.
@@ -22,17 +21,6 @@ def check_layout(layout: Any) -> None:
     if not isinstance(layout, str) or layout not in LAYOUTS:
         heads = "; arrays have heads before length" if "HD" in str(layout) else ""
         raise ValueError(f'layout must be "contiguous" or "zigzag"{heads}; got {layout!r}')
-
-
-def split(array: Array, count: int, axis: int = -2) -> list[Array]:
-    """Return equal parts of an array along an axis."""
-    length = array.shape[axis] // count
-    return [take(array, axis, n * length, length) for n in range(count)]
-
-
-def joined(parts: Sequence[Array], axis: int = -2) -> Array:
-    """Return the concatenation of parts."""
-    return parts[0] if len(parts) == 1 else library_of(parts[0]).xp.concat(list(parts), axis=axis)
 
 
 def slots(layout: str) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 from mpi4py import MPI
 
 from polyattn._base.arrays import Array, library_of
+from polyattn._base.slices import split as parts_of
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import split as parts_of
 
 
 class MPIRanks(Communicator):

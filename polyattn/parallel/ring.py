@@ -15,9 +15,10 @@ from typing import Any
 
 from polyattn._api.partial import Partial, merge
 from polyattn._base.arrays import Array
+from polyattn._base.slices import joined, split
 from polyattn.parallel.call import OptionGradients, ParallelCall, add_shares
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import joined, slots, split
+from polyattn.parallel.layout import slots
 from polyattn.parallel.strategy import Strategy, joined_partials, needs_whole_rows, split_partial
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from polyattn._api.partial import Partial
 from polyattn._base.arrays import Array
+from polyattn._base.slices import joined, split
 from polyattn._core.expressions.replacements import ByNorm
 from polyattn.parallel.call import OptionGradients, ParallelCall
 from polyattn.parallel.communicator import Communicator
-from polyattn.parallel.layout import joined, split
 
 
 class Strategy(ABC):

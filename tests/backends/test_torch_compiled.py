@@ -11,7 +11,6 @@ pytestmark = [
     pytest.mark.slow,
     # torch imports what it deprecates.
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 OPTIONS = [{"mask": masks.causal() | masks.prefix(2)}, {}, {"is_causal": True}, {"window": (2, 1)}]
 

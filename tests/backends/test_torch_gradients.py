@@ -14,7 +14,6 @@ from polyattn_torch import fused
 pytestmark = [
     # torch imports what it deprecates.
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 WINDOW = {"window": (2, 0), "query_offset": 1}
 
@@ -174,6 +173,19 @@ def saved_by(function):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = function()
     return result, sum(storages.values())
+
+
+@pytest.mark.slow
+def test_a_program_saves_no_weights():
+    query, key, value = (torch.randn(1, 256, 8, requires_grad=True) for _ in range(3))
+
+    def call(query, key, value):
+        return attention(query, key, value, softcap=2.0, kernel="dense")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    output, saved = saved_by(lambda: compiled(query, key, value))
+    assert saved <= 5 * query.nbytes
+    output.sum().backward()
 
 
 def test_memory_is_for_a_tile():

@@ -19,7 +19,6 @@ Ready = pytest.importorskip("polyattn_native.call").Ready
 # torch's own compiler and forward mode import what torch deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 KERNEL = on_torch.NativeOnTorch()
 LIMITS = {

@@ -228,3 +228,7 @@ def _tensors(group: Any) -> list[Any]:
 def _tensor(array: Any) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
+
+
+# One for the process: torch refuses to register an operator twice.
+torch_operators.register(NativeOnTorch())

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from polyattn.plugin import Cotangents, Gradients, Operands, Problem, Residuals
 from polyattn_native.kernel import PLAIN
-
-if TYPE_CHECKING:
-    from polyattn_native.on_torch import NativeOnTorch
 
 # Arguments that a program passes on beside numbers.
 _ARRAYS = ("mask", "bias", "sinks", "query_offset")
@@ -73,27 +70,36 @@ def _arguments(problem: Problem, x: Operands) -> tuple[Any, ...]:
 # ---- what the operators do ----
 
 
-@lru_cache(maxsize=1)
-def _kernel() -> NativeOnTorch:
-    from polyattn_native.on_torch import NativeOnTorch
+class Computing(Protocol):
+    """What computes with tensors that have numbers."""
 
-    return NativeOnTorch()
+    def attend(self, problem: Problem, operands: Operands) -> tuple[Any, Any]:
+        """Return output and logsumexp."""
 
-
-def _attend(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    problem, operands = _call(*arguments)
-    output, logsumexp = _kernel().attend(problem, operands)
-    assert logsumexp is not None
-    return output, logsumexp
+    def differentiate(
+        self, problem: Problem, operands: Operands, residuals: Residuals, cotangents: Cotangents
+    ) -> Gradients:
+        """Return the gradients."""
 
 
-def _differentiate(
-    output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
-) -> tuple[torch.Tensor, ...]:
-    problem, operands = _call(*arguments)
-    given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
-    found: Any = _kernel().differentiate(problem, operands, *given)[:3]
-    return tuple(found)
+def register(kernel: Computing) -> None:
+    """Let a kernel compute what the operators do."""
+
+    def attend(*arguments: Any) -> tuple[Any, Any]:
+        return kernel.attend(*_call(*arguments))
+
+    def differentiate(
+        output: Any, logsumexp: Any, of_output: Any, of_logsumexp: Any, *arguments: Any
+    ) -> tuple[Any, ...]:
+        given = Residuals(output, logsumexp), Cotangents(of_output, of_logsumexp)
+        return tuple(kernel.differentiate(*_call(*arguments), *given)[:3])
+
+    for name, compute, fake in (
+        ("attend", attend, _attend_fake),
+        ("differentiate", differentiate, _differentiate_fake),
+    ):
+        _torch.library.impl(_library, name, "CPU")(compute)
+        _torch.library.register_fake(f"polyattn_native::{name}", lib=_library)(fake)
 
 
 def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> Any:
@@ -155,11 +161,3 @@ def _problem(
         requires_grad=False,
         transforms=frozenset(),
     )
-
-
-for _name, _compute, _shapes in (
-    ("attend", _attend, _attend_fake),
-    ("differentiate", _differentiate, _differentiate_fake),
-):
-    _torch.library.impl(_library, _name, "CPU")(_compute)
-    _torch.library.register_fake(f"polyattn_native::{_name}", lib=_library)(_shapes)
