@@ -49,7 +49,7 @@ class Step(Protocol):
 
 def in_transform() -> bool:
     """Return whether torch.func transforms the caller; torch.compile can trace this."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_recorded(problem: Problem) -> bool:

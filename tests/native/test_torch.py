@@ -380,3 +380,32 @@ def test_numbers_of_bfloat16_are_those_of_its_bits() -> None:
 
     x = torch.randn(50).bfloat16()
     assert np.array_equal(numbers(x.view(torch.int16).numpy()), x.float().numpy())
+
+
+@pytest.mark.slow
+def test_a_program_has_the_gradient_of_a_bias_by_another_kernel() -> None:
+    bias = torch.randn(9, 11, requires_grad=True)
+
+    def loss(*x: Any) -> Any:
+        return attention(*x, bias=bias).square().sum()
+
+    x = arrays(rows=9, keys=11)
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="aot_eager")
+    found, wanted = (torch.autograd.grad(f(*x), bias)[0] for f in (compiled, loss))
+    torch.testing.assert_close(found, wanted)
+    assert found.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_a_program_has_gradients_from_an_output_that_is_not_rounded() -> None:
+    x = [y.detach().half().requires_grad_() for y in arrays(rows=9, keys=11)]
+    wide = [y.detach().double().requires_grad_() for y in x]
+
+    def loss(*x: Any) -> Any:
+        return attention(*x, kernel=KERNEL).sum(dtype=torch.float64)
+
+    torch.compiler.reset()
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*x), x)
+    for one, wanted in zip(found, torch.autograd.grad(loss(*wide), wide), strict=True):
+        assert (one - wanted).abs().max() <= 1e-3 * wanted.abs().max()

@@ -12,6 +12,7 @@ from polyattn_native.kernel import PLAIN
 
 # Arguments that a program passes on beside numbers.
 _ARRAYS = ("mask", "bias", "sinks", "query_offset")
+_TENSORS = 3 + len(_ARRAYS)
 _TAKEN = PLAIN | {"mask", "bias", "sinks", "query_offset_array", "backward"}
 _ARGUMENTS = (
     "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? bias, Tensor? sinks,"
@@ -34,6 +35,9 @@ def reasons_against(problem: Problem) -> list[str]:
         return ["a program that torch.export writes would need it where it runs"]
     if torch._C._are_functorch_transforms_active():
         return ["it has no rule for torch.func under torch.compile"]
+    trained = sorted(problem.trained - {"query", "key", "value"})
+    if trained and torch.is_grad_enabled():
+        return [f"under torch.compile it computes no gradient of {', '.join(trained)}"]
     others = sorted(problem.features - _TAKEN)
     return [f"under torch.compile it does not compute {', '.join(others)}"] if others else []
 
@@ -45,7 +49,12 @@ def differentiates(problem: Problem) -> bool:
 
 def attend(problem: Problem, x: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return output and logsumexp by the operator."""
+    if problem.requires_grad and torch.is_grad_enabled() and problem.dtype != problem.accumulator:
+        # The gradient follows from an output that is not rounded.
+        dtype = getattr(torch, problem.accumulator)
+        x = x._replace(query=x.query.to(dtype), key=x.key.to(dtype), value=x.value.to(dtype))
     output, logsumexp = torch.ops.polyattn_native.attend(*_arguments(problem, x))
+    output = output.to(getattr(torch, problem.dtype))
     return output, logsumexp if "logsumexp" in problem.features else None
 
 
@@ -100,6 +109,9 @@ def register(kernel: Computing) -> None:
     ):
         _torch.library.impl(_library, name, "CPU")(compute)
         _torch.library.register_fake(f"polyattn_native::{name}", lib=_library)(fake)
+    _torch.library.register_autograd(
+        "polyattn_native::attend", _gradients, setup_context=_save, lib=_library
+    )
 
 
 def _attend_fake(query: Any, key: Any, value: Any, *_: Any) -> Any:
@@ -115,6 +127,20 @@ def _differentiate_fake(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     dtype = _accumulator(query.dtype)
     return tuple([one.new_empty(one.shape, dtype=dtype) for one in (query, key, value)])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    tensors, ctx.numbers = inputs[:_TENSORS], inputs[_TENSORS:]
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, of_output: Any, of_logsumexp: Any) -> tuple[Any, ...]:
+    *tensors, output, logsumexp = ctx.saved_tensors
+    if of_output is None:
+        of_output = torch.zeros_like(output)
+    given = output, logsumexp, of_output, of_logsumexp, *tensors, *ctx.numbers
+    found = torch.ops.polyattn_native.differentiate(*given)
+    return (*found, *[None] * (len(tensors) - len(found) + len(ctx.numbers)))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
