@@ -24,7 +24,7 @@ from polyattn_dask.visibility import Visibility
 
 
 class Placeholder(NamedTuple):
-    """What stands for an array in an option, so that tasks hold no arrays."""
+    """The place of an array in an option, so that tasks hold no arrays."""
 
     shape: tuple[int, ...]
     dtype: str

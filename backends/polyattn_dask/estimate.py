@@ -1,4 +1,4 @@
-"""What a call would do, from shapes and chunks only: for `explain`."""
+"""Estimate a call from shapes and chunks only, for `explain`."""
 
 from __future__ import annotations
 

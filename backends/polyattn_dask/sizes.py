@@ -1,4 +1,4 @@
-"""How many bytes a task holds, and how many chunks of keys it therefore reads."""
+"""Count the bytes that a task holds, and from them the chunks of keys that it reads."""
 
 from __future__ import annotations
 

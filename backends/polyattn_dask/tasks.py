@@ -1,4 +1,4 @@
-"""What runs on a worker: attention over some chunks of keys, its gradients, and their sums.
+"""The steps that a worker runs: attention over some chunks of keys, its gradients, and their sums.
 
 A step is an object without arrays, called with the chunks. It calls the front door of polyattn on
 them, so that the library of the chunks computes, in one thread: dask has threads of its own.

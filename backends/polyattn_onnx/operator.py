@@ -187,7 +187,7 @@ def _is_filled(problem: Problem) -> bool:
 
 
 class Positions(NamedTuple):
-    """What a node does by positions: its facts of these names, or a mask in their place."""
+    """The options by position of a node: its facts of these names, or a mask in their place."""
 
     is_causal: bool = False
     window: tuple[int, int] = (-1, -1)

@@ -41,7 +41,7 @@ from polyattn.plugin import (
 
 
 class Recorder:
-    """What autograd's boxes need of polyattn."""
+    """The functions of polyattn that autograd's boxes need."""
 
     def value(self, box: Any) -> Array:
         """Return the array in a box."""

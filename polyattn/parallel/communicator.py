@@ -1,4 +1,4 @@
-"""What a strategy asks of the ranks that compute one call together."""
+"""The messages that a strategy sends among the ranks of one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy is: a way to share one call of attention among ranks."""
+"""A strategy: a way to share one call of attention among ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank has to do for a call, as a function of arrays only, which autograd needs."""
+"""The work of one rank for a call, as a function of arrays only, which autograd needs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from polyattn.parallel.communicator import Communicator
 
 
 class _Mail:
-    """What ranks have sent to one another, and the first error of any of them."""
+    """The messages between ranks, and the first error of any of them."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout

@@ -18,7 +18,7 @@ from polyattn_native.arrays import WIDEST, by_item, offsets_of
 
 
 class Visible(NamedTuple):
-    """What is left of ``mask=``: causal and window are numbers of the call."""
+    """The rest of ``mask=``: causal and window are numbers of the call."""
 
     first: Any = None  #: (items or 1, L), int32: the first key that a row may see
     stop: Any = None  #: likewise, after the last

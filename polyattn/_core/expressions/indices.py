@@ -25,24 +25,24 @@ from polyattn._base.arrays import (
 INDEX_LIMIT = 2**30
 
 
-def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any) -> Any:
-    """Return offset + shift, limited to ±INDEX_LIMIT, although neither may fit in `dtype`.
+def saturating_sum(offset: Any, shift: int, xp: Any, dtype: Any, limit: int = INDEX_LIMIT) -> Any:
+    """Return offset + shift, limited to ±limit, although neither may fit in `dtype`.
 
     An offset given as an array may hold any number of its dtype, and a window is a Python
     integer of any size. Only their sum determines which keys are seen.
     """
     if isinstance(offset, int):
-        return max(-INDEX_LIMIT, min(offset + shift, INDEX_LIMIT))
+        return max(-limit, min(offset + shift, limit))
     if "uint" in str(offset.dtype) and xp.iinfo(dtype).bits == 64:
         # torch supports few operations on unsigned integers.
         signed = cast(xp, offset, dtype)
         offset = xp.where(signed < 0, xp.full_like(signed, 2**63 - 1), signed)
     info = xp.iinfo(offset.dtype)
-    low, high = -INDEX_LIMIT - shift, INDEX_LIMIT - shift
+    low, high = -limit - shift, limit - shift
     if high <= info.min:
-        return INDEX_LIMIT
+        return limit
     if low >= info.max:
-        return -INDEX_LIMIT
+        return -limit
     offset = cast(xp, xp.clip(offset, max(low, int(info.min)), min(high, int(info.max))), dtype)
     # In two steps: the shift itself may be just out of range where the sum is not.
     half = shift // 2

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arrays import Array, is_array, library_of
 from polyattn._base.slices import Slice, place, take
-from polyattn._core.expressions.indices import saturating_sum
+from polyattn._core.expressions.indices import INDEX_LIMIT, saturating_sum
 
 
 def axes_of_last(axes: str, rank: int, batch: int) -> tuple[int | str | None, ...]:
@@ -114,12 +114,14 @@ class Part(NamedTuple):
             return numbers
         if isinstance(numbers, int) and isinstance(first, int):
             return numbers - first
-        # JAX may have no int64, and the sum is limited to less than int32.
+        # JAX may have no int64. Elsewhere what is far stays far: a window may reach it.
         library = library_of(first if isinstance(numbers, int) else numbers)
-        dtype = library.xp.int32 if library.name == "jax" else library.xp.int64
-        if isinstance(first, int):
-            return saturating_sum(numbers, -first, library.xp, dtype)
-        return saturating_sum(numbers, 0, library.xp, dtype) - first
+        is_narrow = library.name == "jax" and "64" not in str(getattr(numbers, "dtype", ""))
+        dtype = library.xp.int32 if is_narrow else library.xp.int64
+        limit = INDEX_LIMIT if is_narrow else 2**61
+        shift = -first if isinstance(first, int) else 0
+        found = saturating_sum(numbers, shift, library.xp, dtype, limit)
+        return found if isinstance(first, int) else found - first
 
     def moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of the indices of the part, from one of the indices of the whole.

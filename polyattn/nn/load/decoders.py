@@ -28,7 +28,7 @@ Which = Callable[[Settings], Callable[[int], bool]]
 
 @dataclass(frozen=True)
 class Decoder:
-    """What a family adds to Llama's decoder; a string for a bias is the setting that says so."""
+    """The differences of a family from Llama's decoder; a bias given as a string is a setting."""
 
     title: str  # with an article
     query_bias: bool | str = "attention_bias"  # whether maps to queries, keys and values have it

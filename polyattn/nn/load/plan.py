@@ -18,7 +18,7 @@ Blocks = Callable[[str, int, str], list[str]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the caller wants of a model."""
+    """The parts of a model that the caller wants."""
 
     logits: bool = True
     length: int | None = None
