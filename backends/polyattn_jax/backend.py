@@ -20,7 +20,7 @@ from polyattn.plugin import Array, Backend, native, or_zero
 from polyattn_jax.cudnn import Cudnn
 from polyattn_jax.devices import all_devices, device_of
 from polyattn_jax.forward import visible_product
-from polyattn_jax.tile import product
+from polyattn_jax.tile import PRIMITIVES, product
 from polyattn_jax.xla import Xla
 
 # Without jax_enable_x64 JAX narrows these to 32 bits.
@@ -109,6 +109,15 @@ class JaxBackend(Backend):
         """Return the matrix product of two stacks of matrices."""
         result: jax.Array = _matmul(a, b)
         return result
+
+    def over_size(
+        self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
+    ) -> Array:
+        """Sum a function of one entry of queries and keys over D."""
+        # Outside of `jit` a loop is compiled anew for each call.
+        if isinstance(query, jax.core.Tracer) or isinstance(key, jax.core.Tracer):
+            return PRIMITIVES.over_size(term, query, key)
+        return super().over_size(term, query, key)
 
     def visible_product(self, weights: Array, seen: Array, x: Array) -> jax.Array:
         """Return weights · x, to which x adds nothing where it is not seen."""

@@ -29,6 +29,8 @@ from polyattn_jax.explicit import Explicit
 
 # Entries of vectors that a similarity sums at a time.
 ENTRIES = 4
+# Scores of a block over which such a sum passes once for every few entries.
+BLOCK = 2**17
 
 
 class TileIndices(Indices):
@@ -147,7 +149,7 @@ def similarity(
     if rule is None:
         return unfold_heads(problem, inner(query, key), jnp)
     scale = problem.scale if scale is None else scale
-    return scale * unfold_heads(problem, rule.between(query, key, _PRIMITIVES), jnp)
+    return scale * unfold_heads(problem, rule.between(query, key, PRIMITIVES), jnp)
 
 
 def similarity_tangent(
@@ -163,7 +165,7 @@ def similarity_tangent(
 
     query, key = vectors[0], with_rank(vectors[1], vectors[0].ndim)
     moved_query, moved_key = of_rank(moved[0], query), of_rank(moved[1], key)
-    found = rule.pushforward(query, key, moved_query, moved_key, _PRIMITIVES)
+    found = rule.pushforward(query, key, moved_query, moved_key, PRIMITIVES)
     return problem.scale * unfold_heads(problem, found, jnp)
 
 
@@ -204,11 +206,26 @@ def materialized(array: Array) -> Array:
     return result
 
 
-class _Primitives(BackendPrimitives):
+class Primitives(BackendPrimitives):
+    """The primitives that a similarity computes with."""
+
     def matmul(self, a: Array, b: Array) -> Array:
+        """Return the matrix product of two stacks of matrices."""
         return product(a, b)
 
     def over_size(
+        self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
+    ) -> Array:
+        """Sum a function of one entry of queries and keys over D, some rows at a time."""
+        blocks = _blocks_of_rows(query, key)
+        if blocks == 1:
+            return self._over_size(term, query, key)
+        *batch, rows, size = query.shape
+        cut = jnp.moveaxis(query.reshape(*batch, blocks, rows // blocks, size), -3, 0)
+        found = lax.map(lambda block: self._over_size(term, block, key), cut)
+        return jnp.moveaxis(found, 0, -3).reshape(*found.shape[1:-2], rows, found.shape[-1])
+
+    def _over_size(
         self, term: Callable[[Any, Array, Array], Array], query: Array, key: Array
     ) -> Array:
         if query.shape[-2] == 1 or query.shape[-1] <= ENTRIES:
@@ -226,4 +243,13 @@ class _Primitives(BackendPrimitives):
         return lax.scan(step, start, np.arange(first, query.shape[-1], ENTRIES))[0]
 
 
-_PRIMITIVES = _Primitives(jnp)
+def _blocks_of_rows(query: Array, key: Array) -> int:
+    """Return the number of equal blocks of rows whose scores stay in the cache."""
+    if not all(isinstance(n, int) for n in (*query.shape, *key.shape)):
+        return 1  # of an exported program
+    rows, batch = query.shape[-2], np.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+    wanted = -(-math.prod(batch) * rows * key.shape[-2] // BLOCK)
+    return next((n for n in range(max(1, wanted), rows) if rows % n == 0), 1)
+
+
+PRIMITIVES = Primitives(jnp)

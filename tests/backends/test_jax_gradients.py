@@ -14,6 +14,7 @@ from polyattn import (
     scores,
 )
 from polyattn._kernels.tiled import Tiled
+from polyattn_jax import tile
 from polyattn_jax.backend import JaxBackend
 from polyattn_jax.xla import Xla
 
@@ -209,6 +210,23 @@ def test_a_distance_of_longer_vectors_is_no_longer_program(p):
         return len(str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, x)))
 
     assert size_of(64) < 1.1 * size_of(8)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 13])
+def test_a_distance_is_summed_for_some_rows_at_a_time(monkeypatch, rows):
+    """Of all rows at once each step of the sum would read and write memory, and not the cache."""
+    query, key = draw(2, 4, rows, 6), draw(2, 4, 9, 6)
+    options = {"similarity": scores.distance(), "scale": scores.by_norm()}
+    monkeypatch.setattr(tile, "BLOCK", 2 * 4 * 9 * 5)
+
+    def call(q, k):
+        return attention(q, k, k, backend="jax", kernel="dense", **options)
+
+    program = str(jax.make_jaxpr(call)(query, key))
+    assert ("scan" in program) == (rows > 1)
+    assert ("[3,2,4,4,9]" in program) == (rows == 12)  # three blocks
+    assert np.allclose(jax.jit(call)(query, key), attention(query, key, key, **options), atol=1e-5)
+    assert np.allclose(call(query, key), attention(query, key, key, **options), atol=1e-5)
 
 
 def test_a_distance_of_vectors_without_entries_is_0():
