@@ -5,10 +5,9 @@ import sys
 import time
 import types
 
-import jax
 import numpy as np
 import pytest
-import torch
+from optional import jax, torch
 
 from polyattn import attention
 from polyattn._dispatch import registry

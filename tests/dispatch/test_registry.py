@@ -7,10 +7,9 @@ import dataclasses
 import sys
 import types
 
-import array_api_strict
 import numpy as np
 import pytest
-import torch
+from optional import array_api_strict, torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores

@@ -9,14 +9,10 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import array_api_strict
-import dask.array
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
+from optional import array_api_strict, da, jax, jnp, torch
 
 import polyattn
 from polyattn import (
@@ -435,7 +431,7 @@ def test_a_traced_array_does_not_leave_its_library():
 
 
 def test_a_lazy_array_does_not_leave_its_library():
-    lazy = dask.array.from_array(X)
+    lazy = da.from_array(X)
     for backend in ("numpy", "torch"):
         with pytest.raises(polyattn.UnsupportedError, match="traced, transformed, lazy"):
             attention(lazy, lazy, lazy, backend=backend)
@@ -709,7 +705,7 @@ def test_a_result_that_is_not_what_a_kernel_must_return_is_refused(mistake):
                 attention_partial(X, X, X, kernel=Changed(logsumexp=change))
 
 
-@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray, dask.array.from_array])
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray, da.from_array])
 def test_a_right_result_of_a_kernel_is_taken(to):
     given = [to(x) for x in (X, X, X[..., :3])]
     kernel = Changed()
