@@ -28,9 +28,9 @@ class Fault(NamedTuple):
     is_present: Callable[[], bool]  # whether the installed release has it, on this processor
 
     def __str__(self) -> str:
-        last = f"{self.last[0]}.{self.last[1]}" if self.last else "now"
-        releases = f"NumPy {self.first[0]}.{self.first[1]} to {last}"
-        return f"numpy.{self.function} {self.effect} ({releases}): {self.workaround}"
+        until = f"to {self.last[0]}.{self.last[1]}" if self.last else "and later"
+        releases = f"NumPy {self.first[0]}.{self.first[1]} {until}"
+        return f"{releases}: numpy.{self.function} {self.effect}; avoided: {self.workaround}"
 
 
 def faults_of(release: str = np.__version__, problem: Problem | None = None) -> tuple[Fault, ...]:

@@ -68,7 +68,7 @@ class Tiled(Kernel):
     def remark(self, problem: Problem) -> str | None:
         """Name the faults of NumPy that the gradients of a problem would meet."""
         faults = "; ".join(map(str, faults_of(problem=problem)))
-        return f"gradients avoid a fault: {faults}" if faults else None
+        return f"its gradients avoid a fault of {faults}" if faults else None
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

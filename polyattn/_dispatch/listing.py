@@ -67,19 +67,17 @@ class BackendTable(tuple[BackendInfo, ...]):
         rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
         for info in self:
             rows.append(self._row(info))
-            rows += [("", "", "", f"avoids {fault}") for fault in info.faults]
+            rows += [("", "", "", f"fault of {fault}") for fault in info.faults]
         return rows
 
     def _row(self, info: BackendInfo) -> tuple[str, ...]:
+        if not info.available:
+            return info.name, "-", "-", info.reason or ""
         return (
-            (
-                info.name,
-                ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
-                ", ".join(map(info.device, info.devices)) or "the arrays' own",
-                ", ".join(map(info.kernel, info.kernels)),
-            )
-            if info.available
-            else (info.name, "-", "-", info.reason or "")
+            info.name,
+            ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
+            ", ".join(map(info.device, info.devices)) or "the arrays' own",
+            ", ".join(map(info.kernel, info.kernels)),
         )
 
     def as_dicts(self) -> list[dict[str, object]]:
