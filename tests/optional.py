@@ -5,14 +5,14 @@ takes it from here: `from optional import jnp, torch`.
 """
 
 import os
+import re
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pkgutil import resolve_name
 
 import pytest
-
-from polyattn import BackendUnavailableError
+from _pytest.doctest import MultipleDoctestFailures
 
 LIBRARIES = {
     "array_api_strict", "autograd", "cudnn", "cupy", "dask", "distributed", "hypothesis", "jax",
@@ -65,6 +65,9 @@ class Absent:
     def __iter__(self):
         self()
 
+    def __instancecheck__(self, x):
+        return False
+
     def __mro_entries__(self, bases):
         return ()
 
@@ -83,30 +86,45 @@ def __getattr__(name):
         raise
 
 
+def is_absent(name):
+    return name in LIBRARIES and find_spec(name) is None
+
+
 def lacking(error):
-    """Return the name of the absent library that an error is about, or None."""
-    if isinstance(error, BackendUnavailableError):
-        names = {name for name in LIBRARIES if f"{name} is not installed" in str(error)}
-    else:
-        names = {(getattr(error, "name", None) or "").partition(".")[0]} & LIBRARIES
-    return next((name for name in names if find_spec(name) is None), None)
+    """Return the absent library that an error is about, or None."""
+    if isinstance(error, MultipleDoctestFailures):
+        error = getattr(error.failures[0], "exc_info", (None, None))[1]
+    for one in (error, getattr(error, "__cause__", None)):
+        if isinstance(one, ModuleNotFoundError):
+            names = [(one.name or "").partition(".")[0]]
+        elif isinstance(one, AssertionError):  # about another thing
+            names = []
+        else:
+            names = re.findall(r"(\w+) is not installed", str(one))
+        for name in filter(is_absent, names):
+            return name
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
     report = yield
     excinfo = getattr(report, "call", None) and report.call.excinfo
-    name = excinfo and (lacking(excinfo.value) or lacking(excinfo.value.__cause__))
-    if name:
+    if name := excinfo and lacking(excinfo.value):
         report.outcome = "skipped"
         report.longrepr = (str(collector.path), 0, f"Skipped: {name} is not installed")
     return report
 
 
 def pytest_runtest_setup(item):
+    names = [name for mark in item.iter_markers("needs") for name in mark.args]
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         if isinstance(value, Absent):
             value()
+        if isinstance(value, str):
+            names.append(value.partition(":")[0])
+    for name in filter(is_absent, names):
+        pytest.skip(f"{name} is not installed")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -122,8 +140,7 @@ def pytest_fixture_setup(fixturedef, request):
 def _skipped():
     try:
         return (yield)
-    except (ModuleNotFoundError, BackendUnavailableError) as error:
-        name = lacking(error)
-        if name:
+    except Exception as error:
+        if name := lacking(error):
             pytest.skip(f"{name} is not installed")
         raise
