@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import array_api_strict
 import ml_dtypes
 import numpy as np
-import torch
+from optional import array_api_strict, torch
 
 from polyattn._core.call.features import DTYPES
 from polyattn._kernels.tiled import Tiled

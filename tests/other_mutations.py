@@ -49,7 +49,7 @@ MUTATIONS = (
      "    axes = set(_axes(array) - _axes(gradient))",
      "    axes: set[str] = set()"),
     # gradients
-    (BACKWARD + "test_nothing_is_negated_into_an_array[backends]",
+    ("tests/backends/test_numpy_faults.py::test_no_function_with_a_fault_is_given_an_output[backends]",
      "a strided negative", "backends/polyattn_numpy/backward.py",
      "self._by_head(self.output_gradient[..., -1:])[...] = -delta",
      "np.negative(delta, self._by_head(self.output_gradient[..., -1:]))"),
@@ -129,7 +129,7 @@ MUTATIONS = (
      "a pullback follows the autocast of another place", "polyattn/_api/gradients.py",
      "_backward(given, arguments, partial, cotangents, None)",
      "_backward(given, autocast(given), partial, cotangents, None)"),
-    ("tests/test_dialects.py::test_torch_drops_with_a_seed_of_its_generator",
+    ("tests/test_dialect_of_torch.py::test_torch_drops_with_a_seed_of_its_generator",
      "one seed for all calls of a dialect", "polyattn/dialects.py",
      "return library.xp.randint(2**62, (), device=query.device)",
      "return library.xp.zeros((), dtype=library.xp.int64, device=query.device)"),

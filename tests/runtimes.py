@@ -9,6 +9,9 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
+# From 1.32 on it computes windows in the operator.
+KNOWS_WINDOWS = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 32)
+
 
 def kinds(model):
     return [node.op_type for node in model.graph.node]

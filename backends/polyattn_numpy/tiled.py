@@ -31,6 +31,7 @@ from polyattn_numpy.at_once import (
 )
 from polyattn_numpy.backward import gradients
 from polyattn_numpy.blocks import TINY, Task, split_heads, tasks, useful_threads
+from polyattn_numpy.faults import faults_of
 from polyattn_numpy.online_softmax import SoftmaxState, combine
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
@@ -63,6 +64,11 @@ class Tiled(Kernel):
         if problem.heads * problem.query_length * problem.key_length <= few:
             return "an item has so few scores that dense, with less overhead, is faster"
         return None
+
+    def remark(self, problem: Problem) -> str | None:
+        """Name the faults of NumPy that the gradients of a problem would meet."""
+        faults = "; ".join(map(str, faults_of(problem=problem)))
+        return f"its gradients avoid a fault of {faults}" if faults else None
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend

@@ -2,12 +2,10 @@
 
 import tracemalloc
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from libraries import LIBRARIES, Library
+from optional import jax, jnp, torch
 
 from polyattn import (
     TopWeights,

@@ -3,12 +3,9 @@
 import copy
 import pickle
 
-import dask.array
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import da, jax, jnp, torch
 
 from polyattn import attention, attention_backward, attention_partial, explain, masks, scores
 
@@ -36,7 +33,7 @@ OPTIONS = {
 }
 LIBRARIES = {
     "torch": torch.asarray,
-    "dask": dask.array.from_array,
+    "dask": da.from_array,
     "float64": lambda x: torch.asarray(x, dtype=torch.float64),
 }
 

@@ -458,7 +458,11 @@ def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
     ("arguments", "message"),
     [
         ("--backends nunpy --json a.json", "did you mean 'numpy'?"),
-        ("--backends torch:tpu", "no device 'tpu' here; it has cpu"),
+        pytest.param(
+            "--backends torch:tpu",
+            "no device 'tpu' here; it has cpu",
+            marks=pytest.mark.needs("torch"),
+        ),
         ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
         ("--backends numpy --key-heads 3", "got 8 and 3"),

@@ -5,9 +5,9 @@ import inspect
 import runpy
 import types
 
-import dask.array as da
 import numpy as np
 import pytest
+from optional import da
 
 import polyattn
 from polyattn import attention, attention_partial, attention_weights, explain, masks, nn, parallel

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from libraries import LIBRARIES, TORCH
+from optional import TorchBackend, torch
 
 from polyattn import explain, scores
 from polyattn._base.arrays import is_array, library_of
@@ -16,7 +16,6 @@ from polyattn._core.expressions.scores import as_score
 from polyattn._core.tiles.indices import Indices
 from polyattn.plugin import BackendPrimitives
 from polyattn_numpy.backend import NumpyBackend
-from polyattn_torch.backend import TorchBackend
 
 B, H, L, S, D = 2, 6, 5, 7, 4
 RNG = np.random.default_rng(7)

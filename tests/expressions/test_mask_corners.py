@@ -5,14 +5,11 @@ import itertools
 import math
 import pickle
 
-import array_api_strict
-import jax
-import jax.numpy
 import numpy as np
 import pytest
-import torch
 from libraries import LIBRARIES, tiles_of
 from matplotlib.figure import Figure
+from optional import array_api_strict, jax, torch
 
 from polyattn import attention, masks, scores
 from polyattn.plot.mask_picture import FULL, SEEN, draw_mask

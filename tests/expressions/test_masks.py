@@ -3,8 +3,8 @@
 import array_api_compat.numpy as xp
 import numpy as np
 import pytest
-import torch
 from libraries import LIBRARIES, STRICT, tiles_of
+from optional import torch
 
 from polyattn import attention, explain, masks
 from polyattn._core.call.describe import describe

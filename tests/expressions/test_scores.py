@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from libraries import LIBRARIES, tiles_of
+from optional import TorchBackend, torch
 
 from polyattn import (
     UnsupportedError,
@@ -17,7 +17,6 @@ from polyattn import (
 )
 from polyattn.plugin import Score
 from polyattn_numpy.backend import NumpyBackend
-from polyattn_torch.backend import TorchBackend
 
 BACKENDS = {"numpy": NumpyBackend(), "torch": TorchBackend()}
 B, H, G, L, S, D = 2, 6, 3, 9, 14, 5

@@ -7,11 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import jax, jnp, torch
 
 from polyattn import masks, nn, scores
 from polyattn.integrations.jax import register

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, IDS, SENSES, SIZES, library
 
 from polyattn import nn

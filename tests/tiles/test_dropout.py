@@ -3,11 +3,10 @@
 from functools import cache, partial
 
 import array_api_compat.numpy as xp
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from libraries import LIBRARIES, Library, tiles_of
+from optional import jnp, torch
 
 from polyattn import attention, attention_partial
 from polyattn._base.arrays import namespace_of
