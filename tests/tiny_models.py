@@ -3,6 +3,7 @@
 import array_api_strict
 import numpy as np
 import pytest
+from far_device import far, near
 from libraries import from_torch, to_torch
 
 FLOAT32 = np.zeros(1, dtype=np.float32)
@@ -89,6 +90,10 @@ SENSES = {
 LIBRARIES = {
     "numpy": (np.asarray, np.asarray),
     "torch": (to_torch, lambda x: from_torch(x.detach())),
+    "torch on a device": (
+        lambda x: far(to_torch(x)),
+        lambda x: from_torch(near(x.detach())),
+    ),
     "jax": (lambda x: pytest.importorskip("jax.numpy").asarray(x), np.asarray),
     "strict": (array_api_strict.asarray, np.asarray),
 }

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from far_device import DEVICE, near
 
 from polyattn import attention, attention_backward, attention_partial, explain, masks, scores
 
@@ -36,12 +37,14 @@ OPTIONS = {
 }
 LIBRARIES = {
     "torch": torch.asarray,
+    "torch on a device": lambda x: torch.asarray(x, device=DEVICE),
     "dask": dask.array.from_array,
     "float64": lambda x: torch.asarray(x, dtype=torch.float64),
 }
 
 
 def close(found, expected):
+    found = near(found) if str(getattr(found, "device", "")) == DEVICE else found
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 
