@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 import spox
 import torch
+from far_device import KIND, reading
 from onnx.reference import ReferenceEvaluator
 
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
@@ -43,6 +44,32 @@ class TestTorch(BackendSuite):
 
     def _marks(self, name):
         return [*super()._marks(name), *([pytest.mark.slow] if "[flex" in name else [])]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+class TestTorchOnADevice(BackendSuite):
+    """A call reads nothing from the device and leaves no array on the host; only results go back."""
+
+    backend = f"torch:{KIND}"
+    thorough = False
+    test_every_declared_feature_is_exercised = None  # no engine there has a logsumexp
+    test_sizes = test_deterministic = test_batch_invariant = None
+    test_first_call_from_eight_threads = test_dtypes_are_kept = None
+
+    def _runs(self, test, target):
+        # torch knows for which devices it compiles.
+        runs = super()._runs(test, target)
+        return ((variant, case) for variant, case in runs if variant.kernel.name != "flex")
+
+    @pytest.fixture(autouse=True)
+    def read_results(self, monkeypatch):
+        back = Target.back
+
+        def read(target, array):
+            with reading():
+                return back(target, array)
+
+        monkeypatch.setattr(Target, "back", read)
 
 
 class TestArrayApi(BackendSuite):
