@@ -53,8 +53,8 @@ def _far(x):
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-def is_tensor(argument):
-    return str(argument.type) == "Tensor"
+def _stands_for_tensor(x, argument):
+    return type(x) in _NUMBERS and str(argument.type) == "Tensor"
 
 
 #: Operators whose result, or its shape, the host has to know.
@@ -87,7 +87,7 @@ def _compute(operator, *args, **options):
         _check_read(name)
     given = operator._schema.arguments
     args = [
-        torch.tensor(x, dtype=_NUMBERS[type(x)]) if type(x) in _NUMBERS and is_tensor(one) else _near(x)
+        torch.tensor(x, dtype=_NUMBERS[type(x)]) if _stands_for_tensor(x, one) else _near(x)
         for x, one in zip(args, given, strict=False)
     ]
     # Memory of another library cannot grow, as that of an output without numbers has to.

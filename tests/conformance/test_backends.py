@@ -48,7 +48,7 @@ class TestTorch(BackendSuite):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 class TestTorchOnADevice(BackendSuite):
-    """A call reads nothing from the device and leaves no array on the host; only results go back."""
+    """A call reads nothing from the device and leaves no array on the host."""
 
     backend = f"torch:{KIND}"
     thorough = False

@@ -49,7 +49,7 @@ def full_pass(kind, *context, **options):
 
 
 def decode(library, model, caches, steps, *context, **options):
-    """The logits of IDS, given so many at a time, on the host; JAX compiles each length of a step once."""
+    """The logits of IDS, given so many at a time; JAX compiles each length of a step once."""
 
     def step(model, ids, caches):
         return model(ids, *context, caches=caches, **options)
