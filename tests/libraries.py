@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
-from optional import array_api_strict, torch
+from optional import array_api_strict, far, near, torch
 
 from polyattn._core.call.features import DTYPES
 from polyattn._kernels.tiled import Tiled
@@ -47,9 +47,11 @@ class Library:
 
 NUMPY = Library("numpy", np.array, np.asarray)
 TORCH = Library("torch", to_torch, from_torch)
+FAR = Library("torch on a device", lambda x: far(to_torch(x)), lambda x: from_torch(near(x)))
 # The standard has no 16-bit dtypes, and neither has its strict implementation.
 STRICT = Library("strict", array_api_strict.asarray, np.asarray, ("float32", "float64"))
 LIBRARIES = (NUMPY, TORCH, STRICT)
+EVERYWHERE = (*LIBRARIES, FAR)
 
 
 def tiles_of(scores):

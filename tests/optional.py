@@ -19,19 +19,24 @@ LIBRARIES = {
     "keras", "matplotlib", "mlx", "mpi4py", "ndonnx", "onnx", "onnxruntime", "onnxscript", "optax",
     "safetensors", "spox", "tokenizers", "torch", "transformers", "xarray", "zarr",
 }  # fmt: skip
-ALIASES = {
-    "F": "torch.nn.functional",
-    "TorchBackend": "polyattn_torch.backend:TorchBackend",
-    "anp": "autograd.numpy",
-    "da": "dask.array",
-    "flex": "torch.nn.attention.flex_attention",
-    "jnp": "jax.numpy",
-    "make_fx": "torch.fx.experimental.proxy_tensor:make_fx",
-    "turn_halves": "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
-    "turn_neighbours": "transformers.models.gptj.modeling_gptj:apply_rotary_pos_emb",
-} | {
-    name: f"torch.nn.attention.bias:{name}" for name in ("causal_lower_right", "causal_upper_left")
-}
+ALIASES = (
+    {
+        "F": "torch.nn.functional",
+        "TorchBackend": "polyattn_torch.backend:TorchBackend",
+        "anp": "autograd.numpy",
+        "da": "dask.array",
+        "flex": "torch.nn.attention.flex_attention",
+        "jnp": "jax.numpy",
+        "make_fx": "torch.fx.experimental.proxy_tensor:make_fx",
+        "turn_halves": "transformers.models.llama.modeling_llama:apply_rotary_pos_emb",
+        "turn_neighbours": "transformers.models.gptj.modeling_gptj:apply_rotary_pos_emb",
+    }
+    | {name: f"far_device:{name}" for name in ("DEVICE", "KIND", "far", "near", "reading")}
+    | {
+        name: f"torch.nn.attention.bias:{name}"
+        for name in ("causal_lower_right", "causal_upper_left")
+    }
+)
 
 HIDDEN = os.environ.get("POLYATTN_TEST_WITHOUT", "").split(",")
 

@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from optional import da, jax, jnp, torch
+from optional import DEVICE, da, jax, jnp, near, torch
 
 from polyattn import attention, attention_backward, attention_partial, explain, masks, scores
 
@@ -33,12 +33,14 @@ OPTIONS = {
 }
 LIBRARIES = {
     "torch": torch.asarray,
+    "torch on a device": lambda x: torch.asarray(x, device=DEVICE),
     "dask": da.from_array,
     "float64": lambda x: torch.asarray(x, dtype=torch.float64),
 }
 
 
 def close(found, expected):
+    found = near(found) if str(getattr(found, "device", "")) == DEVICE else found
     np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-5)
 
 

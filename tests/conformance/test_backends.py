@@ -8,7 +8,18 @@ import itertools
 import numpy as np
 import pytest
 from onnx.reference import ReferenceEvaluator
-from optional import array_api_strict, dask, jax, ndonnx, onnx, onnxruntime, spox, torch
+from optional import (
+    KIND,
+    array_api_strict,
+    dask,
+    jax,
+    ndonnx,
+    onnx,
+    onnxruntime,
+    reading,
+    spox,
+    torch,
+)
 
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.cases.expression_cases import VARIANTS
@@ -39,6 +50,32 @@ class TestTorch(BackendSuite):
 
     def _marks(self, name):
         return [*super()._marks(name), *([pytest.mark.slow] if "[flex" in name else [])]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+class TestTorchOnADevice(BackendSuite):
+    """A call reads nothing from the device and leaves no array on the host."""
+
+    backend = f"torch:{KIND}"
+    thorough = False
+    test_every_declared_feature_is_exercised = None  # no engine there has a logsumexp
+    test_sizes = test_deterministic = test_batch_invariant = None
+    test_first_call_from_eight_threads = test_dtypes_are_kept = None
+
+    def _runs(self, test, target):
+        # torch knows for which devices it compiles.
+        runs = super()._runs(test, target)
+        return ((variant, case) for variant, case in runs if variant.kernel.name != "flex")
+
+    @pytest.fixture(autouse=True)
+    def read_results(self, monkeypatch):
+        back = Target.back
+
+        def read(target, array):
+            with reading():
+                return back(target, array)
+
+        monkeypatch.setattr(Target, "back", read)
 
 
 class TestArrayApi(BackendSuite):
