@@ -404,7 +404,7 @@ def test_neither_ranks_nor_dtypes_are_promoted(options):
         slopes = jax.jit(lambda *x: jax.grad(functools.partial(loss, "dense"), (0, 1, 2))(*x))
         found = slopes(q, k, v)
         own = jax.jvp(functools.partial(loss, "xla"), (q, k, v), (q, k, v))[1]
-        weights = polyattn.attention_weights(q, k, top=3, **options)
+        weights = jax.jit(lambda q, k: polyattn.attention_weights(q, k, top=3, **options))(q, k)
     # The tangent along the arrays is their product with the gradient.
     along = sum(
         np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64))

@@ -353,9 +353,27 @@ def printed(name, *options):
     ).stdout
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_a_comparison_with_peers_says_how_it_is_used(name):
-    assert ("--quick" if name == "scale" else "--rounds") in printed(name, "--help")
+#: All in one interpreter: each alone imports for a second.
+HELP = """
+import contextlib, runpy, sys
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(name + ".py", run_name="__main__")
+    print(end="\\0")
+"""
+
+
+def test_comparisons_with_peers_say_how_they_are_used():
+    engines = ((name, ENGINES.get(name, "numpy").partition(".")[0]) for name in COMPARISONS)
+    here = [name for name, engine in engines if importlib.util.find_spec(engine)]
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *here], cwd=BENCH / "peers", capture_output=True, text=True,
+        check=True, timeout=120,
+    )  # fmt: skip
+    for name, said in zip(here, done.stdout.split("\0")[:-1], strict=True):
+        assert said.startswith(f"usage: {name}.py ")
+        assert ("--quick" if name == "scale" else "--rounds") in said
 
 
 RATIO = r"\d\.\d\d to \d+\.\d\d"

@@ -287,6 +287,7 @@ def test_the_page_holds_everything_and_loads_nothing():
     assert text.count("<svg") == 1
     for cell in ("numpy", "4.00", "3.60-4.80", "3.0 MiB", "left out: a call would take about 9 ms"):
         assert f"<td>{cell}</td>" in text
+    assert re.search('<td class="bar" style="--part: (.+%)">\\1</td>', text)  # of the roof
     assert "interrupted" not in text
     assert "interrupted" in page.page(changed(interrupted=True))
     assert page.page(REPORT) == text

@@ -124,7 +124,8 @@ class TestJax(BackendSuite):
             super().pytest_generate_tests(metafunc)
 
     def _marks(self, name):
-        slow = "-" in name and not name.startswith(self.quick)
+        of_the_core = name.startswith(("test_deterministic[dense", "test_deterministic[tiled"))
+        slow = of_the_core or ("-" in name and not name.startswith(self.quick))
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
     @pytest.mark.slow

@@ -171,11 +171,7 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
 
-    scale = options.get("scale")
-    default = 1 / np.sqrt(np.longdouble(D))
-    if isinstance(scale, LongSequence):
-        scale = default / np.sqrt(np.longdouble(S))
-    scale = rounded(default if scale is None else scale)
+    scale = rounded(_scale(options.get("scale"), D, S))
     s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
     c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
     slope, bend = np.ones_like(s), np.zeros_like(s)
@@ -217,6 +213,14 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     else:
         weights, total = weights / total, np.ones_like(total)
     return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
+
+
+def _scale(scale: Any, D: int, S: int) -> Any:
+    """Return the factor of the products, for queries of size D and S keys."""
+    default = 1 / np.sqrt(np.longdouble(D))
+    if isinstance(scale, LongSequence):
+        return default / np.sqrt(np.longdouble(S))
+    return default if scale is None else scale
 
 
 def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tuple[Any, Any]:
