@@ -35,6 +35,7 @@ VALUES = {
     "is_causal": [True],
     "window": [(1, 0)],
     "query_offset": [1, np.arange(2)],
+    "key_lengths": [2, np.array([3, 0])],
     "scale": [0.5, rules.by_norm()],
     "softcap": [2.0],
     "score_mod": [rules.alibi(4), lambda s, b, h, i, j: s + j],
@@ -65,7 +66,8 @@ def test_a_kernel_gets_each_option(name, value):
     more = {"is_causal": True} if name == "query_offset" else {}
     call, operands = describing.describe(X, X, X, **{name: value}, **more)
     again = options_of(examining.examine(call), operands)
-    assert again.keys() - {"scale", "window", "query_offset"} <= {name, *more}
+    as_given = "mask" if name == "key_lengths" else name
+    assert again.keys() - {"scale", "window", "query_offset"} <= {as_given, *more}
     found, _ = describing.describe(X, X, X, **again)
     problems = [examining.examine(one) for one in (call, found)]
     assert problems[0] == problems[1]
@@ -190,8 +192,10 @@ WRONG = (True, 1, 0.5, "text", lambda *indices: 0, rules.alibi(2), masks.causal(
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.axes is not None])
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)
 def test_an_option_that_is_an_array_takes_nothing_else_in_silence(name, value):
-    row, is_number = OPTIONS[name], name == "query_offset" and type(value) is int
-    if is_number or (row.kind and (isinstance(value, row.kind) or inspect.isfunction(value))):
+    row, may_be_number = OPTIONS[name], name in ("query_offset", "key_lengths")
+    if (may_be_number and type(value) is int) or (
+        row.kind and (isinstance(value, row.kind) or inspect.isfunction(value))
+    ):
         return
     x = np.ones((1, 2, 3, 4), np.float32)
     with pytest.raises(

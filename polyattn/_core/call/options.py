@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
 from polyattn._base.arrays import is_array, library_of
+from polyattn._base.host import as_array, is_host, is_unreadable
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -75,6 +76,30 @@ def check_offset(value: Any) -> Any:
             f"query_offset must be an integer or an integer array of the batch; {got(value)}"
         )
     return value
+
+
+def check_key_lengths(value: Any) -> Any:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    if not hasattr(value, "shape") or "int" not in str(getattr(value, "dtype", "int")):
+        raise TypeError(
+            "key_lengths must be an integer or an integer array of the batch, the number of keys of"
+            f" each item; {got(value)}"
+        )
+    return value
+
+
+def check_range_of_lengths(given: Any, most: Any) -> None:
+    """Raise if lengths that are numbers of the host are not those of up to so many keys."""
+    lengths = as_array("key_lengths", given)
+    numbers = (lengths,) if isinstance(lengths, int) else ()
+    if is_host(lengths) and not is_unreadable(lengths) and lengths.size:
+        numbers = lengths.min(), lengths.max()
+    if any(number < 0 or (isinstance(most, int) and number > most) for number in numbers):
+        raise ValueError(
+            f"key_lengths must be from 0 to S = {most}, the number of keys in the arrays;"
+            f" {got(given)}"
+        )
 
 
 def check_mask(value: Any) -> Any:
@@ -214,6 +239,8 @@ OPTIONS: dict[str, Option] = {
         Option("is_causal", lambda value: check_bool("is_causal", value), default=False),
         Option("window", check_window),
         Option("query_offset", check_offset, axes=".", dtype="int64"),
+        # `describe` turns it into a mask and the offset, so that no kernel is told of it.
+        Option("key_lengths", check_key_lengths, axes=".", dtype="int64"),
         Option("scale", check_scale, kind=ScaleRule, gradient="number"),
         Option("softcap", check_softcap, gradient="number"),
         Option("score_mod", check_score_mod, kind=Score, gradient="carried"),

@@ -138,7 +138,10 @@ class Problem(NamedTuple):
 
 # The options that a problem has in another form, or has not; it has the others as they are.
 _REWRITTEN = frozenset(
-    ("mask", "bias", "window", "query_offset", "scale", "score_mod", "sinks", "similarity")
+    (
+        *("mask", "bias", "window", "query_offset", "key_lengths", "scale", "score_mod", "sinks"),
+        "similarity",
+    )
 )
 
 
