@@ -224,7 +224,7 @@ def described(
     The arrays may be facts. The errors are those of one call over the whole sequence.
     """
     check_layout(layout)
-    check_names(function, options, without=("layout",))
+    check_names(function, options, without=("layout", "block_table"))
     selection: dict[str, Any] = {
         name: options.pop(name) for name in ("backend", "kernel") if name in options
     }

@@ -13,21 +13,18 @@ from polyattn._base.arrays import (
     Array,
     ArrayFacts,
     are_one_length,
-    cast,
     facts_of,
-    index_range,
     is_array,
-    length_of,
-    library_of,
 )
 from polyattn._base.host import Destination, as_array, destination_of, is_host
 from polyattn._base.tracing import torch_transforms
 from polyattn._core.call.facts import Call, axes_of
+from polyattn._core.call.lengths import move_lengths
 from polyattn._core.call.operands import Operands
-from polyattn._core.call.options import OPTIONS, check_range_of_lengths
+from polyattn._core.call.options import OPTIONS
 from polyattn._core.expressions.expression import FUNCTION, Expression
-from polyattn._core.expressions.masks import And, Dense, Mask, Rule, as_mask
-from polyattn._core.expressions.patterns import Band, CachePadding, Padding
+from polyattn._core.expressions.masks import And, Dense, Mask, Rule
+from polyattn._core.expressions.patterns import Band
 from polyattn._core.expressions.scores import Chain, Function, Score, Softcap
 
 _OPERANDS = frozenset(Operands._fields)
@@ -54,8 +51,8 @@ def describe(
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     values = _checked(options, destination_of(query))
-    if "key_lengths" in values:
-        _move_lengths(values, options["key_lengths"], query, key, layout, shares)
+    if "key_lengths" in values or "block_table" in values:
+        move_lengths(values, options, (query, key), layout, shares)
     if isinstance(values.get("mask"), Mask):
         _move_band(values)
     described = {name: _described(name, value, facts) for name, value in values.items()}
@@ -143,34 +140,6 @@ def placed(name: str, given: Any, destination: Destination | None) -> Any:
         return given.placed(destination)
     is_integer = name in ("query_offset", "key_lengths") and isinstance(given, numbers.Integral)
     return destination.put(name, given) if is_host(given) and not is_integer else given
-
-
-def _move_lengths(
-    values: dict[str, Any],
-    given: Any,
-    query: Array,
-    key: Array,
-    layout: str,
-    shares: tuple[int, int],
-) -> None:
-    """Turn lengths of keys into a mask, and into the offset where positions may matter."""
-    lengths, mask = values.pop("key_lengths"), values.get("mask")
-    if min(len(query.shape), len(key.shape)) < 2:
-        return  # `examine` refuses the call
-    most = axes_of(key.shape, layout)[2]
-    check_range_of_lengths(given, None if most is None else most * shares[1])
-    if not isinstance(lengths, (int, ArrayFacts)):
-        xp = library_of(lengths, "key_lengths").xp
-        lengths = cast(xp, lengths, index_range(xp, 0, 1, lengths).dtype)
-    is_newest = "query_offset" not in values
-    padding = (CachePadding if is_newest else Padding)(lengths)
-    values["mask"] = padding if mask is None else as_mask(mask) & padding
-    by_position = "is_causal" in values or "window" in values or isinstance(mask, Mask)
-    if is_newest and (by_position or isinstance(values.get("score_mod"), Score)):
-        axis = -3 if layout == "...LHD" and len(query.shape) > 2 else -2
-        is_shape = isinstance(lengths, ArrayFacts)
-        rows = length_of(query, axis) * shares[0]
-        values["query_offset"] = lengths if is_shape else lengths - rows
 
 
 def _move_band(values: dict[str, Any]) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
 from polyattn._base.arrays import is_array, library_of
-from polyattn._base.host import as_array, is_host, is_unreadable
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -78,10 +77,15 @@ def check_offset(value: Any) -> Any:
     return value
 
 
+def _is_integers(value: Any) -> bool:
+    """Return whether a value is an array of integers, or one whose dtype is not known yet."""
+    return hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
+
+
 def check_key_lengths(value: Any) -> Any:
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return operator.index(value)
-    if not hasattr(value, "shape") or "int" not in str(getattr(value, "dtype", "int")):
+    if not _is_integers(value):
         raise TypeError(
             "key_lengths must be an integer or an integer array of the batch, the number of keys of"
             f" each item; {got(value)}"
@@ -89,17 +93,13 @@ def check_key_lengths(value: Any) -> Any:
     return value
 
 
-def check_range_of_lengths(given: Any, most: Any) -> None:
-    """Raise if lengths that are numbers of the host are not those of up to so many keys."""
-    lengths = as_array("key_lengths", given)
-    numbers = (lengths,) if isinstance(lengths, int) else ()
-    if is_host(lengths) and not is_unreadable(lengths) and lengths.size:
-        numbers = lengths.min(), lengths.max()
-    if any(number < 0 or (isinstance(most, int) and number > most) for number in numbers):
-        raise ValueError(
-            f"key_lengths must be from 0 to S = {most}, the number of keys in the arrays;"
-            f" {got(given)}"
+def check_block_table(value: Any) -> Any:
+    if not _is_integers(value) or not value.shape:
+        raise TypeError(
+            "block_table must be an integer array (..., pages of an item), the numbers of pages in"
+            f" key and value; {got(value)}"
         )
+    return value
 
 
 def check_mask(value: Any) -> Any:
@@ -221,7 +221,7 @@ class Option(NamedTuple):
     #: The kind of expressions that it takes.
     kind: type[Expression] | None = None
     #: The last axes of the scores that its array follows, after a dot if batch axes may come before
-    #: them; None if it takes no array.
+    #: them; None if it takes no array. A dash is an axis that is none of the scores'.
     axes: str | None = None
     #: The dtype of an array that is given to `explain` by its shape; that of the query if None.
     dtype: str | None = None
@@ -241,6 +241,7 @@ OPTIONS: dict[str, Option] = {
         Option("query_offset", check_offset, axes=".", dtype="int64"),
         # `describe` turns it into a mask and the offset, so that no kernel is told of it.
         Option("key_lengths", check_key_lengths, axes=".", dtype="int64"),
+        Option("block_table", check_block_table, axes=".-", dtype="int64"),
         Option("scale", check_scale, kind=ScaleRule, gradient="number"),
         Option("softcap", check_softcap, gradient="number"),
         Option("score_mod", check_score_mod, kind=Score, gradient="carried"),
