@@ -19,11 +19,11 @@ from polyattn.plugin import (
     Problem,
     Residuals,
     Tangents,
+    band,
     with_rank,
 )
 from polyattn_native.visible import Ranges, parts_of
 from polyattn_native.xla_program import (
-    DIFFERENTIABLE,
     Arrays,
     Fallback,
     gradients,
@@ -74,11 +74,10 @@ class NativeOnJax(Kernel):
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
-        fallback = _fallback(backend)
+        other = _fallback(backend)
         if _is_manual(operands):
-            return fallback.kernel(problem, operands, backend)
-        problem, arrays = plain(problem, operands)
-        output, logsumexp = _attend(problem, fallback, arrays)
+            return other.kernel(problem, operands, backend)
+        output, logsumexp = _attend(*prepared(problem, operands), other)
         return output, logsumexp if "logsumexp" in problem.features else None
 
     def backward(
@@ -86,11 +85,10 @@ class NativeOnJax(Kernel):
         backend: Backend,
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
-        fallback = _fallback(backend)
+        other = _fallback(backend)
         if _is_manual((operands, residuals, cotangents)):
-            return fallback.kernel.backward(problem, operands, residuals, cotangents, backend)
-        problem, arrays = plain(problem, operands)
-        found: Gradients = _backward(problem, fallback, arrays, operands[:3], residuals, cotangents)
+            return other.kernel.backward(problem, operands, residuals, cotangents, backend)
+        found: Gradients = _backward(*prepared(problem, operands), other, residuals, cotangents)
         return found
 
     def jvp(
@@ -98,12 +96,19 @@ class NativeOnJax(Kernel):
         backend: Backend,
     ) -> tuple[Array, Array | None]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
-        fallback = _fallback(backend)
+        other = _fallback(backend)
         if _is_manual((operands, residuals, tangents)):
-            return fallback.kernel.jvp(problem, operands, residuals, tangents, backend)
-        problem, arrays = plain(problem, operands)
-        found: tuple[Array, Array] = _jvp(problem, fallback, arrays, residuals, tangents)
+            return other.kernel.jvp(problem, operands, residuals, tangents, backend)
+        found: tuple[Array, Array] = _jvp(*prepared(problem, operands), other, residuals, tangents)
         return found
+
+
+def default_kind() -> str:
+    """Return the platform of JAX's default device."""
+    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if chosen is None:
+        return jax.default_backend()
+    return str(getattr(chosen, "platform", chosen))
 
 
 @functools.lru_cache
@@ -117,21 +122,61 @@ def _is_manual(arrays: Any) -> bool:
     return any(not leaf.aval.sharding.mesh.empty for leaf in leaves) if leaves else False
 
 
+def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
+    """Return a call whose problem is hashed and whose operands are arrays only, to be compiled.
+
+    Numbers that often change are arrays: lengths, a seed, an offset beside which keys are hidden.
+    """
+    mask: Any = x.mask
+    if problem.mask_spec is not None:
+        mask = mask.with_lengths(_on_device)
+        problem = problem._replace(mask_spec=mask.spec())
+        mask = [array for _, array in mask.carried()]
+    offset: Any = problem.query_offset
+    if offset is None:
+        offset = x.query_offset
+    elif band(problem) == (None, None):
+        problem, offset = problem._replace(is_causal=False, window=(None, None)), None
+    elif not problem.traced and offset != problem.key_length - problem.query_length:
+        problem, offset = problem._replace(query_offset=None), _on_device(offset, (1, 1, 1))
+    else:
+        offset = None
+    if problem.band is None and problem.mask_spec is None:
+        problem, offset = problem._replace(query_offset=0), None
+    seed: Any = x.seed
+    if isinstance(seed, int):
+        seed = jax.device_put((np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)))
+    problem = problem._replace(
+        device="",
+        traced=True,
+        bias_dtype=None,
+        constants=frozenset(),
+        features=problem.features & {"logsumexp", "sinks", "bias", "dropout", "mask", "softcap"},
+    )
+    return problem, x._replace(mask=mask, query_offset=offset, seed=seed)
+
+
+def _on_device(number: int, shape: tuple[int, ...] = ()) -> Array:
+    return jax.device_put(np.full(shape, max(min(number, FAR), -FAR), np.int32))
+
+
 def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
-    """Return a call in what the library takes, its arrays by name, each with all axes."""
+    """Return a prepared call in what the library takes, its arrays by name, each with all axes."""
     rank, exact = len(problem.batch) + 3, problem.accumulator
     given: dict[str, Any] = {"query": x.query, "key": x.key, "value": x.value}
-    ranges = Ranges(problem, x, jnp, str(jnp.asarray(0).dtype), FAR)
-    if isinstance(x.mask, jax.Array):
-        given["mask"] = x.mask
-    elif x.mask is not None:
-        for part in parts_of(x.mask):
+    ranges = Ranges(problem, x, jnp, str(jax.dtypes.canonicalize_dtype("int64")), FAR)
+    if problem.mask_spec is None:
+        given |= {} if x.mask is None else {"mask": x.mask}
+    else:
+        rest: Any = iter(x.mask)
+        for part in parts_of(problem.mask_spec.map(lambda _, thing: next(rest))):
             if type(part).__name__ == "Dense":
                 given["mask"] = part.array
             else:
                 ranges.add(part)
-    if problem.query_offset is None and problem.band is not None:
-        ranges.add(problem.band)
+    if problem.query_offset is None:
+        if problem.band is not None:
+            ranges.add(problem.band)
         problem = problem._replace(is_causal=False, window=(None, None), query_offset=0)
     for name, rows in (("first", ranges.first), ("stop", ranges.stop)):
         if rows is not None:
@@ -147,58 +192,46 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
         start: Any = problem.dropout_start
         start = x.dropout_start if start is None else np.asarray(start) % 2**32
         arrays["start"] = jnp.asarray(start).astype("uint32")
-    return _without_arrays(problem), arrays
-
-
-def _without_arrays(problem: Problem) -> Problem:
-    """Return a problem that is the same for calls that are compiled to the same program."""
-    features = problem.features - {"mask_expression", "query_offset_array"}
-    if problem.band is None:
-        features -= {"causal", "window"}
-    return problem._replace(
-        device="",
-        traced=True,
-        mask=None,
-        bias=None,
-        bias_dtype=None if problem.bias is None else problem.accumulator,
-        mask_spec=None,
-        features=features,
-        constants=frozenset(),
-    )
+    return problem._replace(mask_spec=None, mask=None, bias=None), arrays
 
 
 def _words_of(seed: Any) -> tuple[Array, Array]:
     """Return the low and high word of a seed."""
-    if isinstance(seed, int):
-        return jnp.asarray(np.uint32(seed & 0xFFFFFFFF)), jnp.asarray(np.uint32(seed >> 32))
-    if jnp.iinfo(seed.dtype).bits > 32:
-        return seed.astype("uint32"), (seed >> 32).astype("uint32")
-    return seed.astype("uint32"), jnp.zeros((), "uint32")
+    if isinstance(seed, tuple):
+        return seed
+    high = seed >> 32 if jnp.iinfo(seed.dtype).bits > 32 else jnp.zeros_like(seed)
+    return seed.astype("uint32"), high.astype("uint32")
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend(problem: Problem, fallback: Fallback, arrays: Arrays) -> tuple[Array, Array]:
-    output, logsumexp = run("attend", problem, fallback, arrays)
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _attend(problem: Problem, x: Operands, other: Fallback) -> tuple[Array, Array]:
+    problem, arrays = plain(problem, x)
+    output, logsumexp = run("attend", problem, other, arrays)
     return output, logsumexp[..., 0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def _backward(
-    problem: Problem, fallback: Fallback, arrays: Arrays, qkv: tuple[Array, ...],
-    residuals: Residuals, cotangents: Cotangents,
-) -> Gradients:  # fmt: skip
+    problem: Problem, x: Operands, other: Fallback, residuals: Residuals, cotangents: Cotangents
+) -> Gradients:
+    problem, arrays = plain(problem, x)
     exact = problem.accumulator
     given = arrays | _residuals(problem, residuals)
     given["output_gradient"] = cotangents.output.astype(exact)
     if cotangents.logsumexp is not None:
         given["logsumexp_gradient"] = cotangents.logsumexp.astype(exact)[..., None]
-    found = gradients(problem, fallback, given)
+    found = gradients(problem, other, given)
     seen = given["logsumexp"] != -jnp.inf
     products = jnp.where(seen, found["query"] * arrays["query"].astype(exact), 0)
-    named = zip(("query", "key", "value"), qkv, strict=True)
-    shaped = {n: summed(found[n], arrays[n].shape).reshape(x.shape) for n, x in named}
+
+    def shaped(name: str) -> Array:
+        whole = summed(found[name], arrays[name].shape)
+        return whole.reshape(getattr(x, name).shape)
+
     return Gradients(
-        **shaped,
+        query=shaped("query"),
+        key=shaped("key"),
+        value=shaped("value"),
         sinks=found.get("sinks"),
         score_mod=[],
         similarity=[],
@@ -207,19 +240,17 @@ def _backward(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def _jvp(
-    problem: Problem, fallback: Fallback, arrays: Arrays, residuals: Residuals, tangents: Tangents
+    problem: Problem, x: Operands, other: Fallback, residuals: Residuals, tangents: Tangents
 ) -> tuple[Array, Array]:
+    problem, arrays = plain(problem, x)
     given = arrays | _residuals(problem, residuals)
-    for name in DIFFERENTIABLE:
-        tangent = getattr(tangents, name)
+    for name, tangent in tangents._asdict().items():
         if tangent is not None:
-            tangent = tangent.astype(problem.accumulator)
-            given[f"{name}_tangent"] = (
-                tangent if name == "sinks" else tangent.reshape(arrays[name].shape)
-            )
-    output, logsumexp = run("push_forward", problem, fallback, given)
+            shaped = tangent.reshape(arrays[name].shape)
+            given[f"{name}_tangent"] = shaped.astype(problem.accumulator)
+    output, logsumexp = run("push_forward", problem, other, given)
     return output, logsumexp[..., 0]
 
 

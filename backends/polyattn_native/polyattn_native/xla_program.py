@@ -92,7 +92,10 @@ def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
     if "stop" in arrays:
         seen = column < arrays["stop"]
         mask = seen if mask is None else mask & seen
-    features = problem.features | ({"logsumexp"} if mask is None else {"logsumexp", "mask"})
+    features = (problem.features - {"mask"}) | {"logsumexp"}
+    features |= set() if mask is None else {"mask"}
+    features |= {"causal"} if problem.is_causal else set()
+    features |= {"window"} if problem.window != (None, None) else set()
     bias = arrays.get("bias")
     problem = problem._replace(
         features=features,
