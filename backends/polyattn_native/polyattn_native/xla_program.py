@@ -8,11 +8,13 @@ call, and programs for other devices, for several of them, or to be exported.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -25,6 +27,7 @@ from polyattn.plugin import (
     Problem,
     Residuals,
     Tangents,
+    with_rank,
 )
 from polyattn_native.library import library
 from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
@@ -85,7 +88,8 @@ class Fallback:
 def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
     """Return a call of the library as one of a kernel: ranges of keys are a mask."""
     mask = arrays.get("mask")
-    column = jnp.arange(problem.key_length)
+    column = jnp.arange(problem.key_length, dtype="int32")
+    column = column.reshape((1,) * (len(problem.batch) + 2) + (-1,))
     if "first" in arrays:
         seen = column >= arrays["first"]
         mask = seen if mask is None else mask & seen
@@ -162,8 +166,14 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     return jax.ffi.ffi_lowering(f"polyattn_{function}")(context, *values, **attributes)
 
 
-mlir.register_lowering(primitive, _lower_program)
-mlir.register_lowering(primitive, _lower, platform="cpu")
+# The lowering needs to know the devices, also for what the other kernel has in it.
+dispatch.prim_requires_devices_during_lowering.add(primitive)
+# And JAX caches by other facts; older versions cache nothing.
+_options: dict[str, Any] = {}
+if "cacheable" in inspect.signature(mlir.register_lowering).parameters:
+    _options["cacheable"] = False
+mlir.register_lowering(primitive, _lower_program, **_options)
+mlir.register_lowering(primitive, _lower, platform="cpu", **_options)
 
 
 # ---- batching ----
@@ -262,7 +272,8 @@ def gradients(problem: Problem, fallback: Fallback, given: Arrays) -> Arrays:
     if "sinks" in given:
         logsumexp = given["logsumexp"][..., 0]
         shift = jnp.where(logsumexp == -jnp.inf, 0, logsumexp)
-        weights = jnp.exp(given["sinks"].astype(shift.dtype)[:, None] - shift) * delta[..., 0]
+        by_head = with_rank(given["sinks"].astype(shift.dtype)[:, None], shift.ndim)
+        weights = jnp.exp(by_head - shift) * delta[..., 0]
         found["sinks"] = -jnp.sum(weights, axis=(*range(weights.ndim - 2), -1))
     if softcap:
         found["softcap"] = jnp.sum(softcap[0])
