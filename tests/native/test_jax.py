@@ -308,10 +308,17 @@ compiled = jax.jit(call).lower(placed).compile()
 assert "all-gather" not in compiled.as_text()
 np.testing.assert_allclose(compiled(placed), wanted, atol=1e-5)
 np.testing.assert_allclose(call(placed), wanted, atol=1e-5)
-def slope(x):
-    return jax.grad(lambda x: jnp.sum(call(x) ** 2))(x)
-part = jax.jit(jax.shard_map(slope, mesh=mesh, in_specs=P("b"), out_specs=P("b")))
-np.testing.assert_allclose(part(placed), slope(x), atol=1e-4)
+assert "polyattn_attend" not in compiled.as_text()  # of a sharded array it has no parts
+def slopes(x, y, kernel="native"):
+    return jax.grad(lambda x, y: jnp.sum(
+        polyattn.attention(x, y, y, is_causal=True, kernel=kernel) ** 2), (0, 1))(x, y)
+y = x[:1] + 0
+for specs, of_y in ((P("b"), y), (P(None, "b"), x)):
+    whole = (specs, P() if of_y is y else specs)
+    part = jax.jit(jax.shard_map(slopes, mesh=mesh, in_specs=whole, out_specs=whole))
+    assert "polyattn_differentiate" in part.lower(x, of_y).as_text()
+    for one, other in zip(part(x, of_y), slopes(x, of_y, "xla")):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 """,
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )

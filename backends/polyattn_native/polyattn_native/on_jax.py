@@ -22,7 +22,7 @@ from polyattn.plugin import (
     band,
     with_rank,
 )
-from polyattn_native.visible import Ranges, parts_of
+from polyattn_native.visible import Ranges, kind_of
 from polyattn_native.xla_program import (
     Arrays,
     Fallback,
@@ -32,9 +32,9 @@ from polyattn_native.xla_program import (
 )
 
 # Masks that leave each row a first and a last key, whatever their arrays hold.
-RANGES = frozenset(("Band", "Prefix", "Padding", "Filled", "CachePadding"))
-# Larger positions could overflow int32 when a window is added to them.
-FAR = 2**29
+RANGES = frozenset(("window", "prefix", "padding"))
+# Offsets that JAX can hold in an array.
+OFTEN_NEW = range(-(2**31), 2**31)
 
 
 class NativeOnJax(Kernel):
@@ -59,9 +59,8 @@ class NativeOnJax(Kernel):
             reasons.append(
                 f"it runs on cpu only, and JAX would put this on {jax.default_backend()}"
             )
-        parts = [] if problem.mask_spec is None else parts_of(problem.mask_spec)
-        names = [type(part).__name__ for part in parts]
-        if names.count("Dense") > 1 or not RANGES.issuperset(set(names) - {"Dense"}):
+        kinds = [] if problem.mask_spec is None else list(map(kind_of, problem.mask_spec.conditions))
+        if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
         if "backward" in problem.features:
             if problem.bias is not None and "bias" not in problem.constants:
@@ -75,7 +74,7 @@ class NativeOnJax(Kernel):
     ) -> tuple[Array, Array | None]:
         """Return the output, and the logsumexp if the problem asks for it."""
         other = _fallback(backend)
-        if _is_manual(operands):
+        if _has_sharding(operands):
             return other.kernel(problem, operands, backend)
         output, logsumexp = _attend(*prepared(problem, operands), other)
         return output, logsumexp if "logsumexp" in problem.features else None
@@ -86,7 +85,7 @@ class NativeOnJax(Kernel):
     ) -> Gradients:  # fmt: skip
         """Return the gradients."""
         other = _fallback(backend)
-        if _is_manual((operands, residuals, cotangents)):
+        if _has_sharding((operands, residuals, cotangents)):
             return other.kernel.backward(problem, operands, residuals, cotangents, backend)
         found: Gradients = _backward(*prepared(problem, operands), other, residuals, cotangents)
         return found
@@ -97,7 +96,7 @@ class NativeOnJax(Kernel):
     ) -> tuple[Array, Array | None]:  # fmt: skip
         """Return the tangents of output and logsumexp."""
         other = _fallback(backend)
-        if _is_manual((operands, residuals, tangents)):
+        if _has_sharding((operands, residuals, tangents)):
             return other.kernel.jvp(problem, operands, residuals, tangents, backend)
         found: tuple[Array, Array] = _jvp(*prepared(problem, operands), other, residuals, tangents)
         return found
@@ -116,10 +115,12 @@ def _fallback(backend: Backend) -> Fallback:
     return Fallback(next(k for k in backend.kernels if k.name == "xla"), backend)
 
 
-def _is_manual(arrays: Any) -> bool:
-    """Return whether arrays are one device's parts, inside of ``jax.shard_map``."""
+def _has_sharding(arrays: Any) -> bool:
+    """Return whether the types of arrays say how they are sharded, but for parts of one device."""
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)]
-    return any(not leaf.aval.sharding.mesh.empty for leaf in leaves) if leaves else False
+    meshes: list[Any] = [jax.typeof(leaf).sharding.mesh for leaf in leaves]
+    manual = jax.sharding.AxisType.Manual
+    return any(kind != manual for mesh in meshes if not mesh.empty for kind in mesh.axis_types)
 
 
 def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
@@ -133,11 +134,12 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
         problem = problem._replace(mask_spec=mask.spec())
         mask = [array for _, array in mask.carried()]
     offset: Any = problem.query_offset
+    usual = problem.key_length - problem.query_length
     if offset is None:
         offset = x.query_offset
     elif band(problem) == (None, None):
         problem, offset = problem._replace(is_causal=False, window=(None, None)), None
-    elif not problem.traced and offset != problem.key_length - problem.query_length:
+    elif not problem.traced and offset in OFTEN_NEW and offset != usual:
         problem, offset = problem._replace(query_offset=None), _on_device(offset, (1, 1, 1))
     else:
         offset = None
@@ -157,20 +159,20 @@ def prepared(problem: Problem, x: Operands) -> tuple[Problem, Operands]:
 
 
 def _on_device(number: int, shape: tuple[int, ...] = ()) -> Array:
-    return jax.device_put(np.full(shape, max(min(number, FAR), -FAR), np.int32))
+    return jax.device_put(np.full(shape, min(number, 2**31 - 1), np.int32))
 
 
 def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     """Return a prepared call in what the library takes, its arrays by name, each with all axes."""
     rank, exact = len(problem.batch) + 3, problem.accumulator
     given: dict[str, Any] = {"query": x.query, "key": x.key, "value": x.value}
-    ranges = Ranges(problem, x, jnp, str(jax.dtypes.canonicalize_dtype("int64")), FAR)
+    ranges = Ranges(problem, x, jnp)
     if problem.mask_spec is None:
         given |= {} if x.mask is None else {"mask": x.mask}
     else:
         rest: Any = iter(x.mask)
-        for part in parts_of(problem.mask_spec.map(lambda _, thing: next(rest))):
-            if type(part).__name__ == "Dense":
+        for part in problem.mask_spec.map(lambda _, thing: next(rest)).conditions:
+            if kind_of(part) == "dense":
                 given["mask"] = part.array
             else:
                 ranges.add(part)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
 def run(function: str, problem: Problem, fallback: Fallback, arrays: Arrays) -> list[Array]:
     """Run a function of the library on arrays by name."""
     found: list[Array] = primitive.bind(
-        *arrays.values(),
+        *_varying_alike(arrays.values()),
         function=function,
         problem=problem,
         fallback=fallback,
@@ -126,13 +127,37 @@ def run(function: str, problem: Problem, fallback: Fallback, arrays: Arrays) -> 
     return found
 
 
+def _varying_alike(arrays: Iterable[Array]) -> list[Array]:
+    """Return arrays that vary along the same manual axes of a mesh, inside of ``jax.shard_map``."""
+    given = list(arrays)
+    axes = frozenset[str]().union(*map(_varying, given))
+    lacking = [tuple(sorted(axes - _varying(array))) for array in given]
+    return [_vary(array, over) if over else array for array, over in zip(given, lacking, strict=True)]
+
+
+def _varying(array: Array) -> frozenset[str]:
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        kind = kind.manual_axis_type
+        return frozenset(kind.varying)
+    return getattr(kind, "vma", frozenset())  # until JAX 0.9
+
+
+def _vary(array: Array, axes: tuple[str, ...]) -> Array:
+    lax: Any = jax.lax
+    varied: Array = (
+        lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+    )
+    return varied
+
+
 # ---- compilation ----
 
 
 @primitive.def_abstract_eval
-def _shapes(*arrays: Any, function: str, problem: Problem, **about: Any) -> list[Any]:
+def _shapes(query: Any, *arrays: Any, function: str, problem: Problem, **about: Any) -> list[Any]:
     found = result_shapes(function, problem).values()
-    return [jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in found]
+    return [query.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in found]
 
 
 @functools.cache
@@ -155,8 +180,7 @@ _lower_program: Any = mlir.lower_fun(_as_program, multiple_results=True)
 def _lower(context: Any, *values: Any, **about: Any) -> Any:
     """Return a custom call, or the program of the kernel that XLA compiles."""
     module = context.module_context
-    devices = getattr(module.axis_context, "num_devices", None) or 1
-    if module.lowering_parameters.for_export or devices > 1:
+    if module.lowering_parameters.for_export or not _is_of_one_device(module.axis_context):
         return _lower_program(context, *values, **about)
     _registered()
     function, problem = about["function"], about["problem"]
@@ -164,6 +188,13 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
     return jax.ffi.ffi_lowering(f"polyattn_{function}")(context, *values, **attributes)
+
+
+def _is_of_one_device(context: Any) -> bool:
+    """Return whether a program is for one device, or for the part of each, by shard_map."""
+    if hasattr(context, "num_devices"):
+        return bool(context.num_devices == 1)
+    return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
 
 
 # The lowering needs to know the devices, also for what the other kernel has in it.

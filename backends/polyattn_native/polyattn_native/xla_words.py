@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Problem
+from polyattn.plugin import Problem, thread_count
 from polyattn_native.arrays import lay_out
 from polyattn_native.call import call_of
 from polyattn_native.library import CArray, CCall
@@ -29,7 +29,7 @@ def words(
     function: str, problem: Problem, names: tuple[str, ...], shapes: list[tuple[int, ...]]
 ) -> dict[str, Any]:
     """Return the attributes of a call with arrays of these names, arguments and then results."""
-    call = call_of(problem, PRODUCTS[function])
+    call = call_of(problem, PRODUCTS[function], thread_count())
     places, tables, pieces = [], [], []
     end = ctypes.sizeof(CCall) // 8
     for name, shape in zip(names, shapes, strict=True):
