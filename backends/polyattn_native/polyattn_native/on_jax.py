@@ -55,11 +55,11 @@ class NativeOnJax(Kernel):
         reasons = []
         if not all(isinstance(length, int) for length in problem.scores):
             reasons.append("it is compiled for lengths, and these are symbolic")
-        if not problem.device and jax.default_backend() != "cpu":
-            reasons.append(
-                f"it runs on cpu only, and JAX would put this on {jax.default_backend()}"
-            )
-        kinds = [] if problem.mask_spec is None else list(map(kind_of, problem.mask_spec.conditions))
+        if not problem.device and (kind := default_kind()) != "cpu":
+            reasons.append(f"it runs on cpu only, and JAX would put this on {kind}")
+        kinds = (
+            [] if problem.mask_spec is None else list(map(kind_of, problem.mask_spec.conditions))
+        )
         if kinds.count("dense") > 1 or not RANGES.issuperset(set(kinds) - {"dense"}):
             reasons.append("it takes an array and masks by position and lengths only")
         if "backward" in problem.features:
@@ -170,8 +170,10 @@ def plain(problem: Problem, x: Operands) -> tuple[Problem, Arrays]:
     if problem.mask_spec is None:
         given |= {} if x.mask is None else {"mask": x.mask}
     else:
-        rest: Any = iter(x.mask)
-        for part in problem.mask_spec.map(lambda _, thing: next(rest)).conditions:
+        carried: Any = x.mask
+        rest = iter(carried)
+        mask: Any = problem.mask_spec.map(lambda _, thing: next(rest))
+        for part in mask.conditions:
             if kind_of(part) == "dense":
                 given["mask"] = part.array
             else:
@@ -201,7 +203,7 @@ def _words_of(seed: Any) -> tuple[Array, Array]:
     """Return the low and high word of a seed."""
     if isinstance(seed, tuple):
         return seed
-    high = seed >> 32 if jnp.iinfo(seed.dtype).bits > 32 else jnp.zeros_like(seed)
+    high = seed >> 32 if seed.dtype.itemsize > 4 else jnp.zeros_like(seed)
     return seed.astype("uint32"), high.astype("uint32")
 
 

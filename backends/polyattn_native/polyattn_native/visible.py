@@ -70,10 +70,12 @@ class Ranges:
             self.stop = stop if self.stop is None else xp.minimum(self.stop, stop)
 
     def _positions(self, shift: int) -> Any:
-        """Return the position of each row plus `shift`, as far as there are keys, (items or 1, L)."""
-        problem, offset = self.problem, self.problem.query_offset
+        """Return the position of each row plus `shift`, limited to the keys, (items or 1, L)."""
+        problem = self.problem
+        offset: Any = problem.query_offset
         if offset is None:
-            offset = self._by_item(self.x.query_offset[..., 0, 0, 0])
+            given: Any = self.x.query_offset
+            offset = self._by_item(given[..., 0, 0, 0])
         limit = problem.query_length + problem.key_length
         first = saturating_sum(offset, shift, self.xp, self.integer, limit)
         return self.xp.asarray(first).reshape(-1, 1) + self._rows()

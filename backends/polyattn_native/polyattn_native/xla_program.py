@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad as untyped_ad
+from jax.interpreters import batching, mlir
 
 from polyattn.plugin import (
     Array,
@@ -37,6 +38,10 @@ Arrays = dict[str, Array]
 #: Arguments with a derivative.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
 WITHOUT_BATCH = (*ADDRESSES, *NUMBERS)
+
+# These functions of JAX have no types.
+ad: Any = untyped_ad
+ffi: Any = jax.ffi
 
 primitive: Any = Primitive("polyattn_native")
 primitive.multiple_results = True
@@ -71,7 +76,7 @@ class Fallback:
     ) -> list[Array]:
         output, logsumexp = arrays["output_gradient"], arrays.get("logsumexp_gradient")
         cotangents = Cotangents(output, None if logsumexp is None else logsumexp[..., 0])
-        whole = {
+        whole: dict[str, Any] = {
             name: jnp.broadcast_to(array, (*problem.batch, *array.shape[-3:]))
             for name, array in (("query", x.query), ("key", x.key), ("value", x.value))
         }
@@ -131,8 +136,7 @@ def _varying_alike(arrays: Iterable[Array]) -> list[Array]:
     """Return arrays that vary along the same manual axes of a mesh, inside of ``jax.shard_map``."""
     given = list(arrays)
     axes = frozenset[str]().union(*map(_varying, given))
-    lacking = [tuple(sorted(axes - _varying(array))) for array in given]
-    return [_vary(array, over) if over else array for array, over in zip(given, lacking, strict=True)]
+    return [_vary(array, tuple(sorted(axes - _varying(array)))) for array in given]
 
 
 def _varying(array: Array) -> frozenset[str]:
@@ -144,6 +148,8 @@ def _varying(array: Array) -> frozenset[str]:
 
 
 def _vary(array: Array, axes: tuple[str, ...]) -> Array:
+    if not axes:
+        return array
     lax: Any = jax.lax
     varied: Array = (
         lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
@@ -154,7 +160,7 @@ def _vary(array: Array, axes: tuple[str, ...]) -> Array:
 # ---- compilation ----
 
 
-@primitive.def_abstract_eval
+@primitive.def_abstract_eval  # type: ignore[untyped-decorator]
 def _shapes(query: Any, *arrays: Any, function: str, problem: Problem, **about: Any) -> list[Any]:
     found = result_shapes(function, problem).values()
     return [query.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in found]
@@ -164,8 +170,8 @@ def _shapes(query: Any, *arrays: Any, function: str, problem: Problem, **about: 
 def _registered() -> None:
     """Tell XLA of the library."""
     for function in PRODUCTS:
-        handler = jax.ffi.pycapsule(getattr(library(), f"polyattn_xla_{function}"))
-        jax.ffi.register_ffi_target(f"polyattn_{function}", handler, platform="cpu")
+        handler = ffi.pycapsule(getattr(library(), f"polyattn_xla_{function}"))
+        ffi.register_ffi_target(f"polyattn_{function}", handler, platform="cpu")
 
 
 def _as_program(
@@ -187,7 +193,7 @@ def _lower(context: Any, *values: Any, **about: Any) -> Any:
     names = (*about["names"], *result_shapes(function, problem))
     shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
     attributes = words(function, problem, names, shapes)
-    return jax.ffi.ffi_lowering(f"polyattn_{function}")(context, *values, **attributes)
+    return ffi.ffi_lowering(f"polyattn_{function}")(context, *values, **attributes)
 
 
 def _is_of_one_device(context: Any) -> bool:
@@ -289,10 +295,11 @@ def _transposed_program(cotangents: Any, given: Arrays, linear: Any, about: Any)
         arrays = given | moved
         return _as_program(*[arrays[name] for name in about["names"]], **about)
 
-    like = {n: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for n, aval in linear.items()}
+    struct: Any = jax.ShapeDtypeStruct
+    like = {n: struct(aval.shape, aval.dtype) for n, aval in linear.items()}
     whole = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
-    (found,) = jax.linear_transpose(program, like)(whole)
-    return found
+    found: tuple[Arrays] = jax.linear_transpose(program, like)(whole)
+    return found[0]
 
 
 def gradients(problem: Problem, fallback: Fallback, given: Arrays) -> Arrays:

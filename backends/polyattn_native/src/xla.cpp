@@ -58,8 +58,7 @@ bool fill(PolyattnCall& call, const xla::Frame& frame) {
     std::memcpy(&call, given.data, sizeof(call));
     for (int64_t i = 0; i < places.count; ++i) {
         const bool is_result = i >= arguments->count;
-        const xla::Buffer* buffer =
-            is_result ? results->buffers[i - arguments->count] : arguments->buffers[i];
+        const xla::Buffer* buffer = is_result ? results->buffers[i - arguments->count] : arguments->buffers[i];
         const int64_t place = places.data[i] & 0xffffffff, bytes = places.data[i] >> 32;
         const void* from = bytes ? buffer->data : &buffer->data;
         if (!put(call, place, from, bytes ? (size_t)bytes : sizeof(void*))) return false;
@@ -77,22 +76,17 @@ xla::Error* handle(xla::Frame* frame, Function function) {
     if (answers(*frame) || frame->stage != xla::EXECUTE) return nullptr;
     PolyattnCall call;
     if (!fill(call, *frame))
-        return error(*frame, "polyattn-native does not know this program: compile it again",
-                     xla::INVALID_ARGUMENT);
+        return error(*frame, "polyattn-native does not know this program: compile it again", xla::INVALID_ARGUMENT);
     void* state = nullptr;
     int found;
-    while ((found = function(&call, &state)) > 0) {
-    }
+    while ((found = function(&call, &state)) > 0) {}
     return found == 0 ? nullptr : error(*frame, "out of memory", xla::RESOURCE_EXHAUSTED);
 }
 
 }  // namespace
 
-#define HANDLER(name)                                                             \
-    extern "C" POLYATTN_API xla::Error* polyattn_xla_##name(xla::Frame* frame) { \
-        return handle(frame, polyattn_##name);                                    \
-    }
-
-HANDLER(attend)
-HANDLER(differentiate)
-HANDLER(push_forward)
+extern "C" {
+POLYATTN_API xla::Error* polyattn_xla_attend(xla::Frame* frame) { return handle(frame, polyattn_attend); }
+POLYATTN_API xla::Error* polyattn_xla_differentiate(xla::Frame* frame) { return handle(frame, polyattn_differentiate); }
+POLYATTN_API xla::Error* polyattn_xla_push_forward(xla::Frame* frame) { return handle(frame, polyattn_push_forward); }
+}
