@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import jax.numpy as jnp  # noqa: E402
 import polyattn  # noqa: E402
 from polyattn import explain, masks  # noqa: E402
 
+SOURCE = Path(__file__).resolve().parents[2] / "backends" / "polyattn_native" / "src"
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 1e-12}
 B, H, G, L, S, D, E = 2, 4, 2, 37, 53, 12, 9
 
@@ -258,6 +261,47 @@ def test_an_exported_program_needs_no_library() -> None:
     exported = jax.export.export(jax.jit(call))(x)
     assert "@polyattn_" not in exported.mlir_module()
     np.testing.assert_allclose(exported.call(x), call(x), atol=1e-6)
+
+
+SAME = """
+#include "xla_ffi.h"
+#include "xla/ffi/api/c_api.h"
+#define SAME(a, b) static_assert(offsetof a == offsetof b)
+SAME((xla::Frame, api), (XLA_FFI_CallFrame, api));
+SAME((xla::Frame, stage), (XLA_FFI_CallFrame, stage));
+SAME((xla::Frame, arguments), (XLA_FFI_CallFrame, args));
+SAME((xla::Frame, results), (XLA_FFI_CallFrame, rets));
+SAME((xla::Frame, attributes), (XLA_FFI_CallFrame, attrs));
+SAME((xla::Buffers, count), (XLA_FFI_Args, size));
+SAME((xla::Buffers, buffers), (XLA_FFI_Rets, rets));
+SAME((xla::Buffer, data), (XLA_FFI_Buffer, data));
+SAME((xla::Attributes, types), (XLA_FFI_Attrs, types));
+SAME((xla::Attributes, names), (XLA_FFI_Attrs, names));
+SAME((xla::Attributes, values), (XLA_FFI_Attrs, attrs));
+SAME((xla::Text, size), (XLA_FFI_ByteSpan, len));
+SAME((xla::Array, data), (XLA_FFI_Array, data));
+SAME((xla::ErrorArguments, code), (XLA_FFI_Error_Create_Args, errc));
+SAME((xla::Api, version), (XLA_FFI_Api, api_version));
+SAME((xla::Api, create_error), (XLA_FFI_Api, XLA_FFI_Error_Create));
+SAME((xla::Metadata, version), (XLA_FFI_Metadata, api_version));
+SAME((xla::Metadata, traits), (XLA_FFI_Metadata, traits));
+SAME((xla::MetadataExtension, metadata), (XLA_FFI_Metadata_Extension, metadata));
+static_assert((int)xla::EXECUTE == XLA_FFI_ExecutionStage_EXECUTE);
+static_assert((int)xla::METADATA == XLA_FFI_Extension_Metadata);
+static_assert((int)xla::ATTRIBUTE_ARRAY == XLA_FFI_AttrType_ARRAY);
+static_assert((int)xla::S64 == XLA_FFI_DataType_S64);
+static_assert((int)xla::INVALID_ARGUMENT == XLA_FFI_Error_Code_INVALID_ARGUMENT);
+static_assert((int)xla::RESOURCE_EXHAUSTED == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
+static_assert(XLA_FFI_API_MAJOR == 0);
+"""
+
+
+def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    folders = f"-I{SOURCE}", f"-I{jax.ffi.include_dir()}"
+    command = [compiler, "-std=c++20", "-fsyntax-only", *folders, "-x", "c++", "-"]
+    done = subprocess.run(command, input=SAME, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def fresh(code: str, **environment: str) -> None:
