@@ -347,7 +347,7 @@ def printed(name, *options):
     """Return what a comparison with peers prints."""
     pytest.importorskip(ENGINES.get(name, "numpy"))
     command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), *options]
-    environ = {**os.environ, "POLYATTN_NATIVE": "1" if name == "native" else "0"}
+    environ = {**os.environ, "POLYATTN_NATIVE": "1" if name in ("native", "jax_cpu") else "0"}
     return subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=120, env=environ
     ).stdout
@@ -386,6 +386,7 @@ PRINTED = [
     ("mlx_fast --quick", RATIO, 4),
     (GENERATION, RATIO, 4),
     ("native --quick", r"^\| \(1, 2, 32, .* \*\*\d+\.\d\d\*\* \(.*\| 9\.9(?:, missed)? \|$", 4),
+    ("jax_cpu --quick", r"^\| 32 \| (?:full|causal) \|(?: \d+\.\d\d \|){5}$", 2),
     ("masks --quick", r"^causal .* \d\d\.\d%  ratio 1\.000 \(1\.000 to 1\.000\)$", 1),
     ("overhead --quick", r"^numpy +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", 1),
     ("overhead --quick", r"^first: select +\d+\.\d", 1),
