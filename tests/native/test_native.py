@@ -260,6 +260,15 @@ def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> N
     np.testing.assert_allclose(results[1], results[0], atol=1e-6)
 
 
+def test_a_gradient_of_16_bits_may_have_any_strides() -> None:
+    rng = np.random.default_rng(11)
+    x, moved = (rng.standard_normal(shape).astype("float16") for shape in ((2, 5, 4), (2, 4, 5)))
+    gradient = moved.swapaxes(-1, -2)
+    _, vjp = polyattn.attention_vjp(x, x, x, kernel=native.Native())
+    for one, other in zip(vjp(gradient)[:3], vjp(gradient.copy("C"))[:3], strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
 def odd(array: Any) -> Any:
     """Return a copy whose numbers begin at odd addresses."""
     found = np.empty(array.nbytes + 1, "uint8")[1:].view(array.dtype).reshape(array.shape)

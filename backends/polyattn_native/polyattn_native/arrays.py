@@ -46,25 +46,24 @@ def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) ->
 
 
 def readable(array: Any, dtype: Any = None) -> Any:
-    """Return an array whose last axis is contiguous, and whose numbers lie as the compiler expects."""
-    if dtype is not None and array.dtype != dtype:
-        return np.asarray(array, dtype)
+    """Return an array whose last axis is contiguous, and whose numbers are aligned."""
+    array = np.asarray(array, dtype)
     return array if is_readable(array) else _copied(array)
 
 
 def readable_view(array: Any) -> Any:
-    """Return an array with any strides whose numbers lie as the compiler expects."""
+    """Return an array with any strides whose numbers are aligned."""
     return array if _is_aligned(array) else _copied(array)
 
 
 def is_readable(array: Any) -> bool:
-    """Return whether the last axis is contiguous, and numbers lie as the compiler expects."""
+    """Return whether the last axis is contiguous, and numbers are aligned."""
     is_contiguous = array.shape[-1] == 1 or array.strides[-1] == array.itemsize
     return is_contiguous and _is_aligned(array)
 
 
 def _is_aligned(array: Any) -> bool:
-    """Return whether addresses are multiples of the numbers' size, with bytes in the right order."""
+    """Return whether addresses are multiples of the numbers' size, and bytes in order."""
     aligned: bool = array.flags.aligned and array.dtype.isnative
     return aligned
 
