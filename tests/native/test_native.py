@@ -20,6 +20,7 @@ from polyattn import masks, scores
 
 native = pytest.importorskip("polyattn_native.kernel")
 library = pytest.importorskip("polyattn_native.library")
+call = pytest.importorskip("polyattn_native.call")
 
 ISAS = library.instruction_sets(library.library())
 TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 4e-3}
@@ -234,10 +235,11 @@ def test_a_query_whose_bytes_are_in_another_order() -> None:
         np.asarray([0, 2**30]),
         np.asarray([-(2**63), 2**63 - 1]),
         np.asarray([3, 2**64 - 1], "uint64"),
+        np.asarray([2**62, -(2**62)]),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("options", ["alibi", "table", "band", "wide", "causal"])
+@pytest.mark.parametrize("options", ["alibi", "table", "band", "wide", "causal", "far", "far mask"])
 def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> None:
     rng = np.random.default_rng(9)
     q, k = (rng.standard_normal((2, 2, n, 8)) for n in (5, 7))
@@ -248,12 +250,57 @@ def test_positions_may_be_far_away_and_far_apart(options: str, offset: Any) -> N
         "band": {"mask": masks.window(3, 2)},
         "wide": {"window": (2**70, 2**70)},
         "causal": {"is_causal": True},
+        "far": {"window": (2**62 - 2, 2**62 + 3)},
+        "far mask": {"mask": masks.window(2**62 - 2, 2**62 + 3)},
     }[options]
     results = [
         polyattn.attention(q, k, k, query_offset=offset, kernel=kernel, **given)
         for kernel in ("dense", native.Native())
     ]
     np.testing.assert_allclose(results[1], results[0], atol=1e-6)
+
+
+def test_a_gradient_of_16_bits_may_have_any_strides() -> None:
+    rng = np.random.default_rng(11)
+    x, moved = (rng.standard_normal(shape).astype("float16") for shape in ((2, 5, 4), (2, 4, 5)))
+    gradient = moved.swapaxes(-1, -2)
+    _, vjp = polyattn.attention_vjp(x, x, x, kernel=native.Native())
+    for one, other in zip(vjp(gradient)[:3], vjp(gradient.copy("C"))[:3], strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def odd(array: Any) -> Any:
+    """Return a copy whose numbers begin at odd addresses."""
+    found = np.empty(array.nbytes + 1, "uint8")[1:].view(array.dtype).reshape(array.shape)
+    found[...] = array
+    return found
+
+
+def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(10)
+    x = rng.standard_normal((2, 5, 4)).astype("float32")
+    bias, sinks = (rng.standard_normal(n).astype("float32") for n in ((5, 5), 2))
+    kernel, addresses, describe = native.Native(), [], call.describe
+
+    def describe_and_look(to: Any, array: Any, *more: Any) -> None:
+        describe(to, array, *more)
+        addresses.append(to.data % array.itemsize)
+
+    def results(moved: Any) -> list[Any]:
+        y, given = moved(x), {"sinks": moved(sinks)}
+        plain = polyattn.attention(y, y, y, kernel=kernel)
+        partial = polyattn.attention_partial(y, y, y, **given, bias=moved(bias), kernel=kernel)
+        tangents = polyattn.attention_jvp((y, y, y), (y, y, y), **given, kernel=kernel)[1]
+        partial = polyattn.Partial(*map(moved, partial))
+        found = polyattn.attention_backward(y, y, y, partial, y, **given, kernel=kernel)
+        return [plain, *partial, tangents, *found[:3], found.sinks]
+
+    monkeypatch.setattr(call, "describe", describe_and_look)
+    wanted = results(np.array)
+    before = len(addresses)  # the first call is ready to run again
+    for one, other in zip(results(odd), wanted, strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert addresses == [0] * (2 * before)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

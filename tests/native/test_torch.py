@@ -228,6 +228,24 @@ def test_a_call_in_inference_mode_equals_that_outside() -> None:
     assert torch.equal(found, wanted)
 
 
+def test_numbers_at_odd_addresses_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyattn_native import call
+
+    x = torch.randn(2, 5, 4)
+    odd = torch.frombuffer(bytearray(1 + x.nbytes), dtype=x.dtype, offset=1).view(x.shape)
+    odd.copy_(x)
+    wanted, addresses, describe = attention(x, x, x, kernel=KERNEL), [], call.describe
+
+    def describe_and_look(to: Any, array: Any, *more: Any) -> None:
+        describe(to, array, *more)
+        addresses.append(to.data % 4)
+
+    monkeypatch.setattr(call, "describe", describe_and_look)
+    for _ in range(2):  # a call of the kind is ready to run
+        assert torch.equal(attention(odd, odd, odd, kernel=KERNEL), wanted)
+    assert addresses == [0] * 8
+
+
 def test_a_subclass_without_its_own_dispatch_is_kept() -> None:
     class Named(torch.Tensor):
         pass
@@ -293,8 +311,10 @@ def test_a_program_of_torch_compile_calls_the_kernel(name: str) -> None:
 
 
 def test_lengths_that_change_compile_once_more_only() -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch.compiler.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(
         lambda *x: attention(*x, is_causal=True, kernel=KERNEL), fullgraph=True, backend=counter
     )

@@ -3,8 +3,14 @@
 // The seeds of the calls are SEED to SEED + COUNT - 1. It prints the seed of the first wrong call,
 // and then exits with 1. Without the name of an instruction set, each call takes one of all.
 #include <stdio.h>
+#if !defined(_WIN32)
+#include <sys/wait.h>
+#include <unistd.h>
+#endif
 
+#include <atomic>
 #include <string>
+#include <thread>
 
 #include "arrays.h"
 
@@ -460,7 +466,32 @@ bool is_right(uint64_t seed) {
     return true;
 }
 
-// ---- calls that last ----
+// ---- calls at once, and calls that last ----
+
+// Whether the child of a fork computes, which has no threads yet.
+bool is_right_in_child(uint64_t seed) {
+#if defined(_WIN32) || defined(__SANITIZE_THREAD__)  // which does not let a child begin threads
+    return is_right(seed);
+#else
+    int status = 1;
+    const pid_t child = fork();
+    if (child == 0) _exit(!is_right(seed));
+    return waitpid(child, &status, 0) == child && status == 0;
+#endif
+}
+
+// Whether threads that call at once are right: the pool works for one of them, or for none.
+bool are_right(uint64_t seed) {
+    std::atomic<bool> right{true};
+    std::vector<std::thread> callers;
+    for (uint64_t caller = 0; caller < 3; ++caller) {
+        callers.emplace_back([&right, first = seed + 8 * caller] {
+            for (uint64_t n = first; n < first + 8; ++n) right = is_right(n) && right;
+        });
+    }
+    for (std::thread& caller : callers) caller.join();
+    return right;
+}
 
 // Whether a call of some thousand rows may be ended in the middle, and is right if it is not.
 bool ends(uint64_t seed, Function function) {
@@ -516,7 +547,10 @@ int main(int count_of_words, char** words) {
     for (uint64_t n = seed; n < seed + count; ++n) {
         const std::string& set = sets[(size_t)(n % sets.size())];
         if (!polyattn_use(set.c_str())) return printf("%s is not known here\n", set.c_str()), 2;
-        const bool right = n % 97 == 96 ? ends(n, (Function)(n / 97 % 3)) : is_right(n);
+        const bool right = n % 97 == 96   ? ends(n, (Function)(n / 97 % 3))
+                           : n % 97 == 48 ? are_right(n)
+                           : n % 97 == 72 ? is_right_in_child(n)
+                                          : is_right(n);
         if (!right) return printf("%s: seed %llu is wrong\n", set.c_str(), (unsigned long long)n), 1;
     }
     printf("%llu calls by %sare right\n", (unsigned long long)count, known.c_str());

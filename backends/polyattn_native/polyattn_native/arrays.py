@@ -13,9 +13,8 @@ import numpy as np
 from polyattn.plugin import Operands, Problem
 from polyattn_native.library import CArray
 
-#: Bounds of positions and of windows, which reach from any position to all keys. Their sums fit
-#: into 64 bits.
-FAR, WIDEST = 2**61, 2**62
+#: Bounds of positions and of numbers that are added to them: their sums fit into 64 bits.
+FAR = 2**61
 
 
 def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) -> None:
@@ -58,19 +57,30 @@ def lay_out(
 
 
 def readable(array: Any, dtype: Any = None) -> Any:
-    """Return an array whose last axis is contiguous and whose strides are whole numbers."""
-    if dtype is not None and array.dtype != dtype:
-        return np.asarray(array, dtype)
-    if is_readable(array):
-        return array
-    return np.array(array, array.dtype.newbyteorder("="), order="C")
+    """Return an array whose last axis is contiguous, and whose numbers are aligned."""
+    array = np.asarray(array, dtype)
+    return array if is_readable(array) else _copied(array)
+
+
+def readable_view(array: Any) -> Any:
+    """Return an array with any strides whose numbers are aligned."""
+    return array if _is_aligned(array) else _copied(array)
 
 
 def is_readable(array: Any) -> bool:
-    """Return whether the last axis is contiguous, strides are whole numbers, bytes in order."""
-    size = array.itemsize
-    whole = not any(stride % size for stride in array.strides) and array.dtype.isnative
-    return whole and (array.shape[-1] == 1 or array.strides[-1] == size)
+    """Return whether the last axis is contiguous, and numbers are aligned."""
+    is_contiguous = array.shape[-1] == 1 or array.strides[-1] == array.itemsize
+    return is_contiguous and _is_aligned(array)
+
+
+def _is_aligned(array: Any) -> bool:
+    """Return whether addresses are multiples of the numbers' size, and bytes in order."""
+    aligned: bool = array.flags.aligned and array.dtype.isnative
+    return aligned
+
+
+def _copied(array: Any) -> Any:
+    return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
 #: Where the address of an array's data lies in it: first after the head of a Python object, as
@@ -97,11 +107,9 @@ def by_item(array: Any, batch: tuple[int, ...]) -> Any:
     return np.broadcast_to(array, batch).reshape(math.prod(batch))
 
 
-def offsets_of(problem: Problem, x: Operands) -> Any:
-    """Return the position of the first row, of each flat batch item if they differ."""
-    if problem.query_offset is not None:
-        return np.asarray(max(-FAR, min(problem.query_offset, FAR)))
-    offsets = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch)
-    if offsets.dtype.kind == "u":
-        offsets = np.minimum(offsets, np.iinfo(np.int64).max)  # as a signed number
-    return np.clip(offsets.astype(np.int64), -FAR, FAR)
+def offsets_of(problem: Problem, x: Operands, shift: int = 0) -> Any:
+    """Return the position of the first row plus a number, (items) or (1), at most `FAR` away."""
+    numbers: list[Any] = [problem.query_offset]
+    if problem.query_offset is None:
+        numbers = by_item(np.asarray(x.query_offset)[..., 0, 0, 0], problem.batch).tolist()
+    return np.asarray([max(-FAR, min(number + shift, FAR)) for number in numbers])

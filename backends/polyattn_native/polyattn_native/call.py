@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from polyattn.plugin import Operands, Problem, Span, band
-from polyattn_native.arrays import WIDEST, describe, offsets_of, readable
+from polyattn.plugin import Operands, Problem, Span
+from polyattn_native.arrays import describe, offsets_of, readable, readable_view
 from polyattn_native.library import DTYPES, CArray, CCall, library
 from polyattn_native.scores import by_distance, scale_and_rest
-from polyattn_native.visible import array_of, bytes_per_row, visible
+from polyattn_native.visible import array_of, bytes_per_row, ends_of_band, visible
 
 # The multiply-adds that a thread must have: fewer take less time than to wake it.
 THREAD_WORK = 2**21
@@ -38,7 +38,7 @@ def threads_for(problem: Problem, products: int, most: int) -> int:
 
 def call_of(problem: Problem, products: int, threads: int) -> CCall:
     """Return a call with all that the problem says, without arrays."""
-    low, high = band(problem)
+    low, high = ends_of_band(problem)
     return CCall(
         items=math.prod(problem.batch),
         heads=problem.heads,
@@ -53,8 +53,8 @@ def call_of(problem: Problem, products: int, threads: int) -> CCall:
         softcap=problem.softcap or 0,
         has_low=low is not None,
         has_high=high is not None,
-        low=0 if low is None else max(min(low, WIDEST), -WIDEST),
-        high=0 if high is None else max(min(high, WIDEST), -WIDEST),
+        low=low or 0,
+        high=high or 0,
         has_dropout=problem.dropout > 0,
         threshold=min(round(problem.dropout * 2**32), 2**32 - 1),
         keep=1 - problem.dropout,
@@ -96,11 +96,11 @@ class NativeCall:
 
     def rows_of(self, name: str, array: Any) -> None:
         """Add an array with a number for each row."""
-        self.array(name, array[..., None])
+        self.array(name, readable_view(array)[..., None])
 
     def by_head(self, numbers: Any) -> int:
         """Return the address of a number for each head."""
-        numbers = np.ascontiguousarray(numbers, self.accumulator)
+        numbers = np.require(numbers, self.accumulator, ["C", "A"])
         self.keep.append(numbers)
         address: int = numbers.ctypes.data
         return address
@@ -108,7 +108,7 @@ class NativeCall:
     def _add_positions(self) -> None:
         call = self.call
         if self.problem.query_offset is None and (call.has_low or call.has_high):
-            positions = np.ascontiguousarray(offsets_of(self.problem, self.x))
+            positions = offsets_of(self.problem, self.x)
             self.keep.append(positions)
             call.positions = positions.ctypes.data
 
@@ -208,8 +208,8 @@ class NativeCall:
         return part
 
 
-def run(function: Any, *arguments: Any) -> None:
-    """Call a function of the library until its work is done."""
+def run(function: Any, *arguments: Any) -> int:
+    """Call a function of the library until its work is done, and return its status."""
     state = ctypes.c_void_p()
     at = ctypes.byref(state)
     try:
@@ -222,8 +222,13 @@ def run(function: Any, *arguments: Any) -> None:
         # Again: an interrupt may have come before the first. Threads must not write any more when
         # the arrays go. Once the call is done, this does nothing.
         library().polyattn_cancel(at)
-    if status:
+    return _checked(status)
+
+
+def _checked(status: int) -> int:
+    if status < 0:
         raise MemoryError(NO_MEMORY)
+    return status
 
 
 class Ready:
@@ -236,22 +241,17 @@ class Ready:
         self._function = library().polyattn_attend_to
         self._is_short = threads_for(self.problem, 2, most=2) == 1
 
-    def run(self, most_threads: Callable[[], int], *places: int | None) -> None:
-        """Compute, with arrays by the places of the addresses of their data."""
+    def run(self, most_threads: Callable[[], int], *places: int | None) -> bool:
+        """Compute, with arrays by the places of the addresses of their data.
+
+        False if numbers do not begin at multiples of their size: then nothing is computed.
+        """
         if self._is_short:
-            if self._function(self._call, 1, *places, None):
-                raise MemoryError(NO_MEMORY)
-        else:
-            threads = threads_for(self.problem, 2, most_threads())
-            run(self._function, self._call, threads, *places)
+            return _checked(self._function(self._call, 1, *places, None)) == 0
+        threads = threads_for(self.problem, 2, most_threads())
+        return run(self._function, self._call, threads, *places) == 0
 
 
 def _move(array: CArray, size: int, rows: int) -> None:
     if array.data:
         array.data += rows * array.row * size
-
-
-def readable_view(array: Any) -> Any:
-    """Return an array whose strides are whole numbers."""
-    whole = not any(stride % array.itemsize for stride in array.strides)
-    return array if whole else np.array(array, order="C")

@@ -82,8 +82,8 @@ class Native(Kernel):
         if ready is not None and ready.problem is problem:
             places = id(query) + DATA, id(key) + DATA, id(value) + DATA, id(output) + DATA
             of_sums = None if logsumexp is None else id(logsumexp) + DATA
-            ready.run(self.threads, *places, of_sums)
-            return output, logsumexp
+            if ready.run(self.threads, *places, of_sums):
+                return output, logsumexp
         if not query.dtype.isnative:
             native_order = query.astype(query.dtype.newbyteorder("="))
             found, of_sums = self(problem, operands._replace(query=native_order), backend)

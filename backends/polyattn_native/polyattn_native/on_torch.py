@@ -27,6 +27,7 @@ from polyattn.plugin import (
     Tangents,
 )
 from polyattn_native import torch_operators
+from polyattn_native.arrays import is_readable
 from polyattn_native.kernel import PLAIN, Native
 from polyattn_native.library import library
 
@@ -124,13 +125,13 @@ class NativeOnTorch(Native):
             addresses = (ctypes.c_void_p * 5)(*[x if x is None else x.data_ptr() for x in arrays])
             start = ctypes.addressof(addresses)
             places = [start + POINTER * n for n in range(5)]
-            ready.run(self.threads, *places[:4], None if logsumexp is None else places[4])
-            return output, logsumexp
+            if ready.run(self.threads, *places[:4], None if logsumexp is None else places[4]):
+                return output, logsumexp
         given = [None if one is None else _array(one, as_bits=True) for one in arrays]
         operands = Operands(*given[:3])
         native = self._prepared(problem, operands, *given[3:])
         native.run(library().polyattn_attend)
-        if all(one.stride(-1) == 1 or one.shape[-1] == 1 for one in (query, key, value)):
+        if all(map(is_readable, given[:3])):
             self._keep(kind, problem, native)
         return output, logsumexp
 

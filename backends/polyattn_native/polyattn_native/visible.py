@@ -13,11 +13,21 @@ from typing import Any, NamedTuple
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Expression, Indices, Mask, Operands, Problem, Span, saturating_sum
+from polyattn.plugin import (
+    Expression,
+    Indices,
+    Mask,
+    Operands,
+    Problem,
+    Span,
+    band,
+    saturating_sum,
+)
+from polyattn_native.arrays import FAR
 
 
 class Visible(NamedTuple):
-    """The rest of ``mask=``: causal and window are numbers of the call."""
+    """What numbers of the call do not say, as most windows do."""
 
     first: Any = None  #: (items or 1, L), int32: the first key that a row may see
     stop: Any = None  #: likewise, after the last
@@ -25,19 +35,35 @@ class Visible(NamedTuple):
     by_rows: bool = False  #: whether the array is to be made by `array_of`
 
 
+def ends_of_band(problem: Problem) -> tuple[int | None, int | None]:
+    """Return causal and window as numbers of the call, None where an end is not one."""
+    ends = band(problem)
+    if problem.query_offset is not None:  # it is part of them
+        low, high = [end if end is None else max(-FAR, min(end, FAR)) for end in ends]
+        return low, high
+    return (None, None) if _is_wide(ends) else ends
+
+
+def _is_wide(ends: tuple[int | None, int | None]) -> bool:
+    """Return whether the sum of an end and an offset may lie beyond `FAR` and before the keys."""
+    return any(end is not None and abs(end) > FAR // 2 for end in ends)
+
+
 def visible(problem: Problem, x: Operands) -> Visible:
-    """Return the keys that rows see by ``mask=``."""
-    if x.mask is None:
-        return Visible()
-    if not isinstance(x.mask, Mask):
-        return Visible(array=x.mask)
+    """Return the keys that rows see by ``mask=``, and by what `ends_of_band` leaves out."""
     ranges, array = Ranges(problem, x), None
-    conditions: tuple[Any, ...] = x.mask.conditions
+    if problem.query_offset is None and problem.band is not None and _is_wide(band(problem)):
+        ranges.add(problem.band)
+    conditions: tuple[Any, ...] = ()
+    if isinstance(x.mask, Mask):
+        conditions = x.mask.conditions
+    elif x.mask is not None:
+        array = x.mask
     for mask in conditions:
         if array is None and kind_of(mask) == "dense":
             array = mask.array
         elif not ranges.add(mask):
-            return Visible(by_rows=True)
+            return Visible(ranges.first, ranges.stop, by_rows=True)
     return Visible(ranges.first, ranges.stop, array)
 
 

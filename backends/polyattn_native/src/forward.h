@@ -133,7 +133,10 @@ private:
             const Range seen = {most(block.first, panel.some.first), least(block.stop, panel.some.stop)};
             if (seen.first >= seen.stop) continue;
             Flags flags = {true, true};
-            if (call.mask.data) flags = read_mask(call, task->item, panel, seen, bytes);
+            if (call.mask.data) {
+                flags = read_mask(call, task->item, panel, seen, bytes);
+                if (i + 1 < task->panels) prefetch_mask(call, task->item, panels[i + 1], seen);
+            }
             if (!flags.any) continue;
             const int64_t skipped = seen.first - block.first;
             const Matrix<T> some = {keys.data + skipped * keys.stride, keys.stride};

@@ -77,6 +77,8 @@ int polyattn_attend(const PolyattnCall* call, void** state) {
 
 int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value, void** output,
                        void** logsumexp, void** state) {
+    const uintptr_t size = call->dtype == POLYATTN_FLOAT64 ? 8 : call->dtype == POLYATTN_FLOAT32 ? 4 : 2;
+    if (((uintptr_t)*query | (uintptr_t)*key | (uintptr_t)*value) % size) return 2;
     PolyattnCall other = *call;
     other.threads = (int32_t)threads;
     other.query.data = *query;

@@ -66,7 +66,8 @@ POLYATTN_API int polyattn_attend(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_differentiate(const PolyattnCall* call, void** state);
 POLYATTN_API int polyattn_push_forward(const PolyattnCall* call, void** state);
 // As polyattn_attend, with other arrays of the same strides in place of the call's: where the
-// addresses of their data lie. Without a state it does not return before all is written.
+// addresses of their data lie. Without a state it does not return before all is written. 2 if an address
+// is no multiple of the numbers' size: then nothing is written.
 POLYATTN_API int polyattn_attend_to(const PolyattnCall* call, int64_t threads, void** query, void** key, void** value,
                                     void** output, void** logsumexp, void** state);
 // End a call that will not be called again.

@@ -11,17 +11,41 @@ namespace POLYATTN_UNIT {
 // The most keys of a block.
 constexpr int BLOCK = 256;
 
-INLINE void transpose_bytes(uint64_t (&rows)[8]) {
-    const uint64_t masks[3] = {0x00ff00ff00ff00ff, 0x0000ffff0000ffff, 0x00000000ffffffff};
-    UNROLL for (int stage = 0; stage < 3; ++stage) {
-        const int step = 1 << stage, shift = 8 << stage;
-        UNROLL for (int i = 0; i < 8; ++i) {
-            if (i & step) continue;
-            uint64_t moved = (rows[i] >> shift ^ rows[i + step]) & masks[stage];
-            rows[i + step] ^= moved;
-            rows[i] ^= moved << shift;
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+// Exchange rows and columns: a pass interleaves each row of the first half with one of the second.
+template <int Rows> INLINE void transpose_bytes(Bytes (&rows)[Rows]) {
+    UNROLL for (int pass = 1; pass < Rows; pass *= 2) {
+        Bytes next[Rows];
+        UNROLL for (int i = 0; i < Rows / 2; ++i) {
+            const Bytes a = rows[i], b = rows[i + Rows / 2];
+            next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        UNROLL for (int i = 0; i < Rows; ++i) { rows[i] = next[i]; }
+    }
+}
+
+// Read so many rows at a time for 16 keys at a time; return for how many keys.
+template <int Rows>
+int64_t read_squares(const uint8_t* const* rows, int lanes, int64_t count, uint8_t* bytes, Bytes& any, Bytes& all) {
+    int64_t key = 0;
+    for (; key + 16 <= count; key += 16) {
+        for (int lane = 0; lane < lanes; lane += Rows) {
+            Bytes square[Rows];
+            UNROLL for (int i = 0; i < Rows; ++i) {
+                __builtin_memcpy(&square[i], rows[lane + i] + key, 16);
+                any |= square[i];
+                all &= square[i];
+            }
+            transpose_bytes(square);
+            UNROLL for (int i = 0; i < Rows; ++i) {
+                __builtin_memcpy(bytes + (key + i * 16 / Rows) * lanes + lane, &square[i], 16);
+            }
         }
     }
+    return key;
 }
 
 struct Flags {
@@ -38,41 +62,53 @@ Flags read_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, R
     for (int lane = 0; lane < lanes; ++lane) {
         rows[lane] = at<uint8_t>(mask, item, panel.head[lane], panel.row[lane]) + keys.first * mask.column;
     }
-    uint64_t any = 0, all = ~(uint64_t)0;
+    Bytes any = {}, all = ~Bytes{};
     int64_t key = 0;
-    if (2 * Lanes<T>::width >= 8 && mask.column == 1 && lanes % 8 == 0) {
-        for (; key + 8 <= count; key += 8) {
-            for (int lane = 0; lane < lanes; lane += 8) {
-                uint64_t square[8];
-                UNROLL for (int i = 0; i < 8; ++i) {
-                    __builtin_memcpy(&square[i], rows[lane + i] + key, 8);
-                    any |= square[i];
-                    all &= square[i];
-                }
-                transpose_bytes(square);
-                UNROLL for (int i = 0; i < 8; ++i) {
-                    __builtin_memcpy(bytes + (key + i) * lanes + lane, &square[i], 8);
-                }
-            }
-        }
-        all = all == 0x0101010101010101;
+    if (mask.column == 1) {
+        if (lanes % 16 == 0) key = read_squares<16>(rows, lanes, count, bytes, any, all);
+        else if (lanes == 8) key = read_squares<8>(rows, lanes, count, bytes, any, all);
     }
     for (; key < count; ++key) {
         for (int lane = 0; lane < lanes; ++lane) {
-            uint8_t seen = rows[lane][key * mask.column] != 0;
+            const uint8_t seen = rows[lane][key * mask.column];
             bytes[key * lanes + lane] = seen;
-            any |= seen;
-            all &= seen;
+            any[0] |= seen;
+            all[0] &= seen;
         }
     }
-    return {any != 0, (all & 1) != 0};
+    Flags flags = {false, true};
+    for (int i = 0; i < 16; ++i) {
+        flags.any = flags.any || any[i];
+        flags.all = flags.all && all[i] == 1;
+    }
+    return flags;
+}
+
+// Ask the memory for the mask of a panel, while another one computes.
+template <typename T> void prefetch_mask(const PolyattnCall& call, int64_t item, const Panel<T>& panel, Range keys) {
+    const PolyattnArray& mask = call.mask;
+    for (int lane = 0; mask.column == 1 && lane < panel.lanes(); ++lane) {
+        prefetch(at<uint8_t>(mask, item, panel.head[lane], panel.row[lane]) + keys.first, keys.stop - keys.first);
+    }
 }
 
 template <typename T> INLINE Ints<T> is_set(const uint8_t* bytes) {
-    typedef uint8_t Bytes __attribute__((vector_size(Lanes<T>::width)));
-    Bytes loaded;
+#if defined(__AVX2__)
+    // gcc's __builtin_convertvector takes less than 16 bytes one by one.
+    __m128i loaded = {};
+    __builtin_memcpy(&loaded, bytes, Lanes<T>::width);
+#if defined(__AVX512F__)
+    const __m512i wide = sizeof(T) == 4 ? _mm512_cvtepu8_epi32(loaded) : _mm512_cvtepu8_epi64(loaded);
+#else
+    const __m256i wide = sizeof(T) == 4 ? _mm256_cvtepu8_epi32(loaded) : _mm256_cvtepu8_epi64(loaded);
+#endif
+    return (Ints<T>)wide != 0;
+#else
+    typedef uint8_t Loaded __attribute__((vector_size(Lanes<T>::width)));
+    Loaded loaded;
     __builtin_memcpy(&loaded, bytes, sizeof loaded);
     return __builtin_convertvector(loaded, Ints<T>) != 0;
+#endif
 }
 
 // Replace the scores whose byte is 0.
