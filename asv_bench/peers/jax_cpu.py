@@ -1,4 +1,4 @@
-"""The compiled kernel under jax.jit over `jax.nn`, our `xla` kernel and NumPy arrays, on one thread.
+"""The compiled kernel under jax.jit over `jax.nn`, the `xla` kernel and NumPy, on one thread.
 
 Processor time of windows that alternate in one process, medians; forward, and forward + backward.
 ``python asv_bench/peers/jax_cpu.py`` prints a table in Markdown.
@@ -69,9 +69,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of the shortest")
     options = parser.parse_args()
     os.sched_setaffinity(0, list(os.sched_getaffinity(0))[-1:])
-    print(
-        "| tokens | | over `jax.nn` | over `xla` | over NumPy arrays | both, `jax.nn` | both, `xla` |"
-    )
+    print("| tokens | | `jax.nn` | `xla` | NumPy arrays | both, `jax.nn` | both, `xla` |")
     print("|---|---|---|---|---|---|---|")
     rounds, window = (1, 0.001) if options.quick else (options.rounds, 0.06)
     for length in LENGTHS[:1] if options.quick else LENGTHS:

@@ -334,6 +334,7 @@ COMPARISONS = sorted(
 ENGINES = {
     "long_arrays": "distributed",
     "mlx_fast": "mlx.core",
+    "jax_cpu": "polyattn_native",
     "native": "polyattn_native",
     "onnx_runtime": "onnxruntime",
     "ring": "torch",
