@@ -217,11 +217,11 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
 
 
-def _scale(scale: Any, D: int, S: int) -> Any:
-    """Return the factor of the products, for queries of size D and S keys."""
-    default = 1 / np.sqrt(np.longdouble(D))
+def _scale(scale: Any, size: int, keys: int) -> Any:
+    """Return the factor of the products, for a size of the queries and a number of keys."""
+    default = 1 / np.sqrt(np.longdouble(size))
     if isinstance(scale, LongSequence):
-        return default / np.sqrt(np.longdouble(S))
+        return default / np.sqrt(np.longdouble(keys))
     return default if scale is None else scale
 
 
