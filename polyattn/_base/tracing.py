@@ -58,6 +58,14 @@ def _torch() -> Any:
     return _torch_parts.get("torch")
 
 
+def as_constant(number: float) -> float:
+    """Return a float that torch.compile may hold as a symbol as a constant, compiled for each.
+
+    If the caller computes with the symbol too, torch 2.13 keeps an old value of what is made of it.
+    """
+    return float.fromhex(number.hex()) if is_compiling() else number
+
+
 def is_transformed() -> bool:
     """Return whether torch.compile traces the caller, or torch.func transforms it."""
     parts = _torch_parts

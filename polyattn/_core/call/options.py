@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
 from polyattn._base.arrays import is_array, library_of
+from polyattn._base.tracing import as_constant
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -57,7 +58,7 @@ def _advice(name: str, value: Any) -> str:
 
 
 def check_softcap(value: Any) -> float:
-    number = check_finite("softcap", value)
+    number = as_constant(check_finite("softcap", value))
     if number <= 0:
         raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
     return number
@@ -142,7 +143,7 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
             f" (rate, seed, start); {got(value)}"
         )
     start = _check_start(value[2]) if len(value) == 3 else FROM_ZERO
-    rate, seed = check_finite("dropout rate", value[0]), value[1]
+    rate, seed = as_constant(check_finite("dropout rate", value[0])), value[1]
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate must be in [0, 1); {got(value)}")
     # What NumPy holds can be read, and then goes with arrays of any library.
