@@ -34,7 +34,7 @@ def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, .
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors only, which are raised too
+    options.log_severity_level = 4  # errors are raised
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if device != "cpu":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
@@ -46,8 +46,7 @@ def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, .
     except Exception as error:  # each kind of failure has a class of its own
         raise NotImplementedError(
             f"{provider} of ONNX Runtime {onnxruntime.__version__} does not run the node"
-            f" Attention-{node.opset} ({node.dtype}): name the backend onnxruntime for the CPU; it"
-            f" says: {error}"
+            f" Attention-{node.opset} of {node.dtype}: backend='onnxruntime' runs it on the CPU"
         ) from error
     return session, tuple([one.name for one in session.get_inputs()])
 

@@ -17,7 +17,6 @@ from polyattn.plugin import (
     Kernel,
     Operands,
     Problem,
-    as_constant,
     one_batch_axis,
     reason_against_batch,
     visible_scores,
@@ -102,9 +101,6 @@ class Sdpa(Kernel):
         if options is not None:
             x = operands
             return F.scaled_dot_product_attention(x.query, x.key, x.value, **options), None
-        if "scale" in problem.features:
-            # The engine takes a number, whose symbol torch.compile does not guard (torch 2.13).
-            problem = problem._replace(scale=as_constant(problem.scale))
         route = route_of(problem)
         mask, empty, logsumexp = None, None, None
         if route.masked:

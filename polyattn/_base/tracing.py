@@ -61,7 +61,8 @@ def _torch() -> Any:
 def as_constant(number: float) -> float:
     """Return a float that torch.compile may hold as a symbol as a constant, compiled for each.
 
-    If the caller computes with the symbol too, torch 2.13 keeps an old value of what is made of it.
+    If the caller computes with the symbol too, torch's inductor keeps an old value of a number made
+    of it that an operator takes (seen in torch 2.13).
     """
     return float.fromhex(number.hex()) if is_compiling() else number
 

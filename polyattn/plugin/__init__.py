@@ -45,7 +45,6 @@ from polyattn._base.host import native
 from polyattn._base.slices import Slice
 from polyattn._base.span import Span
 from polyattn._base.threads import thread_count
-from polyattn._base.tracing import as_constant
 from polyattn._core.call.features import FEATURES
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Cotangents, Operands, Residuals, Tangents
@@ -115,7 +114,6 @@ __all__ = [
     "Tangents",
     "TileGrid",
     "TileQuery",
-    "as_constant",
     "axes_of_last",
     "band",
     "band_from",

@@ -40,7 +40,7 @@ def check_finite(name: str, value: Any) -> float:
         number = math.inf
     if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite; {got(value)}")
-    return number
+    return as_constant(number)
 
 
 def _advice(name: str, value: Any) -> str:
@@ -58,7 +58,7 @@ def _advice(name: str, value: Any) -> str:
 
 
 def check_softcap(value: Any) -> float:
-    number = as_constant(check_finite("softcap", value))
+    number = check_finite("softcap", value)
     if number <= 0:
         raise ValueError(f"softcap must be above 0; {got(value)}. None means no cap")
     return number
@@ -143,7 +143,7 @@ def check_dropout(value: Any) -> tuple[float, Any, Any]:
             f" (rate, seed, start); {got(value)}"
         )
     start = _check_start(value[2]) if len(value) == 3 else FROM_ZERO
-    rate, seed = as_constant(check_finite("dropout rate", value[0])), value[1]
+    rate, seed = check_finite("dropout rate", value[0]), value[1]
     if not 0 <= rate < 1:
         raise ValueError(f"a dropout rate must be in [0, 1); {got(value)}")
     # What NumPy holds can be read, and then goes with arrays of any library.
