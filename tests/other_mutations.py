@@ -36,6 +36,11 @@ MUTATIONS = (
      "indices of a mask on the host", "polyattn/_base/arrays.py",
      "    return xp.arange(start, stop, **_on_device_of(xp, like))",
      "    return xp.arange(start, stop, device=\"cpu\")"),
+    ("tests/backends/test_onnxruntime.py::"
+     "test_a_node_that_a_provider_leaves_to_the_cpu_is_refused",
+     "a provider that may fall back", "backends/polyattn_onnxruntime/backend.py",
+     'options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")',
+     "pass"),
     ("tests/base/test_host.py::test_numbers_go_where_the_query_is[ids-torch on a device]",
      "ids of the host that stay there", "polyattn/_base/arrays.py",
      "    return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))",

@@ -8,7 +8,7 @@ SPEC = BackendSpec(
     implementation="polyattn_onnxruntime.backend:OnnxruntimeBackend",
     requires=("onnx", "onnxruntime"),
     install="pip install 'polyattn[onnxruntime]'",
-    devices=("cpu", "cuda", "coreml", "dml", "openvino"),
+    devices=("cpu", "cuda", "coreml", "dml", "openvino", "webgpu"),
     dtypes=("float16", "float32", "float64"),
     only_on_request=True,
 )

@@ -20,6 +20,7 @@ PROVIDERS = {
     "coreml": "CoreMLExecutionProvider",
     "dml": "DmlExecutionProvider",
     "openvino": "OpenVINOExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
 }
 
 
@@ -28,15 +29,25 @@ def session_of(node: Node, device: str, threads: int) -> tuple[Any, tuple[str, .
     """Return the session that runs a node of any lengths, and the names of its inputs in order.
 
     It is made if no recent call had the same facts, which takes some milliseconds. Its threads do
-    not spin when a run is over.
+    not spin when a run is over. A node that the provider of the device does not run is an error:
+    ONNX Runtime would run it on the CPU, and not say so.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3  # errors only, which are raised too
+    options.log_severity_level = 4  # errors are raised
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    session = onnxruntime.InferenceSession(
-        model_of(node).SerializeToString(), options, providers=[PROVIDERS[device]]
-    )
+    if device != "cpu":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    model, provider = model_of(node).SerializeToString(), PROVIDERS[device]
+    try:
+        session = onnxruntime.InferenceSession(
+            model, options, providers=[provider], enable_fallback=False
+        )
+    except Exception as error:  # each kind of failure has a class of its own
+        raise NotImplementedError(
+            f"{provider} of ONNX Runtime {onnxruntime.__version__} does not run the node"
+            f" Attention-{node.opset} of {node.dtype}: backend='onnxruntime' runs it on the CPU"
+        ) from error
     return session, tuple([one.name for one in session.get_inputs()])
 
 
@@ -51,6 +62,14 @@ class Session(Operator):
         """Return the opset that ONNX Runtime knows whole."""
         return self.newest
 
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Return what the operator cannot compute, and whether the provider runs none."""
+        reasons = super().reasons_against(problem)
+        if problem.device_kind != "cpu" and not reasons:
+            refusal = _refusal(problem.device_kind, problem.accumulator, self.opset(problem))
+            reasons += [] if refusal is None else [refusal]
+        return reasons
+
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
     ) -> tuple[Array, Array | None]:
@@ -58,6 +77,17 @@ class Session(Operator):
         session, names = session_of(node, problem.device_kind, thread_count())
         (output,) = session.run(None, dict(zip(names, map(native, inputs), strict=True)))
         return self.output(problem, operands, output, backend.xp), None
+
+
+@lru_cache
+def _refusal(device: str, dtype: str, opset: int) -> str | None:
+    """Return why the provider of a device does not run the plainest node."""
+    plain = Node(opset, dtype, 2, 2, 8, 8, False, (-1, -1), 1.0, 0.0, None, False)
+    try:
+        session_of(plain, device, 1)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 class OnnxruntimeBackend(Backend):

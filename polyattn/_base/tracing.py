@@ -58,6 +58,15 @@ def _torch() -> Any:
     return _torch_parts.get("torch")
 
 
+def as_constant(number: float) -> float:
+    """Return a float that torch.compile may hold as a symbol as a constant, compiled for each.
+
+    If the caller computes with the symbol too, torch's inductor keeps an old value of a number made
+    of it that an operator takes (seen in torch 2.13).
+    """
+    return float.fromhex(number.hex()) if is_compiling() else number
+
+
 def is_transformed() -> bool:
     """Return whether torch.compile traces the caller, or torch.func transforms it."""
     parts = _torch_parts

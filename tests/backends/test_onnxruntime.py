@@ -28,6 +28,23 @@ def test_a_device_without_a_provider_is_refused():
         attention(x, x, x, backend="onnxruntime:rocm")
 
 
+def test_a_node_that_a_provider_leaves_to_the_cpu_is_refused(monkeypatch):
+    """Azure's provider is in every build, and runs no node."""
+    monkeypatch.setitem(sessions.PROVIDERS, "cuda", "AzureExecutionProvider")
+    x, said = numbers(2, 5, 8), "AzureExecutionProvider .* does not run the node Attention-24"
+    sessions.session_of.cache_clear()
+    sessions._refusal.cache_clear()
+    explanation = explain(x, x, x, backend="onnxruntime:cuda")
+    assert explanation.chosen.kernel != "node"
+    assert explanation.candidates[0].status == "refused"
+    with pytest.raises(polyattn.UnsupportedError, match=said):
+        attention(x, x, x, backend="onnxruntime:cuda", kernel="node")
+    # A provider that runs the plainest node may still not run another.
+    monkeypatch.setattr(sessions, "_refusal", lambda *_: None)
+    with pytest.raises(NotImplementedError, match=said):
+        attention(x, x, x, backend="onnxruntime:cuda", kernel="node", softcap=2.0)
+
+
 def test_calls_with_the_same_facts_share_a_session(monkeypatch):
     made = []
     real = sessions.onnxruntime.InferenceSession

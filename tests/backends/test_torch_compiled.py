@@ -4,8 +4,9 @@ import random
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
-from polyattn import attention, attention_partial, masks
+from polyattn import attention, attention_partial, masks, scores
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,3 +68,33 @@ def test_a_compiled_call_reads_any_memory(backend, kernel, seed):
             for function, given in ((compiled, arrays), (call, plain))
         )
         torch.testing.assert_close(found, expected)
+
+
+#: Calls with a number that changes, which the caller uses in arithmetic too.
+NUMBERS = {
+    "scale": lambda x, s: attention(x * s, x, x, scale=s + 0.1),
+    "softcap of a chain": lambda x, s: attention(x * s, x, x, score_mod=scores.softcap(s + 0.1)),
+    "temperature": lambda x, s: attention(x * s, x, x, score_mod=scores.temperature(s + 0.1)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_changes_is_not_an_old_one(name):
+    """After the second value, torch holds the number as a symbol."""
+    call, x = NUMBERS[name], torch.randn(1, 2, 6, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True)
+    for number in (0.25, 0.5, 0.75):
+        torch.testing.assert_close(compiled(x, number), call(x, number))
+
+
+def test_a_rate_of_dropout_that_changes_is_not_an_old_one():
+    """Each rate is a program of its own: to compile the hash of dropout takes a minute."""
+    counter = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda x, s: attention(x * s, x, x, dropout=(s / 4, 3)), fullgraph=True, backend=counter
+    )
+    for number in (0.25, 0.5, 0.75):
+        compiled(torch.ones(1, 2, 6, 8), number)
+    assert counter.frame_count == 3

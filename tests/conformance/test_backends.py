@@ -3,21 +3,17 @@
 NumPy's turn comes where the package itself is collected: `polyattn/conformance/test_backend.py`.
 """
 
-import itertools
-
 import numpy as np
 import pytest
+from exported import by
 from onnx.reference import ReferenceEvaluator
 from optional import (
     KIND,
     array_api_strict,
     dask,
     jax,
-    ndonnx,
-    onnx,
     onnxruntime,
     reading,
-    spox,
     torch,
 )
 
@@ -179,31 +175,6 @@ class TestDask(BackendSuite):
     def in_this_thread(self):
         with dask.config.set({"scheduler": "synchronous", "polyattn.group-size": 2000}):
             yield
-
-
-def by(evaluate):
-    """Return a transform that exports each call, and runs the model on the numbers."""
-
-    def exported(function):
-        def run(arrays, options):
-            flat = [*arrays, *itertools.chain.from_iterable(options.values())]
-            numbers = {f"x{n}": x.unwrap_numpy() for n, x in enumerate(flat)}
-            inputs = {n: spox.argument(spox.Tensor(x.dtype, x.shape)) for n, x in numbers.items()}
-            given = iter([ndonnx.asarray(var) for var in inputs.values()])
-            arrays = [next(given) for _ in arrays]
-            options = {name: [next(given) for _ in some] for name, some in options.items()}
-            result = function(arrays, options)
-            several = result if isinstance(result, tuple) else (result,)
-            outputs = {f"y{n}": y.unwrap_spox() for n, y in enumerate(several)}
-            model = spox.build(inputs, outputs, drop_unused_inputs=True)
-            onnx.checker.check_model(model, full_check=True)
-            used = {one.name: numbers[one.name] for one in model.graph.input}
-            found = [ndonnx.asarray(y) for y in evaluate(model, used)]
-            return type(result)(*found) if isinstance(result, tuple) else found[0]
-
-        return run
-
-    return exported
 
 
 def by_onnxruntime(model, inputs):

@@ -17,7 +17,7 @@ from polyattn._base.arrays import (
     is_array,
 )
 from polyattn._base.host import Destination, as_array, destination_of, is_host
-from polyattn._base.tracing import torch_transforms
+from polyattn._base.tracing import as_constant, torch_transforms
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.lengths import move_lengths
 from polyattn._core.call.operands import Operands
@@ -172,7 +172,7 @@ def _move_softcap(values: dict[str, Any]) -> None:
     parts = score_mod.parts if isinstance(score_mod, Chain) else (score_mod,)
     first = parts[0]
     if "softcap" not in values and isinstance(first, Softcap):
-        parts, values["softcap"] = parts[1:], first.cap
+        parts, values["softcap"] = parts[1:], as_constant(first.cap)
     if len(parts) > 1:
         values["score_mod"] = Chain(parts)
     elif parts:

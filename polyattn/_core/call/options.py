@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from polyattn._base.arguments import check_int, check_signature, check_window, got
 from polyattn._base.arrays import is_array, library_of
+from polyattn._base.tracing import as_constant
 from polyattn._core.expressions.expression import Expression
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.replacements import Normalizer, ScaleRule, Similarity
@@ -39,7 +40,7 @@ def check_finite(name: str, value: Any) -> float:
         number = math.inf
     if not -math.inf < number < math.inf:
         raise ValueError(f"{name} must be finite; {got(value)}")
-    return number
+    return as_constant(number)
 
 
 def _advice(name: str, value: Any) -> str:

@@ -1,0 +1,99 @@
+"""Run the conformance cases on a provider of ONNX Runtime: as nodes, and written out.
+
+Each case is right, refused by name, or wrong. A written-out model may have nodes that the provider
+leaves to the CPU: those that compute on numbers are listed.
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+import sys
+import tempfile
+
+import onnxruntime
+from exported import by
+
+from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
+from polyattn.conformance.checks.cases import check_case, is_applicable
+from polyattn.conformance.checks.target import Target
+from polyattn_onnxruntime.backend import PROVIDERS
+
+#: Operators by which it is seen that a model's arithmetic is the provider's.
+ARITHMETIC = {"MatMul", "Softmax", "Exp", "Tanh", "Mul", "Div", "Sub", "ReduceSum", "ReduceMax"}
+
+
+class Written:
+    """Runs models by a provider, and counts the arithmetic that the CPU did in its place."""
+
+    def __init__(self, provider):
+        self.provider, self.on_cpu, self.on_provider = provider, collections.Counter(), 0
+        self.folder = pathlib.Path(tempfile.mkdtemp())
+
+    def __call__(self, model, inputs):
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        options.enable_profiling = True
+        options.profile_file_prefix = str(self.folder / "run")
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=[self.provider], enable_fallback=False
+        )
+        found = session.run(None, inputs)
+        file = pathlib.Path(session.end_profiling())
+        events = json.loads(file.read_text())
+        file.unlink()
+        nodes = [one["args"] for one in events if one.get("cat") == "Node"]
+        for node in nodes:
+            if node.get("op_name") in ARITHMETIC and "provider" in node:
+                ours = node["provider"] == self.provider
+                self.on_provider += ours
+                self.on_cpu[node["op_name"]] += not ours
+        return found
+
+
+def report(title, target, kernel, cases):
+    """Check each case by a kernel; print what is wrong, and return how many are."""
+    (variant,) = (v for v in target.kernels if v.kernel.name == kernel and not v.small_tiles)
+    results, refused = collections.Counter(), collections.Counter()
+    for case in cases:
+        if not is_applicable(target, variant, case):
+            continue
+        try:
+            outcome = check_case(target, variant, case)
+        except AssertionError as error:
+            if "the device does not support it" in str(error):  # by name: float16 without a GPU
+                results["refused"] += 1
+                refused[f"no {case.dtype} on this device"] += 1
+                continue
+            results["wrong"] += 1
+            print(f"{title}: WRONG {case}: {' '.join(str(error).split())[:300]}", flush=True)
+            continue
+        results["refused" if outcome.refusal else "right"] += 1
+        refused[outcome.refusal] += bool(outcome.refusal)
+    counts = (f"{results[name]} {name}" for name in ("right", "refused", "wrong"))
+    print(f"{title}: {', '.join(counts)}")
+    for reason, count in refused.most_common(5):
+        if count:
+            print(f"  {count} refused: {reason[:200]}")
+    return results["wrong"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("device", choices=sorted(PROVIDERS))
+    parser.add_argument("--essential", action="store_true", help="one case of each feature only")
+    arguments = parser.parse_args()
+    provider = PROVIDERS[arguments.device]
+    print(f"{provider}, ONNX Runtime {onnxruntime.__version__}")
+    cases = (ESSENTIAL if arguments.essential else CASES).values()
+    cases = [case for case in cases if case.dtype != "bfloat16"]  # which ndonnx lacks
+    written = Written(provider)
+    wrong = report("as nodes", Target(f"onnxruntime:{arguments.device}"), "node", cases)
+    wrong += report("written out", Target("onnx", transform=by(written)), "dense", cases)
+    print(f"  {written.on_provider} arithmetic nodes ran by {provider}; on the CPU:")
+    print(f"  {dict(written.on_cpu) or 'none'}")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
