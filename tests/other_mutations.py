@@ -129,8 +129,8 @@ MUTATIONS = (
      "a pullback follows the autocast of another place", "polyattn/_api/gradients.py",
      "_backward(given, arguments, partial, cotangents, None)",
      "_backward(given, autocast(given), partial, cotangents, None)"),
-    ("tests/test_dialects.py::test_torch_drops_with_a_seed_of_its_generator",
-     "one seed for all calls of a dialect", "polyattn/dialects.py",
+    ("tests/dialects/test_dialects.py::test_torch_drops_with_a_seed_of_its_generator",
+     "one seed for all calls of a dialect", "polyattn/dialects/_shared.py",
      "return library.xp.randint(2**62, (), device=query.device)",
      "return library.xp.zeros((), dtype=library.xp.int64, device=query.device)"),
     # parts of the scores
