@@ -14,6 +14,8 @@ import polyattn.conformance.functions.check
 import polyattn.conformance.functions.report
 import polyattn.conformance.suite
 import polyattn.dialects
+import polyattn.dialects.flash_attn
+import polyattn.dialects.flash_attn_interface
 import polyattn.export
 import polyattn.integrations.jax
 import polyattn.integrations.transformers
@@ -32,6 +34,8 @@ MODULES = (
     polyattn.conformance.functions.report,
     polyattn.conformance.suite,
     polyattn.dialects,
+    polyattn.dialects.flash_attn,
+    polyattn.dialects.flash_attn_interface,
     polyattn.export,
     polyattn.integrations.jax,
     polyattn.integrations.transformers,

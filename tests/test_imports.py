@@ -30,7 +30,7 @@ ROOMS = {
     "__init__": {"_base", "_core.expressions", "_core.call", "masks", "scores", "_dispatch",
         "_api"},
     "plot": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_dispatch", "_api"},
-    "dialects": {"_base", "_api"},
+    "dialects": {"_base", "masks", "scores", "_api"},
     "nn": {"_base", "_core.expressions", "masks", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
     "integrations": {"_base", "_core.expressions", "_core.call", "masks", "plugin", "_kernels",

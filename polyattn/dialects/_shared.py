@@ -6,7 +6,8 @@ import functools
 import operator
 from typing import Any
 
-from polyattn._base.arrays import Array, facts_of, library_of
+from polyattn import scores
+from polyattn._base.arrays import Array, cast, facts_of, library_of
 
 
 def dropout_of(query: Array, rate: float) -> tuple[float, Any] | None:
@@ -52,3 +53,24 @@ def with_all_axes(mask: Array | None, rank: int, name: str) -> Array | None:
     if len(shape) < 3 or len(shape) == rank or any(length != 1 for length in shape[:extra]):
         return mask
     return library_of(mask).xp.reshape(mask, (*(1,) * (rank - len(shape)), *shape[extra:]))
+
+
+def bounds(window: Any) -> tuple[int | None, int | None] | None:
+    """Return a window whose ends are −1 (or None) for no bound; None if it bounds nothing."""
+    if window is None:
+        return None
+    left, right = (None if n is None or n < 0 else int(n) for n in window)
+    return None if left is None and right is None else (left, right)
+
+
+def alibi(slopes: Array, offset: int | Array) -> Any:
+    """Return the score rule of ALiBi, whose slopes may be of each batch item too, (B, H)."""
+    if len(facts_of(slopes, "alibi_slopes").shape) == 1:
+        return scores.alibi(slopes)
+    xp = library_of(slopes).xp
+
+    def lowered(score: Array, b: Array, h: Array, i: Array, j: Array) -> Array:
+        away = i + (offset if isinstance(offset, int) else offset[b]) - j
+        return score - cast(xp, slopes[b, h], score.dtype) * cast(xp, xp.abs(away), score.dtype)
+
+    return lowered
