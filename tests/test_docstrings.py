@@ -15,7 +15,12 @@ import polyattn.conformance.functions.report
 import polyattn.conformance.suite
 import polyattn.dialects
 import polyattn.dialects.flash_attn
+import polyattn.dialects.flash_attn.bert_padding
 import polyattn.dialects.flash_attn_interface
+import polyattn.dialects.keras
+import polyattn.dialects.mlx
+import polyattn.dialects.torch
+import polyattn.dialects.xformers
 import polyattn.export
 import polyattn.integrations.jax
 import polyattn.integrations.transformers
@@ -35,7 +40,12 @@ MODULES = (
     polyattn.conformance.suite,
     polyattn.dialects,
     polyattn.dialects.flash_attn,
+    polyattn.dialects.flash_attn.bert_padding,
     polyattn.dialects.flash_attn_interface,
+    polyattn.dialects.keras,
+    polyattn.dialects.mlx,
+    polyattn.dialects.torch,
+    polyattn.dialects.xformers,
     polyattn.export,
     polyattn.integrations.jax,
     polyattn.integrations.transformers,
