@@ -15,7 +15,6 @@ import polyattn.conformance.functions.report
 import polyattn.conformance.suite
 import polyattn.dialects
 import polyattn.dialects.flash_attn
-import polyattn.dialects.flash_attn.bert_padding
 import polyattn.dialects.flash_attn_interface
 import polyattn.dialects.keras
 import polyattn.dialects.mlx
@@ -40,7 +39,6 @@ MODULES = (
     polyattn.conformance.suite,
     polyattn.dialects,
     polyattn.dialects.flash_attn,
-    polyattn.dialects.flash_attn.bert_padding,
     polyattn.dialects.flash_attn_interface,
     polyattn.dialects.keras,
     polyattn.dialects.mlx,
@@ -98,6 +96,9 @@ def test_docstring(path):
     allowed = NOT_ASKED | ({"RT01", "YD01"} if one_line else set())
     if path.startswith(READ_BY_KERNELS):
         allowed |= {"PR01", "RT01", "YD01"}
+    in_flash_attention_3 = path.startswith("polyattn.dialects.flash_attn_interface.")
+    if in_flash_attention_3 or path.endswith(("packed_func", "_first_axis")):
+        allowed |= {"PR01"}  # the others are those of the function that is named, or in the line
     if "Attributes\n" in found["docstring"]:
         allowed |= {"PR01"}  # a value, whose attributes are its parameters
         fields = getattr(pydoc.locate(path), "__annotations__", {})

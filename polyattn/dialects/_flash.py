@@ -25,19 +25,9 @@ def options_of(scale: float | None, softcap: float) -> dict[str, Any]:
 
 
 def dense(
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: float | None,
-    causal: bool,
-    window: Any,
-    softcap: float,
-    *,
-    dropout: float = 0.0,
-    slopes: Array | None = None,
-    chunk: int = 0,
-    logsumexp: bool = False,
-) -> tuple[Array, Array | None]:
+    q: Array, k: Array, v: Array, scale: float | None, causal: bool, window: Any, softcap: float,
+    *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0, logsumexp: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Return attention of arrays (B, L, H, D), and the logsumexp, (B, H, L), if it is asked for."""
     options = options_of(scale, softcap)
     if causal:
@@ -75,22 +65,11 @@ def by_position(
 
 
 def varlen(
-    q: Array,
-    k: Array,
-    v: Array,
-    rows: Packed,
-    keys: Packed,
-    scale: float | None,
-    causal: bool,
-    window: Any,
-    softcap: float,
-    *,
-    dropout: float = 0.0,
-    slopes: Array | None = None,
-    chunk: int = 0,
-    table: Array | None = None,
-    logsumexp: bool = False,
-) -> tuple[Array, Array | None]:
+    q: Array, k: Array, v: Array, rows: Packed, keys: Packed,
+    scale: float | None, causal: bool, window: Any, softcap: float,
+    *, dropout: float = 0.0, slopes: Array | None = None, chunk: int = 0,
+    table: Array | None = None, logsumexp: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Return attention of packed arrays (T, H, D), and the logsumexp, (H, T), if asked for."""
     options = options_of(scale, softcap)
     del options["layout"]
@@ -98,13 +77,8 @@ def varlen(
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:
         k, v, keys = from_pages(k, v, keys, table)
-    rule = Rule(
-        bool(causal),
-        bounds(window) or (None, None),
-        chunk=chunk,
-        slopes=slopes,
-        logsumexp=logsumexp,
-    )
+    near = bounds(window) or (None, None)
+    rule = Rule(bool(causal), near, chunk=chunk, slopes=slopes, logsumexp=logsumexp)
     return packed_attention(q, k, v, rows, keys, rule, **options)
 
 

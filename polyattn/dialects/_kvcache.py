@@ -52,20 +52,10 @@ def rotation_of(
 
 
 def with_kvcache(
-    q: Array,
-    new: tuple[Array, Array] | None,
-    cache: Cache,
-    rotation: Rotation | None,
-    *,
-    scale: float | None,
-    causal: bool,
-    window: Any,
-    softcap: float,
-    slopes: Array | None = None,
-    chunk: int = 0,
-    qv: Array | None = None,
-    logsumexp: bool = False,
-) -> tuple[Array, Array | None]:
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation | None, *,
+    scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
+    chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
     near = bounds(window)
     _check(q, new, cache, rotation)

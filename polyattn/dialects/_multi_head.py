@@ -11,42 +11,24 @@ from polyattn.dialects._shared import both, dropout_of
 
 
 def multi_head_attention_forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Array | None,
-    in_proj_bias: Array | None,
-    bias_k: Array | None,
-    bias_v: Array | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Array,
-    out_proj_bias: Array | None,
-    training: bool = True,
-    key_padding_mask: Array | None = None,
-    need_weights: bool = True,
-    attn_mask: Array | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Array | None = None,
-    k_proj_weight: Array | None = None,
-    v_proj_weight: Array | None = None,
-    static_k: Array | None = None,
-    static_v: Array | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Array, Array | None]:
+    query: Array, key: Array, value: Array, embed_dim_to_check: int, num_heads: int,
+    in_proj_weight: Array | None, in_proj_bias: Array | None, bias_k: Array | None,
+    bias_v: Array | None, add_zero_attn: bool, dropout_p: float, out_proj_weight: Array,
+    out_proj_bias: Array | None, training: bool = True, key_padding_mask: Array | None = None,
+    need_weights: bool = True, attn_mask: Array | None = None,
+    use_separate_proj_weight: bool = False, q_proj_weight: Array | None = None,
+    k_proj_weight: Array | None = None, v_proj_weight: Array | None = None,
+    static_k: Array | None = None, static_v: Array | None = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
     """Compute attention as `torch.nn.functional.multi_head_attention_forward` is called.
 
     Parameters
     ----------
     query, key, value : Array
         Shapes (L, B, M), (S, B, M) and (S, B, M), or all without B.
-    embed_dim_to_check : int
-        M.
-    num_heads : int
-        H, which divides M.
+    embed_dim_to_check, num_heads : int
+        M, and H, which divides it.
     in_proj_weight, in_proj_bias : Array, optional
         The projections of query, key and value one after another, shapes (3 M, M) and (3 M,).
     bias_k, bias_v : Array, optional

@@ -1,4 +1,7 @@
-"""Compute attention as FlashAttention 3, the module `flash_attn_interface`, is called."""
+"""Compute attention as FlashAttention 3, the module `flash_attn_interface`, is called.
+
+Arguments that no docstring here names are those of `polyattn.dialects.flash_attn`.
+"""
 
 from __future__ import annotations
 
@@ -18,40 +21,28 @@ __all__ = [
 
 
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    softmax_scale: float | None = None,
-    causal: bool = False,
+    q: Array, k: Array, v: Array, softmax_scale: float | None = None, causal: bool = False,
     qv: Array | None = None,
-    q_descale: Array | None = None,
-    k_descale: Array | None = None,
-    v_descale: Array | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_interface.flash_attn_func` is called, on any array.
 
     Parameters
     ----------
     q, k, v : Array
         Shapes (B, L, H, D), (B, S, G, D) and (B, S, G, E); H is a multiple of G.
-    softmax_scale, causal, window_size, softcap
-        As for `polyattn.dialects.flash_attn.flash_attn_func`. With `qv` the default scale is
-        1/√(D + E).
     qv : Array, optional
-        Queries whose products with the values are added to the scores, shape of q with E.
+        Queries whose products with the values are added to the scores, (B, L, H, E). The default
+        scale is then 1/√(D + E).
     q_descale, k_descale, v_descale : Array, optional
         Refused: multiply the arrays by them first.
     attention_chunk : int
         A row sees the keys of its own chunk of so many positions only; 0 for all.
-    num_splits, pack_gqa, deterministic, sm_margin
+    num_splits, pack_gqa, deterministic, sm_margin : int, bool, bool and int
         Ignored: they change no number here.
     return_attn_probs : bool
         Whether to return ``(output, logsumexp)``.
@@ -80,29 +71,19 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(
-    qkv: Array,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    q_descale: Array | None = None,
-    k_descale: Array | None = None,
-    v_descale: Array | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    num_heads_q: int | None = None,
-    sm_margin: int = 0,
+    qkv: Array, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0,
+    deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute attention as `flash_attn_func`, of queries, keys and values in one array.
 
     Parameters
     ----------
     qkv : Array
-        Queries, keys and values, shape (B, L, 3, H, D); or (B, L, H + 2 G, D) with `num_heads_q`.
-    softmax_scale, causal, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, \
-deterministic, sm_margin, return_attn_probs
-        As for `flash_attn_func`.
+        Shape (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`.
     num_heads_q : int, optional
         H, the number of query heads.
 
@@ -117,10 +98,8 @@ deterministic, sm_margin, return_attn_probs
         raise ValueError(f"a qkv of shape {tuple(qkv.shape)} needs num_heads_q, the query heads")
     else:
         middle = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = (
-            qkv[:, :, heads, :]
-            for heads in (slice(num_heads_q), slice(num_heads_q, middle), slice(middle, None))
-        )
+        ends = (0, num_heads_q, middle, None)
+        q, k, v = (qkv[:, :, ends[n] : ends[n + 1], :] for n in range(3))
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
         attention_chunk, softcap, return_attn_probs=return_attn_probs,
@@ -128,53 +107,24 @@ deterministic, sm_margin, return_attn_probs
 
 
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_q: Array | None = None,
-    seqused_k: Array | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    qv: Array | None = None,
-    q_descale: Array | None = None,
-    k_descale: Array | None = None,
-    v_descale: Array | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Array, k: Array, v: Array, cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    seqused_q: Array | None = None, seqused_k: Array | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Array | None = None,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    attention_chunk: int = 0, softcap: float = 0.0,
+    num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
+    sm_margin: int = 0, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """Compute attention of each of several sequences that lie one after another.
 
     Parameters
     ----------
     q, k, v : Array
         Shapes (T, H, D), (U, G, D) and (U, G, E).
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As for `polyattn.dialects.flash_attn.flash_attn_varlen_func`.
     seqused_q, seqused_k : Array of int, optional
         Number of tokens of each sequence that are used, shape (B,). The other rows are 0.
-    softmax_scale, causal, window_size, softcap
-        As for `polyattn.dialects.flash_attn.flash_attn_func`. With `qv` the default scale is
-        1/√(D + E).
-    qv : Array, optional
-        Queries whose products with the values are added to the scores, shape of q with E.
-    q_descale, k_descale, v_descale : Array, optional
-        Refused: multiply the arrays by them first.
-    attention_chunk : int
-        A row sees the keys of its own chunk of so many positions only; 0 for all.
-    num_splits, pack_gqa, deterministic, sm_margin
-        Ignored: they change no number here.
-    return_attn_probs : bool
-        Whether to return ``(output, logsumexp)``.
 
     Returns
     -------
@@ -193,61 +143,30 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    k: Array | None = None,
-    v: Array | None = None,
-    qv: Array | None = None,
-    rotary_cos: Array | None = None,
-    rotary_sin: Array | None = None,
-    cache_seqlens: int | Array | None = None,
-    cache_batch_idx: Array | None = None,
-    cache_leftpad: Array | None = None,
-    page_table: Array | None = None,
-    cu_seqlens_q: Array | None = None,
-    cu_seqlens_k_new: Array | None = None,
-    max_seqlen_q: int | None = None,
-    rotary_seqlens: Array | None = None,
-    q_descale: Array | None = None,
-    k_descale: Array | None = None,
-    v_descale: Array | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Any = None,
-    num_splits: int = 0,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-    return_softmax_lse: bool = False,
-) -> Any:
+    q: Array, k_cache: Array, v_cache: Array, k: Array | None = None, v: Array | None = None,
+    qv: Array | None = None, rotary_cos: Array | None = None, rotary_sin: Array | None = None,
+    cache_seqlens: int | Array | None = None, cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None, page_table: Array | None = None,
+    cu_seqlens_q: Array | None = None, cu_seqlens_k_new: Array | None = None,
+    max_seqlen_q: int | None = None, rotary_seqlens: Array | None = None,
+    q_descale: Array | None = None, k_descale: Array | None = None,
+    v_descale: Array | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Any = None, num_splits: int = 0,
+    pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
     """Compute attention over a cache of keys and values, after new ones are written into it.
 
     Parameters
     ----------
-    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, \
-cache_leftpad, rotary_interleaved, return_softmax_lse
-        As for `polyattn.dialects.flash_attn.flash_attn_with_kvcache`.
     page_table : Array of int, optional
-        What is called block_table there.
+        What is called block_table in FlashAttention 2.
     cu_seqlens_q, cu_seqlens_k_new : Array of int, optional
         Refused: pass q, k and v as (B, L, H, D), padded.
     rotary_seqlens : Array of int, optional
         The first position of each sequence to rotate by, shape (B,), in place of `cache_seqlens`.
-    softmax_scale, causal, window_size, softcap
-        As for `polyattn.dialects.flash_attn.flash_attn_func`. With `qv` the default scale is
-        1/√(D + E).
-    qv : Array, optional
-        Queries whose products with the values are added to the scores, shape of q with E.
-    q_descale, k_descale, v_descale : Array, optional
-        Refused: multiply the arrays by them first.
-    attention_chunk : int
-        A row sees the keys of its own chunk of so many positions only; 0 for all.
-    max_seqlen_q, scheduler_metadata, num_splits, pack_gqa, sm_margin
-        Ignored: they change no number here.
+    max_seqlen_q, scheduler_metadata : int and object, optional
+        Ignored, as `num_splits`, `pack_gqa` and `sm_margin` are.
 
     Returns
     -------

@@ -12,16 +12,10 @@ __all__ = ["dot_product_attention"]
 
 
 def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    flash_attention: bool | None = None,
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None,
+    scale: float | None = None, is_causal: bool = False, flash_attention: bool | None = None,
     attn_logits_soft_cap: float | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Compute attention as `keras.ops.dot_product_attention` is called, on any array.
 
     Parameters

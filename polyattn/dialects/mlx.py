@@ -12,16 +12,9 @@ __all__ = ["scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    mask: str | Array | None = None,
-    sinks: Array | None = None,
-    force_fused: bool = False,
-    stream: Any = None,
-) -> Array:
+    q: Array, k: Array, v: Array, *, scale: float, mask: str | Array | None = None,
+    sinks: Array | None = None, force_fused: bool = False, stream: Any = None,
+) -> Array:  # fmt: skip
     """Compute attention as `mlx.core.fast.scaled_dot_product_attention` is called, on any array.
 
     Parameters

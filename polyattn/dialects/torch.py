@@ -95,22 +95,12 @@ def _causal_bias(bias: Any, lengths: tuple[int, int]) -> dict[str, Any]:
 
 
 def varlen_attn(
-    query: Array,
-    key: Array,
-    value: Array,
-    cu_seq_q: Array,
-    cu_seq_k: Array | None = None,
-    max_q: int | None = None,
-    max_k: int | None = None,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = NO_WINDOW,
-    enable_gqa: bool = False,
-    seqused_k: Array | None = None,
-    block_table: Array | None = None,
+    query: Array, key: Array, value: Array, cu_seq_q: Array, cu_seq_k: Array | None = None,
+    max_q: int | None = None, max_k: int | None = None, *, return_aux: Any = None,
+    scale: float | None = None, window_size: tuple[int, int] = NO_WINDOW,
+    enable_gqa: bool = False, seqused_k: Array | None = None, block_table: Array | None = None,
     num_splits: int | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute attention as `torch.nn.attention.varlen.varlen_attn` is called, on any array.
 
     Parameters

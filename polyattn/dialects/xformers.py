@@ -19,44 +19,34 @@ class _Bias(NamedTuple):
     from_first: bool = False  # whether row 0 is at key 0, and not the last row at the last key
 
 
-_FREE, _FIRST, _LAST = _Bias(), _Bias(causal=True, from_first=True), _Bias(causal=True)
 _BIASES = {
-    "LowerTriangularMask": _FIRST,
-    "LowerTriangularMaskWithTensorBias": _FIRST,
-    "LowerTriangularFromBottomRightMask": _LAST,
-    "LowerTriangularFromBottomRightLocalAttentionMask": _LAST,
-    "LocalAttentionFromBottomRightMask": _FREE,
-    "BlockDiagonalMask": _FREE,
-    "BlockDiagonalCausalMask": _FIRST,
-    "BlockDiagonalCausalFromBottomRightMask": _LAST,
-    "BlockDiagonalCausalLocalAttentionMask": _FIRST,
-    "BlockDiagonalCausalLocalAttentionFromBottomRightMask": _LAST,
-    "BlockDiagonalPaddedKeysMask": _FREE,
-    "BlockDiagonalCausalWithOffsetPaddedKeysMask": _LAST,
-    "BlockDiagonalLocalAttentionPaddedKeysMask": _FREE,
-    "BlockDiagonalCausalLocalAttentionPaddedKeysMask": _LAST,
-    "BlockDiagonalGappyKeysMask": _FREE,
-    "BlockDiagonalCausalWithOffsetGappyKeysMask": _LAST,
-    "BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask": _FREE,
-    "PagedBlockDiagonalPaddedKeysMask": _FREE,
-    "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask": _LAST,
-    "PagedBlockDiagonalCausalLocalPaddedKeysMask": _LAST,
-    "PagedBlockDiagonalGappyKeysMask": _FREE,
-    "PagedBlockDiagonalCausalWithOffsetGappyKeysMask": _LAST,
+    name: bias
+    for bias, names in {
+        _Bias(): """LocalAttentionFromBottomRightMask BlockDiagonalMask BlockDiagonalPaddedKeysMask
+            BlockDiagonalLocalAttentionPaddedKeysMask BlockDiagonalGappyKeysMask
+            BlockDiagonalLocalAttentionFromBottomRightGappyKeysMask
+            PagedBlockDiagonalPaddedKeysMask PagedBlockDiagonalGappyKeysMask""",
+        _Bias(causal=True): """LowerTriangularFromBottomRightMask
+            LowerTriangularFromBottomRightLocalAttentionMask BlockDiagonalCausalFromBottomRightMask
+            BlockDiagonalCausalLocalAttentionFromBottomRightMask
+            BlockDiagonalCausalWithOffsetPaddedKeysMask
+            BlockDiagonalCausalLocalAttentionPaddedKeysMask
+            BlockDiagonalCausalWithOffsetGappyKeysMask
+            PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+            PagedBlockDiagonalCausalLocalPaddedKeysMask
+            PagedBlockDiagonalCausalWithOffsetGappyKeysMask""",
+        _Bias(causal=True, from_first=True): """LowerTriangularMask
+            LowerTriangularMaskWithTensorBias BlockDiagonalCausalMask
+            BlockDiagonalCausalLocalAttentionMask""",
+    }.items()
+    for name in names.split()
 }
 
 
 def memory_efficient_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_bias: Any = None,
-    p: float = 0.0,
-    scale: float | None = None,
-    *,
-    op: Any = None,
-    output_dtype: Any = None,
-) -> Array:
+    query: Array, key: Array, value: Array, attn_bias: Any = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: Any = None,
+) -> Array:  # fmt: skip
     """Compute attention as `xformers.ops.memory_efficient_attention` is called, on any array.
 
     Parameters
@@ -165,34 +155,28 @@ def _of_blocks(
     xp: Any, arrays: list[Array], bias: Any, known: _Bias, options: dict[str, Any]
 ) -> Array:
     """Return attention of sequences that lie one after another in a batch of one."""
-    query, key, value = arrays
-    if {x.shape[0] for x in arrays} != {1}:
-        raise ValueError(
-            f"{type(bias).__name__} is for a batch of one, (1, T, H, D); got {tuple(query.shape)}"
-        )
-    query, key, value = (x[0, ...] for x in (query, key, value))
-    info = bias.k_seqinfo
-    keys = Packed(info.seqstart_py, getattr(info, "seqlen_py", None))
-    table = getattr(bias, "block_tables", None)
-    if table is not None:
-        key, value, keys = _paged(xp, key, value, bias, table)
+    for x in arrays:
+        if x.shape[0] != 1:
+            name = type(bias).__name__
+            raise ValueError(f"{name} is for a batch of one, (1, T, H, D); got {tuple(x.shape)}")
+    query, key, value = (x[0, ...] for x in arrays)
+    keys = Packed(bias.k_seqinfo.seqstart_py, getattr(bias.k_seqinfo, "seqlen_py", None))
+    if hasattr(bias, "block_tables"):
+        key, value, keys = _paged(xp, key, value, bias)
     rule = Rule(known.causal, _window(bias), known.from_first)
     given = {name: option for name, option in options.items() if option is not None}
     rows = Packed(bias.q_seqinfo.seqstart_py)
     return packed_attention(query, key, value, rows, keys, rule, **given)[0]
 
 
-def _paged(
-    xp: Any, key: Array, value: Array, bias: Any, table: Array
-) -> tuple[Array, Array, Packed]:
-    size, info = bias.page_size, bias.k_seqinfo
+def _paged(xp: Any, key: Array, value: Array, bias: Any) -> tuple[Array, Array, Packed]:
+    size, info, table = bias.page_size, bias.k_seqinfo, bias.block_tables
     key, value = (
         pages(xp.reshape(x, (x.shape[0] // size, size, *x.shape[1:])), table) for x in (key, value)
     )
     batch, length = key.shape[:2]
     # With gaps, the first key of each sequence and the end are places among its own pages.
-    is_gappy = "Gappy" in type(bias).__name__
-    first = info.seqstart_py[:batch] if is_gappy else [0] * batch
+    first = info.seqstart_py[:batch] if "Gappy" in type(bias).__name__ else [0] * batch
     used = [stop - start for start, stop in zip(first, info.seqlen_py, strict=True)]
     starts = [n * length + start for n, start in enumerate(first)] + [batch * length]
     key, value = (xp.reshape(x, (batch * length, *x.shape[2:])) for x in (key, value))

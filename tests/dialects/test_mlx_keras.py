@@ -63,7 +63,7 @@ def keras():
         {},
         {"is_causal": True},
         {"bias": normal(4, 1, 9), "mask": RNG.random((2, 1, 6, 9)) > 0.3},
-        {"mask": np.array([1, 0, 1, 1, 0, 1, 1, 0, 1], np.int32), "is_causal": True},
+        {"mask": np.array([[[[1, 0, 1, 1, 0, 1, 1, 0, 1]]]]) == 1, "is_causal": True},
         {"scale": 0.3, "flash_attention": False},
     ],
     ids=lambda options: "-".join(options) or "plain",
@@ -78,6 +78,8 @@ def test_keras(options, keras):
 def test_keras_in_what_it_documents_only(keras):
     x = normal(1, 3, 2, 4)
     own = keras_dialect.dot_product_attention
+    numbers = np.array([1, 0, 2], np.int32)
+    np.testing.assert_array_equal(own(x, x, x, mask=numbers), own(x, x, x, mask=numbers != 0))
     capped = own(x, x, x, attn_logits_soft_cap=0.5)
     scores = 0.5 * np.tanh(np.einsum("blhd,bshd->bhls", x, x) / 2 / 0.5)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)

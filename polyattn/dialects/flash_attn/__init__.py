@@ -41,18 +41,11 @@ __version__ = VERSION
 
 
 def flash_attn_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+    q: Array, k: Array, v: Array,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
     """Compute attention as `flash_attn.flash_attn_func` is called, on any array.
 
     Parameters
@@ -105,34 +98,12 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(
-    q: Array,
-    kv: Array,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Compute attention as `flash_attn_func`, of keys and values in one array.
-
-    Parameters
-    ----------
-    q : Array
-        Shape (B, L, H, D).
-    kv : Array
-        Keys and values, shape (B, S, 2, G, D).
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-    return_attn_probs
-        As for `flash_attn_func`.
-
-    Returns
-    -------
-    Array or tuple
-        As from `flash_attn_func`.
-    """
+    q: Array, kv: Array,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention as `flash_attn_func`, of keys and values in one array, (B, S, 2, G, D)."""
     return flash_attn_func(
         q, kv[:, :, 0, ...], kv[:, :, 1, ...],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -142,30 +113,11 @@ def flash_attn_kvpacked_func(
 
 def flash_attn_qkvpacked_func(
     qkv: Array,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Compute attention as `flash_attn_func`, of queries, keys and values in one array.
-
-    Parameters
-    ----------
-    qkv : Array
-        Queries, keys and values, shape (B, L, 3, H, D).
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-    return_attn_probs
-        As for `flash_attn_func`.
-
-    Returns
-    -------
-    Array or tuple
-        As from `flash_attn_func`.
-    """
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention as `flash_attn_func`, of q, k and v in one array, (B, L, 3, H, D)."""
     return flash_attn_kvpacked_func(
         qkv[:, :, 0, ...], qkv[:, :, 1:, ...],
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -174,23 +126,14 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Array,
-    k: Array,
-    v: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    q: Array, k: Array, v: Array,
+    cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: Array | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute attention of each of several sequences that lie one after another.
 
     Parameters
@@ -204,8 +147,9 @@ def flash_attn_varlen_func(
         on JAX.
     max_seqlen_q, max_seqlen_k : int, optional
         Ignored.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-    return_attn_probs
+    dropout_p, softmax_scale, causal, window_size, softcap : float, float, bool, tuple and float
+        As for `flash_attn_func`.
+    alibi_slopes, deterministic, return_attn_probs : Array, bool and bool
         As for `flash_attn_func`.
     block_table : Array of int, optional
         The pages of each sequence, shape (B, most pages); `cu_seqlens_k` gives the lengths.
@@ -234,40 +178,14 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_kvpacked_func(
-    q: Array,
-    kv: Array,
-    cu_seqlens_q: Array,
-    cu_seqlens_k: Array,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Compute attention as `flash_attn_varlen_func`, of keys and values in one array.
-
-    Parameters
-    ----------
-    q : Array
-        Shape (T, H, D).
-    kv : Array
-        Keys and values, shape (U, 2, G, D).
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As for `flash_attn_varlen_func`.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-    return_attn_probs
-        As for `flash_attn_func`.
-
-    Returns
-    -------
-    Array or tuple
-        As from `flash_attn_varlen_func`.
-    """
+    q: Array, kv: Array,
+    cu_seqlens_q: Array, cu_seqlens_k: Array,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention as `flash_attn_varlen_func`, of k and v in one array, (U, 2, G, D)."""
     return flash_attn_varlen_func(
         q, kv[:, 0, ...], kv[:, 1, ...], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -276,37 +194,12 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Array,
-    cu_seqlens: Array,
-    max_seqlen: int | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    alibi_slopes: Array | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
-    """Compute attention as `flash_attn_varlen_func`, of queries, keys and values in one array.
-
-    Parameters
-    ----------
-    qkv : Array
-        Queries, keys and values, shape (T, 3, H, D).
-    cu_seqlens : Array of int
-        Where each sequence begins, and the last one ends, shape (B + 1,).
-    max_seqlen : int, optional
-        Ignored.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, \
-    return_attn_probs
-        As for `flash_attn_func`.
-
-    Returns
-    -------
-    Array or tuple
-        As from `flash_attn_varlen_func`.
-    """
+    qkv: Array, cu_seqlens: Array, max_seqlen: int | None = None,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    alibi_slopes: Array | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention as `flash_attn_varlen_func`, of q, k and v in one array, (T, 3, H, D)."""
     return flash_attn_varlen_kvpacked_func(
         qkv[:, 0, ...], qkv[:, 1:, ...], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
@@ -315,26 +208,15 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_with_kvcache(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    k: Array | None = None,
-    v: Array | None = None,
-    rotary_cos: Array | None = None,
-    rotary_sin: Array | None = None,
-    cache_seqlens: int | Array | None = None,
-    cache_batch_idx: Array | None = None,
-    cache_leftpad: Array | None = None,
-    block_table: Array | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    alibi_slopes: Array | None = None,
-    num_splits: int = 0,
+    q: Array, k_cache: Array, v_cache: Array, k: Array | None = None, v: Array | None = None,
+    rotary_cos: Array | None = None, rotary_sin: Array | None = None,
+    cache_seqlens: int | Array | None = None, cache_batch_idx: Array | None = None,
+    cache_leftpad: Array | None = None, block_table: Array | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW, softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: Array | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Compute attention over a cache of keys and values, after new ones are written into it.
 
     Parameters
@@ -359,10 +241,12 @@ def flash_attn_with_kvcache(
         The first key of each sequence, shape (B,).
     block_table : Array of int, optional
         The pages of each sequence, shape (B, most pages), of any size.
-    softmax_scale, causal, window_size, softcap, alibi_slopes
+    softmax_scale, causal, window_size, softcap : float, bool, tuple and float
         As for `flash_attn_func`; S is the number of keys of the sequence.
     rotary_interleaved : bool
         Whether the pairs that are rotated are neighbours, or one of each half.
+    alibi_slopes : Array of float, optional
+        As for `flash_attn_func`.
     num_splits : int
         Ignored.
     return_softmax_lse : bool

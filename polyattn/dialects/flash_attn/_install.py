@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -10,14 +11,14 @@ from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-#: The version of each package whose documentation these functions follow.
+#: The version of FlashAttention 2 whose documentation these functions follow.
 VERSION = "2.8.3"
 _DISTRIBUTIONS = {
     "flash_attn": ("flash-attn", VERSION),
     "flash_attn_interface": ("flash-attn-3", "3.0.0"),
 }
 _HERE = "polyattn.dialects."
-#: The modules to import, by the names that code imports them by.
+#: The modules, by the names that code imports them by.
 _MODULES = {
     "flash_attn": _HERE + "flash_attn",
     "flash_attn.flash_attn_interface": _HERE + "flash_attn",
@@ -27,59 +28,32 @@ _MODULES = {
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What is said about an installed package: its name, version and modules."""
-
     def __init__(self, module: str) -> None:
         name, version = _DISTRIBUTIONS[module]
-        self._texts = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-            "top_level.txt": f"{module}\n",
-        }
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        self._texts = {"METADATA": head, "top_level.txt": module}
 
     def read_text(self, filename: str) -> str | None:
         return self._texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        raise NotImplementedError("a module of polyattn in place of another package has no files")
+        raise NotImplementedError("a module in place of another package has no files")
 
 
-class _Finder(MetaPathFinder):
-    """Answers `importlib.metadata`; the modules themselves are in ``sys.modules``."""
+class _Installed(MetaPathFinder, contextlib.ExitStack):
+    """The modules in their places, until `close`; it answers `importlib.metadata` too."""
 
     def find_spec(self, *_: Any) -> None:
-        return None
+        return None  # the modules are in ``sys.modules``
 
     def find_distributions(self, context: Any) -> Iterator[importlib.metadata.Distribution]:
+        asked = context.name and context.name.replace("_", "-").lower()
         for module, (name, _) in _DISTRIBUTIONS.items():
-            asked = None if context.name is None else context.name.replace("_", "-").lower()
             if asked in (None, name, module.replace("_", "-")):
                 yield _Distribution(module)
 
 
-class Installed:
-    """The modules in their places, until they are removed: a context manager."""
-
-    def __init__(self) -> None:
-        self._finder = _Finder()
-        sys.meta_path.append(self._finder)
-        sys.modules.update({name: importlib.import_module(own) for name, own in _MODULES.items()})
-        importlib.invalidate_caches()
-
-    def uninstall(self) -> None:
-        """Take the modules away again; twice does no harm."""
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-            for name in _MODULES:
-                sys.modules.pop(name, None)
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.uninstall()
-
-
-def install() -> Installed:
+def install() -> contextlib.ExitStack:
     """Let ``import flash_attn`` and ``import flash_attn_interface`` find these functions.
 
     `importlib.util.find_spec`, `importlib.metadata.version` and ``packages_distributions`` answer
@@ -89,8 +63,8 @@ def install() -> Installed:
 
     Returns
     -------
-    Installed
-        A context manager that takes the modules away at its end, as ``uninstall()`` does.
+    ExitStack
+        A context manager that takes the modules away at its end, as ``close()`` does.
 
     Raises
     ------
@@ -108,7 +82,12 @@ def install() -> Installed:
     for name in _DISTRIBUTIONS:
         if name in sys.modules or importlib.util.find_spec(name) is not None:
             raise RuntimeError(
-                f"{name} is installed already: uninstall it, or what an earlier install() returned,"
-                " first"
+                f"{name} is installed already: uninstall it, or close what install() returned"
             )
-    return Installed()
+    installed = _Installed()
+    for name, own in _MODULES.items():
+        sys.modules[name] = importlib.import_module(own)
+        installed.callback(sys.modules.pop, name, None)
+    sys.meta_path.append(installed)
+    installed.callback(sys.meta_path.remove, installed)
+    return installed
