@@ -37,7 +37,7 @@ ROOMS = {
         "_api", "__init__", "nn", "parallel"},
     "bench": {"_base", "_core.call", "plugin", "_dispatch", "_api", "__init__"},
     "conformance": {"_base", "_core.expressions", "_core.call", "_core.tiles", "masks", "scores",
-        "plugin", "_dispatch", "__init__"},
+        "plugin", "_dispatch", "__init__", "dialects"},
     "export": {"_base", "_dispatch", "__init__", "nn"},
     "cli": {"_base", "_dispatch", "__init__", "bench", "conformance", "export"},
 }  # fmt: skip
