@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from polyattn import masks
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, index_range, library_of
+from polyattn._base.tracing import is_transformed
 from polyattn.dialects._flash import by_position, options_of, with_logsumexp
 from polyattn.dialects._packed import pages
 from polyattn.dialects._shared import bounds
@@ -127,10 +128,9 @@ def _places(cache_lengths: Any, length: int, like: Array) -> Array:
 
 def _write(cache: Cache, into: Array, new: Array) -> None:
     xp = library_of(into).xp
-    places = _places(cache.lengths, new.shape[1], into)
-    table = cache.table
+    places, table = _places(cache.lengths, new.shape[1], into), cache.table
     capacity = into.shape[1] * (1 if table is None else table.shape[1])
-    on_host = str(getattr(into, "device", "cpu")) == "cpu"
+    on_host = str(getattr(into, "device", "cpu")) == "cpu" and not is_transformed()
     if on_host and new.shape[1] and int(xp.max(places)) >= capacity:
         raise ValueError(
             f"the cache holds {capacity} tokens of a sequence, and the new ones end at"
@@ -185,9 +185,6 @@ def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Arra
         one, other = turned[..., : size // 2], turned[..., size // 2 :]
     cos, sin = rates
     pair = (one * cos - other * sin, one * sin + other * cos)
-    if rotation.interleaved:
-        turned = xp.reshape(xp.stack(pair, axis=-1), turned.shape)
-    else:
-        turned = xp.concat(pair, axis=-1)
-    turned = cast(xp, turned, x.dtype)
+    joined = xp.stack(pair, axis=-1) if rotation.interleaved else xp.concat(pair, axis=-1)
+    turned = cast(xp, xp.reshape(joined, turned.shape), x.dtype)
     return xp.concat((turned, x[..., size:]), axis=-1) if size < x.shape[-1] else turned

@@ -13,19 +13,11 @@ __all__ = ["dot_product_attention"]
 
 
 def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    return_residual: bool = False,
-) -> Array | Partial:
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None,
+    *, scale: float | None = None, is_causal: bool = False,
+    query_seq_lengths: Array | None = None, key_value_seq_lengths: Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None, return_residual: bool = False,
+) -> Array | Partial:  # fmt: skip
     """Compute attention as `jax.nn.dot_product_attention` is called.
 
     Parameters

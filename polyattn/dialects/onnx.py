@@ -34,25 +34,15 @@ class OnnxAttention(NamedTuple):
 
 
 def onnx_attention(
-    Q: Array,  # noqa: N803 -- the operator's own names
-    K: Array,  # noqa: N803
-    V: Array,  # noqa: N803
-    attn_mask: Array | None = None,
-    past_key: Array | None = None,
-    past_value: Array | None = None,
-    nonpad_kv_seqlen: Array | None = None,
-    *,
-    is_causal: int = 0,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    q_num_heads: int | None = None,
-    kv_num_heads: int | None = None,
-    left_window_size: int = -1,
-    right_window_size: int = -1,
-    softmax_precision: int | None = None,
-    qk_matmul_output_mode: int | None = None,
+    Q: Array, K: Array, V: Array,  # noqa: N803 -- the operator's own names
+    attn_mask: Array | None = None, past_key: Array | None = None,
+    past_value: Array | None = None, nonpad_kv_seqlen: Array | None = None, *,
+    is_causal: int = 0, scale: float | None = None, softcap: float = 0.0,
+    q_num_heads: int | None = None, kv_num_heads: int | None = None,
+    left_window_size: int = -1, right_window_size: int = -1,
+    softmax_precision: int | None = None, qk_matmul_output_mode: int | None = None,
     kernel: str | None = None,
-) -> OnnxAttention:
+) -> OnnxAttention:  # fmt: skip
     """Compute attention as the ONNX operator Attention of opsets 23, 24 and 25, errata included.
 
     Parameters

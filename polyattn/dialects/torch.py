@@ -15,15 +15,10 @@ __all__ = ["multi_head_attention_forward", "scaled_dot_product_attention", "varl
 
 
 def scaled_dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    attn_mask: Array | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
+    query: Array, key: Array, value: Array, attn_mask: Array | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False,
-) -> Array:
+) -> Array:  # fmt: skip
     """Compute attention as `torch.nn.functional.scaled_dot_product_attention` is called.
 
     Parameters
