@@ -235,9 +235,10 @@ def test_dropout_draws_from_the_generator_of_the_library(library):
     one_, other = draw(), draw()
     assert all((a == b).all() for a, b in zip(one_, other, strict=False))
     assert not (one_[0] == fa2.flash_attn_func(x[None], x[None], x[None], 0.5)).all()
-    same = to(np.concatenate([normal(10, H, D)] * 2))
-    dropped = fa2.flash_attn_varlen_func(same, same, same, ends, ends, 10, 10, 0.5)
-    assert not (dropped[:10] == dropped[10:]).all()  # each sequence drops its own
+    rows, apart = normal(10, H, D), to(np.array([0, 10, 11, 21]))
+    same = to(np.concatenate([rows, rows[:1], rows]))
+    dropped = fa2.flash_attn_varlen_func(same, same, same, apart, apart, 10, 10, 0.5)
+    assert not (dropped[:10] == dropped[11:]).all()  # each sequence drops its own
     with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
         fa2.flash_attn_func(x[None], x[None], x[None], 0.5, return_attn_probs=True)
     with pytest.raises(NotImplementedError, match="return_attn_probs with dropout_p"):
