@@ -7,7 +7,7 @@ from typing import Any
 from polyattn._api.attention import attention
 from polyattn._api.partial import attention_partial
 from polyattn._base.arrays import Array, index_range, library_of
-from polyattn.dialects._packed import Packed, Rule, chunked, packed_attention, pages
+from polyattn.dialects._packed import Packed, Rule, chunked, from_pages, packed_attention
 from polyattn.dialects._shared import alibi, bounds, dropout_of
 
 #: The window that bounds nothing, as it is written in the signatures.
@@ -76,20 +76,9 @@ def varlen(
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if table is not None:
-        k, v, keys = from_pages(k, v, keys, table)
+        ends: Any = keys.starts
+        used = ends[1:] - ends[:-1] if keys.used is None else keys.used
+        k, v, keys = from_pages(k, v, table, used)
     near = bounds(window) or (None, None)
     rule = Rule(bool(causal), near, chunk=chunk, slopes=slopes, logsumexp=logsumexp)
     return packed_attention(q, k, v, rows, keys, rule, **options)
-
-
-def from_pages(k: Array, v: Array, keys: Packed, table: Array) -> tuple[Array, Array, Packed]:
-    """Return the keys and values of a pool of pages as packed arrays."""
-    used = keys.used
-    if used is None:
-        starts: Any = keys.starts
-        used = starts[1:] - starts[:-1]
-    k, v = pages(k, table), pages(v, table)
-    batch, length = k.shape[:2]
-    xp = library_of(k, "k").xp
-    flat = [xp.reshape(x, (batch * length, *x.shape[2:])) for x in (k, v)]
-    return flat[0], flat[1], Packed(list(range(0, batch * length + 1, length)), used)

@@ -30,41 +30,30 @@ class Cache(NamedTuple):
 class Rotation(NamedTuple):
     """Cosines and sines of positions, (positions, D' / 2), and how pairs are formed."""
 
-    cos: Array
-    sin: Array
+    tables: tuple[Array, Array] | None
     interleaved: bool
     lengths: Array | None = None  # the first positions, if they are not the lengths of the cache
 
 
-def new_pair(k: Array | None, v: Array | None) -> tuple[Array, Array] | None:
-    """Return new keys and values, both or neither."""
-    if (k is None) != (v is None):
-        raise ValueError("give both k and v, or neither")
-    return None if k is None else (k, v)
-
-
-def rotation_of(
-    cos: Array | None, sin: Array | None, interleaved: bool, lengths: Array | None = None
-) -> Rotation | None:
-    """Return the rotation of both tables, or None if there is neither."""
-    if (cos is None) != (sin is None):
-        raise ValueError("give both rotary_cos and rotary_sin, or neither")
-    return None if cos is None else Rotation(cos, sin, interleaved, lengths)
+def both(names: str, one: Array | None, other: Array | None) -> tuple[Array, Array] | None:
+    """Return two arrays of which neither is given without the other."""
+    if (one is None) != (other is None):
+        raise ValueError(f"give both {names}, or neither")
+    return None if one is None else (one, other)
 
 
 def with_kvcache(
-    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation | None, *,
+    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation, *,
     scale: float | None, causal: bool, window: Any, softcap: float, slopes: Array | None = None,
     chunk: int = 0, qv: Array | None = None, logsumexp: bool = False,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Write the new keys and values, and return attention of q, (B, L, H, D), to all of them."""
     near = bounds(window)
-    _check(q, new, cache, rotation)
+    _check(new, cache, rotation)
     if new is not None:
         key, value = new
-        if rotation is not None:
-            key = _rotated(key, rotation, cache.lengths, moves=True)
-            q = _rotated(q, rotation, cache.lengths, moves=bool(causal or near))
+        key = _rotated(key, rotation, cache.lengths, moves=True)
+        q = _rotated(q, rotation, cache.lengths, moves=bool(causal or near))
         _write(cache, cache.key, key)
         _write(cache, cache.value, value)
         cache = cache._replace(lengths=cache.lengths + key.shape[1])
@@ -97,10 +86,8 @@ def with_qv(
     return *joined, size**-0.5 if scale is None else scale
 
 
-def _check(
-    q: Array, new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation | None
-) -> None:
-    if rotation is not None and new is None:
+def _check(new: tuple[Array, Array] | None, cache: Cache, rotation: Rotation) -> None:
+    if rotation.tables is not None and new is None:
         raise ValueError("rotary_cos and rotary_sin need k and v, the new keys and values")
     if cache.table is not None and cache.items is not None:
         raise ValueError("give block_table or cache_batch_idx, not both")
@@ -168,13 +155,15 @@ def _real(cache: Cache) -> masks.Mask | None:
 
 def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Array:
     """Return x, (B, L, H, D), rotated by its positions; by the first one if it does not move."""
+    if rotation.tables is None:
+        return x
     xp = library_of(x).xp
     first = lengths if rotation.lengths is None else rotation.lengths
     places = _places(first, x.shape[1] if moves else 1, x)
     wide = xp.float64 if x.dtype == xp.float64 else xp.float32
     rates = [
         cast(xp, xp.reshape(xp.take(table, xp.reshape(places, (-1,)), axis=0), shape), wide)
-        for table in (rotation.cos, rotation.sin)
+        for table in rotation.tables
         for shape in [(*places.shape, 1, table.shape[-1])]
     ]
     size = 2 * rates[0].shape[-1]

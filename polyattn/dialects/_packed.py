@@ -64,6 +64,21 @@ def pages(pool: Array, table: Array) -> Array:
     return xp.reshape(xp.take(pool, indices, axis=0), shape)
 
 
+def from_pages(
+    key: Array, value: Array, table: Array, used: Any, first: Sequence[int] | None = None
+) -> tuple[Array, Array, Packed]:
+    """Return the keys and values of a pool of pages as packed arrays.
+
+    The keys of a sequence begin at `first` among its own pages.
+    """
+    xp = library_of(key, "key").xp
+    batched = [pages(x, table) for x in (key, value)]
+    batch, length = batched[0].shape[:2]
+    starts = [n * length + (first[n] if first else 0) for n in range(batch)]
+    flat = (xp.reshape(x, (batch * length, *x.shape[2:])) for x in batched)
+    return *flat, Packed([*starts, batch * length], used)
+
+
 def chunked(positions: Array, columns: Array, chunk: int) -> masks.Mask:
     """Return the mask of the keys in the chunk of a row's position."""
     return masks.segments(positions // chunk, columns // chunk)

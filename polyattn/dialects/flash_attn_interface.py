@@ -1,6 +1,6 @@
 """Compute attention as FlashAttention 3, the module `flash_attn_interface`, is called.
 
-Arguments that no docstring here names are those of `polyattn.dialects.flash_attn`.
+Arguments that `flash_attn_func` does not describe are those of `polyattn.dialects.flash_attn`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn._base.arrays import Array
 from polyattn.dialects._flash import NO_WINDOW, dense, varlen
-from polyattn.dialects._kvcache import Cache, new_pair, rotation_of, with_kvcache, with_qv
+from polyattn.dialects._kvcache import Cache, Rotation, both, with_kvcache, with_qv
 from polyattn.dialects._packed import Packed
 
 __all__ = [
@@ -43,7 +43,8 @@ def flash_attn_func(
     attention_chunk : int
         A row sees the keys of its own chunk of so many positions only; 0 for all.
     num_splits, pack_gqa, deterministic, sm_margin : int, bool, bool and int
-        Ignored: they change no number here.
+        Ignored, as `max_seqlen_q`, `max_seqlen_k` and `scheduler_metadata` are: they change no
+        number here.
     return_attn_probs : bool
         Whether to return ``(output, logsumexp)``.
 
@@ -78,20 +79,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False, num_heads_q: int | None = None, sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute attention as `flash_attn_func`, of queries, keys and values in one array.
-
-    Parameters
-    ----------
-    qkv : Array
-        Shape (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`.
-    num_heads_q : int, optional
-        H, the number of query heads.
-
-    Returns
-    -------
-    Array or tuple
-        As from `flash_attn_func`.
-    """
+    """Compute attention of one array, (B, L, 3, H, D), or (B, L, H + 2 G, D) with `num_heads_q`."""
     if len(qkv.shape) == 5:
         q, k, v = (qkv[:, :, n, ...] for n in range(3))
     elif num_heads_q is None or not 0 < num_heads_q < qkv.shape[2]:
@@ -117,20 +105,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1, pack_gqa: bool | None = None, deterministic: bool = False,
     sm_margin: int = 0, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute attention of each of several sequences that lie one after another.
-
-    Parameters
-    ----------
-    q, k, v : Array
-        Shapes (T, H, D), (U, G, D) and (U, G, E).
-    seqused_q, seqused_k : Array of int, optional
-        Number of tokens of each sequence that are used, shape (B,). The other rows are 0.
-
-    Returns
-    -------
-    Array or tuple
-        Shape (T, H, E); with `return_attn_probs` also the logsumexp, (H, T).
-    """
+    """Compute attention of packed sequences; rows that `seqused_q` leaves out are 0."""
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if qv is not None:
         q, k, softmax_scale = with_qv(q, k, v, qv, softmax_scale)
@@ -155,18 +130,10 @@ def flash_attn_with_kvcache(
     rotary_interleaved: bool = True, scheduler_metadata: Any = None, num_splits: int = 0,
     pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Compute attention over a cache of keys and values, after new ones are written into it.
+    """Compute attention over a cache, after new keys and values are written into it.
 
-    Parameters
-    ----------
-    page_table : Array of int, optional
-        What is called block_table in FlashAttention 2.
-    cu_seqlens_q, cu_seqlens_k_new : Array of int, optional
-        Refused: pass q, k and v as (B, L, H, D), padded.
-    rotary_seqlens : Array of int, optional
-        The first position of each sequence to rotate by, shape (B,), in place of `cache_seqlens`.
-    max_seqlen_q, scheduler_metadata : int and object, optional
-        Ignored, as `num_splits`, `pack_gqa` and `sm_margin` are.
+    Rotation begins at `rotary_seqlens`, if given; `page_table` is the block_table of FlashAttention
+    2; `cu_seqlens_q` and `cu_seqlens_k_new` are refused: pass q, k and v padded, (B, L, H, D).
 
     Returns
     -------
@@ -180,9 +147,10 @@ def flash_attn_with_kvcache(
             " padded, or call flash_attn_varlen_func"
         )
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table)
+    tables = both("rotary_cos and rotary_sin", rotary_cos, rotary_sin)
+    rotation = Rotation(tables, rotary_interleaved, rotary_seqlens)
     output, logsumexp = with_kvcache(
-        q, new_pair(k, v), cache,
-        rotation_of(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
+        q, both("k and v", k, v), cache, rotation,
         scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         chunk=attention_chunk, qv=qv, logsumexp=return_softmax_lse,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, is_array, library_of
-from polyattn.dialects._packed import Packed, Rule, packed_attention, pages
+from polyattn.dialects._packed import Packed, Rule, from_pages, packed_attention
 from polyattn.dialects._shared import dropout_of, with_all_axes
 
 __all__ = ["memory_efficient_attention"]
@@ -171,13 +171,9 @@ def _of_blocks(
 
 def _paged(xp: Any, key: Array, value: Array, bias: Any) -> tuple[Array, Array, Packed]:
     size, info, table = bias.page_size, bias.k_seqinfo, bias.block_tables
-    key, value = (
-        pages(xp.reshape(x, (x.shape[0] // size, size, *x.shape[1:])), table) for x in (key, value)
-    )
-    batch, length = key.shape[:2]
+    key, value = (xp.reshape(x, (-1, size, *x.shape[1:])) for x in (key, value))
     # With gaps, the first key of each sequence and the end are places among its own pages.
+    batch = table.shape[0]
     first = info.seqstart_py[:batch] if "Gappy" in type(bias).__name__ else [0] * batch
     used = [stop - start for start, stop in zip(first, info.seqlen_py, strict=True)]
-    starts = [n * length + start for n, start in enumerate(first)] + [batch * length]
-    key, value = (xp.reshape(x, (batch * length, *x.shape[2:])) for x in (key, value))
-    return key, value, Packed(starts, used)
+    return from_pages(key, value, table, used, first)
