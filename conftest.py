@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytest_plugins = ["optional"]
+
 # The package is tested without the compiled kernel; `make test` runs the kernel's tests apart.
 collect_ignore_glob = []
 if os.environ.setdefault("POLYATTN_NATIVE", "0") == "0":

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import array_api_strict
 import ml_dtypes
 import numpy as np
-import torch
+from optional import array_api_strict, far, near, torch
 
 from polyattn._core.call.features import DTYPES
 from polyattn._kernels.tiled import Tiled
@@ -48,9 +47,11 @@ class Library:
 
 NUMPY = Library("numpy", np.array, np.asarray)
 TORCH = Library("torch", to_torch, from_torch)
+FAR = Library("torch on a device", lambda x: far(to_torch(x)), lambda x: from_torch(near(x)))
 # The standard has no 16-bit dtypes, and neither has its strict implementation.
 STRICT = Library("strict", array_api_strict.asarray, np.asarray, ("float32", "float64"))
 LIBRARIES = (NUMPY, TORCH, STRICT)
+EVERYWHERE = (*LIBRARIES, FAR)
 
 
 def tiles_of(scores):

@@ -27,6 +27,19 @@ RULES = "tests/expressions/test_derivatives.py::"
 BANDS = "tests/backends/test_torch_bands.py::"
 
 MUTATIONS = (
+    # devices
+    ("tests/backends/test_torch.py::test_a_named_device_computes_and_the_result_goes_back[sdpa-NumPy]",
+     "a transfer that stays on the host", "backends/polyattn_torch/backend.py",
+     "return tensor if device is None else tensor.to(device)",
+     "return tensor if device is None else tensor.cpu()"),
+    ("tests/expressions/test_masks.py::test_a_mask_shows_what_it_says[window-torch on a device-3]",
+     "indices of a mask on the host", "polyattn/_base/arrays.py",
+     "    return xp.arange(start, stop, **_on_device_of(xp, like))",
+     "    return xp.arange(start, stop, device=\"cpu\")"),
+    ("tests/base/test_host.py::test_numbers_go_where_the_query_is[ids-torch on a device]",
+     "ids of the host that stay there", "polyattn/_base/arrays.py",
+     "    return xp.asarray(numbers, dtype=dtype, **_on_device_of(xp, like))",
+     "    return xp.asarray(numbers, dtype=dtype)"),
     # calls over many ranks
     (STRATEGIES + "test_numbers_from_the_host_go_where_the_query_is[mask1]",
      "facts in place of arrays", "polyattn/parallel/call.py",
@@ -49,7 +62,7 @@ MUTATIONS = (
      "    axes = set(_axes(array) - _axes(gradient))",
      "    axes: set[str] = set()"),
     # gradients
-    (BACKWARD + "test_nothing_is_negated_into_an_array[backends]",
+    ("tests/backends/test_numpy_faults.py::test_no_function_with_a_fault_is_given_an_output[backends]",
      "a strided negative", "backends/polyattn_numpy/backward.py",
      "self._by_head(self.output_gradient[..., -1:])[...] = -delta",
      "np.negative(delta, self._by_head(self.output_gradient[..., -1:]))"),
@@ -129,7 +142,7 @@ MUTATIONS = (
      "a pullback follows the autocast of another place", "polyattn/_api/gradients.py",
      "_backward(given, arguments, partial, cotangents, None)",
      "_backward(given, autocast(given), partial, cotangents, None)"),
-    ("tests/dialects/test_dialects.py::test_torch_drops_with_a_seed_of_its_generator",
+    ("tests/dialects/test_dialect_of_torch.py::test_torch_drops_with_a_seed_of_its_generator",
      "one seed for all calls of a dialect", "polyattn/dialects/_shared.py",
      "return library.xp.randint(2**62, (), device=query.device)",
      "return library.xp.zeros((), dtype=library.xp.int64, device=query.device)"),

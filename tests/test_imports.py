@@ -31,7 +31,7 @@ ROOMS = {
         "_api"},
     "plot": {"_base", "_core.expressions", "_core.call", "_core.tiles", "_dispatch", "_api"},
     "dialects": {"_base", "masks", "scores", "_api"},
-    "nn": {"_base", "_core.expressions", "masks", "scores", "_dispatch", "_api"},
+    "nn": {"_base", "_core.expressions", "scores", "_dispatch", "_api"},
     "parallel": {"_base", "_core.expressions", "_core.call", "_api"},
     "integrations": {"_base", "_core.expressions", "_core.call", "masks", "plugin", "_kernels",
         "_api", "__init__", "nn", "parallel"},

@@ -4,12 +4,10 @@ import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from matplotlib.figure import Figure
+from optional import jax, jnp, torch
 
 import polyattn
 from polyattn import explain, masks, plot, scores

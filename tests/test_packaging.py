@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -86,6 +87,64 @@ def test_files_for_the_host_of_the_repository_say_what_is_true():
     goals = re.findall(r"make ([a-z-]+)", container["postCreateCommand"])
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(f"\n{goal}: " in makefile for goal in goals)
+
+
+def disagreements(changelog, citation, versions, tag=None):
+    """Return what does not name the last release of the changelog."""
+    released = re.search(r"^## (\d[\w.]*), (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    version, date = released.groups() if released else (None, None)
+    found = {
+        "CITATION.cff": citation.get("version") == version,
+        "CITATION.cff, date-released": str(citation.get("date-released")) == str(date),
+        "the tag": tag in (None, f"v{version}"),
+    } | {name: found == (version or "0.1.0.dev0") for name, found in versions.items()}
+    return [name for name, agrees in found.items() if not agrees]
+
+
+def test_the_versions_agree():
+    native = tomllib.loads((ROOT / "backends/polyattn_native/pyproject.toml").read_text("utf-8"))
+    recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    versions = {
+        "the version without git": PROJECT["tool"]["hatch"]["version"]["fallback-version"],
+        "polyattn-native": native["project"]["version"],
+        "the recipe for conda": recipe["context"]["version"],
+    }
+    # A workflow that a tag starts has its name.
+    tag = os.environ["GITHUB_REF_NAME"] if os.environ.get("GITHUB_REF_TYPE") == "tag" else None
+    assert disagreements(changelog, citation, versions, tag) == []
+
+
+def test_versions_that_do_not_agree_are_named():
+    log = "## Unreleased\n\n## 1.2.0, 2027-01-31\n\n## 1.1.0, 2026-12-01\n"
+    right = {"version": "1.2.0", "date-released": "2027-01-31"}
+    assert disagreements(log, right, {"a": "1.2.0"}, "v1.2.0") == []
+    assert disagreements(log, right | {"version": "1.1.0"}, {}) == ["CITATION.cff"]
+    assert disagreements(log, {}, {"a": "1.1.0"}, "v1.1.0") == [
+        "CITATION.cff", "CITATION.cff, date-released", "the tag", "a",
+    ]  # fmt: skip
+
+
+def test_the_recipe_for_conda_needs_what_the_package_needs():
+    recipe = yaml.safe_load((ROOT / "conda/recipe.yaml").read_text(encoding="utf-8"))
+    project = PROJECT["project"]
+    python = f"python{project['requires-python']}"
+    needs = {
+        "run": [python, *project["dependencies"]],
+        "host": [python, "pip", *PROJECT["build-system"]["requires"]],
+    }
+    found = recipe["requirements"]
+    assert needs == {name: [x.replace(" ", "") for x in found[name]] for name in found}
+    assert recipe["about"]["summary"] == project["description"]
+
+
+def test_the_pythons_that_are_named_are_those_that_are_tested():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text(encoding="utf-8"))
+    tested = workflow["jobs"]["platforms"]["strategy"]["matrix"]["python"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert tested == named
+    assert PROJECT["project"]["requires-python"] == f">={named[0]}"
 
 
 def test_every_extra_names_no_plain_cupy():

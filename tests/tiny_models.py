@@ -1,9 +1,9 @@
 """Tiny models of transformers, one or more of each family, and the libraries to run them on."""
 
-import array_api_strict
 import numpy as np
 import pytest
 from libraries import from_torch, to_torch
+from optional import array_api_strict, far, near
 
 FLOAT32 = np.zeros(1, dtype=np.float32)
 IDS = np.random.default_rng(3).integers(3, 50, (2, 13)).astype(np.int32)
@@ -89,6 +89,10 @@ SENSES = {
 LIBRARIES = {
     "numpy": (np.asarray, np.asarray),
     "torch": (to_torch, lambda x: from_torch(x.detach())),
+    "torch on a device": (
+        lambda x: far(to_torch(x)),
+        lambda x: from_torch(near(x.detach())),
+    ),
     "jax": (lambda x: pytest.importorskip("jax.numpy").asarray(x), np.asarray),
     "strict": (array_api_strict.asarray, np.asarray),
 }

@@ -46,6 +46,7 @@ def fits_at_once(call: PreparedCall) -> bool:
     """Return whether `write_at_once` takes the tasks of a call."""
     return (
         call.table is None
+        and call.pages is None
         and may_fit_at_once(call.problem, call.tile)
         and all(x.dtype.isnative and x.strides[-1] == x.itemsize for x in call.x[:3])
     )

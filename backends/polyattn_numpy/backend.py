@@ -11,6 +11,7 @@ import numpy as np
 
 from polyattn.plugin import Array, Backend, Operands, Problem, thread_count
 from polyattn_numpy import threads
+from polyattn_numpy.faults import faults_of
 from polyattn_numpy.small import Small
 from polyattn_numpy.tiled import Tiled, empty_result
 
@@ -25,6 +26,9 @@ class NumpyBackend(Backend):
 
     def devices(self) -> list[str]:
         return ["cpu"]
+
+    def faults(self) -> tuple[str, ...]:
+        return tuple(map(str, faults_of()))
 
     def place(self, array: Array, device: str | None) -> Array:
         """Return `array` as a NumPy array, without a copy if it is in the host's memory."""

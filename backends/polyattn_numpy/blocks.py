@@ -47,6 +47,8 @@ FEW_TASKS = 8
 PART_KEYS = 8192
 # With fewer tiles than this in an item's scores, a mask table costs more than it saves.
 TABLE_TILES = 4
+# To read keys and values from memory takes as long as to multiply so many rows with them.
+FEW_ROWS = 32
 # Multiply-adds that are worth waking a thread, about a sixth of a millisecond.
 THREAD_WORK = 3 * 2**21
 # Multiply-adds of a task, about two milliseconds: Python, which runs on one thread at a time, then
@@ -137,7 +139,8 @@ def uses_table(problem: Problem, tile: int) -> bool:
     """
     banded_by_item = problem.query_offset is None and problem.masks_by_position
     masked = problem.mask is not None or problem.mask_spec is not None or banded_by_item
-    return masked and math.prod(problem.scores[-3:]) >= TABLE_TILES * tile
+    rows = max(problem.query_length * problem.group_size, FEW_ROWS)
+    return masked and problem.key_heads * rows * problem.key_length >= TABLE_TILES * tile
 
 
 def row_sizes(problem: Problem, tile: int) -> tuple[int, int]:

@@ -33,6 +33,8 @@ CELL = 64
 # To see quickly that a mask array is mixed everywhere, one row in this many is read first. A call
 # with a random array of 2048 × 2048 takes 1.04 to 1.08 times as long without it.
 SAMPLE = 8
+# How many times as wide as high a tile of few rows is at most.
+WIDEST = 4
 # Cells that all rows of a task must see to make one product of all rows worthwhile.
 SHARED_CELLS = 8
 
@@ -101,7 +103,10 @@ class MaskTable(NamedTuple):
 
     def _blocks(self, kinds: Array, first: int, cells: Span, task: Task) -> Iterator[Tile]:
         """Cut a run of cells into tiles: blocks of keys by as many heads as fill a tile."""
-        most = even_size(cells.length * self.cell, self.side) // self.cell
+        # Of few rows, tiles are wider, up to as many scores: each tile costs Python the same.
+        rows = task.batch.length * task.heads.length * task.rows.length * self.group_size
+        width = max(self.side, min(WIDEST * self.side, self.side**2 // rows))
+        most = even_size(cells.length * self.cell, width) // self.cell
         for block in cells.split(max(1, most)):
             block_kinds = kinds[:, slice(*block)]
             start = first + block.start * self.cell

@@ -23,8 +23,8 @@ class PreparedCall(NamedTuple):
     problem: Problem
     x: Operands
     query: Array
-    key: Array  # without the axis H/G
-    value: Array  # without the axis H/G
+    key: Array  # without the axis H/G; a pool (pages, G, page, D) if there is a table of pages
+    value: Array  # likewise
     bias: Array | None  # of length 1 along the axes that it broadcasts over
     tile: int  # most scores of a tile
     mask: Mask | None  # causal, window and mask= together
@@ -32,6 +32,8 @@ class PreparedCall(NamedTuple):
     check: Callable[[], None]  # raises once the call has failed or been interrupted
     per_nat: float  # scores are in units of nats, or of bits for exp2
     exp: Any  # np.exp or np.exp2
+    pages: Array | None  # the pages of each item, (outer..., batch, n)
+    lengths: Array | None  # the number of keys of each item in them, (outer..., batch)
 
     def indices(self, task: Task, heads: Span, rows: Span, columns: Span) -> Indices:
         """Return the indices of some key/value heads, rows and keys of a task."""
@@ -57,13 +59,19 @@ def prepare(problem: Problem, x: Operands, tile: int, check: Callable[[], None])
         shape = (*batch, *array.shape[-3:])
         return array if array.shape == shape else np.broadcast_to(array, shape)
 
+    key, value, pages, lengths = x.key, x.value, None, None
+    if x.block_table is None:
+        key, value = spread(key), spread(value)
+    else:
+        pages = np.broadcast_to(x.block_table, (*batch, x.block_table.shape[-1]))
+        lengths = np.broadcast_to(np.asarray(x.key_lengths), batch)
     query = split_heads(problem, spread(x.query))
     bias = None if x.bias is None else split_heads(problem, x.bias)
     mask = combined_mask(problem, x)
     table = None if mask is None else MaskTable.of(mask, problem, x, tile)
     unit = (LOG2_E, np.exp2) if counts_in_bits(problem, tile) else (1.0, np.exp)
     return PreparedCall(
-        problem, x, query, spread(x.key), spread(x.value), bias, tile, mask, table, check, *unit
+        *(problem, x, query, key, value, bias, tile, mask, table, check, *unit, pages, lengths)
     )
 
 

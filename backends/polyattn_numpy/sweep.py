@@ -23,7 +23,7 @@ from typing import Literal
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Array, BackendPrimitives
+from polyattn.plugin import Array, BackendPrimitives, Span
 from polyattn_numpy.blocks import Task, Tile
 from polyattn_numpy.online_softmax import SoftmaxState, product_of_seen, weighted_sum
 from polyattn_numpy.prepared import PreparedCall
@@ -127,19 +127,17 @@ class Sweep(TileScores):
         heads, (first, last) = self.task.relative(tile)
         where = (slice(None), heads, slice(first * self.group_size, last * self.group_size))
         query, output, total = self.query[where], state.output[where], state.total[where]
-        keys, values = self.key[:, heads], self.value[:, heads]
         product = self.scratch("product", output.shape, self.dtype)
         sums = self.scratch("sums", total.shape, self.dtype)
         direct = self.direct and not tile.crosses_band
         for columns in tile.columns.split(tile.width):
             self.call.check()
-            span = slice(*columns)
             adds = self.starts_at_zero or columns.start > tile.columns.start
             part = tile if direct else tile._replace(columns=columns)
             masks = [] if direct else self.visibility.masks(part)
             if masks is None:
                 continue
-            s = self._scores(query, self._block("keys", keys[:, :, span]))
+            s = self._scores(query, heads, columns)
             seen = None
             if direct:
                 self.exp(s, s)
@@ -148,30 +146,41 @@ class Sweep(TileScores):
             else:
                 tile_state = SoftmaxState(output, state.reference[where], total)
                 seen = self._weigh_seen(s, part, masks, tile_state)
-            value = self._block("values", values[:, :, span])
             np.matmul(s, ones(columns.length, self.dtype), sums if adds else total)
             if self.problem.dropout:
                 weights = self._by_head(s)
                 weights *= self.call.by_row(self._indices(part).keep_mask())
-            if seen is not None and not np.isfinite(value).all():
-                product[...] = product_of_seen(s, seen, value)
-            else:
-                weighted_sum(s, value, product if adds else output)
+            self._weigh_values(s, seen, heads, columns, product if adds else output)
             if adds:
                 np.add(total, sums, total)
                 np.add(output, product, output)
 
     # ---- scores and weights of a tile ----
 
-    def _scores(self, query: Array, key: Array) -> Array:
+    def _of_tile(self, name: str, array: Array, heads: slice, columns: Span) -> Array:
+        """Return the keys or values of a tile."""
+        return self._block(name, array[:, heads, slice(*columns)])
+
+    def _scores(self, query: Array, heads: slice, columns: Span) -> Array:
         """Return scale · q·k or another similarity, times `per_nat` unless scores are capped."""
-        s = self.scratch("scores", (*query.shape[:-1], key.shape[2]), self.dtype)
+        s = self.scratch("scores", (*query.shape[:-1], columns.length), self.dtype)
+        key = self._of_tile("keys", self.key, heads, columns)
         similarity = self.call.x.similarity
         if similarity is not None:
             np.multiply(similarity.between(query, key, PRIMITIVES), self.score_factor, out=s)
         else:
             self._multiply(query, key, s)
         return s
+
+    def _weigh_values(
+        self, s: Array, seen: Array | None, heads: slice, columns: Span, out: Array
+    ) -> None:
+        """Write weights · values; where `seen` is known, whatever hidden values are."""
+        value = self._of_tile("values", self.value, heads, columns)
+        if seen is not None and not np.isfinite(value).all():
+            out[...] = product_of_seen(s, seen, value)
+        else:
+            weighted_sum(s, value, out)
 
     def _modify(self, s: Array, tile: Tile) -> None:
         """Apply softcap, score function and bias to scores by head."""

@@ -33,7 +33,9 @@ class TileScores:
         self.scratch = scratch.array
         self.dtype = np.dtype(call.problem.accumulator)
         self.visibility = Visibility(call, task)
-        self.key, self.value = task.view(call.key), task.view(call.value)
+        self.key, self.value = call.key, call.value
+        if call.pages is None:
+            self.key, self.value = task.view(call.key), task.view(call.value)
         self.shape = (task.batch.length, task.heads.length, task.rows.length)
         self.group_size = call.problem.group_size
         self.per_nat, self.exp = call.per_nat, call.exp

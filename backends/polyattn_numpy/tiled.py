@@ -31,7 +31,9 @@ from polyattn_numpy.at_once import (
 )
 from polyattn_numpy.backward import gradients
 from polyattn_numpy.blocks import TINY, Task, split_heads, tasks, useful_threads
+from polyattn_numpy.faults import faults_of
 from polyattn_numpy.online_softmax import SoftmaxState, combine
+from polyattn_numpy.paged import PagedSweep
 from polyattn_numpy.prepared import PreparedCall, prepare
 from polyattn_numpy.scratch import Scratch, borrowed_scratch
 from polyattn_numpy.sweep import Sweep
@@ -49,9 +51,10 @@ class Tiled(Kernel):
     name = "tiled"
     # Without normalizers and norms of scores, which need a whole row at once.
     features = frozenset({
-        "backward", "batch_broadcast", "bias", "causal", "dropout", "grouped_heads", "logsumexp",
-        "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array", "scale",
-        "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size", "window",
+        "backward", "batch_broadcast", "bias", "block_table", "causal", "dropout", "grouped_heads",
+        "logsumexp", "mask", "mask_expression", "mask_mod", "query_offset", "query_offset_array",
+        "scale", "score_expression", "score_mod", "similarity", "sinks", "softcap", "value_size",
+        "window",
     })  # fmt: skip
     batch_invariant = True
     tile = 2**18
@@ -63,6 +66,11 @@ class Tiled(Kernel):
         if problem.heads * problem.query_length * problem.key_length <= few:
             return "an item has so few scores that dense, with less overhead, is faster"
         return None
+
+    def remark(self, problem: Problem) -> str | None:
+        """Name the faults of NumPy that the gradients of a problem would meet."""
+        faults = "; ".join(map(str, faults_of(problem=problem)))
+        return f"its gradients avoid a fault of {faults}" if faults else None
 
     def __call__(
         self, problem: Problem, operands: Operands, backend: Backend
@@ -134,11 +142,12 @@ def attend_at_once(call: PreparedCall, result: Result, task: Task, scratch: Scra
 def attend(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> None:
     """Compute a task by a fast pass, and its unreliable rows by the slower kinds."""
     similarity = call.problem.similarity_spec
+    sweep_of = Sweep if call.pages is None else PagedSweep
     if similarity is not None and similarity.entrywise:
         # Beside such scores maxima cost little, and distances are often too large without them.
-        result.write(task, Sweep(call, task, scratch, "stable").run())
+        result.write(task, sweep_of(call, task, scratch, "stable").run())
         return
-    sweep = Sweep(call, task, scratch)
+    sweep = sweep_of(call, task, scratch)
     state = sweep.run()
     reliable = sweep.reliable_rows(state)
     if reliable is not True and task.head_count > 1:
@@ -146,13 +155,13 @@ def attend(call: PreparedCall, result: Result, task: Task, scratch: Scratch) -> 
             attend(call, result, head, scratch)
         return
     if reliable is not True and not sweep.inputs_are_finite():
-        sweep = Sweep(call, task, scratch, "poison_safe")
+        sweep = sweep_of(call, task, scratch, "poison_safe")
         state = sweep.run()
         reliable = sweep.reliable_rows(state)
     if not np.all(reliable):
         # A copy, because the next pass writes to the same scratch arrays.
         copy = [np.array(array) for array in state]
-        stable = Sweep(call, task, scratch, "stable").run()
+        stable = sweep_of(call, task, scratch, "stable").run()
         state = SoftmaxState(*map(partial(np.where, reliable), copy, stable))
     result.write(task, state)
 

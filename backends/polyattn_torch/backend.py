@@ -21,6 +21,7 @@ from polyattn_torch.onnx_export import exported_opset
 from polyattn_torch.onnx_node import IN_EXPORT
 from polyattn_torch.sdpa import Sdpa
 from polyattn_torch.steps import run_step, step_of
+from polyattn_torch.workarounds import product
 
 
 class TorchBackend(Backend):
@@ -107,7 +108,7 @@ class TorchBackend(Backend):
 
     def matmul(self, a: Array, b: Array) -> torch.Tensor:
         """Return the matrix product of two stacks of matrices."""
-        return torch.matmul(a, b)
+        return product(a, b)
 
     def softmax(self, scores: Array) -> tuple[Array, Array, Array]:
         """Return the softmax before its division, with one tensor as large as the scores."""

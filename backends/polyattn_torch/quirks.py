@@ -7,6 +7,7 @@ unknown may be any.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
@@ -52,6 +53,11 @@ def refusals(problem: Problem, device: DeviceInfo) -> list[str]:
         for quirk in QUIRKS
         if quirk.workaround is Workaround.REFUSE and quirk.predicate(problem, device)
     ]
+
+
+#: The inner length from which a product on MPS reads beyond its arrays: in stacks of matrices
+#: still in torch 2.15, for two matrices until 2.14.
+MPS_INNER_LENGTH = 2**15 - 1
 
 
 # ---- predicates ----
@@ -152,6 +158,24 @@ def _mps_scale(problem: Problem, device: DeviceInfo) -> bool:
 
 def _mps_mask(problem: Problem, device: DeviceInfo) -> bool:
     return device.kind == "mps" and (takes_mask(problem) or _mps_leaks(problem, device))
+
+
+def _mps_many_scores(problem: Problem, device: DeviceInfo) -> bool:
+    return device.kind == "mps" and (problem.is_symbolic or math.prod(problem.scores) > 2**32)
+
+
+def _mps_large_scores(problem: Problem, device: DeviceInfo) -> bool:
+    if device.kind != "mps" or problem.is_symbolic:
+        return device.kind == "mps"
+    return math.prod(problem.scores) * (2 if _is_half(problem) else 4) > 2**32
+
+
+def _mps_long_sums(problem: Problem, device: DeviceInfo) -> bool:
+    return (
+        device.kind == "mps"
+        and (problem.query_length is None or problem.query_length > 8)  # fewer: another kernel
+        and (problem.key_length is None or problem.key_length >= MPS_INNER_LENGTH)
+    )
 
 
 def _mps_groups(problem: Problem, device: DeviceInfo) -> bool:
@@ -293,6 +317,27 @@ QUIRKS = (
         "grouped heads give wrong numbers, or crash with a mask",
         Workaround.REPEAT_HEADS,
         "pytorch#149132",
+    ),
+    Quirk(
+        "MPS",
+        _mps_many_scores,
+        "more than 2³² scores give wrong numbers",
+        Workaround.REFUSE,
+        "pytorch#179352",
+    ),
+    Quirk(
+        "MPS",
+        _mps_large_scores,
+        "scores of more than 4 GiB end the process",
+        Workaround.REFUSE,
+        "pytorch#149261",
+    ),
+    Quirk(
+        "MPS, M1 and M2",
+        _mps_long_sums,
+        "a sum over 32,767 keys or more also takes what is behind them in memory",
+        Workaround.REFUSE,  # `workarounds.product` cuts such a sum for the array-API kernels
+        "pytorch#193487, #195163",
     ),
     Quirk(
         "CPU, flash (gives 0); CUDA (engines differ)",

@@ -8,9 +8,12 @@ import array_api_compat.torch as xp
 import torch
 import torch.nn.functional as F
 
-from polyattn.plugin import Problem, cleared, empty_rows
+from polyattn.plugin import Problem, Span, cleared, empty_rows
 from polyattn_torch.attn_mask import as_bias
-from polyattn_torch.quirks import Workaround
+from polyattn_torch.quirks import MPS_INNER_LENGTH, Workaround
+
+#: The kinds of device where it is: the chip is not known, and M1 and M2 are wrong.
+LONG_SUMS_WRONG = frozenset({"mps"})
 
 
 class EngineInputs(NamedTuple):
@@ -44,6 +47,16 @@ def apply_workarounds(
     if Workaround.CONTIGUOUS in workarounds:
         query, key, value = (x.contiguous() for x in (query, key, value))
     return EngineInputs(query, key, value, mask), empty
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the matrix product of two stacks of matrices, in parts where a long sum is wrong."""
+    length = a.shape[-1]
+    if a.device.type not in LONG_SUMS_WRONG or length < MPS_INNER_LENGTH:
+        return torch.matmul(a, b)
+    parts = Span(0, length).split(MPS_INNER_LENGTH // 2)
+    first, *others = (torch.matmul(a[..., s:e], b[..., s:e, :]) for s, e in parts)
+    return sum(others, first)
 
 
 def padded(x: torch.Tensor, size: int) -> torch.Tensor:

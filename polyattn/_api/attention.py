@@ -25,6 +25,8 @@ class AttentionOptions(TypedDict, total=False):
     is_causal: bool
     window: tuple[int | None, int | None] | None
     query_offset: int | Array | None
+    key_lengths: int | Array | None
+    block_table: Array | None
     scale: float | ScaleRule | None
     softcap: float | None
     score_mod: Score | Callable[..., Array] | None
@@ -52,6 +54,8 @@ def attention(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: int | Array | None = None,
+    key_lengths: int | Array | None = None,
+    block_table: Array | None = None,
     scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Score | Callable[..., Array] | None = None,
@@ -94,6 +98,13 @@ def attention(
     query_offset : int or Array of int, optional
         The position of the first query among the keys; an array gives one for each batch item. By
         default S − L: the queries are the newest tokens.
+    key_lengths : int or Array of int, optional
+        The number of keys of each batch item, shape (...), or of all; the keys from it on are
+        absent. The default of `query_offset` is then ``key_lengths - L``.
+    block_table : Array of int, optional
+        The pages of each batch item, shape (..., n), in a key and value that are pools of pages,
+        (pages, G, page, D) and (pages, G, page, E). Needs `key_lengths`; pages beyond an item's
+        length are never read, and may be any number.
     scale : float or scale rule of polyattn.scores, optional
         Multiplies the scores; 1/√D by default, and 1 with a `similarity`.
     softcap : float, optional
@@ -165,9 +176,10 @@ def attention(
     (2, 8, 5, 32)
     """
     options = {
-        "mask": mask, "bias": bias, "window": window, "query_offset": query_offset, "scale": scale,
-        "softcap": softcap, "score_mod": score_mod, "sinks": sinks, "dropout": dropout,
-        "similarity": similarity, "normalizer": normalizer,
+        "mask": mask, "bias": bias, "window": window, "query_offset": query_offset,
+        "key_lengths": key_lengths, "block_table": block_table, "scale": scale, "softcap": softcap,
+        "score_mod": score_mod, "sinks": sinks, "dropout": dropout, "similarity": similarity,
+        "normalizer": normalizer,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     arguments = autocast({"query": query, "key": key, "value": value, **given})

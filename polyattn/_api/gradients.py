@@ -131,7 +131,7 @@ def _backward(
     plan = plan_of(call, operands.query, backend, kernel)
     records = mapped(residuals, turn), mapped(cotangents, turn)
     found = plan.run(heads_first(call, operands), *records, method="run_backward")
-    return _finished(call, found, given, into)
+    return _finished(call, gradients_as_called(call, operands, found), given, into)
 
 
 def _facts(name: str, array: Any) -> Any:
@@ -230,7 +230,6 @@ def _finished(
     """Return the gradients as the caller gets them: axes, dtypes, expressions, and sums."""
     if isinstance(call.scale, ScaleRule):
         found = found._replace(scale=None)
-    found = gradients_as_called(call, found)
     changed: dict[str, Any] = {}
     for name, gradient in zip(found._fields, found, strict=True):
         given, before = arguments.get(name), None if into is None else getattr(into, name)
@@ -336,7 +335,7 @@ def attention_jvp(
     call = call._replace(residuals=mapped(residuals, _facts), tangents=mapped(tangents, _facts))
     records = (
         mapped(residuals, functools.partial(result_heads_first, call)),
-        mapped(tangents, functools.partial(tangent_heads_first, call)),
+        mapped(tangents, functools.partial(tangent_heads_first, call, operands)),
     )
     plan = plan_of(call, operands.query, backend, kernel)
     result = plan.run(heads_first(call, operands), *records, method="run_jvp")

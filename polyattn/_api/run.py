@@ -47,7 +47,8 @@ def plan_of(
 
 def run(call: Call, operands: Operands, plan: Plan) -> tuple[Array, Array | None]:
     """Run a plan; return the output and the logsumexp in the layout of the call."""
-    return as_called(call, *plan.run(heads_first(call, operands)))
+    reads_pages = "block_table" in plan.placement.problem.features
+    return as_called(call, *plan.run(heads_first(call, operands, reads_pages=reads_pages)))
 
 
 def with_cached_calls(function: _F) -> _F:

@@ -7,7 +7,7 @@ from html import escape
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #667085; --line: #d9dee7; --paper: #fff;
-  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6 }
+  --good: 152 45% 42%; --bad: #b42318; --bad-paper: #fde8e6; --bar: 205 70% 45% }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #333b49;
   --paper: #14181f; --good: 152 45% 45%; --bad: #ff8a80; --bad-paper: #4a1f1b } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
@@ -29,17 +29,25 @@ td { --share: .4 }
 td.agrees { background: hsl(var(--good) / var(--share)) }
 td.refused, td.note { color: var(--soft) } td.wide { white-space: normal; min-width: 22rem }
 td.fails { background: var(--bad-paper); color: var(--bad); font-weight: 600 }
+td.bar { min-width: 5rem; background: linear-gradient(to right,
+  hsl(var(--bar) / .3) var(--part), transparent var(--part)) }
 .legend span { display: inline-block; padding: 0 .5rem; margin-right: .2rem }
 summary { color: var(--bad); margin-top: 1rem } code { font-size: .82rem; overflow-wrap: anywhere }
 ol { font-size: .88rem }
 """
 
 
-def html_table(rows: Iterable[Iterable[str]]) -> str:
-    """Return rows of text as an HTML table, the first of them its head."""
+def html_table(rows: Iterable[Iterable[str]], bars: str | None = None) -> str:
+    """Return rows of text as an HTML table, the first of them its head.
+
+    The percentages of the column titled `bars` have a bar of their length behind them.
+    """
     head, *body = [[escape(cell) for cell in row] for row in rows]
+    starts = ['<td class="bar" style="--part: {}">' if x == bars else "<td>" for x in head]
     lines = ["".join(f"<th>{cell}</th>" for cell in head)]
-    lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in body]
+    for row in body:
+        cells = zip(starts, row, strict=True)
+        lines.append("".join(f"{start.format(cell)}{cell}</td>" for start, cell in cells))
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 

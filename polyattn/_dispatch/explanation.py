@@ -86,7 +86,7 @@ class Explanation:
 
     def _values(self) -> dict[str, object]:
         """Return the expressions that replace steps of the formula, by option name."""
-        given = [(name, getattr(self.call, name)) for name in OPTIONS]
+        given = [(name, getattr(self.call, name, None)) for name in OPTIONS]
         return {name: value for name, value in given if isinstance(value, Expression)}
 
     def __str__(self) -> str:

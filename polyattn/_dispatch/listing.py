@@ -25,6 +25,7 @@ class BackendInfo:
     reason: str | None  # why it is not available, and how to install it
     #: Of each kernel that joined the backend, the distribution that it comes from.
     origins: dict[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()  # those of its library that its kernels avoid
 
     def device(self, name: str) -> str:
         """Return a device's name and its hardware, as the table shows them."""
@@ -64,18 +65,20 @@ class BackendTable(tuple[BackendInfo, ...]):
 
     def _table(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("backend", "library", "devices", "kernels")]
-        rows += [
-            (
-                info.name,
-                ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
-                ", ".join(map(info.device, info.devices)) or "the arrays' own",
-                ", ".join(map(info.kernel, info.kernels)),
-            )
-            if info.available
-            else (info.name, "-", "-", info.reason or "")
-            for info in self
-        ]
+        for info in self:
+            rows.append(self._row(info))
+            rows += [("", "", "", f"fault of {fault}") for fault in info.faults]
         return rows
+
+    def _row(self, info: BackendInfo) -> tuple[str, ...]:
+        if not info.available:
+            return info.name, "-", "-", info.reason or ""
+        return (
+            info.name,
+            ", ".join(f"{k} {v}" for k, v in info.versions.items()) or "-",
+            ", ".join(map(info.device, info.devices)) or "the arrays' own",
+            ", ".join(map(info.kernel, info.kernels)),
+        )
 
     def as_dicts(self) -> list[dict[str, object]]:
         """Return the rows in plain types, for JSON."""
@@ -127,7 +130,8 @@ def _available(name: str) -> BackendInfo:
     devices = registry.devices_of(name)
     hardware = {device: backend.hardware(device) for device in devices}
     origins = extensions.origins(name)
-    return BackendInfo(name, True, versions, devices, hardware, kernels, None, origins)
+    faults = backend.faults()
+    return BackendInfo(name, True, versions, devices, hardware, kernels, None, origins, faults)
 
 
 def _versions(modules: tuple[str, ...]) -> dict[str, str]:

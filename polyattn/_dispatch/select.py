@@ -130,14 +130,16 @@ def _try_candidates(
         absent = _absent(name, requested_kernel)
         candidates += absent
         for kernel in kernels:
+            problem_of_kernel = _for_kernel(kernel, placement.problem)
             candidate = _judge(
-                name, kernel, placement.problem, requested_kernel is not None, plan is not None
+                name, kernel, problem_of_kernel, requested_kernel is not None, plan is not None
             )
             if all_candidates:
-                candidate = _described(candidate, kernel, placement.problem)
+                candidate = _described(candidate, kernel, problem_of_kernel)
             candidates.append(candidate)
             if candidate.status == "chosen":
-                plan = Plan(kernel, placement, call.query.device, set())
+                chosen = placement._replace(problem=problem_of_kernel)
+                plan = Plan(kernel, chosen, call.query.device, set())
                 if not all_candidates:
                     return plan, candidates
         if not kernels and not absent:
@@ -195,6 +197,18 @@ def _expanded(names: Names, library: str) -> list[tuple[str, bool]]:
         else:
             expanded.append((name, False))
     return expanded
+
+
+def _for_kernel(kernel: Kernel, problem: Problem) -> Problem:
+    """Return the problem that a kernel gets: without pages if it reads none.
+
+    It then gets their keys in one piece. So do all derivatives.
+    """
+    features = problem.features
+    reads = "block_table" in kernel.features and features.isdisjoint(("backward", "jvp"))
+    if reads or "block_table" not in features:
+        return problem
+    return problem._replace(features=features - {"block_table"})
 
 
 def _judge(

@@ -27,6 +27,8 @@ def move_operands(
     converted: dict[str, Any] = {}
     for name in names & set(operands._fields):
         operand = getattr(operands, name)
+        if operand is None:  # a table of pages whose keys were gathered
+            continue
         if name == "seed" and backend_of(operand) is not target:
             converted[name] = int(operand)  # not every library has integers of 64 bits
         elif not isinstance(operand, Expression):

@@ -22,7 +22,7 @@ def page(results: Results) -> str:
     body = (
         f'<p class="soft">{escape(str(results.workload))}</p>\n{stopped}'
         f'<figure role="img" aria-label="Rates against length">{svg(results)}</figure>\n'
-        f'<div class="scroll">{html_table(rows)}</div>\n<p>{escape(LEGEND)}</p>\n'
+        f'<div class="scroll">{html_table(rows, bars="roof")}</div>\n<p>{escape(LEGEND)}</p>\n'
         f"{html_table([('measured on', ''), *facts.items()])}"
     )
     return html_page("polyattn bench", str(results.workload), body)

@@ -183,8 +183,8 @@ class MultiHeadAttention(Module):
             Positions of `x` for `rotary`, shape (L,) or (..., L); by default they follow the
             cache.
         **options : Any
-            Options of `polyattn.attention`: mask, bias, is_causal, window, scale, softcap,
-            score_mod, sinks, dropout, similarity, normalizer, backend, kernel.
+            Options of `polyattn.attention`: mask, bias, is_causal, window, key_lengths, scale,
+            softcap, score_mod, sinks, dropout, similarity, normalizer, backend, kernel.
 
         Returns
         -------
@@ -202,7 +202,7 @@ class MultiHeadAttention(Module):
         if cache is not None:
             cache = cache.append(key, value, query=query)
             key, value = cache.keys, cache.values
-            options = cache.options(length_of(query, -2), options)
+            options = cache.options(options)
         output = self._merge(attention(query, key, value, **options))
         return output if cache is None else (output, cache)
 

@@ -26,9 +26,6 @@ from polyattn._base.arrays import (
     numbers_like,
 )
 from polyattn._base.tracing import autocast_dtype, is_autocast_on, is_compiling, torch_transforms
-from polyattn._core.expressions.masks import as_mask
-from polyattn._core.expressions.patterns import CachePadding
-from polyattn.masks import padding
 from polyattn.nn.shapes import with_rows
 
 
@@ -168,27 +165,22 @@ class KVCache:
             return memory[..., self.first :, :] if self.first else memory
         return memory[..., self.first : self.first + self.length, :]
 
-    def options(self, rows: int | Array, options: dict[str, Any]) -> dict[str, Any]:
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options for attention from the newest tokens to `keys` and `values`.
 
         Parameters
         ----------
-        rows : int or Array of int
-            Number of query rows, which are those of the newest tokens.
         options : dict
             Further options of `polyattn.attention`.
 
         Returns
         -------
         dict
-            `options`, with a mask that hides unused memory.
+            `options`, with the number of keys in the memory.
         """
         if not is_array(_known(self.length)):
             return options
-        mask = padding(self.length) if "query_offset" in options else CachePadding(self.length)
-        if options.get("mask") is not None:
-            mask = mask & as_mask(options["mask"])
-        return {"query_offset": self.length - rows} | options | {"mask": mask}
+        return {"key_lengths": self.length} | options
 
     def append(self, key: Array, value: Array, *, query: Array | None = None) -> KVCache:
         """Return a cache with more tokens at the end; this cache does not change.

@@ -224,11 +224,12 @@ def described(
     The arrays may be facts. The errors are those of one call over the whole sequence.
     """
     check_layout(layout)
-    check_names(function, options, without=("layout",))
+    check_names(function, options, without=("layout", "block_table"))
     selection: dict[str, Any] = {
         name: options.pop(name) for name in ("backend", "kernel") if name in options
     }
-    call, operands = describe(*arrays.values(), **options, facts=_facts)
+    shares = (size if shares_rows else 1, size)
+    call, operands = describe(*arrays.values(), **options, facts=_facts, shares=shares)
     call = _of_whole(call._replace(**autocast(call._asdict())), size, layout, shares_rows)
     problem = examine(call)
     return ParallelCall(

@@ -52,7 +52,7 @@ from polyattn._core.call.options import GRADIENT_ARRAYS, GRADIENT_EXPRESSIONS, O
 from polyattn._core.call.parts import map_arrays, options_of, options_of_part
 from polyattn._core.call.problem import Problem
 from polyattn._core.expressions.expression import Expression
-from polyattn._core.expressions.indices import PointIndices
+from polyattn._core.expressions.indices import PointIndices, saturating_sum
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.parts import Part, axes_of_last
 from polyattn._core.expressions.patterns import CachePadding
@@ -139,6 +139,7 @@ __all__ = [
     "options_of_part",
     "or_zero",
     "reason_against_batch",
+    "saturating_sum",
     "score_axes",
     "thread_count",
     "unfold_heads",

@@ -19,6 +19,10 @@ class BackendTools:
         """Return the versions of available engines that kernels call, such as cuDNN, by name."""
         return {}
 
+    def faults(self) -> tuple[str, ...]:
+        """Return the known faults of the installed library that kernels avoid, each a sentence."""
+        return ()
+
     def synchronize(self, device: str | None = None) -> None:
         """Wait until all work on a device, by default the default one, is done."""
 

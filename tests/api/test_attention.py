@@ -3,14 +3,9 @@
 import importlib
 import re
 
-import array_api_strict
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import create_block_mask
+from optional import array_api_strict, causal_lower_right, causal_upper_left, flex, jax, jnp, torch
 
 import polyattn
 from polyattn import UnsupportedError, attention, attention_partial, masks, scores
@@ -105,7 +100,7 @@ def test_causal_bias_of_torch(make, where):
 
 
 def test_block_mask_of_torch():
-    blocks = create_block_mask(lambda b, h, i, j: j <= i, None, None, 5, 7, device="cpu")
+    blocks = flex.create_block_mask(lambda b, h, i, j: j <= i, None, None, 5, 7, device="cpu")
     for name in ("mask", "bias"):
         refused(TypeError, f"{name} is torch's BlockMask", ".mask_mod, in mask=", **{name: blocks})
 

@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 
 import polyattn
 from polyattn import attention, masks, scores

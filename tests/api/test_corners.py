@@ -7,10 +7,10 @@ corner lies on an edge.
 import math
 from itertools import pairwise, permutations
 
-import array_api_strict
 import numpy as np
 import pytest
 from libraries import LIBRARIES, NUMPY, TORCH, tiles_of
+from optional import array_api_strict
 
 from polyattn import (
     Partial,

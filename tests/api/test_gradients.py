@@ -5,8 +5,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-import torch
 from autograd.core import make_vjp
+from optional import torch
 
 import polyattn
 from polyattn import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 
 import polyattn
 from polyattn import attention

@@ -1,12 +1,10 @@
 """Arrays that attention refuses: each message says whose they are and what to pass."""
 
-import array_api_strict
 import h5py
 import numpy as np
 import pandas
 import pytest
-import xarray
-import zarr
+from optional import array_api_strict, xarray, zarr
 
 from polyattn import UnsupportedError, attention, attention_vjp
 

@@ -1,12 +1,8 @@
 """Libraries without a plugin: the core's own kernels serve them unchanged, traced and lazy too."""
 
-import array_api_strict
-import dask
-import dask.array
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from optional import array_api_strict, da, jax, jnp
 
 from polyattn import attention, attention_partial, explain, merge
 
@@ -99,8 +95,8 @@ def test_jax_with_a_traced_position():
 
 
 def test_the_default_of_each_library_is_its_own():
-    own = {jnp.asarray: ("jax", "xla"), dask.array.from_array: ("dask", "chunked")}
-    for asarray in (array_api_strict.asarray, jnp.asarray, dask.array.from_array):
+    own = {jnp.asarray: ("jax", "xla"), da.from_array: ("dask", "chunked")}
+    for asarray in (array_api_strict.asarray, jnp.asarray, da.from_array):
         chosen = explain(*map(asarray, (Q, K, V))).chosen
         assert (chosen.backend, chosen.kernel) == own.get(asarray, ("array-api", "dense"))
 

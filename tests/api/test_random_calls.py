@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 
 from polyattn import attention, masks, scores
 from polyattn.conformance.cases.case import with_arrays

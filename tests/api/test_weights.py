@@ -2,12 +2,10 @@
 
 import tracemalloc
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from libraries import LIBRARIES, Library
+from libraries import EVERYWHERE, Library
+from optional import jax, jnp, torch
 
 from polyattn import (
     TopWeights,
@@ -54,7 +52,7 @@ def options_of(name, to=np.asarray):
     return {k: to(x) if isinstance(x, np.ndarray) else x for k, x in OPTIONS[name].items()}
 
 
-@pytest.mark.parametrize("library", [*LIBRARIES, JAX], ids=str)
+@pytest.mark.parametrize("library", [*EVERYWHERE, JAX], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_weights_times_values_are_the_attention(name, library):
     options = options_of(name, library.to)
@@ -141,7 +139,7 @@ def test_a_matrix_is_one_head_without_an_axis():
     assert top.weights.shape == top.keys.shape == (L, 2)
 
 
-@pytest.mark.parametrize("library", [*LIBRARIES, JAX], ids=str)
+@pytest.mark.parametrize("library", [*EVERYWHERE, JAX], ids=str)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

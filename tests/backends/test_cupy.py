@@ -7,8 +7,8 @@ import cupy
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from cupy_host import HostArray, at_home, stand_in
+from optional import torch
 
 from polyattn import attention
 from polyattn._dispatch.errors import BackendUnavailableError

@@ -370,8 +370,8 @@ def test_masks_that_hide_nothing_are_not_compiled():
     q, k, v = jnp.asarray(Q[:, :, :1]), jnp.asarray(K), jnp.asarray(V)
     compiled._clear_cache()
     for options in ({}, {"is_causal": True}, {"window": (40, 0)}, {"window": (99, 99)}):
-        attention(q, k, v, **options)
-    attention(q, k, v, is_causal=True, query_offset=50)
+        attention(q, k, v, **options, kernel="xla")
+    attention(q, k, v, is_causal=True, query_offset=50, kernel="xla")
     assert compiled._cache_size() == 1
 
 
@@ -404,7 +404,7 @@ def test_neither_ranks_nor_dtypes_are_promoted(options):
         slopes = jax.jit(lambda *x: jax.grad(functools.partial(loss, "dense"), (0, 1, 2))(*x))
         found = slopes(q, k, v)
         own = jax.jvp(functools.partial(loss, "xla"), (q, k, v), (q, k, v))[1]
-        weights = polyattn.attention_weights(q, k, top=3, **options)
+        weights = jax.jit(lambda q, k: polyattn.attention_weights(q, k, top=3, **options))(q, k)
     # The tangent along the arrays is their product with the gradient.
     along = sum(
         np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64))
@@ -616,7 +616,7 @@ def test_what_jax_nn_would_take_to_mean_something_else_is_refused(on_cuda, optio
     rows = options.pop("rows", 16)
     q, k, v = (jnp.asarray(x, dtype) for x in SQUARE)
     told = explain(q[:, :, :rows], k, v, **in_jax(options))
-    assert told.chosen.kernel == "xla"
+    assert told.chosen.kernel != "cudnn"
     (first,) = (c for c in told.candidates if c.kernel == "cudnn")
     assert reason in "; ".join(first.reasons)
 

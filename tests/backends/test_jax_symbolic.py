@@ -84,7 +84,8 @@ def test_gradients_are_exported_too(name):
     run = exported(gradients)
     for size in SIZES:
         inputs = numbers(*size)
-        for found, wanted in zip(run(*inputs), gradients(*inputs), strict=True):
+        output, of_output = polyattn.attention_vjp(*inputs, **OPTIONS[name])
+        for found, wanted in zip(run(*inputs), of_output(2 * output)[:3], strict=True):
             assert abs(found - wanted).max() < 1e-5
 
 

@@ -322,6 +322,7 @@ def interrupt_at(place, work):
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 counts none without it
     sys.settrace(trace)
     try:
         work()

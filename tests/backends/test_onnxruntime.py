@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import runtimes
 
 import polyattn
 from polyattn import attention, explain, masks, scores, use_threads
@@ -124,5 +125,9 @@ def test_a_graph_without_numbers_says_what_gives_them():
     pytest.importorskip("ndonnx")
     x = numbers(2, 5, 8)
     assert abs(attention(x, x, x, backend="onnx") - attention(x, x, x)).max() < 1e-6
+    if runtimes.KNOWS_WINDOWS:
+        found = attention(x, x, x, window=(1, 0), backend="onnx:25")
+        assert abs(found - attention(x, x, x, window=(1, 0))).max() < 1e-6
+        return
     with pytest.raises(ValueError, match=r"no numbers until a runtime .* polyattn\.export\.onnx"):
         attention(x, x, x, window=(1, 0), backend="onnx:25")

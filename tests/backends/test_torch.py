@@ -1,6 +1,7 @@
 """PyTorch: how its kernels are called, compile without a break, and mind its own modes."""
 
 import asyncio
+import contextlib
 import threading
 
 import array_api_compat.torch
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from far_device import DEVICE, far, near, ran, reading
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -427,6 +429,32 @@ def test_shapes_without_data():
     q = torch.empty(2, 3, 4, 8, device="meta")
     for options in ({}, {"softcap": 1.0, "is_causal": True}, {"kernel": "tiled"}):
         assert attention(q, q, q, **options).shape == q.shape
+
+
+@pytest.mark.parametrize("where", ["NumPy", "the CPU", "the device"])
+@pytest.mark.parametrize("kernel", ["sdpa", "tiled"])
+def test_a_named_device_computes_and_the_result_goes_back(where, kernel):
+    to = {"NumPy": torch.Tensor.numpy, "the CPU": torch.clone, "the device": far}[where]
+    query, key, value = map(to, (Q, K, V))
+    options = {"is_causal": True, "mask": masks.padding([5, 8]), "query_offset": [1, 3]}
+    ran.clear()
+    with reading() if where != "the device" else contextlib.nullcontext():
+        output = attention(query, key, value, backend="torch:far", kernel=kernel, **options)
+    assert "bmm.out" in ran
+    assert type(output) is type(query)
+    assert str(getattr(output, "device", "")) == str(getattr(query, "device", ""))
+    output = near(output) if where == "the device" else torch.asarray(output)
+    close(output, attention(Q, K, V, kernel="dense", **options))
+
+
+def test_a_call_on_a_device_is_left_by_results_only():
+    query = far(Q)
+    assert explain(query, query, query).chosen.kernel == "sdpa"
+    with pytest.raises(RuntimeError, match="the host reads from far:0"):
+        attention(query, query, query, backend="numpy")
+    with reading():
+        output = attention(query, query, query, backend="numpy")
+    assert str(output.device) == DEVICE
 
 
 def test_devices_are_named_as_torch_names_them():

@@ -15,7 +15,16 @@ import polyattn
 from polyattn import attention, attention_partial, explain
 from polyattn._dispatch import cache
 from polyattn.plugin import Operands
-from polyattn_torch import device_info, engine_report, engines, flex, route, sdpa, selftest
+from polyattn_torch import (
+    device_info,
+    engine_report,
+    engines,
+    flex,
+    route,
+    sdpa,
+    selftest,
+    workarounds,
+)
 from polyattn_torch.backend import TorchBackend
 from polyattn_torch.device_info import DeviceInfo, describe_device
 from polyattn_torch.flex import Flex
@@ -229,6 +238,27 @@ ROWS = {
         [(problem(scale=0.5), MPS)],
         [(problem(), MPS), (problem(scale=0.5), HOPPER)],
     ),
+    ("pytorch#179352", Workaround.REFUSE): (
+        [(problem((2, 4, 2**15, 16)), MPS)],
+        [(problem((1, 4, 2**15, 16)), MPS), (problem((2, 4, 2**15, 16)), HOPPER)],
+    ),
+    ("pytorch#149261", Workaround.REFUSE): (
+        [(problem((1, 9, 2**14, 16), dtype="float32"), MPS), (problem((1, 9, 2**14, 16)), MPS)],
+        [
+            (problem((1, 4, 2**14, 16), dtype="float32"), MPS),
+            (problem((1, 8, 2**14, 16)), MPS),
+            (problem((1, 9, 2**14, 16), dtype="float32"), HOPPER),
+        ],
+    ),
+    ("pytorch#193487, #195163", Workaround.REFUSE): (
+        [(problem(key=(2, 4, 2**15 - 1, 16)), MPS)],
+        [
+            (problem(key=(2, 4, 2**15 - 2, 16)), MPS),
+            (problem((2, 4, 8, 16), (2, 4, 2**15, 16)), MPS),
+            (problem((2, 4, 64, 16), (2, 4, 0, 16)), MPS),
+            (problem(key=(2, 4, 2**15, 16)), HOPPER),
+        ],
+    ),
     ("pytorch#149132", Workaround.REPEAT_HEADS): (
         [(GROUPED, MPS)],
         [(problem(), MPS), (GROUPED, HOPPER)],
@@ -303,6 +333,23 @@ def test_a_quirk_holds_where_it_should_and_not_next_to_it(quirk):
 
 def test_each_quirk_has_one_row_of_tests():
     assert sorted(ROWS, key=str) == sorted(((q.upstream, q.workaround) for q in QUIRKS), key=str)
+
+
+@pytest.mark.parametrize("kernel", ["dense", "tiled"])
+def test_a_long_sum_is_cut_on_mps(kernel, monkeypatch):
+    query, key = torch.rand(2, 6, 5), torch.rand(2, 23, 5)
+    options = {"window": (20, 20), "kernel": kernel}
+    expected = attention(query, key, key, **options)
+    summed, genuine = [], torch.matmul
+    monkeypatch.setattr(torch, "matmul", lambda a, b: summed.append(a.shape[-1]) or genuine(a, b))
+    monkeypatch.setattr(workarounds, "MPS_INNER_LENGTH", 8)
+    attention(query, key, key, **options)
+    assert max(summed) == 23
+    summed.clear()
+    monkeypatch.setattr(workarounds, "LONG_SUMS_WRONG", {"cpu"})
+    torch.testing.assert_close(attention(query, key, key, **options), expected)
+    assert max(summed) < 8
+    assert sum(summed) == 5 + 23
 
 
 def test_a_quirk_refused_names_its_upstream(on):

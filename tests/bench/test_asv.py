@@ -86,7 +86,7 @@ def test_every_benchmark_runs_at_its_smallest(name):
     backend = next((b for b in ("numpy", "torch:cpu") if b in known), known[0])
     benchmark, case = found(), smallest(found, backend)
     if backend.endswith("cuda") and not libraries.has_driver():
-        with pytest.raises(Skip, match="no GPU driver"):
+        with pytest.raises(Skip, match=r"no GPU driver|is not installed"):
             benchmark.setup(*case)
         return
     benchmark.setup(*case)
@@ -347,15 +347,33 @@ def printed(name, *options):
     """Return what a comparison with peers prints."""
     pytest.importorskip(ENGINES.get(name, "numpy"))
     command = [sys.executable, str(BENCH / "peers" / f"{name}.py"), *options]
-    environ = {**os.environ, "POLYATTN_NATIVE": "1" if name == "native" else "0"}
+    environ = {**os.environ, "POLYATTN_NATIVE": "1" if name in ("native", "jax_cpu") else "0"}
     return subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=120, env=environ
     ).stdout
 
 
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_a_comparison_with_peers_says_how_it_is_used(name):
-    assert ("--quick" if name == "scale" else "--rounds") in printed(name, "--help")
+#: All in one interpreter: each alone imports for a second.
+HELP = """
+import contextlib, runpy, sys
+for name in sys.argv[1:]:
+    sys.argv = [name, "--help"]
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(name + ".py", run_name="__main__")
+    print(end="\\0")
+"""
+
+
+def test_comparisons_with_peers_say_how_they_are_used():
+    engines = ((name, ENGINES.get(name, "numpy").partition(".")[0]) for name in COMPARISONS)
+    here = [name for name, engine in engines if importlib.util.find_spec(engine)]
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *here], cwd=BENCH / "peers", capture_output=True, text=True,
+        check=True, timeout=120,
+    )  # fmt: skip
+    for name, said in zip(here, done.stdout.split("\0")[:-1], strict=True):
+        assert said.startswith(f"usage: {name}.py ")
+        assert ("--quick" if name == "scale" else "--rounds") in said
 
 
 RATIO = r"\d\.\d\d to \d+\.\d\d"
@@ -368,6 +386,7 @@ PRINTED = [
     ("mlx_fast --quick", RATIO, 4),
     (GENERATION, RATIO, 4),
     ("native --quick", r"^\| \(1, 2, 32, .* \*\*\d+\.\d\d\*\* \(.*\| 9\.9(?:, missed)? \|$", 4),
+    ("jax_cpu --quick", r"^\| 32 \| (?:full|causal) \|(?: \d+\.\d\d \|){5}$", 2),
     ("masks --quick", r"^causal .* \d\d\.\d%  ratio 1\.000 \(1\.000 to 1\.000\)$", 1),
     ("overhead --quick", r"^numpy +bare \S+ µs, polyattn \S+ µs, added \S+ .* ratio", 1),
     ("overhead --quick", r"^first: select +\d+\.\d", 1),
@@ -604,6 +623,7 @@ def test_other_backends_are_timed_without_the_compiled_kernel():
     assert os.environ["POLYATTN_NATIVE"] == "0"
 
 
+@pytest.mark.needs("jax", "torch")
 def test_what_asv_does_not_keep_is_written_beside_the_results():
     told = run.environment()
     assert "processor" in told

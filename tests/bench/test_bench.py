@@ -5,10 +5,9 @@ import sys
 import time
 import types
 
-import jax
 import numpy as np
 import pytest
-import torch
+from optional import jax, torch
 
 from polyattn import attention
 from polyattn._dispatch import registry
@@ -135,6 +134,7 @@ def test_a_backend_that_names_no_devices_is_measured_where_its_spec_says(acme, m
     assert one.start(Workload(size=8), Workload(size=8).arrays(4))().shape == (1, 8, 4, 8)
 
 
+@pytest.mark.needs("jax", "torch")
 def test_all_that_is_here_is_every_plugin_that_loads():
     assert {"numpy", "torch", "jax"} <= set(everything_here())
     assert not {"array-api", "onnx"} & set(everything_here())

@@ -287,6 +287,7 @@ def test_the_page_holds_everything_and_loads_nothing():
     assert text.count("<svg") == 1
     for cell in ("numpy", "4.00", "3.60-4.80", "3.0 MiB", "left out: a call would take about 9 ms"):
         assert f"<td>{cell}</td>" in text
+    assert re.search('<td class="bar" style="--part: (.+%)">\\1</td>', text)  # of the roof
     assert "interrupted" not in text
     assert "interrupted" in page.page(changed(interrupted=True))
     assert page.page(REPORT) == text
@@ -458,7 +459,11 @@ def test_a_backend_that_nobody_named_and_that_cannot_sits_out(hasty, capsys):
     ("arguments", "message"),
     [
         ("--backends nunpy --json a.json", "did you mean 'numpy'?"),
-        ("--backends torch:tpu", "no device 'tpu' here; it has cpu"),
+        pytest.param(
+            "--backends torch:tpu",
+            "no device 'tpu' here; it has cpu",
+            marks=pytest.mark.needs("torch"),
+        ),
         ("--backends numpy,jax --dtype float64", "jax:cpu does not support this call"),
         ("--backends numpy --kernel sdpa", "it has small, tiled, dense"),
         ("--backends numpy --key-heads 3", "got 8 and 3"),

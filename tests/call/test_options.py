@@ -5,9 +5,9 @@ import inspect
 import runpy
 import types
 
-import dask.array as da
 import numpy as np
 import pytest
+from optional import da
 
 import polyattn
 from polyattn import attention, attention_partial, attention_weights, explain, masks, nn, parallel
@@ -28,13 +28,15 @@ from polyattn.parallel.choice import STRATEGIES
 
 X = np.random.default_rng(0).standard_normal((2, 4, 4, 8), dtype=np.float32)
 SEEN = np.tril(np.ones((4, 4), bool))
-#: A value of each option, beside which it needs nothing.
+#: A value of each option, beside which it needs nothing but `NEEDED`.
 VALUES = {
     "mask": [SEEN, masks.prefix(2), lambda b, h, i, j: i >= j],
     "bias": [X[..., :4]],
     "is_causal": [True],
     "window": [(1, 0)],
     "query_offset": [1, np.arange(2)],
+    "key_lengths": [2, np.array([3, 0])],
+    "block_table": [np.array([[1], [0]])],
     "scale": [0.5, rules.by_norm()],
     "softcap": [2.0],
     "score_mod": [rules.alibi(4), lambda s, b, h, i, j: s + j],
@@ -43,6 +45,7 @@ VALUES = {
     "similarity": [rules.cosine()],
     "normalizer": [rules.sparsemax()],
 }
+NEEDED = {"query_offset": {"is_causal": True}, "block_table": {"key_lengths": np.array([3, 0])}}
 EACH = [(name, value) for name, values in VALUES.items() for value in values]
 
 
@@ -55,19 +58,23 @@ def test_the_table_has_the_options_of_the_signature():
 
 @pytest.mark.parametrize(("name", "value"), EACH)
 def test_each_option_needs_a_feature(name, value):
-    more = {"is_causal": True} if name == "query_offset" else {}
+    more = NEEDED.get(name, {})
     call, _ = describing.describe(X, X, X, **{name: value}, **more)
-    assert examining.examine(call).features - {"causal" if more else None}
+    beside = {"is_causal": "causal", "key_lengths": "mask_expression"}
+    assert examining.examine(call).features - {beside[other] for other in more}
 
 
 @pytest.mark.parametrize(("name", "value"), EACH)
 def test_a_kernel_gets_each_option(name, value):
-    more = {"is_causal": True} if name == "query_offset" else {}
+    more = NEEDED.get(name, {})
     call, operands = describing.describe(X, X, X, **{name: value}, **more)
     again = options_of(examining.examine(call), operands)
-    assert again.keys() - {"scale", "window", "query_offset"} <= {name, *more}
+    names = {name, *more} | ({"mask"} if {"key_lengths"} & {name, *more} else set())
+    assert again.keys() - {"scale", "window", "query_offset"} <= names
     found, _ = describing.describe(X, X, X, **again)
     problems = [examining.examine(one) for one in (call, found)]
+    if name == "block_table":  # whose lengths hide keys, and stay beside the mask that they became
+        problems = [problem._replace(mask_spec=None) for problem in problems]
     assert problems[0] == problems[1]
 
 
@@ -112,7 +119,8 @@ def refused():
 @pytest.mark.usefixtures("temperature")
 def test_the_formula_computes_a_new_option_only_once_it_names_it():
     computed = runpy.run_path(dense.__file__)["COMPUTED"]  # as at an import after the new row
-    assert computed == dense.COMPUTED == FEATURES.keys() - {"temperature"}
+    # The formula gets keys in one piece.
+    assert computed == dense.COMPUTED == FEATURES.keys() - {"temperature", "block_table"}
 
 
 @pytest.mark.usefixtures("temperature")
@@ -190,8 +198,10 @@ WRONG = (True, 1, 0.5, "text", lambda *indices: 0, rules.alibi(2), masks.causal(
 @pytest.mark.parametrize("name", [name for name, row in OPTIONS.items() if row.axes is not None])
 @pytest.mark.parametrize("value", WRONG, ids=lambda value: type(value).__name__)
 def test_an_option_that_is_an_array_takes_nothing_else_in_silence(name, value):
-    row, is_number = OPTIONS[name], name == "query_offset" and type(value) is int
-    if is_number or (row.kind and (isinstance(value, row.kind) or inspect.isfunction(value))):
+    row, may_be_number = OPTIONS[name], name in ("query_offset", "key_lengths")
+    if (may_be_number and type(value) is int) or (
+        row.kind and (isinstance(value, row.kind) or inspect.isfunction(value))
+    ):
         return
     x = np.ones((1, 2, 3, 4), np.float32)
     with pytest.raises(

@@ -5,17 +5,21 @@ NumPy's turn comes where the package itself is collected: `polyattn/conformance/
 
 import itertools
 
-import array_api_strict
-import dask
-import jax
-import ndonnx
 import numpy as np
-import onnx
-import onnxruntime
 import pytest
-import spox
-import torch
 from onnx.reference import ReferenceEvaluator
+from optional import (
+    KIND,
+    array_api_strict,
+    dask,
+    jax,
+    ndonnx,
+    onnx,
+    onnxruntime,
+    reading,
+    spox,
+    torch,
+)
 
 from polyattn.conformance.cases.catalogue import CASES, ESSENTIAL
 from polyattn.conformance.cases.expression_cases import VARIANTS
@@ -28,6 +32,9 @@ from polyattn.conformance.suite import BackendSuite
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Thousands of calls with small arrays: threads would only wait for one another."""
+    if not torch:
+        yield
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,6 +50,32 @@ class TestTorch(BackendSuite):
 
     def _marks(self, name):
         return [*super()._marks(name), *([pytest.mark.slow] if "[flex" in name else [])]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+class TestTorchOnADevice(BackendSuite):
+    """A call reads nothing from the device and leaves no array on the host."""
+
+    backend = f"torch:{KIND}"
+    thorough = False
+    test_every_declared_feature_is_exercised = None  # no engine there has a logsumexp
+    test_sizes = test_deterministic = test_batch_invariant = None
+    test_first_call_from_eight_threads = test_dtypes_are_kept = None
+
+    def _runs(self, test, target):
+        # torch knows for which devices it compiles.
+        runs = super()._runs(test, target)
+        return ((variant, case) for variant, case in runs if variant.kernel.name != "flex")
+
+    @pytest.fixture(autouse=True)
+    def read_results(self, monkeypatch):
+        back = Target.back
+
+        def read(target, array):
+            with reading():
+                return back(target, array)
+
+        monkeypatch.setattr(Target, "back", read)
 
 
 class TestArrayApi(BackendSuite):
@@ -91,7 +124,8 @@ class TestJax(BackendSuite):
             super().pytest_generate_tests(metafunc)
 
     def _marks(self, name):
-        slow = "-" in name and not name.startswith(self.quick)
+        of_the_core = name.startswith(("test_deterministic[dense", "test_deterministic[tiled"))
+        slow = of_the_core or ("-" in name and not name.startswith(self.quick))
         return [*super()._marks(name), *([pytest.mark.slow] if slow else [])]
 
     @pytest.mark.slow

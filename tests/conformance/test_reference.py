@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 
 from polyattn import masks, scores
 from polyattn.conformance import CASES, assert_accurate, oracle

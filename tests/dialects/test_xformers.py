@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 
 from polyattn.dialects.xformers import _BIASES, memory_efficient_attention
 

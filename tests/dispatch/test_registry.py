@@ -7,10 +7,9 @@ import dataclasses
 import sys
 import types
 
-import array_api_strict
 import numpy as np
 import pytest
-import torch
+from optional import array_api_strict, torch
 
 import polyattn
 from polyattn import attention, attention_partial, explain, masks, scores
@@ -245,6 +244,7 @@ def test_a_device_by_name_by_kind_or_by_number(wanted, device, monkeypatch):
     assert registry.device_of("torch", wanted) == device
 
 
+@pytest.mark.needs("torch")
 def test_a_kind_of_device_leaves_arrays_on_their_device_of_that_kind(monkeypatch):
     registry.load("torch")
     monkeypatch.setattr(registry, "devices_of", lambda name: ("cpu", "cuda:0", "cuda:1"))

@@ -9,14 +9,10 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import array_api_strict
-import dask.array
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
+from optional import array_api_strict, da, jax, jnp, torch
 
 import polyattn
 from polyattn import (
@@ -71,6 +67,7 @@ def test_the_channels_select_alike(names, monkeypatch):
     assert "POLYATTN_BACKEND" in by_environment.source
 
 
+@pytest.mark.needs("torch")
 def test_argument_over_context_over_environment(monkeypatch):
     monkeypatch.setenv("POLYATTN_BACKEND", "torch")
     assert chosen()[0] == "torch"
@@ -124,6 +121,7 @@ def test_a_context_ends_with_an_error_too():
     assert chosen()[0] == "numpy"
 
 
+@pytest.mark.needs("torch")
 def test_contexts_of_tasks_may_overlap():
     entered, seen = [], []
 
@@ -197,6 +195,7 @@ def test_a_block_of_a_generator_may_end_in_another_context():
     assert held() == context.run(held) == outside
 
 
+@pytest.mark.needs("torch")
 def test_a_context_holds_in_one_thread():
     seen = []
     with use_backend("torch"):
@@ -210,6 +209,7 @@ def test_a_context_holds_in_one_thread():
 # ---- lists ----
 
 
+@pytest.mark.needs("torch")
 def test_the_first_backend_that_supports_the_call_runs():
     assert chosen(backend="torch:cuda,numpy") == ("numpy", "small")
     assert chosen(backend=["torch:cuda", "torch"]) == ("torch", "sdpa")
@@ -220,6 +220,7 @@ def test_names_may_have_spaces_around_them():
     assert chosen(backend=" torch:cuda , numpy ") == ("numpy", "small")
 
 
+@pytest.mark.needs("torch")
 def test_the_requested_kernel_is_part_of_the_decision():
     assert [chosen(kernel=k)[1] for k in ("dense", "tiled", None)] == ["dense", "tiled", "small"]
     assert [c.status for c in explain(X, X, X, backend="numpy,torch").candidates][-1] == "next"
@@ -241,6 +242,7 @@ def test_auto_moves_no_array():
         attention(X, torch.from_numpy(X), X, backend="auto")
 
 
+@pytest.mark.needs("torch")
 def test_an_error_while_running_is_not_retried_elsewhere(monkeypatch):
     registry.load("torch")
     kernel = registry.loaded("torch").kernels[0]
@@ -435,7 +437,7 @@ def test_a_traced_array_does_not_leave_its_library():
 
 
 def test_a_lazy_array_does_not_leave_its_library():
-    lazy = dask.array.from_array(X)
+    lazy = da.from_array(X)
     for backend in ("numpy", "torch"):
         with pytest.raises(polyattn.UnsupportedError, match="traced, transformed, lazy"):
             attention(lazy, lazy, lazy, backend=backend)
@@ -556,6 +558,7 @@ def test_explain_refuses_malformed_shapes(shape):
         explain(shape, shape, shape)
 
 
+@pytest.mark.needs("torch")
 def test_explain_moves_no_array(monkeypatch):
     registry.load("torch")
     monkeypatch.setattr(type(registry.loaded("torch")), "place", lambda *_: 1 / 0)
@@ -709,7 +712,7 @@ def test_a_result_that_is_not_what_a_kernel_must_return_is_refused(mistake):
                 attention_partial(X, X, X, kernel=Changed(logsumexp=change))
 
 
-@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray, dask.array.from_array])
+@pytest.mark.parametrize("to", [np.asarray, torch.asarray, jnp.asarray, da.from_array])
 def test_a_right_result_of_a_kernel_is_taken(to):
     given = [to(x) for x in (X, X, X[..., :3])]
     kernel = Changed()
@@ -743,6 +746,7 @@ def test_compiled_masks_with_other_tables_share_only_the_plan(to):
         np.testing.assert_allclose(np.asarray(output), expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.needs("torch")
 def test_each_thread_chooses_its_backend():
     def call(name):
         with use_backend(name):

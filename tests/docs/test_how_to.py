@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import numpy as np
 import pages
 import pytest
-import torch
+from optional import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel
 

@@ -5,17 +5,12 @@ import math
 import re
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pages
 import peers
 import pytest
-import torch
-import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.nn.attention.flex_attention import create_mask
+from optional import F, causal_lower_right, causal_upper_left, flex, jax, jnp, torch
 from transformers import masking_utils as theirs
 
 from polyattn import attention, masks
@@ -251,7 +246,7 @@ PEERS = {
         attn_mask=LETTERS["hidden3"]
     ),
     "torch MultiheadAttention: `key_padding_mask": lambda: by_multihead(key_padding_mask=PADDED),
-    "FlexAttention": lambda: create_mask(
+    "FlexAttention": lambda: flex.create_mask(
         lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, B, H, L, S, device="cpu"
     ).numpy(),
     "ONNX 25": lambda: by_onnx(window=(3, 1)),

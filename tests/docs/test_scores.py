@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pages
 import pytest
-import torch
+from optional import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 

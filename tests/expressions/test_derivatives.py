@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
-from libraries import LIBRARIES, TORCH
+from libraries import EVERYWHERE, LIBRARIES, TORCH
+from optional import TorchBackend, torch
 
 from polyattn import explain, scores
 from polyattn._base.arrays import is_array, library_of
@@ -16,7 +16,6 @@ from polyattn._core.expressions.scores import as_score
 from polyattn._core.tiles.indices import Indices
 from polyattn.plugin import BackendPrimitives
 from polyattn_numpy.backend import NumpyBackend
-from polyattn_torch.backend import TorchBackend
 
 B, H, L, S, D = 2, 6, 5, 7, 4
 RNG = np.random.default_rng(7)
@@ -101,7 +100,7 @@ def assert_all_close(found, expected):
 # ---- score modifications -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("offset", [None, OFFSETS], ids=["", "offsets"])
 @pytest.mark.parametrize("name", MADE)
 def test_the_pullback_of_a_score_value_is_its_gradient(name, offset, library):
@@ -116,7 +115,7 @@ def test_the_pullback_of_a_score_value_is_its_gradient(name, offset, library):
     assert_all_close(numbers(library, [of_scores, *of_arrays]), expected)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", MADE)
 def test_an_absent_score_has_the_gradient_0(name, library):
     value, s, gradient = MADE[name](library.to), SCORES.copy(), GRADIENT.copy()
@@ -225,7 +224,7 @@ def pulled(library, name, query, key, gradient):
     return numbers(library, [found[0], found[1], *found[2]])
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", SIMILAR)
 def test_the_pullback_of_a_similarity_is_its_gradient(name, library):
     query, key = QUERY.copy(), KEY.copy()
@@ -241,7 +240,7 @@ def test_the_pullback_of_a_similarity_is_its_gradient(name, library):
     assert_all_close(pulled(library, name, query, key, GRADIENT), expected)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", SIMILAR)
 def test_what_an_absent_key_holds_changes_no_gradient(name, poison, library):
@@ -269,7 +268,7 @@ def test_the_pullback_of_a_similarity_has_derivatives_itself(name):
     assert torch.autograd.gradcheck(forward, inputs, atol=1e-5, fast_mode=True)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", SIMILAR)
 def test_vectors_of_no_numbers_have_gradients_of_none(name, library):
     made = {**SIMILAR, "additive": lambda to: scores.additive(to(WEIGHT[:0]))}
@@ -330,7 +329,7 @@ def test_a_weight_that_is_nan_has_no_other_gradient(normalizer):
     assert np.isnan(normalizer.pullback(weights, GRADIENT, np)[0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 def test_the_pullback_of_the_norm_is_its_gradient(library):
     rule, s = scores.by_norm(3.0), SCORES.copy()
     s[0, 0, 0] = 0

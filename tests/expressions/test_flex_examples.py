@@ -13,11 +13,9 @@ import operator
 from typing import Any, NamedTuple
 
 import array_api_compat
-import jax
 import numpy as np
 import pytest
-import torch
-from torch.nn.attention import flex_attention as flex
+from optional import flex, jax, torch
 
 from polyattn import attention, masks, scores
 from polyattn.conformance import Target, assert_accurate, make_case

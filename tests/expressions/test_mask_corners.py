@@ -5,14 +5,11 @@ import itertools
 import math
 import pickle
 
-import array_api_strict
-import jax
-import jax.numpy
 import numpy as np
 import pytest
-import torch
-from libraries import LIBRARIES, tiles_of
+from libraries import EVERYWHERE, tiles_of
 from matplotlib.figure import Figure
+from optional import array_api_strict, jax, torch
 
 from polyattn import attention, masks, scores
 from polyattn.plot.mask_picture import FULL, SEEN, draw_mask
@@ -415,7 +412,7 @@ def test_lengths_below_nothing_hide_all_and_ids_may_be_anything():
 
 @pytest.mark.parametrize("kernel", ["dense", "tiled"])
 @pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0), (0, 0)])
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 def test_nothing_in_is_nothing_out(library, rows, keys, kernel):
     query, key = (library.to(np.ones((B, H, n, 8))) for n in (rows, keys))
     ids, key_ids = (library.to(np.zeros(n, int)) for n in (rows, keys))

@@ -5,10 +5,9 @@ import pickle
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from optional import jax, jnp
 
 from polyattn import attention_weights, masks, scores
 from polyattn._base.arrays import is_array

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-import torch
-from libraries import LIBRARIES, tiles_of
+from libraries import EVERYWHERE, tiles_of
+from optional import TorchBackend, torch
 
 from polyattn import (
     UnsupportedError,
@@ -17,7 +17,6 @@ from polyattn import (
 )
 from polyattn.plugin import Score
 from polyattn_numpy.backend import NumpyBackend
-from polyattn_torch.backend import TorchBackend
 
 BACKENDS = {"numpy": NumpyBackend(), "torch": TorchBackend()}
 B, H, G, L, S, D = 2, 6, 3, 9, 14, 5
@@ -95,7 +94,7 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", MADE)
 def test_a_score_value_makes_the_scores_that_it_says(name, library):
     make, s = MADE[name]
@@ -152,7 +151,7 @@ SIMILAR = {
 }
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", SIMILAR)
 def test_a_similarity_stands_in_place_of_the_product(name, library):
     make, s = SIMILAR[name]
@@ -221,7 +220,7 @@ def test_the_long_sequence_rule_is_a_number():
     assert needs == {"grouped_heads", "scale"}
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 def test_scores_over_their_norm_count_visible_keys_alone(library):
     arrays = [library.to(x) for x in (QUERY, KEY, VALUE)]
     seen = AWAY <= 0
@@ -241,7 +240,7 @@ def simplex(row):
     return np.maximum(row - high, 0)
 
 
-@pytest.mark.parametrize("library", LIBRARIES, ids=str)
+@pytest.mark.parametrize("library", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", ["sigmoid", "sparsemax"])
 def test_a_normalizer_stands_in_place_of_softmax(name, library):
     arrays = [library.to(x) for x in (QUERY * 3, KEY, VALUE)]

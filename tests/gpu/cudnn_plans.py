@@ -145,6 +145,7 @@ def ask(*, only_frontend: bool) -> int:
                         plan = graphs.describe(graph, **where)
                         plan.validate()
                         plan.build_operation_graph()
+                        plan.key()  # from 1.32 on, this is what asks
                     else:
                         engine = graphs.build(graph, **where).get_plan_name_at_index(0)
                 except Exception as error:

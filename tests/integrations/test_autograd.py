@@ -1,12 +1,11 @@
 """HIPS autograd with polyattn: the textbook's gradients, on NumPy's kernels and in the layers."""
 
-import autograd.numpy as anp
 import numpy as np
 import pytest
-import torch
 from autograd import grad, jacobian, value_and_grad
 from autograd.core import make_vjp
 from autograd.test_util import check_grads
+from optional import anp, torch
 
 import polyattn
 from polyattn import attention, attention_partial, masks, nn, scores

@@ -5,8 +5,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 from libraries import tiles_of
+from optional import torch
 
 import polyattn
 from polyattn import attention, attention_partial

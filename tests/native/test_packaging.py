@@ -30,7 +30,8 @@ def test_the_library_is_small_and_shows_its_interface_only() -> None:
     shown = run("nm", "--dynamic", "--defined-only", library)
     if shown.returncode == 0 and sys.platform == "linux":
         names = {line.split()[-1] for line in shown.stdout.splitlines()}
-        declared = re.findall(r"(polyattn_\w+)\(", (SOURCE / "src/interface.h").read_text())
+        sources = [(SOURCE / "src" / name).read_text() for name in ("interface.h", "xla.cpp")]
+        declared = re.findall(r"POLYATTN_API.* \*?(polyattn_\w+)\(", "".join(sources))
         assert names == set(declared)
 
 
@@ -48,7 +49,7 @@ def test_the_archive_holds_the_sources(built: dict[str, Path]) -> None:
     with tarfile.open(built[".gz"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {f"src/{file.name}" for file in (SOURCE / "src").iterdir()} <= names
-    assert {"CMakeLists.txt", "LICENSE"} <= names
+    assert {"CMakeLists.txt", "LICENSE", "LICENSE-Apache-2.0"} <= names
     assert not [name for name in names if name.endswith((".so", ".dylib", ".o"))]
 
 
@@ -60,6 +61,7 @@ def test_the_wheel_is_for_every_python_and_runs_in_a_clean_environment(
     assert "-py3-none-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         tops = {name.partition("/")[0] for name in archive.namelist()}
+        assert "LICENSE-Apache-2.0" in {Path(name).name for name in archive.namelist()}
     assert tops == {"polyattn_native", "-".join(wheel.name.split("-")[:2]) + ".dist-info"}
     venv.create(tmp_path / "clean")
     python = tmp_path / "clean" / "bin" / "python"

@@ -1,14 +1,16 @@
 """Tiny models of transformers, made once for all tests of layers."""
 
-import jax
 import pytest
-import torch
+from optional import jax, torch
 from tiny_models import LIBRARIES
 
 
 @pytest.fixture(autouse=True)
 def careful_jax():
     """Have JAX refuse to broadcast other ranks, and to mix dtypes."""
+    if not jax:
+        yield
+        return
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         yield
 

@@ -1,10 +1,8 @@
 """Layers under the libraries' own transformations: gradients, jit and vmap pass through."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import jax, jnp, torch
 
 from polyattn import nn
 from polyattn.integrations.jax import register

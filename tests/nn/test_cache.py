@@ -7,11 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from optional import jax, jnp, torch
 
 from polyattn import masks, nn, scores
 from polyattn.integrations.jax import register
@@ -48,17 +46,18 @@ def full_pass(kind, *context, **options):
     return model_of(np.asarray, **kind)(IDS, *context, **options)
 
 
-def decode(model, ids, caches, steps, *context, **options):
-    """The logits of tokens given so many at a time; JAX compiles each length of a step once."""
+def decode(library, model, caches, steps, *context, **options):
+    """The logits of IDS, given so many at a time; JAX compiles each length of a step once."""
 
     def step(model, ids, caches):
         return model(ids, *context, caches=caches, **options)
 
+    to, back = library
+    ids, found, start = to(IDS), [], 0
     step = jax.jit(step) if isinstance(ids, jax.Array) else step
-    found, start = [], 0
     for length in steps:
         some, caches = step(model, ids[:, start : start + length], caches)
-        found.append(np.asarray(some))
+        found.append(back(some))
         start += length
     return np.concatenate(found, axis=1), caches
 
@@ -73,7 +72,7 @@ def test_every_step_gives_what_the_full_pass_does(library, kind):
     kind = kind | {"blocks": 1} if compiles else kind
     model, full = model_of(to, **kind), full_pass(kind, is_causal=True)
     for steps in ([3] * 3,) if compiles else ([1] * 9, [4, 1, 1, 3], [9]):
-        found, caches = decode(model, to(IDS), model.caches(16, batch=(2,)), steps, is_causal=True)
+        found, caches = decode(library, model, model.caches(16, batch=(2,)), steps, is_causal=True)
         np.testing.assert_allclose(found, full, atol=2e-5)
         assert all(cache.length == 9 for cache in caches)
 
@@ -83,7 +82,7 @@ def test_masks_and_scores_are_those_of_the_full_pass(library, options):
     to, _ = library
     kind, options = {"blocks": 1}, OPTIONS[options]
     model, full = model_of(to, **kind), full_pass(kind, **options)
-    found, _ = decode(model, to(IDS), model.caches(16, batch=(2,)), [1] * 9, **options)
+    found, _ = decode(library, model, model.caches(16, batch=(2,)), [1] * 9, **options)
     np.testing.assert_allclose(found, full, atol=2e-5)
     assert np.abs(full_pass(kind) - full).max() > 1e-3
 
@@ -92,7 +91,7 @@ def test_a_decoder_with_cross_attention_decodes_with_a_cache(library):
     to, _ = library
     kind, memory = {"cross": True, "blocks": 1}, RNG.normal(size=(2, 5, 24)).astype(np.float32)
     model, full = model_of(to, **kind), full_pass(kind, memory)
-    found, _ = decode(model, to(IDS), model.caches(16, batch=(2,)), [1] * 9, to(memory))
+    found, _ = decode(library, model, model.caches(16, batch=(2,)), [1] * 9, to(memory))
     np.testing.assert_allclose(found, full, atol=2e-5)
 
 
@@ -179,7 +178,7 @@ def test_sliding_keeps_the_newest_and_counts_the_others(library):
 
 
 @pytest.mark.parametrize(
-    "library", ["numpy", "torch", "strict"], indirect=True
+    "library", ["numpy", "torch", "torch on a device", "strict"], indirect=True
 )  # JAX's is compiled, below
 def test_a_slid_cache_decodes_a_window_as_the_full_pass_does(library):
     to, back = library

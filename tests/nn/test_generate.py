@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 from tiny_models import DECODERS, FAMILIES, FLOAT32, IDS, library
 
 from polyattn import nn

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
+from optional import torch
 from tiny_models import FLOAT32, library
 
 from polyattn import nn

@@ -3,12 +3,10 @@
 import math
 from dataclasses import replace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-import torch
+from optional import jax, jnp, torch
 
 from polyattn import attention, masks, nn, scores
 from polyattn.nn.shapes import beside

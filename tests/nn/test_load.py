@@ -8,7 +8,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
+from optional import torch
 from tiny_models import DECODERS, FLOAT32, library
 
 from polyattn import nn

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-import torch
+from optional import torch
 
 import polyattn
 from polyattn import nn

@@ -2,14 +2,9 @@
 
 from fractions import Fraction
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as turn_neighbours
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as turn_halves
+from optional import jax, jnp, make_fx, torch, turn_halves, turn_neighbours
 
 from polyattn import nn, scores
 from polyattn._base.arrays import library_of

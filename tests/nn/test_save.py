@@ -5,7 +5,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
+from optional import torch
 from tiny_models import DECODERS, ENCODERS, FAMILIES, FLOAT32, SENSES, library
 
 from polyattn import nn

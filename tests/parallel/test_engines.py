@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import on_jax
 import pytest
+from optional import jax
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "on_ranks.py"

@@ -4,11 +4,10 @@ import re
 import threading
 from functools import partial
 
-import jax.numpy as jnp
 import numpy as np
 import on_ranks
 import pytest
-import torch
+from optional import jnp, torch
 
 from polyattn import attention, attention_vjp, masks, parallel, scores
 from polyattn.conformance import CASES

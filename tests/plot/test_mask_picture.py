@@ -1,13 +1,11 @@
 """The picture of a mask shows the keys that attention sees and the tiles that the mask answers."""
 
-import array_api_strict
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
-import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from optional import array_api_strict, jnp, torch
 
 from polyattn import attention, masks
 from polyattn._core.expressions.patterns import Band

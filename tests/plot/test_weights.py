@@ -4,13 +4,11 @@ import importlib
 import itertools
 from pathlib import Path
 
-import array_api_strict
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
-import torch
 from matplotlib.figure import Figure
+from optional import array_api_strict, jnp, torch
 
 from polyattn import attention_weights, masks, plot
 from polyattn.plot.mask_picture import draw_mask

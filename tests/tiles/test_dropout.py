@@ -3,18 +3,17 @@
 from functools import cache, partial
 
 import array_api_compat.numpy as xp
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from libraries import LIBRARIES, Library, tiles_of
+from libraries import EVERYWHERE, Library, tiles_of
+from optional import jnp, torch
 
 from polyattn import attention, attention_partial
 from polyattn._base.arrays import namespace_of
 from polyattn._core.tiles.dropout import keep_mask, keep_mask_by_word, philox
 
 JAX = Library("jax", jnp.asarray, np.asarray, ("float32",))
-EVERY = (*LIBRARIES, JAX)
+EVERY = (*EVERYWHERE, JAX)
 B, H, G, L, S = 2, 4, 2, 9, 23
 RNG = np.random.default_rng(3)
 # Weights that are all alike, and values of which each key has its own, so that the output tells
@@ -79,7 +78,7 @@ def test_philox_gives_the_published_words(to, counter, key, words):
 
 
 # In tiles, JAX compiles each operation for each shape of a tile; small tiles are many.
-TILES = [(library, tile) for library in LIBRARIES for tile in (None, 200, 24)] + [(JAX, None)]
+TILES = [(library, tile) for library in EVERYWHERE for tile in (None, 200, 24)] + [(JAX, None)]
 TILES += [pytest.param(JAX, tile, marks=pytest.mark.slow) for tile in (200, 24)]
 TILES += [pytest.param(library, 1, marks=pytest.mark.slow) for library in EVERY]
 

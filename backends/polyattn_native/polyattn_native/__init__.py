@@ -7,7 +7,9 @@ SPEC = KernelSpec(
     kernels={
         "numpy": "polyattn_native.kernel:Native",
         "torch": "polyattn_native.on_torch:NativeOnTorch",
+        "jax": "polyattn_native.on_jax:NativeOnJax",
     },
     requires=("numpy",),
     install="pip install polyattn-native",
+    before={"jax": "xla"},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,27 +24,37 @@ def describe(to: CArray, array: Any, batch: tuple[int, ...], made: list[Any]) ->
     Axes of length 1 are repeated. An array that is made, of where items begin, is added to `made`:
     it must live as long as the call, as `array` must.
     """
-    size = array.itemsize
-    *lead, heads, rows, columns = (1,) * (3 - array.ndim) + array.shape
-    *strides, head, row, column = (0,) * (3 - array.ndim) + array.strides
     to.data = array.ctypes.data
-    to.head = 0 if heads == 1 else head // size
-    to.row = 0 if rows == 1 else row // size
-    to.column = 0 if columns == 1 else column // size
-    steps = [0 if n == 1 else stride // size for n, stride in zip(lead, strides, strict=True)]
+    size = array.itemsize
+    offsets = lay_out(to, array.shape, [stride // size for stride in array.strides], batch)
+    if offsets is not None:
+        to.offsets = offsets.ctypes.data
+        made.append(offsets)
+
+
+def lay_out(
+    to: CArray, shape: tuple[int, ...], strides: Sequence[int], batch: tuple[int, ...]
+) -> Any:
+    """Write the strides of an array, and return the offsets of its items if they have no stride."""
+    missing = 3 - len(shape)
+    *lead, heads, rows, columns = (1,) * missing + tuple(shape)
+    *steps, head, row, column = (0,) * missing + tuple(strides)
+    to.head = 0 if heads == 1 else head
+    to.row = 0 if rows == 1 else row
+    to.column = 0 if columns == 1 else column
+    steps = [0 if n == 1 else step for n, step in zip(lead, steps, strict=True)]
     steps = [0] * (len(batch) - len(steps)) + steps
     to.offsets, to.item = None, 0
-    if any(steps):
-        long = [(n, step) for n, step in zip(batch, steps, strict=True) if n > 1]
-        if all(outer == inner * n for (_, outer), (n, inner) in pairwise(long)):
-            to.item = long[-1][1]
-        else:
-            offsets = np.zeros((), np.int64)
-            for n, step in zip(batch, steps, strict=True):
-                offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * step)
-            offsets = np.ascontiguousarray(offsets.reshape(-1))
-            to.offsets = offsets.ctypes.data
-            made.append(offsets)
+    if not any(steps):
+        return None
+    long = [(n, step) for n, step in zip(batch, steps, strict=True) if n > 1]
+    if all(outer == inner * n for (_, outer), (n, inner) in pairwise(long)):
+        to.item = long[-1][1]
+        return None
+    offsets = np.zeros((), np.int64)
+    for n, step in zip(batch, steps, strict=True):
+        offsets = np.add.outer(offsets, np.arange(n, dtype=np.int64) * step)
+    return np.ascontiguousarray(offsets.reshape(-1))
 
 
 def readable(array: Any, dtype: Any = None) -> Any:

@@ -36,6 +36,31 @@ def threads_for(problem: Problem, products: int, most: int) -> int:
     return 1 if work < 2 * THREAD_WORK else min(most, work // THREAD_WORK)
 
 
+def call_of(problem: Problem, products: int, threads: int) -> CCall:
+    """Return a call with all that the problem says, without arrays."""
+    low, high = band(problem)
+    return CCall(
+        items=math.prod(problem.batch),
+        heads=problem.heads,
+        key_heads=problem.key_heads,
+        rows=problem.query_length,
+        keys=problem.key_length,
+        head_size=problem.head_size,
+        value_size=problem.value_size,
+        dtype=DTYPES.index(problem.dtype),
+        threads=threads_for(problem, products, threads),
+        scale=problem.scale,
+        softcap=problem.softcap or 0,
+        has_low=low is not None,
+        has_high=high is not None,
+        low=0 if low is None else max(min(low, WIDEST), -WIDEST),
+        high=0 if high is None else max(min(high, WIDEST), -WIDEST),
+        has_dropout=problem.dropout > 0,
+        threshold=min(round(problem.dropout * 2**32), 2**32 - 1),
+        keep=1 - problem.dropout,
+    )
+
+
 class NativeCall:
     """A call, and the arrays that must live as long as it."""
 
@@ -46,19 +71,11 @@ class NativeCall:
         self.keep: list[Any] = []
         self.offsets: list[Any] = []
         self.sizes: dict[str, int] = {}  # of the numbers of each array
-        call = self.call = CCall()
-        call.items = math.prod(problem.batch)
-        call.heads, call.key_heads = problem.heads, problem.key_heads
-        call.rows, call.keys = problem.query_length, problem.key_length
-        call.head_size, call.value_size = problem.head_size, problem.value_size
-        call.dtype = DTYPES.index(problem.dtype)
-        call.threads = threads_for(problem, products, threads)
+        call = self.call = call_of(problem, products, threads)
         self.array("query", readable(x.query))
         self.array("key", readable(x.key))
         self.array("value", readable(x.value))
         call.scale, self.rest = scale_and_rest(problem, x)
-        call.softcap = problem.softcap or 0
-        call.keep = 1 - problem.dropout
         self._add_positions()
         self._add_dropout()
         if x.sinks is not None:
@@ -89,11 +106,7 @@ class NativeCall:
         return address
 
     def _add_positions(self) -> None:
-        low, high = band(self.problem)
         call = self.call
-        call.has_low, call.has_high = low is not None, high is not None
-        call.low = 0 if low is None else max(min(low, WIDEST), -WIDEST)
-        call.high = 0 if high is None else max(min(high, WIDEST), -WIDEST)
         if self.problem.query_offset is None and (call.has_low or call.has_high):
             positions = np.ascontiguousarray(offsets_of(self.problem, self.x))
             self.keep.append(positions)
@@ -106,8 +119,6 @@ class NativeCall:
         seed = int(np.asarray(x.seed)) % 2**64
         start = problem.dropout_start
         numbers = np.asarray(x.dropout_start).tolist() if start is None else start
-        call.has_dropout = 1
-        call.threshold = min(round(problem.dropout * 2**32), 2**32 - 1)
         call.seed_low, call.seed_high = seed % 2**32, seed >> 32
         call.start = tuple(number % 2**32 for number in numbers)
 

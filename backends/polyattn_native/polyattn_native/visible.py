@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import array_api_compat.numpy as xp
 import numpy as np
 
-from polyattn.plugin import Expression, Indices, Mask, Operands, Problem, Span
-from polyattn_native.arrays import WIDEST, by_item, offsets_of
+from polyattn.plugin import Expression, Indices, Mask, Operands, Problem, Span, saturating_sum
 
 
 class Visible(NamedTuple):
@@ -50,8 +49,9 @@ def kind_of(expression: Expression) -> str:
 class Ranges:
     """The first and last keys of the rows, narrowed by one mask after the other."""
 
-    def __init__(self, problem: Problem, x: Operands) -> None:
-        self.problem, self.x = problem, x
+    def __init__(self, problem: Problem, x: Operands, library: Any = np) -> None:
+        self.problem, self.x, self.xp = problem, x, library
+        self.integer = library.asarray(0).dtype
         self.first: Any = None
         self.stop: Any = None
 
@@ -61,29 +61,42 @@ class Ranges:
         return narrow is not None and narrow(mask) is not False
 
     def _narrow(self, first: Any, stop: Any) -> None:
-        keys = self.problem.key_length
+        xp, keys = self.xp, self.problem.key_length
         if first is not None:
-            first = np.clip(first, 0, keys).astype(np.int32)
-            self.first = first if self.first is None else np.maximum(self.first, first)
+            first = xp.clip(first, 0, keys).astype("int32")
+            self.first = first if self.first is None else xp.maximum(self.first, first)
         if stop is not None:
-            stop = np.clip(stop, 0, keys).astype(np.int32)
-            self.stop = stop if self.stop is None else np.minimum(self.stop, stop)
+            stop = xp.clip(stop, 0, keys).astype("int32")
+            self.stop = stop if self.stop is None else xp.minimum(self.stop, stop)
 
-    def _positions(self) -> Any:
-        """Return the position of each row, (items or 1, L)."""
-        rows = np.arange(self.problem.query_length)
-        return offsets_of(self.problem, self.x).reshape(-1, 1) + rows
+    def _positions(self, shift: int) -> Any:
+        """Return the position of each row plus `shift`, limited to the keys, (items or 1, L)."""
+        problem = self.problem
+        offset: Any = problem.query_offset
+        if offset is None:
+            given: Any = self.x.query_offset
+            offset = self._by_item(given[..., 0, 0, 0])
+        limit = problem.query_length + problem.key_length
+        first = saturating_sum(offset, shift, self.xp, self.integer, limit)
+        return self.xp.asarray(first).reshape(-1, 1) + self._rows()
+
+    def _rows(self) -> Any:
+        return self.xp.arange(self.problem.query_length, dtype=self.integer)[None, :]
 
     def _numbers(self, lengths: Any) -> Any:
         if isinstance(lengths, int):
-            return np.full((1, 1), min(lengths, 2**31 - 1))
-        return by_item(np.asarray(lengths), self.problem.batch)[:, None]
+            return self.xp.full((1, 1), min(lengths, 2**31 - 1), self.integer)
+        return self._by_item(lengths).reshape(-1, 1)
+
+    def _by_item(self, array: Any) -> Any:
+        """Return a number for each flat batch item, or one for all."""
+        array = self.xp.asarray(array)
+        return array if array.size == 1 else self.xp.broadcast_to(array, self.problem.batch)
 
     def _by_window(self, mask: Any) -> None:
-        at = self._positions()
         self._narrow(
-            None if mask.left is None else at - min(mask.left, WIDEST),
-            None if mask.right is None else at + min(mask.right, WIDEST) + 1,
+            None if mask.left is None else self._positions(-mask.left),
+            None if mask.right is None else self._positions(mask.right + 1),
         )
 
     def _by_prefix(self, mask: Any) -> None:
@@ -93,9 +106,8 @@ class Ranges:
         if mask.key_lengths is not None:
             self._narrow(None, self._numbers(mask.key_lengths))
         if mask.query_lengths is not None:
-            rows = np.arange(self.problem.query_length)
-            inside = rows < self._numbers(mask.query_lengths)
-            self._narrow(None, np.where(inside, self.problem.key_length, 0))
+            inside = self._rows() < self._numbers(mask.query_lengths)
+            self._narrow(None, self.xp.where(inside, self.problem.key_length, 0))
 
     def _by_segments(self, mask: Any) -> bool:
         rows = np.asarray(mask.query_ids)

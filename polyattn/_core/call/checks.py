@@ -55,6 +55,22 @@ def check_lengths(call: Call) -> None:
             )
 
 
+def check_pages(call: Call) -> None:
+    """Raise if keys and values of a block table are no pages."""
+    if call.block_table is None:
+        return
+    if call.query.library == "dask" or any(facts.chunks for _, facts in call.operands()):
+        raise TypeError("block_table takes no arrays of dask, whose chunks are no pages")
+    letters = "(pages, G, page, D)" if call.layout == "...HLD" else "(pages, page, G, D)"
+    pools = call.operands()[1:]
+    if any(len(facts.shape) != 4 for _, facts in pools) or 0 in pools[0][1].shape[:1]:
+        raise _shape_error(
+            call, f"with block_table, key and value are at least one page {letters};"
+        )
+    if len({facts.shape[0] for _, facts in pools}) > 1:
+        raise _shape_error(call, "key and value must have one number of pages;")
+
+
 def check_range(call: Call) -> None:
     # Scores are float32 for all but float64.
     largest, smallest = (1.7e308, 2.3e-308) if call.query.dtype == "float64" else (3.4e38, 1.2e-38)

@@ -9,10 +9,17 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
-from polyattn._base.arrays import Array, ArrayFacts, are_one_length, facts_of, is_array
+from polyattn._base.arrays import (
+    Array,
+    ArrayFacts,
+    are_one_length,
+    facts_of,
+    is_array,
+)
 from polyattn._base.host import Destination, as_array, destination_of, is_host
 from polyattn._base.tracing import torch_transforms
 from polyattn._core.call.facts import Call, axes_of
+from polyattn._core.call.lengths import move_lengths
 from polyattn._core.call.operands import Operands
 from polyattn._core.call.options import OPTIONS
 from polyattn._core.expressions.expression import FUNCTION, Expression
@@ -32,16 +39,22 @@ def describe(
     layout: Any = "...HLD",
     logsumexp: bool = False,
     facts: Callable[[Any, str], ArrayFacts] = facts_of,
+    shares: tuple[int, int] = (1, 1),
     **options: Any,
 ) -> tuple[Call, Operands]:
     """Return the facts of a call, its options checked one by one, and its operands.
 
     A part of an expression that has an option of its own is moved to the option, so that every
-    kernel that supports the option supports it. `examine` checks the whole.
+    kernel that supports the option supports it. `examine` checks the whole. Query and keys may be
+    parts of a longer call, which has so many times as many rows and keys as `shares` says.
     """
     if not isinstance(layout, str) or layout not in ("...HLD", "...LHD"):
         raise ValueError(f'layout must be "...HLD" or "...LHD"; got {layout!r}')
     values = _checked(options, destination_of(query))
+    if "key_lengths" in values or "block_table" in values:
+        move_lengths(values, options, (query, key), layout, shares)
+    if isinstance(values.get("mask"), Mask):
+        _move_band(values)
     described = {name: _described(name, value, facts) for name, value in values.items()}
     if "dropout" in values:
         _take_dropout_apart(described, values, facts)
@@ -75,8 +88,6 @@ def _checked(options: dict[str, Any], destination: Destination | None) -> dict[s
         elif option.axes is not None:
             given = placed(name, given, destination)
         values[name] = option.read(given)
-    if isinstance(values.get("mask"), Mask):
-        _move_band(values)
     if isinstance(values.get("score_mod"), Score):
         _move_softcap(values)
     return values
@@ -127,7 +138,7 @@ def placed(name: str, given: Any, destination: Destination | None) -> Any:
         return given
     if isinstance(given, Expression):
         return given.placed(destination)
-    is_integer = name == "query_offset" and isinstance(given, numbers.Integral)
+    is_integer = name in ("query_offset", "key_lengths") and isinstance(given, numbers.Integral)
     return destination.put(name, given) if is_host(given) and not is_integer else given
 
 

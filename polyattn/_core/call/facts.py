@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from polyattn._base.arguments import Shape, WindowSize
 from polyattn._base.arrays import ArrayFacts
@@ -29,6 +29,8 @@ class Call(NamedTuple):
     is_causal: bool = False
     window: WindowSize | None = None
     query_offset: ArrayFacts | int | None = None
+    key_lengths: ArrayFacts | None = None  # of a block table
+    block_table: ArrayFacts | None = None
     scale: float | ScaleRule | None = None
     softcap: float | None = None
     score_mod: Score | str | None = None
@@ -45,6 +47,28 @@ class Call(NamedTuple):
     residuals: Residuals | None = None
     cotangents: Cotangents | None = None
     tangents: Tangents | None = None
+
+    def with_whole_keys(self) -> Call:
+        """Return the call with keys and values in one piece, if they are in pages."""
+        if self.block_table is None:
+            return self
+        *batch, pages = self.block_table.shape
+
+        def whole(facts: ArrayFacts) -> ArrayFacts:
+            _, *heads_and_slots, size = facts.shape
+            axis = 1 if self.layout == "...HLD" else 0
+            heads_and_slots[axis] *= pages
+            return facts._replace(shape=(*batch, *heads_and_slots, size))
+
+        changed: dict[str, Any] = {"key": whole(self.key)}
+        if self.value is not None:
+            changed["value"] = whole(self.value)
+        moved = {} if self.tangents is None else self.tangents._asdict()
+        for name in changed:
+            if moved.get(name) is not None and moved[name].shape == getattr(self, name).shape:
+                moved[name] = whole(moved[name])
+        tangents = None if self.tangents is None else self.tangents._replace(**moved)
+        return self._replace(**changed, tangents=tangents)
 
     def operands(self) -> list[tuple[str, ArrayFacts]]:
         """Return the names and facts of query, key and value."""

@@ -52,6 +52,10 @@ FEATURES: dict[str, Feature] = {
         lambda c, p: any(x.shape[:-3] != c.query.shape[:-3] for _, x in c.operands()),
     ),
     "bias": Feature("bias=, added to the scores", lambda c, p: c.bias is not None, hides_keys=True),
+    "block_table": Feature(
+        "keys and values where they lie in pages; other kernels get copies in one piece",
+        lambda c, p: c.block_table is not None,
+    ),
     "causal": Feature("is_causal=True", lambda c, p: c.is_causal, hides_keys=True),
     "dropout": Feature("dropout=", lambda c, p: c.dropout > 0),
     "jvp": Feature("directional derivatives by attention_jvp", lambda c, p: c.tangents is not None),

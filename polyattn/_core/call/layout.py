@@ -8,6 +8,7 @@ from polyattn._base.arrays import Array, ArrayFacts, Chunks, index_range, length
 from polyattn._core.call.facts import Call, axes_of
 from polyattn._core.call.gradients import Gradients
 from polyattn._core.call.operands import Operands
+from polyattn._core.call.pages import gathered, scattered
 from polyattn._core.expressions.masks import Mask
 from polyattn._core.expressions.scores import Score
 
@@ -29,9 +30,12 @@ def chunks_heads_first(call: Call) -> tuple[tuple[str, Chunks], ...]:
     return tuple(found)
 
 
-def heads_first(call: Call, operands: Operands) -> Operands:
-    """Return the operands of a call with the axes that a kernel knows."""
-    changed: dict[str, Array] = {}
+def heads_first(call: Call, operands: Operands, *, reads_pages: bool = False) -> Operands:
+    """Return the operands of a call with the axes that a kernel knows.
+
+    Keys and values in pages become whole, unless the kernel reads them where they lie.
+    """
+    changed: dict[str, Any] = {}
     for name, _ in call.operands() if call.layout == "...LHD" or _has_rank_2(call) else ():
         changed[name] = _argument_heads_first(call, getattr(operands, name))
     if isinstance(call.query_offset, ArrayFacts):
@@ -39,19 +43,26 @@ def heads_first(call: Call, operands: Operands) -> Operands:
         changed["query_offset"] = offset[..., None, None, None]
     elif call.query_offset is None and positions_matter(call):
         lengths = [axes_of(facts.shape, call.layout)[2] for facts in (call.query, call.key)]
-        if None in lengths:
+        if None in lengths and call.block_table is None:
             query, key = (changed.get(name, getattr(operands, name)) for name in ("query", "key"))
             offset = length_of(key, -2) - length_of(query, -2)
             # Added to an array: torch would take the number of its example for a bare symbol.
             zero = index_range(library_of(query).xp, 0, 1, query)
             changed["query_offset"] = (zero + offset)[:, None, None]
+    if operands.block_table is not None and not reads_pages:
+        for name, _ in call.operands()[1:]:
+            changed[name] = gathered(changed.get(name, getattr(operands, name)), operands)
+        changed |= {"block_table": None, "key_lengths": None}
     return operands._replace(**changed) if changed else operands
 
 
-def tangent_heads_first(call: Call, name: str, array: Array) -> Array:
+def tangent_heads_first(call: Call, operands: Operands, name: str, array: Array) -> Array:
     """Return the tangent of an argument with the axes that a kernel knows."""
-    of_argument = name in ("query_tangent", "key_tangent", "value_tangent")
-    return _argument_heads_first(call, array) if of_argument else array
+    if name not in ("query_tangent", "key_tangent", "value_tangent"):
+        return array
+    array = _argument_heads_first(call, array)
+    is_whole = operands.block_table is None or name == "query_tangent"
+    return array if is_whole else gathered(array, operands)
 
 
 def result_heads_first(call: Call, name: str, array: Array) -> Array:
@@ -78,11 +89,14 @@ def as_called(call: Call, output: Array, logsumexp: Array | None) -> tuple[Array
     return output, logsumexp
 
 
-def gradients_as_called(call: Call, gradients: Gradients) -> Gradients:
+def gradients_as_called(call: Call, operands: Operands, gradients: Gradients) -> Gradients:
     """Return a kernel's gradients with the axes of the caller."""
     changed: dict[str, Array] = {}
     for name, facts in call.operands():
         array = getattr(gradients, name)
+        if operands.block_table is not None and name != "query":
+            pool = _argument_heads_first(call, getattr(operands, name))
+            array = changed[name] = scattered(array, operands, pool)
         if len(facts.shape) == 2:
             changed[name] = array[0, ...]
         elif call.layout == "...LHD":

@@ -20,6 +20,9 @@ class Operands(NamedTuple):
     bias: Array | None = None  #: broadcasts to (..., H, L, S)
     #: An array has the shape (..., 1, 1, 1); otherwise the problem has the number.
     query_offset: int | Array | None = None
+    key_lengths: Array | None = None  #: of a block table, (...); the mask hides the same keys
+    #: The pages of each item, (..., n), in key and value of the shapes (pages, G, page, size).
+    block_table: Array | None = None
     score_mod: Callable[..., Array] | None = None  #: a function takes (score, b, h, i, j)
     sinks: Array | None = None  #: (H,)
     similarity: Similarity | None = None  #: the replacement for q·k

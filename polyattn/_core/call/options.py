@@ -77,6 +77,31 @@ def check_offset(value: Any) -> Any:
     return value
 
 
+def _is_integers(value: Any) -> bool:
+    """Return whether a value is an array of integers, or one whose dtype is not known yet."""
+    return hasattr(value, "shape") and "int" in str(getattr(value, "dtype", "int"))
+
+
+def check_key_lengths(value: Any) -> Any:
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return operator.index(value)
+    if not _is_integers(value):
+        raise TypeError(
+            "key_lengths must be an integer or an integer array of the batch, the number of keys of"
+            f" each item; {got(value)}"
+        )
+    return value
+
+
+def check_block_table(value: Any) -> Any:
+    if not _is_integers(value) or not value.shape:
+        raise TypeError(
+            "block_table must be an integer array (..., pages of an item), the numbers of pages in"
+            f" key and value; {got(value)}"
+        )
+    return value
+
+
 def check_mask(value: Any) -> Any:
     if isinstance(value, Mask):
         for _, thing in value.carried():
@@ -196,7 +221,7 @@ class Option(NamedTuple):
     #: The kind of expressions that it takes.
     kind: type[Expression] | None = None
     #: The last axes of the scores that its array follows, after a dot if batch axes may come before
-    #: them; None if it takes no array.
+    #: them; None if it takes no array. A dash is an axis that is none of the scores'.
     axes: str | None = None
     #: The dtype of an array that is given to `explain` by its shape; that of the query if None.
     dtype: str | None = None
@@ -214,6 +239,9 @@ OPTIONS: dict[str, Option] = {
         Option("is_causal", lambda value: check_bool("is_causal", value), default=False),
         Option("window", check_window),
         Option("query_offset", check_offset, axes=".", dtype="int64"),
+        # `describe` turns it into a mask and the offset, so that no kernel is told of it.
+        Option("key_lengths", check_key_lengths, axes=".", dtype="int64"),
+        Option("block_table", check_block_table, axes=".-", dtype="int64"),
         Option("scale", check_scale, kind=ScaleRule, gradient="number"),
         Option("softcap", check_softcap, gradient="number"),
         Option("score_mod", check_score_mod, kind=Score, gradient="carried"),

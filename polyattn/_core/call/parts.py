@@ -16,7 +16,8 @@ from polyattn._core.expressions.parts import Part
 def options_of(problem: Problem, operands: Operands) -> dict[str, Any]:
     """Return the options of `attention`, other than their defaults, that give a call."""
     found = {
-        name: getattr(operands if name in Operands._fields else problem, name) for name in OPTIONS
+        name: getattr(operands if name in Operands._fields else problem, name, None)
+        for name in OPTIONS
     }
     found["scale"] = problem.scale if problem.score_norm is None else problem.score_norm
     if problem.query_offset is not None:

@@ -15,6 +15,7 @@ from polyattn._core.call.checks import (
     check_dtypes,
     check_lengths,
     check_operand_shapes,
+    check_pages,
     check_range,
     common_shape,
 )
@@ -138,7 +139,10 @@ class Problem(NamedTuple):
 
 # The options that a problem has in another form, or has not; it has the others as they are.
 _REWRITTEN = frozenset(
-    ("mask", "bias", "window", "query_offset", "scale", "score_mod", "sinks", "similarity")
+    (
+        *("mask", "bias", "window", "query_offset", "key_lengths", "block_table", "scale"),
+        *("score_mod", "sinks", "similarity"),
+    )
 )
 
 
@@ -146,6 +150,8 @@ def examine(call: Call) -> Problem:
     """Check a call as a whole and return its Problem."""
     check_dtypes(call)
     check_lengths(call)
+    check_pages(call)
+    call = call.with_whole_keys()
     check_range(call)
     batch, heads, key_heads, *lengths_and_sizes = common_shape(call)
     query_length, key_length, head_size, value_size = lengths_and_sizes

@@ -184,7 +184,7 @@ class Padding(FirstTokens):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CachePadding(Padding):
-    """The padding of a memory of keys, where the rows are the last tokens before the padding.
+    """The padding of ``key_lengths=``, where the rows are the last tokens before the padding.
 
     It hides what ``masks.padding`` hides. Its class says besides that the query offset of the call
     is the number of keys − L, which a kernel cannot see in two arrays.
@@ -192,6 +192,9 @@ class CachePadding(Padding):
 
     def part(self, part: Part) -> Any:
         return Padding(self.key_lengths, self.query_lengths).part(part)
+
+    def check(self, dims: ScoreDims) -> None:
+        dims.check_per_item("key_lengths", self.key_lengths)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

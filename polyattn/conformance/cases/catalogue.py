@@ -25,6 +25,7 @@ from polyattn.conformance.cases.generators import (
     hiding_a_third,
     hiding_all,
     hiding_every_third_row,
+    key_lengths,
     mask_with_empty_rows,
     mask_without,
     no_key,
@@ -123,6 +124,14 @@ ALONE: Group = {
         **{"query_offset": Generated(lambda case, rng: np.array([-3, 2, 6]))},
         **{"is_causal": True, "batch": (2, 3)},
     },
+    "key lengths": {"key_lengths": Generated(key_lengths), "is_causal": True},
+    "key lengths without positions": {"key_lengths": Generated(key_lengths), "L": 3},
+    "key lengths, window and mask": {
+        **{"key_lengths": Generated(key_lengths), "window": (3, 0), "L": 3},
+        **PAIRED["mask array"],
+    },
+    "key lengths and offset": {"key_lengths": Generated(key_lengths), **PAIRED["offset int"]},
+    "one key length": {"key_lengths": 6, "is_causal": True, "L": 3},
     "scale 0": {"scale": 0.0},
     "scale below 0": {"scale": -0.4},
     "scale 0, causal": {"scale": 0.0, "is_causal": True},
@@ -226,6 +235,7 @@ HIDDEN: Group = {
     "score_mod": {"score_mod": hiding_3_and_4},
     "window": {"window": (2, None), "L": 5, "S": 17},
     "causal": {"is_causal": True, "query_offset": -9},
+    "key_lengths": {"key_lengths": 3},
 }
 POISONED: Group = {
     f"{poison} under {name}": {"poison": poison, "poisoned": (3, 4), **fields}

@@ -72,6 +72,10 @@ def offsets(case: Case, rng: Any) -> Any:
     return np.resize([5, -4, case.S, 0], case.full_batch)
 
 
+def key_lengths(case: Case, rng: Any) -> Any:
+    return np.resize([case.S // 2, 1, 0, case.S], case.full_batch)
+
+
 def like(score: Any, index: Any) -> Any:
     """Cast an index to the dtype of a score: the standard does not mix kinds of dtypes."""
     return cast(library_of(score).xp, index, score.dtype)

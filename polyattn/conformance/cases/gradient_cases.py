@@ -62,6 +62,7 @@ NAMES = (
     "bias as mask",
     "sink of -inf",
     "offset below 0",
+    "key lengths",
     "scale below 0, causal",
     "one key/value head",
     "key without batch axes",

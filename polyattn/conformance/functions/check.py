@@ -188,6 +188,7 @@ _FEATURES_OF = {
     "is_causal": ("causal",),
     "mask": ("mask", "mask_mod", "mask_expression"),
     "query_offset": ("query_offset", "query_offset_array"),
+    "key_lengths": ("mask_expression",),
     "scale": ("scale", "score_norm"),
     "score_mod": ("score_mod", "score_expression"),
 }

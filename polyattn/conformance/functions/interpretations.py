@@ -82,11 +82,18 @@ def _lengths(arguments: Arguments) -> tuple[tuple[int, ...], int, int, int]:
     return np.broadcast_shapes(q[:-3], k[:-3], v[:-3]), q[-3], q[-2], k[-2]
 
 
+def _offset(arguments: Arguments) -> Any:
+    """Return the position of the first row of a call."""
+    options, (_, _, L, S) = arguments[1], _lengths(arguments)
+    offset = options.get("query_offset")
+    return np.asarray(options.get("key_lengths", S)) - L if offset is None else offset
+
+
 def _in_plain_terms(arguments: Arguments) -> Arguments:
     """Return the same call without mask and score expressions."""
     arrays, options = arguments
-    batch, *ends = _lengths(arguments)
-    rows = Rows(batch, (ends[0], ends[1], ends[2]), options.get("query_offset"))
+    batch, H, L, S = _lengths(arguments)
+    rows = Rows(batch, (H, L, S), _offset(arguments))
     mask, score_mod = plainly(options.get("mask"), options.get("score_mod"), rows)
     return arrays, options | {"mask": mask, "score_mod": score_mod}
 
@@ -102,10 +109,10 @@ def _visible(arguments: Arguments) -> Array:
     options = arguments[1]
     batch, H, L, S = _lengths(arguments)
     b, h, i, j = np.ogrid[: math.prod(batch), :H, :L, :S]
-    offset = options.get("query_offset")
-    position = i + np.broadcast_to(S - L if offset is None else offset, batch).reshape(-1, 1, 1, 1)
+    position = i + np.broadcast_to(_offset(arguments), batch).reshape(-1, 1, 1, 1)
     left, right = options.get("window") or (None, None)
-    seen: Array = np.ones((math.prod(batch), H, L, S), bool)
+    ends = np.broadcast_to(options.get("key_lengths", S), batch).reshape(-1, 1, 1, 1)
+    seen: Array = np.ones((math.prod(batch), H, L, S), bool) & (j < ends)
     if options.get("is_causal"):
         seen &= j <= position
     if left is not None:
@@ -244,8 +251,8 @@ def _windows() -> Iterable[Interpretation]:
 def _ignored() -> Iterable[Interpretation]:
     """Yield the interpretations that ignore an option."""
     nothing = {"is_causal": False}
-    names = ("is_causal", "window", "query_offset", "mask", "bias", "scale", "softcap")
-    for name in (*names, "score_mod", "sinks", "dropout", "similarity", "normalizer"):
+    names = ("is_causal", "window", "query_offset", "key_lengths", "mask", "bias", "scale")
+    for name in (*names, "softcap", "score_mod", "sinks", "dropout", "similarity", "normalizer"):
 
         def applies(case: Case, name: str = name) -> bool:
             return _option(case, name) is not None

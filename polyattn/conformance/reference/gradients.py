@@ -166,16 +166,14 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     (H, L, D), (G, S) = q.shape[-3:], k.shape[-3:-1]
     k, v = (np.repeat(x, H // G, axis=-3) for x in (k, v))
     batch = g.shape[:-3]
-    rows = Rows(batch, (H, L, S), options.get("query_offset"))
+    ends = np.asarray(options.get("key_lengths", S))
+    offset = options.get("query_offset", ends - L)
+    rows = Rows(batch, (H, L, S), offset)
     mask, _ = plainly(options.get("mask"), None, rows)
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
     h, i, j = (np.arange(n).reshape(at) for n, at in ((H, (-1, 1, 1)), (L, (-1, 1)), (S, (-1,))))
 
-    scale = options.get("scale")
-    default = 1 / np.sqrt(np.longdouble(D))
-    if isinstance(scale, LongSequence):
-        scale = default / np.sqrt(np.longdouble(S))
-    scale = rounded(default if scale is None else scale)
+    scale = rounded(_scale(options.get("scale"), D, S))
     s = how.product(q * scale, k.mT) if how.scale_first else how.product(q, k.mT) * scale
     c = np.abs(q) @ np.abs(k.mT) * np.abs(scale)
     slope, bend = np.ones_like(s), np.zeros_like(s)
@@ -189,8 +187,8 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
         bias = rounded(options["bias"])
         s, c = s + bias, c + np.abs(bias)
 
-    offset = options.get("query_offset", S - L)
     hidden = hidden_keys(options | {"mask": mask}, offset, b, h, i, j) | np.isneginf(s)
+    hidden = hidden | (j >= ends[..., None, None, None])
     s, c, slope, bend = (
         np.where(hidden, rounded(x), np.broadcast_to(y, (*batch, H, L, S)))
         for x, y in ((-np.inf, s), (0, c), (0, slope), (0, bend))
@@ -217,6 +215,14 @@ def steps(case: Case, dtype: Any, how: Order) -> Steps:
     else:
         weights, total = weights / total, np.ones_like(total)
     return Steps(q, k, v, g, scale, weights, total, kept, slope, c, bend)
+
+
+def _scale(scale: Any, D: int, S: int) -> Any:
+    """Return the factor of the products, for queries of size D and S keys."""
+    default = 1 / np.sqrt(np.longdouble(D))
+    if isinstance(scale, LongSequence):
+        return default / np.sqrt(np.longdouble(S))
+    return default if scale is None else scale
 
 
 def _slope(part: Any, mod: Any, s: Any, c: Any, indices: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -99,6 +99,7 @@ def oracle(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
+    key_lengths: Any = None,
     scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -116,9 +117,9 @@ def oracle(
     ----------
     query, key, value : array_like
         As for `polyattn.attention`, of any supported dtype.
-    mask, bias, is_causal, window, query_offset, scale, softcap, score_mod, sinks : optional
+    mask, bias, is_causal, window, query_offset, key_lengths, scale, softcap : optional
         As for `polyattn.attention`.
-    dropout, similarity, normalizer, layout : optional
+    score_mod, sinks, dropout, similarity, normalizer, layout : optional
         As for `polyattn.attention`; a normalizer has no logsumexp, which is NaN.
     rows : tuple of int, optional
         The query rows to compute; the results have these only. All by default.
@@ -145,12 +146,13 @@ def oracle(
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     (H, L, D), (G, S, E) = q.shape[-3:], v.shape[-3:]
-    sampled = Rows(batch, (H, L, S), query_offset, rows)
+    ends = np.broadcast_to(S if key_lengths is None else key_lengths, batch)
+    offsets = np.broadcast_to(ends - L if query_offset is None else query_offset, batch)
+    sampled = Rows(batch, (H, L, S), offsets, rows)
     bias = None if bias is None else np.broadcast_to(lift(bias), (*batch, H, L, S))
     mask, score_mod = plainly(mask, score_mod, sampled)
     if mask is not None and not callable(mask):
         mask = lookup(mask, batch, (H, sampled.indices, S))
-    offsets = np.broadcast_to(S - L if query_offset is None else query_offset, batch)
     factor = scale_of(a, scale, similarity, D, S)
     left, right = window or (None, None)
     rate, seed = dropout or (0, 0)
@@ -158,7 +160,8 @@ def oracle(
 
     def is_shown(b: int, h: int, i: int, j: int, p: int) -> bool:
         return (
-            (not is_causal or j <= p)
+            j < ends.flat[b]
+            and (not is_causal or j <= p)
             and (left is None or p - left <= j)
             and (right is None or j <= p + right)
             and (mask is None or bool(mask(*index(b, h, i, j))))

@@ -57,6 +57,7 @@ def textbook(
     is_causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
     query_offset: Any = None,
+    key_lengths: Any = None,
     scale: float | ScaleRule | None = None,
     softcap: float | None = None,
     score_mod: Callable[..., Any] | None = None,
@@ -84,7 +85,8 @@ def textbook(
     k, v = (np.repeat(x, H // max(G, 1), axis=-3) for x in (k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     b = np.arange(math.prod(batch)).reshape(*batch, 1, 1, 1)
-    sampled = Rows(batch, (H, L, S), query_offset, rows)
+    ends = np.asarray(S if key_lengths is None else key_lengths)
+    sampled = Rows(batch, (H, L, S), ends - L if query_offset is None else query_offset, rows)
     h, i, j = np.ogrid[:H, :L, :S]
     i = sampled.of(i)
 
@@ -93,11 +95,9 @@ def textbook(
 
     mask, score_mod = plainly(mask, score_mod, sampled)
     q, bias = sampled.of(q), sampled.of(bias)
-    position = (
-        i + np.asarray(S - L if query_offset is None else query_offset)[..., None, None, None]
-    )
+    position = i + np.asarray(sampled.offset)[..., None, None, None]
     left, right = window or (None, None)
-    hidden = np.zeros((1, 1, 1), bool)
+    hidden = j >= ends[..., None, None, None]
     if is_causal:
         hidden = hidden | (j > position)
     if left is not None:

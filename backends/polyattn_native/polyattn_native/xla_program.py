@@ -1,0 +1,325 @@
+"""The compiled library as a primitive of JAX, with its batching and its derivatives.
+
+First derivatives are the library's. The rest is that of the kernel that XLA compiles, a plain
+program of JAX: derivatives of derivatives, dropout under `vmap`, whose hash counts the items of a
+call, and programs for other devices, for several of them, or to be exported.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src import dispatch
+from jax.extend.core import Primitive
+from jax.interpreters import ad as untyped_ad
+from jax.interpreters import batching, mlir
+
+from polyattn.plugin import (
+    Array,
+    Backend,
+    Cotangents,
+    Kernel,
+    Operands,
+    Problem,
+    Residuals,
+    Tangents,
+    with_rank,
+)
+from polyattn_native.library import library
+from polyattn_native.xla_words import ADDRESSES, NUMBERS, PRODUCTS, result_shapes, words
+
+Arrays = dict[str, Array]
+#: Arguments with a derivative.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks")
+WITHOUT_BATCH = (*ADDRESSES, *NUMBERS)
+
+# These functions of JAX have no types.
+ad: Any = untyped_ad
+ffi: Any = jax.ffi
+
+primitive: Any = Primitive("polyattn_native")
+primitive.multiple_results = True
+primitive.def_impl(
+    lambda *arrays, **about: jax.jit(functools.partial(primitive.bind, **about))(*arrays)
+)
+
+
+class Fallback:
+    """The kernel that XLA compiles, on the backend of a call."""
+
+    def __init__(self, kernel: Kernel, backend: Backend) -> None:
+        self.kernel, self.backend = kernel, backend
+
+    def __call__(self, function: str, problem: Problem, arrays: Arrays) -> list[Array]:
+        """Return what a function of the library does."""
+        problem, x = operands(problem, arrays)
+        if function == "attend":
+            output, logsumexp = self.kernel(problem, x, self.backend)
+            assert logsumexp is not None
+            return [output, logsumexp[..., None]]
+        residuals = Residuals(arrays["output"], arrays["logsumexp"][..., 0])
+        if function == "push_forward":
+            given = {n: arrays.get(f"{n}_tangent") for n in DIFFERENTIABLE}
+            moved = self.kernel.jvp(problem, x, residuals, Tangents(**given), self.backend)
+            assert moved[1] is not None
+            return [moved[0], moved[1][..., None]]
+        return self._gradients(problem, x, residuals, arrays)
+
+    def _gradients(
+        self, problem: Problem, x: Operands, residuals: Residuals, arrays: Arrays
+    ) -> list[Array]:
+        output, logsumexp = arrays["output_gradient"], arrays.get("logsumexp_gradient")
+        cotangents = Cotangents(output, None if logsumexp is None else logsumexp[..., 0])
+        whole: dict[str, Any] = {
+            name: jnp.broadcast_to(array, (*problem.batch, *array.shape[-3:]))
+            for name, array in (("query", x.query), ("key", x.key), ("value", x.value))
+        }
+        x = x._replace(**whole)
+        found = self.kernel.backward(problem, x, residuals, cotangents, self.backend)
+        delta = jnp.sum(residuals.output.astype(output.dtype) * output, axis=-1, keepdims=True)
+        results: list[Any] = [found.query, found.key, found.value]
+        results.append(delta if logsumexp is None else delta - logsumexp)
+        if problem.softcap is not None:  # of the rows only their sum is used
+            assert found.softcap is not None
+            results.append(jnp.full(delta.shape, found.softcap / math.prod(delta.shape)))
+        return results
+
+
+def operands(problem: Problem, arrays: Arrays) -> tuple[Problem, Operands]:
+    """Return a call of the library as one of a kernel: ranges of keys are a mask."""
+    mask = arrays.get("mask")
+    column = jnp.arange(problem.key_length, dtype="int32")
+    column = column.reshape((1,) * (len(problem.batch) + 2) + (-1,))
+    if "first" in arrays:
+        seen = column >= arrays["first"]
+        mask = seen if mask is None else mask & seen
+    if "stop" in arrays:
+        seen = column < arrays["stop"]
+        mask = seen if mask is None else mask & seen
+    features = (problem.features - {"mask"}) | {"logsumexp"}
+    features |= set() if mask is None else {"mask"}
+    features |= {"causal"} if problem.is_causal else set()
+    features |= {"window"} if problem.window != (None, None) else set()
+    bias = arrays.get("bias")
+    problem = problem._replace(
+        features=features,
+        mask=None if mask is None else mask.shape,
+        bias=None if bias is None else bias.shape,
+    )
+    seed: Any = (arrays["seed_low"], arrays["seed_high"]) if "seed_low" in arrays else None
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    return problem, Operands(
+        query, key, value, mask, bias, sinks=arrays.get("sinks"), seed=seed,
+        dropout_start=arrays.get("start"),
+    )  # fmt: skip
+
+
+def run(function: str, problem: Problem, fallback: Fallback, arrays: Arrays) -> list[Array]:
+    """Run a function of the library on arrays by name."""
+    found: list[Array] = primitive.bind(
+        *_varying_alike(arrays.values()),
+        function=function,
+        problem=problem,
+        fallback=fallback,
+        names=tuple(arrays),
+    )
+    return found
+
+
+def _varying_alike(arrays: Iterable[Array]) -> list[Array]:
+    """Return arrays that vary along the same manual axes of a mesh, inside of ``jax.shard_map``."""
+    given = list(arrays)
+    axes = frozenset[str]().union(*map(_varying, given))
+    return [_vary(array, tuple(sorted(axes - _varying(array)))) for array in given]
+
+
+def _varying(array: Array) -> frozenset[str]:
+    kind: Any = jax.typeof(array)
+    if hasattr(kind, "manual_axis_type"):
+        kind = kind.manual_axis_type
+        return frozenset(kind.varying)
+    return getattr(kind, "vma", frozenset())  # until JAX 0.9
+
+
+def _vary(array: Array, axes: tuple[str, ...]) -> Array:
+    if not axes:
+        return array
+    lax: Any = jax.lax
+    varied: Array = (
+        lax.pcast(array, axes, to="varying") if hasattr(lax, "pcast") else lax.pvary(array, axes)
+    )
+    return varied
+
+
+# ---- compilation ----
+
+
+@primitive.def_abstract_eval  # type: ignore[untyped-decorator]
+def _shapes(query: Any, *arrays: Any, function: str, problem: Problem, **about: Any) -> list[Any]:
+    found = result_shapes(function, problem).values()
+    return [query.update(shape=shape, dtype=jnp.dtype(dtype)) for shape, dtype in found]
+
+
+@functools.cache
+def _registered() -> None:
+    """Tell XLA of the library."""
+    for function in PRODUCTS:
+        handler = ffi.pycapsule(getattr(library(), f"polyattn_xla_{function}"))
+        ffi.register_ffi_target(f"polyattn_{function}", handler, platform="cpu")
+
+
+def _as_program(
+    *arrays: Any, function: str, problem: Problem, fallback: Fallback, names: tuple[str, ...]
+) -> list[Array]:
+    return fallback(function, problem, dict(zip(names, arrays, strict=True)))
+
+
+_lower_program: Any = mlir.lower_fun(_as_program, multiple_results=True)
+
+
+def _lower(context: Any, *values: Any, **about: Any) -> Any:
+    """Return a custom call, or the program of the kernel that XLA compiles."""
+    module = context.module_context
+    if module.lowering_parameters.for_export or not _is_of_one_device(module.axis_context):
+        return _lower_program(context, *values, **about)
+    _registered()
+    function, problem = about["function"], about["problem"]
+    names = (*about["names"], *result_shapes(function, problem))
+    shapes = [aval.shape for aval in (*context.avals_in, *context.avals_out)]
+    attributes = words(function, problem, names, shapes)
+    return ffi.ffi_lowering(f"polyattn_{function}")(context, *values, **attributes)
+
+
+def _is_of_one_device(context: Any) -> bool:
+    """Return whether a program is for one device, or for the part of each, by shard_map."""
+    if hasattr(context, "num_devices"):
+        return bool(context.num_devices == 1)
+    return set(context.mesh.axis_names) <= set(getattr(context, "manual_axes", ()))
+
+
+# The lowering needs to know the devices, also for what the other kernel has in it.
+dispatch.prim_requires_devices_during_lowering.add(primitive)
+# And JAX caches by other facts; older versions cache nothing.
+_options: dict[str, Any] = {}
+if "cacheable" in inspect.signature(mlir.register_lowering).parameters:
+    _options["cacheable"] = False
+mlir.register_lowering(primitive, _lower_program, **_options)
+mlir.register_lowering(primitive, _lower, platform="cpu", **_options)
+
+
+# ---- batching ----
+
+
+def _batch(arrays: Any, axes: Any, **about: Any) -> tuple[Any, Any]:
+    """Add a batch axis; what has none, or counts the items, is left to the other kernel."""
+    problem = about["problem"]
+    named = list(zip(about["names"], arrays, axes, strict=True))
+    if problem.dropout or any(axis is not None for name, _, axis in named if name in WITHOUT_BATCH):
+        found = jax.vmap(functools.partial(_as_program, **about), axes)(*arrays)
+        return found, [0] * len(found)
+    size = next(array.shape[axis] for _, array, axis in named if axis is not None)
+
+    def moved(name: str, array: Array, axis: int | None) -> Array:
+        if axis is not None:
+            return jnp.moveaxis(array, axis, 0)
+        return array if name in WITHOUT_BATCH else array[None]
+
+    about["problem"] = problem._replace(batch=(size, *problem.batch))
+    found = primitive.bind(*[moved(*one) for one in named], **about)
+    return found, [0] * len(found)
+
+
+batching.primitive_batchers[primitive] = _batch
+
+
+# ---- derivatives ----
+
+
+def _jvp(primals: Any, tangents: Any, **about: Any) -> tuple[Any, Any]:
+    """Return results and their tangents; of derivatives those of the other kernel."""
+    if about["function"] != "attend":
+        tangents = [ad.instantiate_zeros(t) for t in tangents]
+        program = functools.partial(_as_program, **about)
+        return jax.jvp(program, tuple(primals), tuple(tangents))
+    problem, fallback = about["problem"], about["fallback"]
+    arrays = dict(zip(about["names"], primals, strict=True))
+    exact = problem._replace(dtype=problem.accumulator)
+    wide = arrays | {n: arrays[n].astype(exact.dtype) for n in ("query", "key", "value")}
+    output, logsumexp = run("attend", exact, fallback, wide)
+    moved = {
+        f"{name}_tangent": tangent.astype(exact.dtype)
+        for name, tangent in zip(about["names"], tangents, strict=True)
+        if name in DIFFERENTIABLE and not isinstance(tangent, ad.Zero)
+    }
+    given = arrays | {"output": output, "logsumexp": logsumexp} | moved
+    of_output, of_logsumexp = run("push_forward", problem, fallback, given)
+    return [output.astype(problem.dtype), logsumexp], [
+        of_output.astype(problem.dtype),
+        of_logsumexp,
+    ]
+
+
+ad.primitive_jvps[primitive] = _jvp
+
+
+def _transpose(cotangents: Any, *arrays: Any, **about: Any) -> list[Any]:
+    """Return the gradients of the tangents that `push_forward` takes."""
+    names, problem, fallback = about["names"], about["problem"], about["fallback"]
+    linear = {n: a.aval for n, a in zip(names, arrays, strict=True) if ad.is_undefined_primal(a)}
+    given = {n: a for n, a in zip(names, arrays, strict=True) if n not in linear}
+    if about["function"] != "push_forward" or "bias_tangent" in linear:
+        found = _transposed_program(cotangents, given, linear, about)
+    else:
+        of_output, of_logsumexp = cotangents
+        given = {n: a for n, a in given.items() if not n.endswith("_tangent")}
+        given["output_gradient"] = ad.instantiate_zeros(of_output)
+        if not isinstance(of_logsumexp, ad.Zero):
+            given["logsumexp_gradient"] = of_logsumexp
+        found = gradients(problem, fallback, given)
+        found = {name: found[name.removesuffix("_tangent")] for name in linear}
+        found = {n: summed(gradient, linear[n].shape) for n, gradient in found.items()}
+    return [found.get(name) for name in names]
+
+
+ad.primitive_transposes[primitive] = _transpose
+
+
+def _transposed_program(cotangents: Any, given: Arrays, linear: Any, about: Any) -> Arrays:
+    def program(moved: Arrays) -> list[Array]:
+        arrays = given | moved
+        return _as_program(*[arrays[name] for name in about["names"]], **about)
+
+    struct: Any = jax.ShapeDtypeStruct
+    like = {n: struct(aval.shape, aval.dtype) for n, aval in linear.items()}
+    whole = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    found: tuple[Arrays] = jax.linear_transpose(program, like)(whole)
+    return found[0]
+
+
+def gradients(problem: Problem, fallback: Fallback, given: Arrays) -> Arrays:
+    """Return the gradients of query, key and value in all batch items, sinks and softcap."""
+    results = run("differentiate", problem, fallback, given)
+    query, key, value, delta, *softcap = results
+    found = {"query": query, "key": key, "value": value}
+    if "sinks" in given:
+        logsumexp = given["logsumexp"][..., 0]
+        shift = jnp.where(logsumexp == -jnp.inf, 0, logsumexp)
+        by_head = with_rank(given["sinks"].astype(shift.dtype)[:, None], shift.ndim)
+        weights = jnp.exp(by_head - shift) * delta[..., 0]
+        found["sinks"] = -jnp.sum(weights, axis=(*range(weights.ndim - 2), -1))
+    if softcap:
+        found["softcap"] = jnp.sum(softcap[0])
+    return found
+
+
+def summed(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """Return the sum over the axes along which an argument of this shape was broadcast."""
+    pairs = enumerate(zip(gradient.shape, shape, strict=True))
+    axes = [axis for axis, (whole, part) in pairs if part == 1 and whole != 1]
+    return jnp.sum(gradient, axis=axes, keepdims=True) if axes else gradient

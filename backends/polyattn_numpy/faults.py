@@ -1,0 +1,83 @@
+"""Known faults of NumPy itself, as rows of data, and how this plugin avoids each.
+
+A row can go when no release that the package supports is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from polyattn.plugin import Problem
+
+Release = tuple[int, int]
+
+
+class Fault(NamedTuple):
+    """One fault."""
+
+    function: str
+    first: Release
+    last: Release | None  # None if no release is known to be right
+    effect: str  # as a clause about the function, with its condition
+    workaround: str
+    upstream: str
+    concerns: Callable[[Problem], bool]  # whether gradients of a problem would meet it
+    is_present: Callable[[], bool]  # whether the installed release has it, on this processor
+
+    def __str__(self) -> str:
+        until = f"to {self.last[0]}.{self.last[1]}" if self.last else "and later"
+        releases = f"NumPy {self.first[0]}.{self.first[1]} {until}"
+        return f"{releases}: numpy.{self.function} {self.effect}; avoided: {self.workaround}"
+
+
+def faults_of(release: str = np.__version__, problem: Problem | None = None) -> tuple[Fault, ...]:
+    """Return the faults of a release of NumPy, or only those that concern a problem."""
+    major, minor = map(int, release.split(".")[:2])
+    return tuple(
+        fault
+        for fault in FAULTS
+        if fault.first <= (major, minor) <= (fault.last or (major, minor))
+        and (problem is None or fault.concerns(problem))
+    )
+
+
+def _has_a_row_of_a_bad_step(problem: Problem) -> bool:
+    """Return whether a value with its additional column has the step that goes wrong."""
+    return problem.value_size == {"float32": 3, "float64": 7}[problem.accumulator]
+
+
+def _negates_wrongly() -> bool:
+    for dtype, columns in (("float32", 4), ("float64", 8)):
+        ones = np.ones((106, columns), dtype)
+        column = ones[:, -1:]
+        np.negative(column, column)
+        if (column != -1).any():
+            return True
+    return False
+
+
+def _misses_what_is_finite() -> bool:
+    found = np.zeros((106, 8), bool)
+    return not np.isfinite(np.ones((106, 8), np.float32)[:, -1:], out=found[:, -1:]).all()
+
+
+FAULTS = (
+    Fault(
+        "negative", (2, 1), (2, 4),
+        "leaves most of an output unwritten whose numbers are 16 bytes apart (of 4 bytes), or 64 "
+        "(of 8)",
+        "its result is copied there",
+        "seen in NumPy 2.4.6 on AVX-512; right in 2.0.2 and 2.5.5",
+        _has_a_row_of_a_bad_step, _negates_wrongly,
+    ),
+    Fault(
+        "isfinite", (2, 0), None,
+        "leaves an output unwritten whose numbers are apart",
+        "it is given none",
+        "seen in NumPy 2.0.2 to 2.5.5 on AVX-512",
+        lambda problem: False, _misses_what_is_finite,
+    ),
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""Keys that end: the lengths of a call become a mask and an offset, which every kernel computes.
+
+Numbers of the host are checked here, where they can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from polyattn._base.arguments import got
+from polyattn._base.arrays import Array, ArrayFacts, cast, index_range, length_of, library_of
+from polyattn._base.host import as_array, is_host, is_unreadable
+from polyattn._core.call.facts import axes_of
+from polyattn._core.expressions.masks import Mask, as_mask
+from polyattn._core.expressions.patterns import CachePadding, Padding
+from polyattn._core.expressions.scores import Score
+
+
+def move_lengths(
+    values: dict[str, Any],
+    given: Mapping[str, Any],
+    arrays: tuple[Array, Array],
+    layout: str,
+    shares: tuple[int, int],
+) -> None:
+    """Turn lengths of keys into a mask, and into the offset where positions may matter.
+
+    Beside a block table they stay as well: a kernel reads no slot of a page beyond them.
+    """
+    query, key = arrays
+    lengths, mask, table = (values.get(n) for n in ("key_lengths", "mask", "block_table"))
+    values.pop("key_lengths", None)
+    if lengths is None:
+        raise TypeError("block_table needs key_lengths=, the number of keys of each item")
+    if len(query.shape) < 2 or len(key.shape) < (2 if table is None else 4):
+        return  # `examine` refuses the call
+    _check_numbers(given, key, table, layout, shares[1])
+    lengths = _as_integers(lengths)
+    is_newest = "query_offset" not in values
+    padding = (CachePadding if is_newest else Padding)(lengths)
+    values["mask"] = padding if mask is None else as_mask(mask) & padding
+    by_position = "is_causal" in values or "window" in values or isinstance(mask, Mask)
+    if is_newest and (by_position or isinstance(values.get("score_mod"), Score)):
+        axis = -3 if layout == "...LHD" and len(query.shape) > 2 else -2
+        is_shape = isinstance(lengths, ArrayFacts)
+        values["query_offset"] = (
+            lengths if is_shape else lengths - length_of(query, axis) * shares[0]
+        )
+    if table is not None:
+        values["block_table"] = _as_integers(table)
+        values["key_lengths"] = _as_array(lengths, table)
+
+
+def _as_integers(given: Any) -> Any:
+    """Return an array in the library's dtype of indices, in which a difference has a sign."""
+    if isinstance(given, (int, ArrayFacts)):
+        return given
+    xp = library_of(given).xp
+    return cast(xp, given, index_range(xp, 0, 1, given).dtype)
+
+
+def _as_array(lengths: Any, table: Array) -> Any:
+    if not isinstance(lengths, int):
+        return lengths
+    if isinstance(table, ArrayFacts):
+        return table._replace(shape=())
+    xp = library_of(table).xp
+    return xp.reshape(index_range(xp, 0, 1, table) + lengths, ())
+
+
+def _check_numbers(
+    given: Mapping[str, Any], key: Array, table: Array | None, layout: str, ranks: int
+) -> None:
+    """Raise if numbers of the host are no lengths of so many keys, or no pages."""
+    _, _, length, _ = axes_of(key.shape, layout)
+    count = ranks if table is None else table.shape[-1]
+    most = length * count if isinstance(length, int) and isinstance(count, int) else None
+    lengths = as_array("key_lengths", given["key_lengths"])
+    numbers = [lengths] if isinstance(lengths, int) else []
+    if is_host(lengths) and not is_unreadable(lengths) and lengths.size:
+        numbers = [lengths.min(), lengths.max()]
+    if any(number < 0 or (most is not None and number > most) for number in numbers):
+        raise ValueError(
+            f"key_lengths must be from 0 to S = {most}, the number of keys in the arrays;"
+            f" {got(given['key_lengths'])}"
+        )
+    if table is not None and numbers:
+        _check_pages(as_array("block_table", given["block_table"]), lengths, key.shape[0], length)
+
+
+def _check_pages(table: Any, lengths: Any, pages: int, page: int) -> None:
+    """Raise if a table of the host names a page that is not there, for keys of an item."""
+    if not is_host(table) or is_unreadable(table):
+        return
+    xp = library_of(table).xp
+    used = xp.arange(table.shape[-1]) * page < xp.asarray(lengths)[..., None]
+    wrong = used & ((table < 0) | (table >= pages))
+    if wrong.any():
+        raise ValueError(
+            f"block_table must name pages from 0 to {pages - 1} for the keys within key_lengths;"
+            f" got {xp.broadcast_to(table, wrong.shape)[wrong][0]}"
+        )

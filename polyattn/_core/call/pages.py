@@ -1,0 +1,52 @@
+"""Keys in pages: copy them in one piece for kernels that read no pages, and add gradients up.
+
+The one place that does: a page is (G, page, size) of a pool (pages, G, page, size), heads first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn._base.arrays import Array, index_range, library_of
+from polyattn._core.call.operands import Operands
+
+
+def gathered(pool: Array, operands: Operands) -> Array:
+    """Return the keys of each item in one piece, (..., G, S, size), and 0 in unused slots."""
+    xp, (_, heads, page, size) = library_of(pool).xp, pool.shape
+    table, used = _used_pages(operands, page)
+    *batch, count = table.shape
+    found = xp.take(pool, xp.reshape(table, (-1,)), axis=0)
+    found = xp.moveaxis(xp.reshape(found, (*batch, count, heads, page, size)), -4, -3)
+    found = xp.reshape(found, (*batch, heads, count * page, size))
+    # An unused slot may hold NaN, and not every kernel leaves out what is hidden.
+    return xp.where(used[..., None, :, None], found, xp.zeros_like(found))
+
+
+def scattered(gradient: Array, operands: Operands, pool: Array) -> Array:
+    """Return the gradient of a pool from that of the keys in one piece."""
+    xp, (_, heads, page, size) = library_of(gradient).xp, pool.shape
+    table, _ = _used_pages(operands, page)
+    *batch, count = table.shape
+    parts = xp.reshape(gradient, (*batch, heads, count, page, size))
+    parts = xp.reshape(xp.moveaxis(parts, -3, -4), (-1, heads, page, size))
+    numbers, zero = xp.reshape(table, (-1,)), index_range(xp, 0, 1, gradient)
+    whole = xp.astype(xp.broadcast_to(zero, pool.shape), gradient.dtype)  # always a copy
+    if hasattr(whole, "at"):  # JAX and MLX
+        return whole.at[numbers].add(parts)
+    if hasattr(whole, "index_add"):  # torch
+        return whole.index_add(0, numbers, parts)
+    for number in range(parts.shape[0]):
+        whole[int(numbers[number]), ...] += parts[number, ...]
+    return whole
+
+
+def _used_pages(operands: Operands, page: int) -> tuple[Array, Array]:
+    """Return the table with page 0 for each unused one, and which slots of an item are used."""
+    table: Any = operands.block_table
+    lengths: Any = operands.key_lengths
+    xp, count, ends = library_of(table).xp, table.shape[-1], lengths[..., None]
+    begun = index_range(xp, 0, count, table) * page < ends
+    # A table of the host may go with more items than lengths, and the other way round.
+    slots = index_range(xp, 0, count * page, table) < ends
+    return xp.where(begun, table, xp.zeros_like(table)), slots

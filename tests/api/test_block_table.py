@@ -1,0 +1,231 @@
+"""Keys in pages equal keys in one piece, whatever the slots hold that no item uses."""
+
+import re
+
+import array_api_strict
+import dask.array as da
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from libraries import tiles_of
+
+from polyattn import (
+    attention,
+    attention_jvp,
+    attention_partial,
+    attention_vjp,
+    attention_weights,
+    explain,
+    parallel,
+    scores,
+)
+from polyattn_numpy.tiled import Tiled
+
+rng = np.random.default_rng(0)
+H, G, L, D, E, PAGE, PAGES = 4, 2, 3, 8, 6, 4, 9
+# Two items share page 3, one of them twice; lengths are at the edges of a page; −1 and numbers
+# beyond the pool are not read.
+TABLE = np.array([[3, 7, 3], [5, 3, 99], [1, -1, -1], [8, -7, 0], [0, 4, 2], [6, 0, 1]])
+LENGTHS = np.array([11, 5, 4, 3, 8, 0])
+QUERY = rng.standard_normal((len(TABLE), H, L, D))
+POOLS = tuple(rng.standard_normal((PAGES, G, PAGE, size)) for size in (D, E))
+OPTIONS = [{}, {"is_causal": True}, {"window": (4, 0), "softcap": 2.0}]
+
+
+def used():
+    """Return which slots of the pools an item uses."""
+    found = np.zeros((PAGES, PAGE), bool)
+    for pages, length in zip(TABLE, LENGTHS, strict=True):
+        for j in range(length):
+            found[pages[j // PAGE], j % PAGE] = True
+    return found
+
+
+POISONED = tuple(np.where(used()[:, None, :, None], pool, np.nan) for pool in POOLS)
+TO = (np.array, torch.tensor, jnp.asarray, array_api_strict.asarray)
+
+
+def whole(pool, item):
+    """Return the keys of an item in one piece, (G, its length, size)."""
+    slots = [pool[TABLE[item, j // PAGE], :, j % PAGE] for j in range(LENGTHS[item])]
+    return np.stack(slots, axis=1) if slots else np.zeros((G, 0, pool.shape[-1]))
+
+
+def one_by_one(**options):
+    items = range(len(TABLE))
+    return np.stack([attention(QUERY[b], *(whole(x, b) for x in POOLS), **options) for b in items])
+
+
+def paged(to=np.array, pools=POISONED, **options):
+    arrays = map(to, (QUERY, *pools))
+    return attention(*arrays, block_table=TABLE, key_lengths=LENGTHS, **options)
+
+
+@pytest.mark.parametrize("to", [np.array, torch.tensor, array_api_strict.asarray])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_pages_equal_keys_in_one_piece(to, options):
+    found = np.asarray(paged(to, **options))
+    assert np.allclose(found, one_by_one(**options), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_pages_equal_keys_in_one_piece_on_jax(options):
+    found = np.asarray(paged(jnp.asarray, **options))
+    assert np.allclose(found, one_by_one(**options), rtol=0, atol=2e-6)
+
+
+def tiled(tile):
+    kernel = Tiled()
+    kernel.tile = tile
+    return kernel
+
+
+@pytest.mark.parametrize("tile", [1, 8, 64, 2**18])
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS, {"score_mod": scores.alibi(H)}, {"sinks": np.arange(4.0)}, {"dropout": (0.5, 1)}],
+    ids=lambda options: " and ".join(options) or "nothing",
+)
+@pytest.mark.parametrize("pools", [POOLS, POISONED], ids=["finite", "poisoned"])
+def test_numpy_reads_pages_where_they_lie(tile, options, pools):
+    kernel = tiled(tile)
+    found = paged(pools=pools, kernel=kernel, **options)
+    arrays = (QUERY, *pools)
+    call = {"block_table": TABLE, "key_lengths": LENGTHS} | options
+    assert "block_table" in explain(*arrays, kernel=kernel, **call).problem.features
+    expected = paged(pools=POOLS, kernel="dense", **options)
+    assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [1e3, np.nan, np.inf])
+def test_large_scores_and_what_a_row_sees_reach_it_only(size):
+    pools = tuple(pool.copy() for pool in POISONED)
+    pools[0][7, :, 1] = size  # a key of the first item only
+    found = paged(pools=pools, kernel=tiled(2**18))
+    expected = paged(pools=pools, kernel="dense")
+    assert np.allclose(found, expected, rtol=0, atol=1e-13, equal_nan=True)
+    assert np.isfinite(found[1:]).all()
+
+
+def test_pages_of_16_bits_and_of_other_strides():
+    half = [x.astype(np.float16) for x in (QUERY, *POISONED)]
+    call = {"block_table": TABLE, "key_lengths": LENGTHS, "is_causal": True}
+    found = attention(*half, kernel=tiled(64), **call)
+    assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=5e-3)
+    turned = [np.asfortranarray(x) for x in POISONED]
+    found = attention(QUERY, *turned, kernel=tiled(64), **call)
+    assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)
+
+
+def test_heads_after_the_slots():
+    query, *pools = (np.swapaxes(x, 1, 2) for x in (QUERY, *POISONED))
+    call = {"block_table": TABLE, "key_lengths": LENGTHS, "layout": "...LHD"}
+    for kernel in (None, "dense", tiled(64)):
+        found = attention(query, *pools, is_causal=True, kernel=kernel, **call)
+        expected = np.swapaxes(one_by_one(is_causal=True), 1, 2)
+        assert np.allclose(found, expected, rtol=0, atol=1e-13)
+
+
+def test_batch_axes_are_those_of_the_table_and_the_query():
+    expected = paged()
+    call = {"block_table": TABLE.reshape(2, 3, 3), "key_lengths": LENGTHS.reshape(2, 3)}
+    for kernel in ("dense", tiled(64)):
+        query = QUERY.reshape(2, 3, H, L, D)
+        found = attention(query, *POISONED, kernel=kernel, **call)
+        assert np.allclose(found.reshape(expected.shape), expected, rtol=0, atol=1e-13)
+        one = attention(QUERY[0], *POISONED, block_table=TABLE[0], key_lengths=11, kernel=kernel)
+        assert np.allclose(one, expected[0], rtol=0, atol=1e-13)
+
+
+def test_each_item_has_the_same_bits_alone():
+    found = paged(kernel=tiled(64))
+    for b in range(len(TABLE)):
+        call = {"block_table": TABLE[b : b + 1], "key_lengths": LENGTHS[b : b + 1]}
+        alone = attention(QUERY[b : b + 1], *POISONED, kernel=tiled(64), **call)
+        assert np.array_equal(alone[0], found[b])
+
+
+@pytest.mark.parametrize("to", TO)
+def test_gradients_are_those_of_the_pool(to):
+    """A page that two items share gets the sum of both, and an unused slot 0."""
+    call = {"block_table": TABLE, "key_lengths": LENGTHS, "is_causal": True}
+    output, pullback = attention_vjp(*map(to, (QUERY, *POISONED)), **call)
+    found = pullback(output * 0 + 1)
+    expected = [np.zeros_like(pool) for pool in POOLS]
+    for b in range(len(TABLE)):
+        own = QUERY[b], whole(POOLS[0], b), whole(POOLS[1], b)
+        output, pullback = attention_vjp(*own, is_causal=True)
+        gradients = pullback(np.ones_like(output))
+        for j in range(LENGTHS[b]):
+            at = TABLE[b, j // PAGE], slice(None), j % PAGE
+            expected[0][at] += gradients.key[:, j]
+            expected[1][at] += gradients.value[:, j]
+    limit = 1e-5 if to is jnp.asarray else 1e-13
+    for pool, of in zip(expected, (found.key, found.value), strict=True):
+        assert np.allclose(np.asarray(of), pool, rtol=0, atol=limit)
+
+
+def test_torch_and_numpy_have_one_gradient():
+    call = {"block_table": TABLE, "key_lengths": LENGTHS}
+    tensors = [torch.tensor(x, requires_grad=True) for x in (QUERY, *POISONED)]
+    attention(*tensors, **call).sum().backward()
+    output, pullback = attention_vjp(QUERY, *POISONED, **call)
+    found = pullback(np.ones_like(output))
+    for tensor, gradient in zip(tensors, found[:3], strict=True):
+        assert np.allclose(tensor.grad.numpy(), gradient, rtol=0, atol=1e-13)
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    arrays = [tensor.detach() for tensor in tensors]
+    traced = {"block_table": torch.tensor(TABLE), "key_lengths": torch.tensor(LENGTHS)}
+    assert np.allclose(compiled(*arrays, **traced).numpy(), output, rtol=0, atol=1e-13)
+
+
+def test_the_siblings_take_pages():
+    call = {"block_table": TABLE, "key_lengths": LENGTHS}
+    output, logsumexp = attention_partial(QUERY, *POISONED, **call)
+    assert np.allclose(output, one_by_one(), rtol=0, atol=1e-14)
+    assert np.isneginf(logsumexp[5]).all()
+    weights = attention_weights(QUERY, POISONED[0], **call)
+    assert weights.shape == (6, H, L, 3 * PAGE)
+    assert not weights[1, ..., 5:].any()
+    _, tangent = attention_jvp((QUERY, *POISONED), (None, None, POISONED[1]), **call)
+    assert np.allclose(tangent, one_by_one(), rtol=0, atol=1e-13)
+
+
+def refused(error, message, arrays=(QUERY, *POOLS), **changes):
+    call = {"block_table": TABLE, "key_lengths": LENGTHS} | changes
+    with pytest.raises(error, match=re.escape(message)):
+        attention(*arrays, **call)
+
+
+def test_what_is_refused():
+    refused(TypeError, "block_table needs key_lengths=", key_lengths=None)
+    refused(TypeError, "block_table must be an integer array", block_table=TABLE.astype(float))
+    refused(ValueError, "key_lengths must be from 0 to S = 12", key_lengths=13)
+    message = "block_table must name pages from 0 to 8 for the keys within key_lengths; got -1"
+    refused(ValueError, message, key_lengths=LENGTHS + 1)
+    flat = (QUERY, POOLS[0][0], POOLS[1][0])
+    message = "with block_table, key and value are at least one page (pages, G, page, D); query"
+    refused(ValueError, message, flat)
+    refused(ValueError, message, (QUERY, POOLS[0][:0], POOLS[1][:0]), key_lengths=0)
+    fewer = (QUERY, POOLS[0], POOLS[1][:8])
+    refused(ValueError, "key and value must have one number of pages;", fewer)
+    shorter = (QUERY, POOLS[0], POOLS[1][:, :, :2])
+    refused(ValueError, "key and value must have one length S; got 12 and 6", shorter)
+    chunked = tuple(map(da.from_array, (QUERY, *POOLS)))
+    refused(TypeError, "block_table takes no arrays of dask", chunked)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
+        parallel.run_threads(
+            1, lambda ranks: parallel.attention(QUERY, *POOLS, over=ranks, block_table=TABLE)
+        )
+
+
+def test_small_calls_are_explained_by_shape():
+    found = explain((6, 4, 3, 8), (9, 2, 4, 8), (9, 2, 4, 8), block_table=(6, 3), key_lengths=(6,))
+    assert found.problem.key_length == 12
+    assert found.problem.batch == (6,)
+
+
+def test_array_api_tiles_get_whole_keys():
+    found = paged(kernel=tiles_of(8), is_causal=True)
+    assert np.allclose(found, one_by_one(is_causal=True), rtol=0, atol=1e-13)

@@ -1,0 +1,207 @@
+"""Keys that end: what a length means beside other options, and which lengths are refused."""
+
+import re
+
+import array_api_strict
+import dask.array as da
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from polyattn import (
+    attention,
+    attention_partial,
+    attention_vjp,
+    explain,
+    masks,
+    nn,
+    parallel,
+    scores,
+)
+
+rng = np.random.default_rng(0)
+B, H, G, L, S, D = 4, 4, 2, 3, 9, 8
+QUERY, KEY, VALUE = (rng.standard_normal(n) for n in ((B, H, L, D), (B, G, S, D), (B, G, S, D)))
+LENGTHS = np.array([9, 4, 1, 0])
+SEEN = rng.random((B, 1, L, S)) < 0.7
+
+
+def odd(b, h, i, j):
+    return (i + j) % 2 == 1
+
+
+def one_by_one(query=QUERY, key=KEY, value=VALUE, lengths=LENGTHS, **options):
+    """Attend item by item, to the keys that each has."""
+    mask = options.pop("mask", None)
+    outputs = []
+    for b, n in enumerate(lengths):
+        own = mask[b][..., :n] if isinstance(mask, np.ndarray) else mask
+        keys, values = key[b][:, :n], value[b][:, :n]
+        outputs.append(attention(query[b], keys, values, mask=own, **options))
+    return np.stack(outputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"window": (1, 0)},
+        {"mask": masks.causal() & masks.dilated(2)},
+        {"mask": SEEN},
+        {"mask": odd},
+        {"score_mod": scores.alibi(H)},
+        {"query_offset": 2, "is_causal": True},
+    ],
+    ids=lambda options: " and ".join(options) or "nothing",
+)
+def test_an_item_is_computed_as_if_it_had_these_keys_only(options):
+    output = attention(QUERY, KEY, VALUE, key_lengths=LENGTHS, **options)
+    assert np.allclose(output, one_by_one(**options), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "uint64", ">i8"])
+def test_lengths_of_any_integers(dtype):
+    lengths = LENGTHS.astype(dtype)
+    output = attention(QUERY, KEY, VALUE, key_lengths=lengths, is_causal=True)
+    assert np.allclose(output, one_by_one(is_causal=True), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS.tolist()], ids=["array", "list"])
+@pytest.mark.parametrize("to", [torch.from_numpy, jnp.asarray, array_api_strict.asarray])
+def test_lengths_of_the_host_go_with_any_library(to, lengths):
+    arrays = [to(x.astype(np.float32)) for x in (QUERY, KEY, VALUE)]
+    output = np.asarray(attention(*arrays, key_lengths=lengths, window=(1, 0)))
+    assert np.allclose(output, one_by_one(window=(1, 0)), rtol=0, atol=1e-5)
+
+
+def test_one_length_is_known_before_there_are_arrays():
+    call = {"key_lengths": 4, "is_causal": True}
+    assert explain(QUERY, KEY, VALUE, **call).problem.query_offset == 1
+    expected = one_by_one(lengths=[4] * B, is_causal=True)
+    for length in (4, np.int64(4)):
+        call["key_lengths"] = length
+        found = attention(QUERY, KEY, VALUE, **call)
+        assert np.allclose(found, expected, rtol=0, atol=1e-14)
+
+
+def test_heads_after_length_and_rank_two():
+    turned = [np.swapaxes(x, -2, -3) for x in (QUERY, KEY, VALUE)]
+    output = attention(*turned, key_lengths=LENGTHS, is_causal=True, layout="...LHD")
+    expected = one_by_one(is_causal=True)
+    assert np.allclose(np.swapaxes(output, -2, -3), expected, rtol=0, atol=1e-14)
+    flat = [x[1, 0] for x in (QUERY, KEY, VALUE)]
+    assert np.allclose(attention(*flat, key_lengths=4, is_causal=True), expected[1, 0])
+
+
+def test_traced_lengths_compile_once():
+    traces = []
+
+    @jax.jit
+    def step(query, key, value, lengths):
+        traces.append(lengths)
+        return attention(query, key, value, key_lengths=lengths, is_causal=True)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def torch_step(query, key, value, lengths):
+        return attention(query, key, value, key_lengths=lengths, is_causal=True)
+
+    arrays = [x.astype(np.float32) for x in (QUERY, KEY, VALUE)]
+    tensors = [torch.from_numpy(x) for x in arrays]
+    for lengths in (LENGTHS, LENGTHS[::-1].copy()):
+        expected = one_by_one(lengths=lengths, is_causal=True)
+        assert np.allclose(step(*arrays, lengths), expected, rtol=0, atol=1e-5)
+        found = torch_step(*tensors, torch.from_numpy(lengths)).numpy()
+        assert np.allclose(found, expected, rtol=0, atol=1e-5)
+    assert len(traces) == 1
+    batched = jax.vmap(lambda q, k, v, n: attention(q, k, v, key_lengths=n, window=(1, 0)))
+    found = batched(*map(jnp.asarray, arrays), jnp.asarray(LENGTHS))
+    assert np.allclose(found, one_by_one(window=(1, 0)), rtol=0, atol=1e-5)
+
+
+def test_the_function_that_is_compiled_may_hold_the_lengths():
+    @torch.compile(fullgraph=True, backend="eager")
+    def step(query, key, value):
+        return attention(query, key, value, key_lengths=LENGTHS, window=(1, 0))
+
+    found = step(*map(torch.from_numpy, (QUERY, KEY, VALUE))).numpy()
+    assert np.allclose(found, one_by_one(window=(1, 0)), rtol=0, atol=1e-12)
+
+
+def test_absent_keys_have_no_gradient():
+    output, pullback = attention_vjp(QUERY, KEY, VALUE, key_lengths=LENGTHS, is_causal=True)
+    found = pullback(np.ones_like(output))
+    for b, n in enumerate(LENGTHS):
+        assert not found.key[b, :, n:].any()
+        own = QUERY[b], KEY[b, :, :n], VALUE[b, :, :n]
+        output, pullback = attention_vjp(*own, is_causal=True)
+        expected = pullback(np.ones_like(output))
+        assert np.allclose(found.key[b, :, :n], expected.key, rtol=0, atol=1e-13)
+        assert np.allclose(found.query[b], expected.query, rtol=0, atol=1e-13)
+
+
+def test_an_item_of_no_keys_is_the_identity_of_merging():
+    _, logsumexp = attention_partial(QUERY, KEY, VALUE, key_lengths=LENGTHS)
+    assert np.isneginf(logsumexp[3]).all()
+    assert np.isfinite(logsumexp[:3]).all()
+
+
+@pytest.mark.parametrize("strategy", ["decode", "ring"])
+def test_ranks_get_their_parts(strategy):
+    def on_each_rank(ranks):
+        part = slice(3 * ranks.rank, 3 * ranks.rank + 3)
+        query = QUERY if strategy == "decode" else QUERY[:, :, ranks.rank : ranks.rank + 1]
+        options = {"key_lengths": LENGTHS, "is_causal": True, "strategy": strategy}
+        return parallel.attention(query, KEY[:, :, part], VALUE[:, :, part], over=ranks, **options)
+
+    expected = one_by_one(is_causal=True)
+    for rank, output in enumerate(parallel.run_threads(3, on_each_rank)):
+        rows = slice(None) if strategy == "decode" else slice(rank, rank + 1)
+        assert np.allclose(output, expected[:, :, rows], rtol=0, atol=1e-12)
+
+
+def test_chunks_get_their_parts():
+    expected = one_by_one(is_causal=True)
+    chunked = [da.from_array(x, chunks=(2, 2, 3, 8)) for x in (QUERY, KEY, VALUE)]
+    output = attention(*chunked, key_lengths=LENGTHS, is_causal=True)
+    assert np.allclose(output.compute(), expected, rtol=0, atol=1e-12)
+
+
+def test_layers_take_lengths():
+    layer = nn.MultiHeadAttention.init(16, 4, like=QUERY, seed=0)
+    tokens = rng.standard_normal((B, S, 16))
+    output = layer(tokens, key_lengths=LENGTHS, query_offset=0, is_causal=True)
+    alone = layer(tokens[1:2, :4], is_causal=True)
+    assert np.allclose(output[1:2, :4], alone, rtol=0, atol=1e-12)
+
+
+RANGE = "key_lengths must be from 0 to S = 9, the number of keys in the arrays; got"
+KIND = "key_lengths must be an integer or an integer array of the batch"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        (-1, ValueError, f"{RANGE} -1"),
+        (10, ValueError, f"{RANGE} 10"),
+        (np.int64(10), ValueError, RANGE),
+        ([1, 2, 3, -4], ValueError, f"{RANGE} [1, 2, 3, -4]"),
+        (np.array([1, 2, 3, 10]), ValueError, f"{RANGE} array([ 1,  2,  3, 10])"),
+        (
+            [1, 2, 3],
+            ValueError,
+            "key_lengths of shape (...,) must broadcast to the batch axes (4,)",
+        ),
+        (LENGTHS[:, None], ValueError, "must broadcast to the batch axes (4,); got (4, 1)"),
+        (2.0, TypeError, f"{KIND}, the number of keys of each item; got 2.0"),
+        (True, TypeError, KIND),
+        ([1.0, 2.0, 3.0, 4.0], TypeError, KIND),
+        (masks.causal(), TypeError, KIND),
+    ],
+)
+@pytest.mark.parametrize("to", [np.asarray, torch.from_numpy])
+def test_wrong_lengths_are_refused(lengths, error, message, to):
+    with pytest.raises(error, match=re.escape(message)):
+        attention(*map(to, (QUERY, KEY, VALUE)), key_lengths=lengths)

@@ -1,0 +1,66 @@
+"""Faults of NumPy itself: which releases have them, that nothing meets them, when a row can go."""
+
+import ast
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import polyattn
+from polyattn import explain
+from polyattn_numpy.faults import FAULTS, faults_of
+
+ROOT = Path(polyattn.__file__).parents[1]
+NEGATIVE, _ = FAULTS
+
+
+@pytest.mark.parametrize(
+    ("release", "names"),
+    [
+        ("2.0.2", ["isfinite"]),
+        ("2.1.0", ["negative", "isfinite"]),
+        ("2.4.6", ["negative", "isfinite"]),
+        ("2.5.0rc1", ["isfinite"]),
+    ],
+)
+def test_which_releases_have_which(release, names):
+    assert [fault.function for fault in faults_of(release)] == names
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.function)
+def test_a_release_that_is_right_is_right(fault):
+    assert fault in faults_of(np.__version__) or not fault.is_present()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.function)
+def test_a_row_can_go_when_no_supported_release_has_the_fault(fault):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (least,) = (x.removeprefix("numpy>=") for x in project["dependencies"] if "numpy>=" in x)
+    assert fault.last is None or fault.last >= tuple(map(int, least.split(".")))
+
+
+@pytest.mark.parametrize("root", ["backends", "polyattn"])
+def test_no_function_with_a_fault_is_given_an_output(root):
+    names = {fault.function for fault in FAULTS}
+    calls = [
+        (file.name, node.lineno)
+        for file in (ROOT / root).rglob("*.py")
+        if file.name != "faults.py"  # it asks whether they are there
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") in names
+        and (len(node.args) > 1 or any(word.arg == "out" for word in node.keywords))
+    ]
+    assert not calls
+
+
+def test_the_list_and_explain_name_what_applies(monkeypatch):
+    (info,) = (info for info in polyattn.list_backends() if info.name == "numpy")
+    assert info.faults == tuple(map(str, faults_of()))
+    assert all(f"fault of {fault}" in str(polyattn.list_backends()) for fault in info.faults)
+    monkeypatch.setattr("polyattn_numpy.tiled.faults_of", lambda **x: faults_of("2.4.0", **x))
+    for size, dtype, named in ((3, "float32", True), (7, "float64", True), (7, "float32", False)):
+        shape = (1, 2, 400, size)
+        text = str(explain(shape, shape, shape, dtype=dtype, backend="numpy"))
+        assert (str(NEGATIVE) in text) == named

@@ -1,0 +1,368 @@
+"""The compiled kernel on JAX arrays against the formula in float64, and under JAX's transforms."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("polyattn_native.library")
+
+import jax.numpy as jnp  # noqa: E402
+
+import polyattn  # noqa: E402
+from polyattn import explain, masks  # noqa: E402
+
+SOURCE = Path(__file__).resolve().parents[2] / "backends" / "polyattn_native" / "src"
+TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float64": 1e-12}
+B, H, G, L, S, D, E = 2, 4, 2, 37, 53, 12, 9
+
+
+def arrays(seed: int = 0, dtype: str = "float64") -> list[Any]:
+    rng = np.random.default_rng(seed)
+    shapes = (B, H, L, D), (B, G, S, D), (1, G, S, E)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def random_options(seed: int) -> dict[str, Any]:
+    """Return options of a call, most of them absent."""
+    draw, rng = random.Random(seed), np.random.default_rng(seed)
+
+    def perhaps(chance: float = 0.3) -> bool:
+        return draw.random() < chance
+
+    given: dict[str, Any] = {"is_causal": perhaps(0.4)}
+    if perhaps():
+        given["window"] = draw.choice([(draw.randint(0, 20), None), (None, 3), (0, 0), (70, 9)])
+    if perhaps(0.4):
+        given["query_offset"] = draw.choice([draw.randint(-5, S), rng.integers(-3, S + 1, B)])
+    if perhaps():
+        given["scale"] = draw.choice([0.3, -0.2, 1.0])
+    if perhaps():
+        given["softcap"] = draw.choice([0.7, 20.0])
+    if perhaps():
+        given["sinks"] = rng.standard_normal(H)
+    if perhaps():
+        given["dropout"] = (0.3, draw.randint(0, 2**60), (1, 2, 3, draw.randint(0, 9)))
+    if perhaps():
+        lead = draw.choice([(), (H,), (B, 1), (B, H)])
+        bias = rng.standard_normal((*lead, draw.choice([1, L]), draw.choice([1, S])))
+        bias[rng.random(bias.shape) < 0.2] = -np.inf
+        given["bias"] = bias
+    if perhaps(0.5):
+        array = rng.random((B, 1, L, S)) < 0.6
+        given["mask"] = draw.choice(
+            [
+                array,
+                np.repeat(array, H, axis=1)[:, :, :1],
+                masks.padding(rng.integers(0, S + 1, B)),
+                masks.padding(S // 2, query_lengths=rng.integers(0, L + 1, B)),
+                masks.prefix(S // 3) & masks.window(9, 3),
+                masks.dense(array) & masks.padding(S - 1),
+            ]
+        )
+    return given
+
+
+def in_jax(options: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    def moved(x: Any) -> Any:
+        return jnp.asarray(x, dtype if x.dtype.kind == "f" else None)
+
+    def mapped(expression: Any) -> Any:
+        return expression.map(lambda _, array: moved(array))
+
+    return {
+        n: moved(x) if hasattr(x, "dtype") else mapped(x) if hasattr(x, "map") else x
+        for n, x in options.items()
+    }
+
+
+def close(found: Any, wanted: Any, dtype: str = "float32") -> None:
+    wanted = np.asarray(wanted)
+    scale = 1 + np.abs(wanted, where=np.isfinite(wanted), out=np.zeros_like(wanted)).max(initial=0)
+    np.testing.assert_allclose(
+        np.asarray(found, "float64"), wanted, rtol=0, atol=TOLERANCE[dtype] * scale
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("seed", range(16))
+def test_random_calls_equal_the_formula(seed: int, dtype: str) -> None:
+    given = [jnp.asarray(x, dtype) for x in arrays(seed)]
+    exact = [np.asarray(x, "float64") for x in given]
+    options = random_options(seed)
+    wanted = polyattn.attention_partial(*exact, **options, kernel="dense")
+    moved = in_jax(options)
+    found = polyattn.attention_partial(*given, **moved, kernel="native")
+    close(found.output, wanted.output, dtype)
+    close(found.logsumexp, wanted.logsumexp)
+    compiled = jax.jit(lambda *x: polyattn.attention(*x, **moved, kernel="native"))(*given)
+    close(compiled, wanted.output, dtype)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_derivatives_equal_the_formula(seed: int) -> None:
+    exact = arrays(seed)
+    given = [jnp.asarray(x, "float32") for x in exact]
+    options = random_options(seed)
+    moved = in_jax(options)
+    floats = {n: moved.pop(n) for n in ("sinks", "bias") if n in moved}
+    rng = np.random.default_rng(seed)
+    along = rng.standard_normal((B, H, L, E))
+
+    def call(qkv: Any, floats: Any) -> Any:
+        return polyattn.attention(*qkv, **moved, **floats, kernel="native")
+
+    wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
+    output, pull = jax.vjp(call, given, floats)
+    (query, key, value), others = pull(jnp.asarray(along, output.dtype))
+    for found, name in ((query, "query"), (key, "key"), (value, "value")):
+        close(found, getattr(wanted, name))
+    for name, found in others.items():
+        close(found, getattr(wanted, name))
+    if "bias" in floats:  # −∞ has no tangent
+        return
+    _, pushed = jax.jvp(call, (given, floats), (given, floats))
+    products = [*zip(given, (query, key, value), strict=True)]
+    products += [(floats[name], gradient) for name, gradient in others.items()]
+    close(
+        jnp.vdot(pushed, along), sum(jnp.vdot(x, gradient) for x, gradient in products), "float16"
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_explicit_derivatives_equal_the_formula(seed: int) -> None:
+    exact = arrays(seed)
+    given = [jnp.asarray(x, "float32") for x in exact]
+    options = {n: x for n, x in random_options(seed).items() if n != "bias"}
+    along = np.random.default_rng(seed).standard_normal((B, H, L, E))
+    wanted = polyattn.attention_vjp(*exact, **options, kernel="dense")[1](along)
+    pull = polyattn.attention_vjp(*given, **in_jax(options), kernel="native")[1]
+    found = pull(jnp.asarray(along, "float32"))
+    for name in ("query", "key", "value", "sinks", "scale", "softcap"):
+        if getattr(wanted, name) is not None:
+            np.testing.assert_allclose(
+                getattr(found, name), getattr(wanted, name), rtol=1e-3, atol=1e-3, err_msg=name
+            )
+    wanted = polyattn.attention_jvp(exact, exact, **options, kernel="dense")[1]
+    close(polyattn.attention_jvp(given, given, **in_jax(options), kernel="native")[1], wanted)
+
+
+def small(*shape: int, seed: int = 0) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), "float32")
+
+
+AXES = {
+    "all": ((0, 0, 0), {}),
+    "the second axis": ((1, 1, 1), {"window": (5, 2)}),
+    "keys": ((None, 0, 0), {"is_causal": True}),
+    "rows": ((0, None, None), {"softcap": 3.0}),
+    "a mask": ((0, 0, None), {"mask": masks.padding(jnp.asarray([3, 9]))}),
+}
+
+
+@pytest.mark.parametrize(("axes", "options"), AXES.values(), ids=AXES)
+def test_vmap_equals_a_loop_and_is_one_call(axes: Any, options: dict[str, Any]) -> None:
+    whole = [small(3, 3, 2, 4, 11, 8, seed=i) for i in range(3)]
+    given = [x if axis is not None else x[0] for x, axis in zip(whole, axes, strict=True)]
+
+    def loss(*x: Any) -> Any:
+        return jnp.sum(polyattn.attention(*x, **options, kernel="native") ** 2)
+
+    def both(*x: Any) -> Any:
+        return jax.value_and_grad(loss, (0, 1, 2))(*x)
+
+    inner = jax.vmap(both)
+    mapped = jax.vmap(inner, axes)
+    items = [
+        inner(*[x if a is None else jnp.take(x, i, a) for x, a in zip(given, axes, strict=True)])
+        for i in range(3)
+    ]
+    looped = jax.tree.map(lambda *x: jnp.stack(x), *items)
+    for one, other in zip(*map(jax.tree.leaves, (mapped(*given), looped)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+    text = str(jax.make_jaxpr(mapped)(*given))
+    assert "while" not in text
+    assert "scan" not in text
+
+
+@pytest.mark.parametrize("name", ["sinks", "dropout"])
+def test_what_the_library_has_once_a_call_may_be_mapped_too(name: str) -> None:
+    x, given = small(3, 2, 4, 11, 8), {"sinks": small(3, 4), "dropout": jnp.arange(3)}[name]
+
+    def call(kernel: str) -> Any:
+        def one(x: Any, given: Any) -> Any:
+            options = {name: (0.4, given) if name == "dropout" else given}
+            return polyattn.attention(x, x, x, **options, kernel=kernel)
+
+        return jax.vmap(one)(x, given)
+
+    np.testing.assert_allclose(call("native"), call("xla"), atol=1e-5)
+
+
+def test_derivatives_of_derivatives_are_those_of_xla() -> None:
+    x, bias = small(2, 3, 4), small(3, 3)
+
+    def loss(kernel: str) -> Any:
+        return lambda x, b: jnp.sum(jnp.sin(polyattn.attention(x, x, x, bias=b, kernel=kernel)))
+
+    def hessians(kernel: str) -> Any:
+        slope = jax.grad(loss(kernel), (0, 1))
+        return jax.jacfwd(slope)(x, bias), jax.jacrev(slope)(x, bias)
+
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, atol=1e-4),
+        hessians("native"),
+        hessians("xla"),
+    )
+
+
+def test_arrays_that_are_given_away_may_hold_the_result() -> None:
+    x, y = small(2, 4, 40, 16), small(2, 4, 40, 16, seed=1)
+    wanted = polyattn.attention(x, y, y, kernel="xla")
+    call = jax.jit(lambda *a: polyattn.attention(*a, kernel="native"), donate_argnums=0)
+    np.testing.assert_allclose(call(x, y, y), wanted, atol=1e-5)
+
+
+def test_a_new_offset_length_or_seed_compiles_nothing() -> None:
+    from polyattn_native.on_jax import _attend
+
+    x = small(2, 4, 10, 8)
+    before = None
+    for i in range(3):
+        polyattn.attention(x[:, :, :1], x, x, is_causal=True, query_offset=i, kernel="native")
+        polyattn.attention(x, x, x, mask=masks.padding(3 + i), kernel="native")
+        polyattn.attention(x, x, x, dropout=(0.5, i), kernel="native")
+        before = before or _attend._cache_size()
+    assert _attend._cache_size() == before
+
+
+def test_what_it_does_not_take_is_left_to_xla() -> None:
+    x = small(2, 4, 10, 8)
+    assert explain(x, x, x).chosen.kernel == "native"
+    ids = jnp.zeros((2, 10), int)
+    for options in ({"mask": masks.segments(ids)}, {"score_mod": polyattn.scores.alibi(4)}):
+        assert explain(x, x, x, **options).chosen.kernel == "xla"
+
+
+def test_an_exported_program_needs_no_library() -> None:
+    x = small(2, 4, 10, 8)
+
+    def call(x: Any) -> Any:
+        return polyattn.attention(x, x, x, is_causal=True)
+
+    exported = jax.export.export(jax.jit(call))(x)
+    assert "@polyattn_" not in exported.mlir_module()
+    np.testing.assert_allclose(exported.call(x), call(x), atol=1e-6)
+
+
+SAME = """
+#include "xla_ffi.h"
+#include "xla/ffi/api/c_api.h"
+#define SAME(a, b) static_assert(offsetof a == offsetof b)
+SAME((xla::Frame, api), (XLA_FFI_CallFrame, api));
+SAME((xla::Frame, stage), (XLA_FFI_CallFrame, stage));
+SAME((xla::Frame, arguments), (XLA_FFI_CallFrame, args));
+SAME((xla::Frame, results), (XLA_FFI_CallFrame, rets));
+SAME((xla::Frame, attributes), (XLA_FFI_CallFrame, attrs));
+SAME((xla::Buffers, count), (XLA_FFI_Args, size));
+SAME((xla::Buffers, buffers), (XLA_FFI_Rets, rets));
+SAME((xla::Buffer, data), (XLA_FFI_Buffer, data));
+SAME((xla::Attributes, types), (XLA_FFI_Attrs, types));
+SAME((xla::Attributes, names), (XLA_FFI_Attrs, names));
+SAME((xla::Attributes, values), (XLA_FFI_Attrs, attrs));
+SAME((xla::Text, size), (XLA_FFI_ByteSpan, len));
+SAME((xla::Array, data), (XLA_FFI_Array, data));
+SAME((xla::ErrorArguments, code), (XLA_FFI_Error_Create_Args, errc));
+SAME((xla::Api, version), (XLA_FFI_Api, api_version));
+SAME((xla::Api, create_error), (XLA_FFI_Api, XLA_FFI_Error_Create));
+SAME((xla::Metadata, version), (XLA_FFI_Metadata, api_version));
+SAME((xla::Metadata, traits), (XLA_FFI_Metadata, traits));
+SAME((xla::MetadataExtension, metadata), (XLA_FFI_Metadata_Extension, metadata));
+static_assert((int)xla::EXECUTE == XLA_FFI_ExecutionStage_EXECUTE);
+static_assert((int)xla::METADATA == XLA_FFI_Extension_Metadata);
+static_assert((int)xla::ATTRIBUTE_ARRAY == XLA_FFI_AttrType_ARRAY);
+static_assert((int)xla::S64 == XLA_FFI_DataType_S64);
+static_assert((int)xla::INVALID_ARGUMENT == XLA_FFI_Error_Code_INVALID_ARGUMENT);
+static_assert((int)xla::RESOURCE_EXHAUSTED == XLA_FFI_Error_Code_RESOURCE_EXHAUSTED);
+static_assert(XLA_FFI_API_MAJOR == 0);
+"""
+
+
+def test_declarations_lie_as_in_the_header_of_the_installed_jaxlib() -> None:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
+    folders = f"-I{SOURCE}", f"-I{jax.ffi.include_dir()}"
+    command = [compiler, "-std=c++20", "-fsyntax-only", *folders, "-x", "c++", "-"]
+    done = subprocess.run(command, input=SAME, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def fresh(code: str, **environment: str) -> None:
+    """Run code in another interpreter."""
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_float64() -> None:
+    fresh(
+        """
+import jax, numpy as np
+jax.config.update("jax_enable_x64", True)
+import jax.numpy as jnp, polyattn
+x = np.random.default_rng(0).standard_normal((2, 4, 30, 8))
+options = dict(is_causal=True, query_offset=np.asarray([-2, 5]), softcap=2.0)
+wanted, pull = polyattn.attention_vjp(x, x, x, **options, kernel="dense")
+def call(*a):
+    moved = options | {"query_offset": jnp.asarray([-2, 5])}
+    return polyattn.attention(*a, **moved, kernel="native")
+found, back = jax.vjp(call, *[jnp.asarray(x)] * 3)
+np.testing.assert_allclose(found, wanted, atol=1e-13)
+gradients = pull(x[..., :8])
+for one, other in zip(back(jnp.asarray(x)), (gradients.query, gradients.key, gradients.value)):
+    assert one.dtype == "float64"
+    np.testing.assert_allclose(one, other, atol=1e-12)
+"""
+    )
+
+
+def test_each_of_several_devices_computes_its_part() -> None:
+    fresh(
+        """
+import functools
+import jax, jax.numpy as jnp, numpy as np, polyattn
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 16, 8)), "float32")
+def call(x, kernel="native"):
+    return polyattn.attention(x, x, x, is_causal=True, kernel=kernel)
+wanted = call(x, "xla")
+mesh = Mesh(np.array(jax.devices()), ("b",))
+placed = jax.device_put(x, NamedSharding(mesh, P("b")))
+compiled = jax.jit(call).lower(placed).compile()
+assert "all-gather" not in compiled.as_text()
+np.testing.assert_allclose(compiled(placed), wanted, atol=1e-5)
+np.testing.assert_allclose(call(placed), wanted, atol=1e-5)
+assert "polyattn_attend" not in compiled.as_text()  # of a sharded array it has no parts
+def slopes(x, y, kernel="native"):
+    return jax.grad(lambda x, y: jnp.sum(
+        polyattn.attention(x, y, y, is_causal=True, kernel=kernel) ** 2), (0, 1))(x, y)
+y = x[:1] + 0
+for specs, of_y in ((P("b"), y), (P(None, "b"), x)):
+    whole = (specs, P() if of_y is y else specs)
+    part = jax.jit(jax.shard_map(slopes, mesh=mesh, in_specs=whole, out_specs=whole))
+    assert "polyattn_differentiate" in part.lower(x, of_y).as_text()
+    for one, other in zip(part(x, of_y), slopes(x, of_y, "xla")):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+""",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
