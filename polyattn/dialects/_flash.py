@@ -37,7 +37,7 @@ def dense(
     if dropout:
         options["dropout"] = dropout_of(q, dropout)
     if slopes is not None or chunk:
-        options |= by_position(q, k, k.shape[1] - q.shape[1], slopes, chunk)
+        options |= by_position(q, k.shape[1], k.shape[1] - q.shape[1], slopes, chunk)
     if not logsumexp:
         return attention(q, k, v, **options), None
     return with_logsumexp(q, k, v, options)
@@ -50,7 +50,7 @@ def with_logsumexp(q: Array, k: Array, v: Array, options: dict[str, Any]) -> tup
 
 
 def by_position(
-    q: Array, k: Array, offset: Any, slopes: Array | None, chunk: int
+    q: Array, keys: int, offset: Any, slopes: Array | None, chunk: int
 ) -> dict[str, Any]:
     """Return the options for ALiBi and chunks; `offset` is the position of the first row."""
     options: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def by_position(
         options["score_mod"] = alibi(slopes, offset)
     if chunk:
         xp = library_of(q, "q").xp
-        rows, columns = (index_range(xp, 0, x.shape[1], q) for x in (q, k))
+        rows, columns = (index_range(xp, 0, n, q) for n in (q.shape[1], keys))
         first = offset if isinstance(offset, int) else offset[:, None]
         options["mask"] = chunked(rows + first, columns, chunk)
     return options

@@ -9,7 +9,6 @@ from polyattn._api.attention import attention
 from polyattn._base.arrays import Array, cast, index_range, library_of
 from polyattn._base.tracing import is_transformed
 from polyattn.dialects._flash import by_position, options_of, with_logsumexp
-from polyattn.dialects._packed import pages
 from polyattn.dialects._shared import bounds
 
 #: The libraries whose arrays can be written in place.
@@ -63,14 +62,14 @@ def with_kvcache(
     options = options_of(scale, softcap)
     if causal or near:
         options |= {"is_causal": bool(causal), "window": near or (None, None)}
-    lengths = keys.shape[1] if cache.lengths is None else cache.lengths
-    offset = lengths - q.shape[1]
-    options |= by_position(q, keys, offset, slopes, chunk)
-    if causal or near or slopes is not None:
-        options["query_offset"] = offset
-    hidden = _real(cache)
-    if hidden is not None:
-        options["mask"] = options["mask"] & hidden if chunk else hidden
+    many = keys.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+    lengths = many if cache.lengths is None else cache.lengths
+    options |= by_position(q, many, lengths - q.shape[1], slopes, chunk)
+    if cache.table is not None or not isinstance(lengths, int):
+        options |= {"key_lengths": lengths, "block_table": cache.table}
+    if cache.leftpad is not None:
+        after = ~masks.prefix(cache.leftpad)
+        options["mask"] = options["mask"] & after if chunk else after
     if logsumexp:
         return with_logsumexp(q, keys, values, options)
     return attention(q, keys, values, **options), None
@@ -132,25 +131,14 @@ def _write(cache: Cache, into: Array, new: Array) -> None:
 
 
 def _read(cache: Cache, pool: Array, batch: int) -> Array:
-    """Return the keys or values of the sequences, (B, S, G, D)."""
+    """Return the keys or values of the sequences, (B, S, G, D), or the pool of their pages."""
     if cache.table is not None:
-        pool = pages(pool, cache.table)
-    elif cache.items is not None:
+        return pool
+    if cache.items is not None:
         pool = library_of(pool).xp.take(pool, cache.items, axis=0)
     elif pool.shape[0] != batch:
         pool = pool[:batch, ...]
     return pool[:, : cache.lengths, ...] if isinstance(cache.lengths, int) else pool
-
-
-def _real(cache: Cache) -> masks.Mask | None:
-    """Return the mask of the keys that were written."""
-    seen = None
-    if cache.lengths is not None and not isinstance(cache.lengths, int):
-        seen = masks.padding(cache.lengths)
-    if cache.leftpad is not None:
-        after = ~masks.prefix(cache.leftpad)
-        seen = after if seen is None else seen & after
-    return seen
 
 
 def _rotated(x: Array, rotation: Rotation, lengths: Any, *, moves: bool) -> Array:
